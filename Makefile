@@ -1,0 +1,43 @@
+# make demo   reduce two systems and draw what it costs        make test   the tests
+# make lint   ruff and mypy     make bench   measure on this machine     make docs   run the documentation, redraw its pictures
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+OUT ?= out
+
+.PHONY: demo test slow lint format bench docs clean
+
+demo: $(VENV)/ready
+	$(BIN)/python examples/reduce_a_layer.py --out $(OUT)/demo
+
+test: $(VENV)/ready
+	$(BIN)/python -m pytest -n 2
+
+slow: $(VENV)/ready
+	$(BIN)/python -m pytest -n 2 -m "slow and not gpu"
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/ready
+	$(BIN)/compressm bench reduction --out $(OUT)/bench
+
+docs: $(VENV)/ready
+	$(BIN)/python -m pytest tests/docs
+	$(BIN)/python examples/reduce_a_layer.py --out $(OUT)/demo --picture docs/images/reduction.png
+	$(BIN)/compressm bench draw benchmarks/results/reduction-cpu.json --picture docs/images/reduction-cost.png
+
+# Installed again whenever what to install has changed.
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(OUT) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""What `compressm bench NAME` measures."""

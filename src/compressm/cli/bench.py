@@ -1,0 +1,99 @@
+"""`compressm bench`: measure on this machine."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from compressm.bench.reduction import Case, measure_reduction
+from compressm.runs.measurement import Measurement, MeasurementError
+
+bench = typer.Typer(help="Measure speed on this machine; results are JSON files with a picture.", no_args_is_help=True)
+console = Console()
+
+
+class Device(StrEnum):
+    """Where to measure."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+@bench.command()
+def reduction(
+    device: Annotated[Device, typer.Option(help="Where to measure.")] = Device.cpu,
+    order: Annotated[
+        list[int] | None, typer.Option(min=1, help="Orders n to reduce to n/4; again for more. Default: 1 to 1024.")
+    ] = None,
+    width: Annotated[int, typer.Option(min=1, help="Channels of the layers, where --order is given.")] = 8,
+    repeats: Annotated[int, typer.Option(min=1, help="Repeats; the median counts.")] = 9,
+    compare: Annotated[bool, typer.Option(help="Time the paper's plain NumPy/SciPy formulas beside (CPU).")] = True,
+    out: Annotated[Path, typer.Option(help="Folder for the result file and the picture.")] = Path("out/bench"),
+) -> None:
+    """The cost of each stage of one reduction, n = 1 … 1024."""
+    if device is Device.cuda and not torch.cuda.is_available():
+        raise typer.BadParameter("no CUDA device here; allowed: cpu", param_hint="--device")
+    cases = [Case(n, max(1, n // 4), width) for n in order] if order else None
+    with console.status("measuring") as status:
+        measurement = measure_reduction(
+            cases, device=device.value, repeats=repeats, compare=compare, progress=lambda line: _say(status, line)
+        )
+    console.print(_reduction_table(measurement))
+    result = measurement.write(out / f"reduction-{device.value}.json")
+    console.print(f"result: {result}")
+    if sum(row["width"] == 8 and row["members"] == 1 and row["system"] == "initial" for row in measurement.rows) > 1:
+        _draw(measurement, out / f"reduction-{device.value}.png")
+
+
+@bench.command()
+def draw(
+    result: Annotated[Path, typer.Argument(help="A result file of `compressm bench`.")],
+    picture: Annotated[
+        Path | None, typer.Option(help="The picture to write. Default: beside the result, .png.")
+    ] = None,
+) -> None:
+    """Draw the picture of a result file again."""
+    try:
+        measurement = Measurement.read(result)
+        _draw(measurement, picture or result.with_suffix(".png"))
+    except MeasurementError as error:
+        raise typer.BadParameter(str(error), param_hint="RESULT") from None
+
+
+def _draw(measurement: Measurement, path: Path) -> None:
+    from compressm.reports.reduction_cost import draw_reduction_cost  # matplotlib takes a second to import
+
+    console.print(f"picture: {draw_reduction_cost(measurement, path)}")
+
+
+def _say(status, line: str) -> None:
+    """A spinner on a terminal, plain lines elsewhere."""
+    if console.is_terminal:
+        status.update(f"measuring {line}")
+    else:
+        console.print(line)
+
+
+def _reduction_table(measurement: Measurement) -> Table:
+    table = Table(title="One reduction", caption=f"milliseconds, median of {measurement.repeats}; H channels")
+    for name in ("n → r", "H", "system", "Gramians", "σ", "all", "plain σ", "plain all", "ratio"):
+        table.add_column(name, justify="right")
+    for row in measurement.rows:
+        times = (
+            row.get(f"{name}_s") for name in ("gramians", "hankel", "reduction", "plain_hankel", "plain_reduction")
+        )
+        several = f"{row['members']} × " if row["members"] != 1 else ""
+        table.add_row(
+            f"{several}{row['order']} → {row['rank']}",
+            str(row["width"]),
+            str(row["system"]),
+            *("" if seconds is None else f"{1e3 * float(seconds):.2f}" for seconds in times),
+            f"{float(row['speedup']):.1f}×" if "speedup" in row else "",
+        )
+    return table

@@ -1,0 +1,88 @@
+"""Control theory on tensors: systems, Gramians, Hankel singular values, balanced truncation with its error bound.
+
+Pure functions, float64 inside, no `nn`. Axes in front of the named ones are a bank of systems.
+"""
+
+from compressm.control.averaging import (
+    mean_dynamics,
+    mean_selective_system,
+    second_moment_gramians,
+    second_moment_system,
+)
+from compressm.control.bounds import bottom_shares, error_bounds, numerical_rank
+from compressm.control.diagonalisation import diagonalise, input_output_ratio
+from compressm.control.errors import (
+    ControlError,
+    DefectiveSystemError,
+    DeviceError,
+    IndefiniteGramianError,
+    NonFiniteError,
+    OrderChangedError,
+    OrderError,
+    PrecisionError,
+    ShapeError,
+    UnstableSystemError,
+)
+from compressm.control.folding import conjugate_pairs, fold, real_form
+from compressm.control.gramians import controllability_gramian, observability_gramian
+from compressm.control.hankel import hankel_nuclear_norm, hankel_nuclear_norm_majoriser, hankel_singular_values
+from compressm.control.lyapunov import solve_lyapunov
+from compressm.control.measured import StateCovariance, measured_gramian
+from compressm.control.norms import h2_error, h2_norm, h_infinity_error, h_infinity_norm
+from compressm.control.projection import Projection, galerkin_projection, shared_projection
+from compressm.control.real_balancing import RealTruncation, real_balanced_truncation
+from compressm.control.system import DenseSystem, DiagonalSystem, LinearSystem
+from compressm.control.tracking import HankelChange, Trajectories, hankel_change, hankel_hermitian, trajectories
+from compressm.control.truncation import Truncation, balanced_truncation
+
+__all__ = [
+    "ControlError",
+    "DefectiveSystemError",
+    "DenseSystem",
+    "DeviceError",
+    "DiagonalSystem",
+    "HankelChange",
+    "IndefiniteGramianError",
+    "LinearSystem",
+    "NonFiniteError",
+    "OrderChangedError",
+    "OrderError",
+    "PrecisionError",
+    "Projection",
+    "RealTruncation",
+    "ShapeError",
+    "StateCovariance",
+    "Trajectories",
+    "Truncation",
+    "UnstableSystemError",
+    "balanced_truncation",
+    "bottom_shares",
+    "conjugate_pairs",
+    "controllability_gramian",
+    "diagonalise",
+    "error_bounds",
+    "fold",
+    "galerkin_projection",
+    "h2_error",
+    "h2_norm",
+    "h_infinity_error",
+    "h_infinity_norm",
+    "hankel_change",
+    "hankel_hermitian",
+    "hankel_nuclear_norm",
+    "hankel_nuclear_norm_majoriser",
+    "hankel_singular_values",
+    "input_output_ratio",
+    "mean_dynamics",
+    "mean_selective_system",
+    "measured_gramian",
+    "numerical_rank",
+    "observability_gramian",
+    "real_balanced_truncation",
+    "real_form",
+    "second_moment_gramians",
+    "second_moment_system",
+    "shared_projection",
+    "solve_lyapunov",
+    "trajectories",
+]

@@ -1,0 +1,158 @@
+"""Square-root balancing: T = Lc V Σ^{-1/2} and W = Lo U Σ^{-1/2} with Loᴴ Lc = U Σ Vᴴ, so that Wᴴ T = I.
+
+Then Wᴴ P W = Σ = Tᴴ Q T. No inverse of a large matrix is taken, and only the columns that are kept are formed. Two
+routes give the same numbers: the SVD of Loᴴ Lc, always accurate, and the eigenvectors of Lcᴴ Q Lc, twice as fast.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from jaxtyping import Bool, Float, Inexact, Int
+from torch import Tensor
+
+from compressm.control.bounds import numerical_rank
+from compressm.control.factors import gramian_factor
+from compressm.control.system import DiagonalSystem
+
+# Lcᴴ Q Lc holds σ², so that small σ drown in the rounding of large ones. With states sorted as in `graded`, values
+# above 1e-4 σ₁ were within 7e-15 σ₁ of the SVD's in 190 systems (1.3e-13 σ₁ unsorted); below, an SVD takes over.
+_TRUSTED = 1e-4
+
+
+@dataclass(frozen=True)
+class Balancing:
+    """σ of all n states, and the two projections onto the kept ones."""
+
+    sigma: Float[Tensor, "m n"]
+    left: Inexact[Tensor, "m n r"]
+    right: Inexact[Tensor, "m n r"]
+
+
+@dataclass(frozen=True)
+class GramianPair:
+    """P and Q; with the diagonal system whose exact Gramians they are, if they are, for when they are singular."""
+
+    P: Inexact[Tensor, "m n n"]
+    Q: Inexact[Tensor, "m n n"]
+    exact: DiagonalSystem | None = None
+
+    def controllability_factor(self) -> tuple[Inexact[Tensor, "m n n"], bool]:
+        """Lc, and whether it is lower triangular."""
+        return gramian_factor(self.P, self.exact, "P")
+
+    def observability_factor(self) -> Inexact[Tensor, "m n n"]:
+        """Lo, by the adjoint."""
+        return gramian_factor(self.Q, None if self.exact is None else self.exact.adjoint(), "Q")[0]
+
+    def __getitem__(self, members: Bool[Tensor, " m"]) -> GramianPair:
+        return GramianPair(self.P[members], self.Q[members], None if self.exact is None else self.exact[members])
+
+    def graded(self) -> tuple[GramianPair, Int[Tensor, "m n"]]:
+        """With states sorted by falling Pᵢᵢ Qᵢᵢ, and that order: `eigh` then loses far less of the small values."""
+        weight = self.P.diagonal(dim1=-2, dim2=-1).real * self.Q.diagonal(dim1=-2, dim2=-1).real
+        order = weight.argsort(dim=-1, descending=True, stable=True)
+        index = (torch.arange(len(order), device=order.device)[:, None, None], order[:, :, None], order[:, None, :])
+        exact = None if self.exact is None else self.exact.reordered(order)
+        return GramianPair(self.P[index], self.Q[index], exact), order
+
+
+def hankel_values(pair: GramianPair) -> Float[Tensor, "m n"]:
+    """σ alone, falling, within 1e-14 σ₁."""
+    graded, _ = pair.graded()
+    Lc, triangular = graded.controllability_factor()
+    Lo = graded.observability_factor()
+    if not triangular or bool((_smallest_value_guess(Lc, Lo) <= _TRUSTED).any()):
+        return torch.linalg.svdvals(Lo.mH @ Lc)
+    squares = torch.linalg.eigvalsh(_squared_hankel(Lc, graded.Q, triangular))
+    sigma = torch.sqrt(squares.clamp_min(0)).flip(-1)
+    blurred = sigma[:, -1] <= _TRUSTED * sigma[:, 0]
+    if bool(blurred.any()):
+        sigma[blurred] = torch.linalg.svdvals(Lo[blurred].mH @ Lc[blurred])
+    return sigma
+
+
+def _smallest_value_guess(Lc: Tensor, Lo: Tensor) -> Float[Tensor, " m"]:
+    """min |Lcᵢᵢ Loᵢᵢ| over the length of the first column of Loᴴ Lc: within a factor 3 of σₙ/σ₁ on LRU systems.
+
+    It only says which route to try first.
+    """
+    diagonal = Lc.diagonal(dim1=-2, dim2=-1).abs() * Lo.diagonal(dim1=-2, dim2=-1).abs()
+    return diagonal.amin(-1) / torch.linalg.vector_norm(Lo.mH @ Lc[..., :1], dim=(-2, -1))
+
+
+def balance(pair: GramianPair, states: Int[Tensor, "m r"]) -> Balancing:
+    """Balance each member onto the given states, by the fast route where it is accurate."""
+    graded, order = pair.graded()
+    result = _balance_graded(graded, states)
+    back = torch.argsort(order, dim=-1)[..., None].expand_as(result.left)
+    return Balancing(result.sigma, result.left.gather(-2, back), result.right.gather(-2, back))
+
+
+def _balance_graded(pair: GramianPair, states: Tensor) -> Balancing:
+    Lc, triangular = pair.controllability_factor()
+    squares, V = torch.linalg.eigh(_squared_hankel(Lc, pair.Q, triangular))
+    sigma, V = torch.sqrt(squares.clamp_min(0)).flip(-1), V.flip(-1)
+    trusted = (sigma.gather(-1, states) > _TRUSTED * sigma[:, :1]).all(-1)
+    if bool(trusted.all()):
+        return _from_eigenvectors(pair, sigma, V, Lc, states)
+    exact = balance_factors(Lc[~trusted], pair[~trusted].observability_factor(), states[~trusted])
+    if not bool(trusted.any()):
+        return exact
+    fast = _from_eigenvectors(pair[trusted], *(part[trusted] for part in (sigma, V, Lc, states)))
+    return _merge(trusted, fast, exact)
+
+
+def balance_factors(
+    Lc: Inexact[Tensor, "m n n"], Lo: Inexact[Tensor, "m n n"], states: Int[Tensor, "m r"]
+) -> Balancing:
+    """By the SVD of Loᴴ Lc, P = Lc Lcᴴ and Q = Lo Loᴴ. States whose σ is rounding noise get zero columns, not noise."""
+    U, sigma, Vh = torch.linalg.svd(Lo.mH @ Lc)
+    noise = torch.arange(sigma.shape[-1], device=sigma.device) >= numerical_rank(sigma)[:, None]
+    scale = torch.rsqrt(sigma).masked_fill(noise, 0).gather(-1, states)[:, None, :]
+    return Balancing(sigma, Lo @ (_columns(U, states) * scale), Lc @ (_columns(Vh.mH, states) * scale))
+
+
+def _from_eigenvectors(pair: GramianPair, sigma: Tensor, V: Tensor, Lc: Tensor, states: Tensor) -> Balancing:
+    """By the eigenvectors V of Lcᴴ Q Lc."""
+    kept = sigma.gather(-1, states)[:, None, :]
+    right = Lc @ (_columns(V, states) * torch.rsqrt(kept))
+    left = pair.Q @ right / kept
+    # W (Wᴴ T)^{-ᴴ}: Wᴴ T = I to the last bit, and the range of W is still that of Q T, so that A stays a contraction.
+    left = torch.linalg.solve(left.mH @ right, left.mH).mH
+    return Balancing(_with_accurate_tail(pair, sigma, V, Lc), left, right)
+
+
+def _with_accurate_tail(pair: GramianPair, sigma: Tensor, V: Tensor, Lc: Tensor) -> Tensor:
+    """Replace the σᵢ that squaring has blurred by the singular values of Loᴴ Lc on their subspace."""
+    tail = int((sigma <= _TRUSTED * sigma[:, :1]).sum(-1).amax())
+    if tail == 0:
+        return sigma
+    head = sigma.shape[-1] - tail
+    accurate = torch.linalg.svdvals(pair.observability_factor().mH @ (Lc @ V[..., head:]))
+    return torch.cat([sigma[:, :head], accurate], dim=-1).sort(dim=-1, descending=True).values
+
+
+def _squared_hankel(Lc: Tensor, Q: Tensor, triangular: bool) -> Inexact[Tensor, "m n n"]:
+    """Lcᴴ Q Lc, of which eigh reads the lower triangle; a triangular Lc halves the work (8 of 16 half-size blocks)."""
+    if not triangular:
+        return Lc.mH @ (Q @ Lc)
+    half = Lc.shape[-1] // 2
+    first, last = Lc[..., :half], Lc[..., half:, half:]
+    moved = Q @ first
+    lower = torch.zeros_like(Q)
+    lower[..., :half, :half] = first.mH @ moved
+    lower[..., half:, :half] = last.mH @ moved[..., half:, :]
+    lower[..., half:, half:] = last.mH @ (Q[..., half:, half:] @ last)
+    return lower
+
+
+def _merge(first: Bool[Tensor, " m"], yes: Balancing, no: Balancing) -> Balancing:
+    """One bank again: `yes` holds the members where `first` is True, `no` the others."""
+    place = torch.argsort(torch.cat([torch.nonzero(first), torch.nonzero(~first)]).flatten())
+    return Balancing(*(torch.cat([getattr(yes, f.name), getattr(no, f.name)])[place] for f in fields(Balancing)))
+
+
+def _columns(matrix: Tensor, states: Tensor) -> Tensor:
+    return matrix.gather(-1, states[:, None, :].expand(*matrix.shape[:-1], states.shape[-1]))

@@ -1,0 +1,78 @@
+"""1 − λᵢ λ̄ⱼ, the denominators of every closed-form Gramian, without cancellation.
+
+The plain difference loses log₁₀ 1/(1 − |λ|) digits, six of them at |λ| = 1 − 1e-6. Both forms below keep all.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Inexact
+from torch import Tensor
+
+# Dekker's splitting constant for 53-bit numbers, 2²⁷ + 1.
+_SPLIT = 134217729.0
+
+
+def decay(poles: Inexact[Tensor, "*bank n"], log_poles: Inexact[Tensor, "*bank n"] | None) -> Float[Tensor, "*bank n"]:
+    """1 − |λ|², to the last bit of what the poles (or their logarithms) say."""
+    if log_poles is not None:
+        return -torch.expm1(2 * _real(log_poles))
+    re, im = _real(poles), _imag(poles)
+    plain = 1 - re * re - im * im
+    # The correction carries no gradient: the derivative of the plain formula is already exact.
+    return plain + (_one_minus_squares(re.detach(), im.detach()) - plain.detach())
+
+
+def one_minus_products(
+    poles: Inexact[Tensor, "*bank n"], log_poles: Inexact[Tensor, "*bank n"] | None
+) -> Inexact[Tensor, "*bank n n"]:
+    """denominators[i, j] = 1 − λᵢ λ̄ⱼ with a relative error of a few units in the last place."""
+    if log_poles is not None:
+        return _from_logarithms(log_poles)
+    # = (1 − |λⱼ|²) − (λᵢ − λⱼ) λ̄ⱼ, and |1 − λᵢλ̄ⱼ|² = |λᵢ − λⱼ|² + (1 − |λᵢ|²)(1 − |λⱼ|²), so that each term is at
+    # most twice the result: nothing cancels.
+    columns = poles[..., None, :]
+    return decay(poles, None)[..., None, :] - (poles[..., :, None] - columns) * columns.conj()
+
+
+def _from_logarithms(log_poles: Inexact[Tensor, "*bank n"]) -> Inexact[Tensor, "*bank n n"]:
+    """−expm1(log λᵢ + conj log λⱼ), with expm1 of the real parts from n instead of n² exponentials."""
+    shrink = torch.expm1(_real(log_poles))
+    rows, columns = shrink[..., :, None], shrink[..., None, :]
+    modulus = rows + columns + rows * columns  # |λᵢ||λⱼ| − 1; all terms of one sign while |λᵢ| ≤ 1
+    if not log_poles.is_complex():
+        return -modulus
+    half = (log_poles.imag[..., :, None] - log_poles.imag[..., None, :]) / 2
+    sine = torch.sin(half)
+    versine = 2 * sine * sine
+    return torch.complex(versine - modulus * (1 - versine), -2 * (1 + modulus) * sine * torch.cos(half))
+
+
+def _one_minus_squares(x: Float[Tensor, "*bank n"], y: Float[Tensor, "*bank n"]) -> Float[Tensor, "*bank n"]:
+    """1 − x² − y² in doubled precision (Dekker 1971: products and sums with their rounding errors)."""
+    (xx, xx_error), (yy, yy_error) = _exact_square(x), _exact_square(y)
+    first, first_error = _exact_sum(torch.ones_like(x), -xx)
+    second, second_error = _exact_sum(first, -yy)
+    return second + (first_error + second_error - xx_error - yy_error)
+
+
+def _exact_square(x: Tensor) -> tuple[Tensor, Tensor]:
+    scaled = _SPLIT * x
+    high = scaled - (scaled - x)
+    low = x - high
+    product = x * x
+    return product, ((high * high - product) + 2 * high * low) + low * low
+
+
+def _exact_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    total = a + b
+    virtual = total - a
+    return total, (a - (total - virtual)) + (b - virtual)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return tensor.real if tensor.is_complex() else tensor
+
+
+def _imag(tensor: Tensor) -> Tensor:
+    return tensor.imag if tensor.is_complex() else torch.zeros_like(tensor)

@@ -1,0 +1,103 @@
+"""Projections for selective layers: real, contractive for every step size, one per channel or one shared by all.
+
+A reduced layer has B ← E_B B, C ← C E_C and rates a_r, so that exp(Δ a_r) stays a diagonal real recurrence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from compressm.control import validation
+from compressm.control.averaging import require_negative_rates
+from compressm.control.balancing import GramianPair, balance
+from compressm.control.errors import DefectiveSystemError
+
+
+@dataclass(frozen=True)
+class Projection:
+    """E_B (r × n) and E_C (n × r) with E_B E_C = I, and the rates of the reduced states."""
+
+    E_B: Float[Tensor, "*bank r n"]
+    E_C: Float[Tensor, "*bank n r"]
+    rates: Float[Tensor, "*channels r"]
+
+
+def galerkin_projection(
+    rates: Float[Tensor, "*bank n"], P: Float[Tensor, "*bank n n"], Q: Float[Tensor, "*bank n n"], order: int
+) -> Projection:
+    """Project symmetrically onto the leading eigenvectors V of the sum of both Gramians.
+
+    Scaling by s = (Qᵢᵢ/Pᵢᵢ)^¼ makes the diagonals of P and Q equal. V is orthonormal, so A_r = Vᵀ diag(a) V is
+    symmetric and negative: its poles are real and exp(Δ A_r) is a contraction for every Δ > 0.
+    """
+    rates = require_negative_rates(rates)
+    scale, V = _symmetric_subspace(rates, P, Q, order)
+    reduced, Y = torch.linalg.eigh(V.mT @ (rates[..., :, None] * V))
+    return Projection(Y.mT @ V.mT * scale[..., None, :], (V @ Y) / scale[..., :, None], reduced)
+
+
+def shared_projection(
+    rates: Float[Tensor, "channels n"],
+    P: Float[Tensor, "channels n n"],
+    Q: Float[Tensor, "channels n n"],
+    order: int,
+    *,
+    two_sided: bool = False,
+) -> Projection:
+    """One pair E_B, E_C for all channels, which multiplies into the layer's own projections: nothing stays at run time.
+
+    Gramians are averaged over the channels at equal trace, the rates geometrically; channel i then has the rates
+    diag(E_B diag(aⁱ) E_C), convex combinations of its own and so still negative. `two_sided` balances instead of
+    projecting symmetrically: often more accurate, but its rates can turn complex or positive, which is refused.
+    """
+    rates = require_negative_rates(rates)
+    mean_P, mean_Q = (_mean_at_equal_trace(name, matrix, rates) for name, matrix in (("P", P), ("Q", Q)))
+    mean_rates = -torch.exp(torch.log(-rates).mean(0))
+    build = _two_sided if two_sided else galerkin_projection
+    shared = build(mean_rates, mean_P, mean_Q, order)
+    channel_rates = torch.einsum("rn,cn,nr->cr", shared.E_B, rates, shared.E_C)
+    if bool((channel_rates >= 0).any()):
+        raise DefectiveSystemError(
+            f"the projection gives a rate of {channel_rates.max().item():.3g}, expected < 0; use the symmetric one"
+        )
+    return Projection(shared.E_B, shared.E_C, channel_rates)
+
+
+def _symmetric_subspace(rates: Tensor, P: Tensor, Q: Tensor, order: int) -> tuple[Tensor, Tensor]:
+    bank, n = rates.shape[:-1], rates.shape[-1]
+    validation.require_order(order, n)
+    P, Q = (validation.require_gramian(name, matrix, bank, n, rates.device) for name, matrix in (("P", P), ("Q", Q)))
+    p, q = P.diagonal(dim1=-2, dim2=-1), Q.diagonal(dim1=-2, dim2=-1)
+    usable = (p > 0) & (q > 0)
+    scale = torch.where(usable, torch.where(usable, q / torch.where(usable, p, 1), 1) ** 0.25, 1)
+    grid = scale[..., :, None] * scale[..., None, :]
+    _, vectors = torch.linalg.eigh(_unit_trace(P * grid) + _unit_trace(Q / grid))
+    return scale, vectors[..., -order:].flip(-1)
+
+
+def _two_sided(rates: Tensor, P: Tensor, Q: Tensor, order: int) -> Projection:
+    validation.require_order(order, rates.shape[-1])
+    result = balance(GramianPair(P[None], Q[None]), torch.arange(order, device=P.device)[None])
+    left, right = result.left[0], result.right[0]
+    reduced, X = torch.linalg.eig(left.mT @ (rates[:, None] * right))
+    if bool((reduced.imag != 0).any()) or bool((reduced.real >= 0).any()):
+        raise DefectiveSystemError(
+            f"two-sided balancing gives rates {reduced.tolist()}, expected real and < 0; use the symmetric one"
+        )
+    X = X.real
+    return Projection(torch.linalg.solve(X, left.mT), right @ X, reduced.real)
+
+
+def _mean_at_equal_trace(name: str, matrices: Tensor, rates: Tensor) -> Tensor:
+    channels, n = rates.shape
+    matrices = validation.require_gramian(name, matrices, torch.Size([channels]), n, rates.device)
+    return _unit_trace(matrices).mean(0)
+
+
+def _unit_trace(matrix: Tensor) -> Tensor:
+    trace = matrix.diagonal(dim1=-2, dim2=-1).sum(-1)
+    return matrix / torch.where(trace > 0, trace, 1)[..., None, None]

@@ -1,0 +1,326 @@
+"""Discrete linear systems h[k] = A h[k−1] + B u[k], y[k] = C h[k], alone or in banks.
+
+The paper writes h[k+1] = A h[k] + B u[k]: the same system with the output one step later, so that Gramians, Hankel
+singular values and both norms are the same. D is left out on purpose: no reduction touches it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Complex, Float, Inexact, Int
+from torch import Tensor
+
+from compressm.control import validation
+from compressm.control.errors import ShapeError, UnstableSystemError
+from compressm.control.poles import decay
+
+System = TypeVar("System", bound="LinearSystem")
+
+
+class LinearSystem(ABC):
+    """What systems with a diagonal and a dense A have in common; axes in front of the named ones are a bank."""
+
+    B: Inexact[Tensor, "*bank n p"]
+    C: Inexact[Tensor, "*bank q n"]
+
+    @property
+    def order(self) -> int:
+        return self.B.shape[-2]
+
+    @property
+    def inputs(self) -> int:
+        return self.B.shape[-1]
+
+    @property
+    def outputs(self) -> int:
+        return self.C.shape[-2]
+
+    @property
+    def bank(self) -> torch.Size:
+        return self.B.shape[:-2]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.B.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.B.device
+
+    @property
+    def requires_grad(self) -> bool:
+        return any(tensor is not None and tensor.requires_grad for tensor in vars(self).values())
+
+    @property
+    @abstractmethod
+    def A(self) -> Inexact[Tensor, "*bank n n"]:
+        """The state matrix, written out."""
+
+    @abstractmethod
+    def adjoint(self) -> LinearSystem:
+        """(Aᴴ, Cᴴ, Bᴴ): its controllability Gramian is this system's observability Gramian."""
+
+    @abstractmethod
+    def frequency_response(self, omega: Float[Tensor, "... f"]) -> Complex[Tensor, "*bank f q p"]:
+        """G(e^{iω}) = C (I − e^{−iω} A)⁻¹ B; `omega` has shape (f,) or (*bank, f)."""
+
+    @abstractmethod
+    def _generator(self) -> Tensor:
+        """A, in the form `_propagate` and `_square` understand."""
+
+    @abstractmethod
+    def _propagate(self, power: Tensor, columns: Tensor) -> Tensor:
+        """Aᵏ times columns of shape (*bank, n, m)."""
+
+    @abstractmethod
+    def _square(self, power: Tensor) -> Tensor:
+        """A²ᵏ from Aᵏ."""
+
+    def _assign(self, **tensors: Tensor | None) -> None:
+        for name, tensor in tensors.items():
+            object.__setattr__(self, name, tensor)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a system is immutable: build a new one instead of setting {name}")
+
+    def _map(self: System, function: Callable[[Tensor], Tensor]) -> System:
+        """The system with `function` applied to each of its tensors; nothing is checked again."""
+        image = object.__new__(type(self))
+        image._assign(**{name: None if tensor is None else function(tensor) for name, tensor in vars(self).items()})
+        return image
+
+    def __repr__(self) -> str:
+        bank = f", bank={tuple(self.bank)}" if self.bank else ""
+        return f"{type(self).__name__}(order={self.order}, inputs={self.inputs}, outputs={self.outputs}{bank})"
+
+    def __getitem__(self: System, member: Any) -> System:
+        """A member, or a slice, of the bank."""
+        if not self.bank:
+            raise ShapeError("a single system has no bank axes to index")
+        return self._map(lambda tensor: tensor[member])
+
+    def to(self: System, device: torch.device | str) -> System:
+        return self._map(lambda tensor: tensor.to(device))
+
+    def detach(self: System) -> System:
+        return self._map(torch.Tensor.detach)
+
+    def states(
+        self, inputs: Inexact[Tensor, "... length p"], initial_state: Inexact[Tensor, "... n"] | None = None
+    ) -> Inexact[Tensor, "... length n"]:
+        """h[1..length]; axes of `inputs` before the bank's are a batch of signals."""
+        signal = validation.require_tensor("inputs", inputs, "length p")
+        if signal.shape[-1] != self.inputs:
+            raise ShapeError(
+                f"inputs have {signal.shape[-1]} channels (shape {tuple(signal.shape)}), the system {self.inputs}"
+            )
+        columns = self.B @ signal.to(self.dtype).mT
+        power = self._generator()
+        if initial_state is not None:
+            carried = self._propagate(power, initial_state.to(self.dtype)[..., None])
+            columns = torch.cat([columns[..., :1] + carried, columns[..., 1:]], dim=-1)
+        step = 1
+        while step < columns.shape[-1]:  # after this pass each column holds the last 2·step inputs
+            shifted = columns[..., step:] + self._propagate(power, columns[..., :-step])
+            columns = torch.cat([columns[..., :step], shifted], dim=-1)
+            power, step = self._square(power), 2 * step
+        return columns.mT
+
+    def simulate(
+        self, inputs: Inexact[Tensor, "... length p"], initial_state: Inexact[Tensor, "... n"] | None = None
+    ) -> Inexact[Tensor, "... length q"]:
+        """y[1..length], complex for a complex system; a layer that reads the real part takes `.real`."""
+        return self.states(inputs, initial_state) @ self.C.mT
+
+    def impulse_response(self, length: int) -> Inexact[Tensor, "*bank length q p"]:
+        """g[k] = C Aᵏ B for k = 0 … length − 1."""
+        if length < 1:
+            raise ShapeError(f"length is {length}, expected at least 1")
+        blocks, power = self.B[..., None, :], self._generator()
+        while blocks.shape[-2] < length:
+            later = self._propagate(power, blocks.flatten(-2)).reshape(blocks.shape)
+            blocks, power = torch.cat([blocks, later], dim=-2), self._square(power)
+        return self.C[..., None, :, :] @ blocks[..., :length, :].transpose(-3, -2)
+
+    def h_infinity_error(self, other: LinearSystem) -> Float[Tensor, "*bank"]:
+        """max over ω of ‖G(e^{iω}) − G'(e^{iω})‖₂, from below, on a grid refined around its peaks."""
+        from compressm.control.norms import h_infinity_error  # norms are built on systems
+
+        return h_infinity_error(self, other)
+
+    def h2_error(self, other: LinearSystem) -> Float[Tensor, "*bank"]:
+        """The root of Σₖ ‖g[k] − g'[k]‖²_F, in closed form."""
+        from compressm.control.norms import h2_error
+
+        return h2_error(self, other)
+
+
+class DiagonalSystem(LinearSystem):
+    """A = diag(poles), the form of LRU, S4D, S5 and Mamba layers; float64 if all of it is real, else complex128."""
+
+    poles: Inexact[Tensor, "*bank n"]
+    log_poles: Inexact[Tensor, "*bank n"] | None
+
+    def __init__(
+        self, poles: Inexact[Tensor, "*bank n"], B: Inexact[Tensor, "*bank n p"], C: Inexact[Tensor, "*bank q n"]
+    ) -> None:
+        _check_shapes(poles=(poles, "n"), B=(B, "n p"), C=(C, "q n"))
+        _check_values(poles=poles, B=B, C=C)
+        poles, B, C = _common_dtype(poles, B, C)
+        self._assign(poles=poles, log_poles=None, B=B, C=C)
+        self._require_stability()
+
+    @classmethod
+    def from_log_poles(
+        cls, log_poles: Inexact[Tensor, "*bank n"], B: Inexact[Tensor, "*bank n p"], C: Inexact[Tensor, "*bank q n"]
+    ) -> DiagonalSystem:
+        """From log λ, where a layer has it: 1 − |λ|² then keeps all its digits however close |λ| is to 1."""
+        _check_shapes(log_poles=(log_poles, "n"), B=(B, "n p"), C=(C, "q n"))
+        # A log pole of −∞ is the pole 0.
+        bounded = torch.where(torch.isneginf(log_poles.real if log_poles.is_complex() else log_poles), 0, log_poles)
+        _check_values(log_poles=bounded, B=B, C=C)
+        log_poles, B, C = _common_dtype(log_poles, B, C)
+        system = cls._unchecked(torch.exp(log_poles), log_poles, B, C)
+        system._require_stability()
+        return system
+
+    def _require_stability(self) -> None:
+        slack = self.decay.detach()
+        if bool((slack <= 0).any()):
+            worst = torch.sqrt(1 - slack.min()).item()
+            raise UnstableSystemError(
+                f"largest pole modulus is {worst:.9g}, expected < 1 ({int((slack <= 0).sum())} poles are not)"
+            )
+
+    @property
+    def A(self) -> Inexact[Tensor, "*bank n n"]:
+        return torch.diag_embed(self.poles)
+
+    @property
+    def decay(self) -> Float[Tensor, "*bank n"]:
+        """1 − |λ|² of every mode."""
+        return decay(self.poles, self.log_poles)
+
+    def adjoint(self) -> DiagonalSystem:
+        return self._unchecked(
+            self.poles.conj(), None if self.log_poles is None else self.log_poles.conj(), self.C.mH, self.B.mH
+        )
+
+    def frequency_response(self, omega: Float[Tensor, "... f"]) -> Complex[Tensor, "*bank f q p"]:
+        radius = self.poles.abs()
+        phase = torch.angle(self.poles)[..., None, :] - omega.to(torch.float64)[..., :, None]
+        sine = torch.sin(phase / 2)
+        # 1 − λe^{−iω} = (1 − |λ|) + |λ|(1 − e^{iφ}): no cancellation at the resonance of a slow mode.
+        gap = (self.decay / (1 + radius))[..., None, :] + 2 * radius[..., None, :] * sine * sine
+        resolvent = 1 / torch.complex(gap, -radius[..., None, :] * torch.sin(phase))
+        weighted = self.C[..., None, :, :] * resolvent[..., None, :]
+        return weighted @ self.B[..., None, :, :].to(weighted.dtype)
+
+    def reordered(self, order: Int[Tensor, "*bank n"]) -> DiagonalSystem:
+        """The same system with its modes in another order."""
+        log_poles = None if self.log_poles is None else self.log_poles.gather(-1, order)
+        B = self.B.gather(-2, order[..., :, None].expand_as(self.B))
+        C = self.C.gather(-1, order[..., None, :].expand_as(self.C))
+        return self._unchecked(self.poles.gather(-1, order), log_poles, B, C)
+
+    def flat(self) -> DiagonalSystem:
+        """With the bank axes as one."""
+        axes = len(self.bank)
+        return self._map(lambda tensor: tensor.reshape(-1, *tensor.shape[axes:]))
+
+    def _generator(self) -> Tensor:
+        return self.poles
+
+    def _propagate(self, power: Tensor, columns: Tensor) -> Tensor:
+        return power[..., None] * columns
+
+    def _square(self, power: Tensor) -> Tensor:
+        return power * power
+
+    @classmethod
+    def _unchecked(cls, poles: Tensor, log_poles: Tensor | None, B: Tensor, C: Tensor) -> DiagonalSystem:
+        """From tensors that come out of a system already checked."""
+        system = cls.__new__(cls)
+        system._assign(poles=poles, log_poles=log_poles, B=B, C=C)
+        return system
+
+
+class DenseSystem(LinearSystem):
+    """A of any form: what balancing gives, or a system from elsewhere."""
+
+    _A: Inexact[Tensor, "*bank n n"]
+
+    def __init__(
+        self, A: Inexact[Tensor, "*bank n n"], B: Inexact[Tensor, "*bank n p"], C: Inexact[Tensor, "*bank q n"]
+    ) -> None:
+        _check_shapes(A=(A, "n n"), B=(B, "n p"), C=(C, "q n"))
+        _check_values(A=A, B=B, C=C)
+        A, B, C = _common_dtype(A, B, C)
+        self._assign(_A=A, B=B, C=C)
+        radius = torch.linalg.eigvals(A.detach()).abs().max().item()
+        if radius >= 1:
+            raise UnstableSystemError(f"spectral radius {radius:.9g} >= 1")
+
+    @property
+    def A(self) -> Inexact[Tensor, "*bank n n"]:
+        return self._A
+
+    def adjoint(self) -> DenseSystem:
+        return self._unchecked(self._A.mH, self.C.mH, self.B.mH)
+
+    def frequency_response(self, omega: Float[Tensor, "... f"]) -> Complex[Tensor, "*bank f q p"]:
+        delay = torch.exp(-1j * omega.to(torch.float64))[..., None, None]
+        identity = torch.eye(self.order, dtype=torch.complex128, device=self.device)
+        right = self.B[..., None, :, :].to(torch.complex128)
+        return self.C[..., None, :, :].to(torch.complex128) @ torch.linalg.solve(
+            identity - delay * self._A[..., None, :, :], right
+        )
+
+    def _generator(self) -> Tensor:
+        return self._A
+
+    def _propagate(self, power: Tensor, columns: Tensor) -> Tensor:
+        return power @ columns
+
+    def _square(self, power: Tensor) -> Tensor:
+        return power @ power
+
+    @classmethod
+    def _unchecked(cls, A: Tensor, B: Tensor, C: Tensor) -> DenseSystem:
+        system = cls.__new__(cls)
+        system._assign(_A=A, B=B, C=C)
+        return system
+
+
+def _check_shapes(**given: tuple[Tensor, str]) -> None:
+    """Named trailing axes agree in size across the tensors, and so do the bank axes."""
+    sizes: dict[str, tuple[int, str]] = {}
+    for name, (value, axes) in given.items():
+        tensor = validation.require_tensor(name, value, axes)
+        for axis, size in zip(axes.split(), tensor.shape[-len(axes.split()) :], strict=True):
+            expected, source = sizes.setdefault(axis, (size, name))
+            if size != expected:
+                raise ShapeError(
+                    f"{name} has shape {tuple(tensor.shape)}: axis {axis} is {size}, but {expected} in {source}"
+                )
+    validation.require_one_bank(
+        **{name: value.shape[: value.ndim - len(axes.split())] for name, (value, axes) in given.items()}
+    )
+
+
+def _check_values(**given: Tensor) -> None:
+    validation.require_one_precision(**given)
+    validation.require_one_device(**given)
+    for name, tensor in given.items():
+        validation.require_finite(name, tensor)
+
+
+def _common_dtype(*tensors: Tensor) -> list[Tensor]:
+    """In double precision, complex if one of them is."""
+    doubled = [validation.to_double(tensor) for tensor in tensors]
+    dtype = torch.complex128 if any(tensor.is_complex() for tensor in doubled) else torch.float64
+    return [tensor.to(dtype) for tensor in doubled]

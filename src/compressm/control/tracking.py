@@ -1,0 +1,109 @@
+"""How Hankel singular values move while a layer trains (sec:why of the paper)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Inexact, Int
+from torch import Tensor
+
+from compressm.control import validation
+from compressm.control.errors import OrderChangedError, ShapeError
+from compressm.control.factors import psd_factor
+from compressm.control.gramians import gramians
+from compressm.control.system import LinearSystem
+
+
+def hankel_hermitian(system: LinearSystem) -> Inexact[Tensor, "*bank n n"]:
+    """H = (P^½ Q P^½)^½, a Hermitian matrix whose eigenvalues are the Hankel singular values."""
+    P, Q = gramians(system)
+    root = _hermitian_root(P)
+    # P^½ Q P^½ = M Mᴴ with M = P^½ Lo, so that its root follows from the SVD without squaring anything.
+    U, sigma, _ = torch.linalg.svd(root @ psd_factor((Q + Q.mH) / 2, "Q"))
+    return (U * sigma[..., None, :].to(U.dtype)) @ U.mH
+
+
+@dataclass(frozen=True)
+class HankelChange:
+    """Between two snapshots: |σᵢ' − σᵢ| ≤ `weyl_bound` = max |eig(H' − H)| for every i (lem:hsv_cont)."""
+
+    sigma_before: Float[Tensor, "*bank n"]
+    sigma_after: Float[Tensor, "*bank n"]
+    weyl_bound: Float[Tensor, "*bank"]
+
+    @property
+    def largest_shift(self) -> Float[Tensor, "*bank"]:
+        return (self.sigma_after - self.sigma_before).abs().amax(-1)
+
+
+def hankel_change(before: LinearSystem, after: LinearSystem) -> HankelChange:
+    """Compare two snapshots of one layer between cuts; δH has no meaning across a cut, which is refused."""
+    if before.order != after.order:
+        raise OrderChangedError(f"order {before.order} before and {after.order} after: δH is undefined across a cut")
+    if before.bank != after.bank:
+        raise ShapeError(f"bank {tuple(before.bank)} before and {tuple(after.bank)} after")
+    old, new = hankel_hermitian(before), hankel_hermitian(after)
+    sigma, sigma_after = (torch.linalg.eigvalsh(matrix).flip(-1).clamp_min(0) for matrix in (old, new))
+    return HankelChange(sigma, sigma_after, torch.linalg.eigvalsh(new - old).abs().amax(-1))
+
+
+@dataclass(frozen=True)
+class Trajectories:
+    """values[k, j]: state j at snapshot k, NaN once a cut removed it; crossings[k]: pairs that changed order at k."""
+
+    values: Float[Tensor, "steps n"]
+    crossings: Int[Tensor, " steps"]
+
+
+def trajectories(spectra: Sequence[Float[Tensor, " n"]]) -> Trajectories:
+    """Follow each σ through a sequence of falling spectra by linear assignment to where its motion points.
+
+    State j is expected at σⱼ + (σⱼ − its value before): assigning nearest values alone could never see two cross,
+    because the cheapest matching of two sorted lists is the sorted one. Spectra may get shorter, at a cut, not longer.
+    """
+    from scipy.optimize import linear_sum_assignment  # SciPy takes longer to import than the rest of the package
+
+    spectra = [_checked_spectrum(k, spectrum) for k, spectrum in enumerate(spectra)]
+    if not spectra:
+        raise ShapeError("no spectra given: trajectories need at least one")
+    values = [spectra[0]]
+    crossings = [0]
+    expected = spectra[0]
+    for k, spectrum in enumerate(spectra[1:], start=1):
+        alive = torch.nonzero(~torch.isnan(values[-1])).flatten()
+        if len(spectrum) > len(alive):
+            raise OrderChangedError(
+                f"spectrum {k} has {len(spectrum)} values after {len(alive)}: an order can only fall"
+            )
+        distance = (expected[alive, None] - spectrum[None, :]).abs()
+        rows, columns = (torch.from_numpy(index) for index in linear_sum_assignment(distance.numpy()))
+        current = torch.full_like(values[0], torch.nan)
+        current[alive[rows]] = spectrum[columns]
+        crossings.append(_order_changes(values[-1], current))
+        # Across a cut a change of basis moves every σ: no velocity to trust.
+        expected = current if len(spectrum) < len(alive) else (2 * current - values[-1]).clamp_min(0)
+        values.append(current)
+    return Trajectories(torch.stack(values), torch.tensor(crossings))
+
+
+def _order_changes(before: Tensor, after: Tensor) -> int:
+    """Pairs with (σᵢ − σⱼ) of opposite signs before and after."""
+    first, second = (torch.sign(value[:, None] - value[None, :]).nan_to_num(0) for value in (before, after))
+    return int((first * second < 0).sum()) // 2
+
+
+def _checked_spectrum(k: int, spectrum: Tensor) -> Float[Tensor, " n"]:
+    validation.require_tensor(f"spectra[{k}]", spectrum, "n")
+    if spectrum.ndim != 1:
+        raise ShapeError(
+            f"spectra[{k}] has shape {tuple(spectrum.shape)}, expected one axis: follow a bank member by member"
+        )
+    validation.require_finite(f"spectra[{k}]", spectrum)
+    return spectrum.detach().to("cpu", torch.float64)
+
+
+def _hermitian_root(matrix: Tensor) -> Tensor:
+    values, vectors = torch.linalg.eigh(matrix)
+    return (vectors * torch.sqrt(values.clamp_min(0))[..., None, :].to(vectors.dtype)) @ vectors.mH

@@ -1,0 +1,124 @@
+"""Balanced truncation: the smaller system, the two projections, and what it can cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Inexact, Int
+from torch import Tensor
+
+from compressm.control import validation
+from compressm.control.balancing import Balancing, balance, balance_factors
+from compressm.control.bounds import numerical_rank
+from compressm.control.diagonalisation import eigenbasis, in_eigenbasis
+from compressm.control.errors import OrderError, ShapeError
+from compressm.control.hankel import dense_factors, gramian_pair
+from compressm.control.system import DenseSystem, DiagonalSystem, LinearSystem
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """A system and its reduction: A_r = Wᴴ A T, B_r = Wᴴ B, C_r = C T, with Wᴴ T = I."""
+
+    system: LinearSystem
+    sigma: Float[Tensor, "*bank n"]
+    left: Inexact[Tensor, "*bank n r"]
+    right: Inexact[Tensor, "*bank n r"]
+    error_bound: Float[Tensor, "*bank"] | None
+    states: Int[Tensor, "*bank r"]
+    original: LinearSystem
+
+    @property
+    def order(self) -> int:
+        return self.system.order
+
+    def diagonalise(self) -> Truncation:
+        """The same reduction with diagonal A: `right` becomes Φ = T X, `left` Ψ = W X⁻ᴴ, still Ψᴴ Φ = I."""
+        like = self.original if isinstance(self.original, DiagonalSystem) else None
+        X, poles = eigenbasis(self.system, like)
+        left = torch.linalg.solve(X, self.left.mH.to(X.dtype)).mH
+        return replace(self, system=in_eigenbasis(self.system, X, poles), left=left, right=self.right.to(X.dtype) @ X)
+
+
+def balanced_truncation(
+    system: LinearSystem,
+    order: int | None = None,
+    *,
+    states: Sequence[int] | Int[Tensor, ...] | None = None,
+    P: Inexact[Tensor, "*bank n n"] | None = None,
+) -> Truncation:
+    """Keep `order` balanced states, the largest in σ, or those that `states` names.
+
+    The error is at most `error_bound` = 2 Σ of the dropped σ in the H∞ norm, whichever states are dropped, and the
+    result is stable. With a measured `P` and the exact Q it is stable too: W = Q T S⁻¹ makes A_r the Q-orthogonal
+    projection of A, a contraction; but there is no bound, `error_bound` is None. An order above the numerical rank
+    #{σ > n ε σ₁} keeps that many states only (one at least): what lies beyond is rounding noise.
+    """
+    n, bank = system.order, system.bank
+    indices = _kept_states(order, states, system)
+    with torch.no_grad():
+        system = system.detach()
+        flat = _balance(system, P, indices.reshape(-1, indices.shape[-1]))
+        if states is None:
+            flat, indices = _within_rank(flat, indices)
+        sigma, left, right = (part.reshape(*bank, n, *part.shape[2:]) for part in (flat.sigma, flat.left, flat.right))
+        bound = None if P is not None else _dropped(sigma, indices)
+        return Truncation(_project(system, left, right), sigma, left, right, bound, indices, system)
+
+
+def _balance(system: LinearSystem, P: Tensor | None, indices: Tensor) -> Balancing:
+    n = system.order
+    if P is None and isinstance(system, DenseSystem):
+        Lc, Lo = dense_factors(system)
+        return balance_factors(Lc.reshape(-1, n, n), Lo.reshape(-1, n, n), indices)
+    return balance(gramian_pair(system, P), indices)
+
+
+def _kept_states(
+    order: int | None, states: Sequence[int] | Tensor | None, system: LinearSystem
+) -> Int[Tensor, "*bank r"]:
+    if states is None:
+        if order is None:
+            raise OrderError(f"neither order nor states given; order is an integer from 1 to {system.order}")
+        kept = torch.arange(validation.require_order(order, system.order))
+    else:
+        kept = torch.as_tensor(states)
+        _check_states(kept, order, system)
+    return kept.to(system.device, torch.int64).expand(*system.bank, kept.shape[-1])
+
+
+def _check_states(states: Tensor, order: int | None, system: LinearSystem) -> None:
+    n = system.order
+    if states.is_floating_point() or states.is_complex() or states.dtype == torch.bool or states.ndim < 1:
+        raise OrderError(
+            f"states must be integer indices from 0 to {n - 1}, got {states.dtype} of shape {tuple(states.shape)}"
+        )
+    if states.shape[:-1] not in ((), system.bank):
+        raise ShapeError(f"states have shape {tuple(states.shape)}, expected (r,) or {(*system.bank, 'r')}")
+    if not 1 <= states.shape[-1] <= n or (order is not None and states.shape[-1] != order):
+        raise OrderError(f"{states.shape[-1]} states named, expected {order if order is not None else f'1 to {n}'}")
+    if int(states.min()) < 0 or int(states.max()) >= n:
+        raise OrderError(f"states {states.tolist()} are outside 0..{n - 1}")
+    ordered = states.sort(dim=-1).values
+    if bool((ordered[..., 1:] == ordered[..., :-1]).any()):
+        raise OrderError(f"states {states.tolist()} name a state twice")
+
+
+def _within_rank(flat: Balancing, indices: Tensor) -> tuple[Balancing, Tensor]:
+    """Drop the columns that no member of the bank can fill."""
+    rank = max(1, int(numerical_rank(flat.sigma).amax()))
+    if rank >= indices.shape[-1]:
+        return flat, indices
+    return Balancing(flat.sigma, flat.left[..., :rank], flat.right[..., :rank]), indices[..., :rank]
+
+
+def _dropped(sigma: Tensor, kept: Tensor) -> Float[Tensor, "*bank"]:
+    """2 Σ of the σ that are not kept; the zeros of kept ones are added exactly."""
+    return 2 * sigma.scatter(-1, kept, 0).sort(dim=-1).values.sum(-1)
+
+
+def _project(system: LinearSystem, left: Tensor, right: Tensor) -> DenseSystem:
+    moved = system.poles[..., None] * right if isinstance(system, DiagonalSystem) else system.A.to(right.dtype) @ right
+    return DenseSystem._unchecked(left.mH @ moved, left.mH @ system.B.to(left.dtype), system.C.to(right.dtype) @ right)

@@ -1,0 +1,100 @@
+"""Refuse bad tensors where they enter, before any work."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compressm.control.errors import (
+    DeviceError,
+    IndefiniteGramianError,
+    NonFiniteError,
+    OrderError,
+    PrecisionError,
+    ShapeError,
+)
+
+_SINGLE = (torch.float32, torch.complex64)
+_DOUBLE = (torch.float64, torch.complex128)
+
+
+def require_tensor(name: str, tensor: object, axes: str) -> Tensor:
+    """`axes` names the trailing axes, as in "n p"; any bank axes stand before them."""
+    if not isinstance(tensor, Tensor):
+        raise ShapeError(f"{name} is a {type(tensor).__name__}, expected a tensor (*bank, {', '.join(axes.split())})")
+    wanted = len(axes.split())
+    if tensor.ndim < wanted:
+        raise ShapeError(f"{name} has shape {tuple(tensor.shape)}, expected (*bank, {', '.join(axes.split())})")
+    if 0 in tensor.shape:
+        raise ShapeError(
+            f"{name} has shape {tuple(tensor.shape)}: an empty bank, order or channel axis; sizes must be >= 1"
+        )
+    return tensor
+
+
+def require_one_precision(**tensors: Tensor) -> None:
+    """Real and complex may mix, single and double precision may not."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _SINGLE + _DOUBLE:
+            raise PrecisionError(f"{name} has dtype {tensor.dtype}, expected float32, float64, complex64 or complex128")
+    if len({tensor.dtype in _SINGLE for tensor in tensors.values()}) > 1:
+        raise PrecisionError(f"mixed precisions: {_listing(tensors, 'dtype')}; convert them to one first")
+
+
+def require_one_device(**tensors: Tensor) -> None:
+    """All on one device."""
+    if len({tensor.device for tensor in tensors.values()}) > 1:
+        raise DeviceError(f"mixed devices: {_listing(tensors, 'device')}; move them to one first")
+
+
+def require_one_bank(**banks: torch.Size) -> None:
+    """All of one shape."""
+    if len(set(banks.values())) > 1:
+        raise ShapeError("bank axes disagree: " + ", ".join(f"{name} {tuple(bank)}" for name, bank in banks.items()))
+
+
+def require_finite(name: str, tensor: Tensor) -> None:
+    """Neither NaN nor infinite; the first offender is named."""
+    finite = torch.isfinite(tensor)
+    if not bool(finite.all()):
+        where = tuple(int(i) for i in torch.nonzero(~finite)[0])
+        raise NonFiniteError(
+            f"{name}{list(where)} is {tensor.detach()[where].item()}: {int((~finite).sum())} entries are not finite"
+        )
+
+
+def require_order(order: object, n: int) -> int:
+    """An integer from 1 to n."""
+    if isinstance(order, bool) or not isinstance(order, int):
+        raise OrderError(f"order is {order!r}, expected an integer from 1 to {n}")
+    if not 1 <= order <= n:
+        raise OrderError(f"order {order} is outside 1..{n}")
+    return order
+
+
+def require_gramian(name: str, gramian: object, bank: torch.Size, n: int, device: torch.device) -> Tensor:
+    """A finite Hermitian (*bank, n, n) tensor in double precision; definiteness shows when it is factored."""
+    gramian = require_tensor(name, gramian, "n n")
+    if gramian.shape != (*bank, n, n):
+        raise ShapeError(f"{name} has shape {tuple(gramian.shape)}, expected {(*bank, n, n)}")
+    require_one_precision(**{name: gramian})
+    if gramian.device != device:
+        raise DeviceError(f"{name} is on {gramian.device}, the system on {device}")
+    require_finite(name, gramian)
+    gramian = to_double(gramian)
+    scale = gramian.abs().amax()
+    skew = (gramian - gramian.mH).abs().amax()
+    if bool(skew > 1e-6 * scale):
+        raise IndefiniteGramianError(
+            f"{name} is not Hermitian: it differs from its adjoint by {skew / scale:.1e} of its largest entry"
+        )
+    return (gramian + gramian.mH) / 2
+
+
+def to_double(tensor: Tensor) -> Tensor:
+    """As float64 or complex128."""
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _listing(tensors: dict[str, Tensor], attribute: str) -> str:
+    return ", ".join(f"{name} {getattr(tensor, attribute)}" for name, tensor in tensors.items())

@@ -1,0 +1,64 @@
+"""The cost of a reduction against the order, on log-log axes with n² and n³ guides (fig:reduction-complexity)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from compressm.reports.canvas import BLUE, GREEN, GREY, ORANGE, RED, picture
+from compressm.runs.measurement import Measurement, MeasurementError
+
+_CURVES = (
+    ("gramians_s", "Gramians", GREEN, "-"),
+    ("hankel_s", "Hankel singular values", ORANGE, "-"),
+    ("reduction_s", "whole reduction", BLUE, "-"),
+    ("plain_gramians_s", "Gramians, plain formulas", GREEN, ":"),
+    ("plain_hankel_s", "Hankel singular values, plain formulas", ORANGE, ":"),
+    ("plain_reduction_s", "whole reduction, plain formulas", RED, ":"),
+)
+
+
+def draw_reduction_cost(measurement: Measurement, path: Path | str) -> Path:
+    """One curve a stage; the systems are LRU layers at initialisation with 8 channels, reduced to a quarter."""
+    rows = _single_layers(measurement)
+    orders = [float(row["order"]) for row in rows]
+    with picture(path, size=(7, 4.6)) as figure:
+        (axes,) = figure.axes
+        for column, label, colour, line in _CURVES:
+            if all(column in row for row in rows):
+                times = [1e3 * float(row[column]) for row in rows]
+                axes.plot(orders, times, line, color=colour, label=label, marker="o", ms=3)
+        _guides(axes, orders, 1e3 * float(rows[-1]["reduction_s"]))
+        axes.set(xscale="log", yscale="log", xlabel="order n", ylabel="milliseconds")
+        axes.set(title="Cost of one reduction, n → n/4")
+        axes.set_xticks(orders, [f"{order:g}" for order in orders])
+        axes.minorticks_off()
+        axes.legend(fontsize=8)
+        small = {"fontsize": 7, "color": GREY, "transform": axes.transAxes}
+        axes.text(1, -0.16, _caption(measurement, rows), ha="right", va="top", **small)
+    return Path(path)
+
+
+def _single_layers(measurement: Measurement) -> list[dict[str, float | int | str]]:
+    wanted = ("initial", 8, 1)
+    rows = [row for row in measurement.rows if (row.get("system"), row.get("width"), row.get("members")) == wanted]
+    if len(rows) < 2:
+        raise MeasurementError(f"{measurement.name}: {len(rows)} rows of one LRU layer, H = 8; a curve needs 2")
+    return sorted(rows, key=lambda row: float(row["order"]))
+
+
+def _guides(axes, orders: list[float], top: float) -> None:
+    upper = [order for order in orders if order >= orders[-1] / 8]
+    for power, shift in ((2, 0.05), (3, 0.35)):
+        axes.plot(upper, [shift * top * (order / orders[-1]) ** power for order in upper], color=GREY, lw=1, ls="--")
+        axes.annotate(
+            f"n{'²³'[power - 2]}", (upper[0], shift * top * (upper[0] / orders[-1]) ** power), color=GREY, ha="right"
+        )
+
+
+def _caption(measurement: Measurement, rows: list[dict[str, float | int | str]]) -> str:
+    environment = measurement.environment
+    machine = environment.processor if rows[0]["device"] == "cpu" else environment.accelerator
+    measured = (
+        f"{environment.threads} thread(s), torch {environment.torch}, {environment.date[:10]}, {environment.commit}"
+    )
+    return f"{machine}, {measured}"

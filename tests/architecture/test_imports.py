@@ -1,0 +1,104 @@
+"""Who may import whom, read from the syntax tree."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "compressm"
+
+# Each package may import itself and what stands to its right; None: everything.
+ALLOWED = {
+    "control": set(),
+    "ops": set(),
+    "data": set(),
+    "runs": set(),
+    "layers": {"ops"},
+    "models": {"layers"},
+    "adapters": {"control", "layers"},
+    "compression": {"control", "adapters", "layers", "models"},
+    "baselines": {"control", "adapters"},
+    "training": {"compression", "data", "runs", "models"},
+    "integrations": {"compression"},
+    "reports": {"runs"},
+    "experiments": None,
+    "bench": None,
+    "cli": None,
+}
+# What stands above those that may import everything below them.
+ABOVE = {"experiments": {"reports", "bench", "cli"}, "bench": {"reports", "cli"}, "cli": set()}
+
+# Packages that are heavy or optional, and the only places that may name them.
+CONFINED = {
+    "triton": ("ops/",),
+    "transformers": ("adapters/foreign/", "integrations/"),
+    "mamba_ssm": ("adapters/foreign/", "integrations/"),
+    "lightning": ("integrations/",),
+    "matplotlib": ("reports/",),
+    "typer": ("cli/",),
+    "rich": ("cli/", "training/", "experiments/"),
+}
+
+
+def imported_modules(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno} is a relative import"
+            yield node.module
+            if node.module == "compressm":
+                yield from (f"compressm.{alias.name}" for alias in node.names)
+
+
+def files():
+    return sorted(SOURCE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_go_in_the_allowed_direction(path):
+    relative = path.relative_to(SOURCE)
+    package = relative.parts[0] if len(relative.parts) > 1 else None
+    if package is None:
+        return  # compressm/__init__.py gathers the public names
+    assert package in ALLOWED, f"{package} is a new package: say in ALLOWED what it may import"
+    ours = {name.split(".")[1] for name in imported_modules(path) if name.startswith("compressm.")} - {package}
+    allowed = ALLOWED[package]
+    forbidden = ours & ABOVE[package] if allowed is None else ours - allowed
+    assert not forbidden
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_heavy_packages_stay_in_their_place(path):
+    relative = str(path.relative_to(SOURCE))
+    for name in imported_modules(path):
+        places = CONFINED.get(name.split(".")[0])
+        assert places is None or relative.startswith(places), f"{relative} imports {name}"
+
+
+def test_importing_the_package_is_light():
+    """torch, and nothing that a user of the library alone would not have or would wait for."""
+    heavy = {
+        "scipy",
+        "matplotlib",
+        "sklearn",
+        "pandas",
+        "typer",
+        "rich",
+        "pydantic",
+        "yaml",
+        "jinja2",
+        "pooch",
+        "triton",
+    }
+    heavy |= {"transformers", "lightning", "torchvision", "jax", "tensorflow", "torch._dynamo", "torch._inductor"}
+    script = "import sys, torch; before = set(sys.modules); import compressm; print(*sorted(set(sys.modules) - before))"
+    added = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert {name for name in added if name in heavy or name.split(".")[0] in heavy} == set()
+    assert "compressm.control" in added
+
+
+def test_there_is_no_drawer_for_odds_and_ends():
+    assert [path for path in files() if path.stem in {"utils", "util", "helpers", "misc", "common"}] == []

@@ -1,0 +1,106 @@
+"""Public names and command-line options: changing one is a decision, not an accident."""
+
+import inspect
+
+import pytest
+import typer
+
+import compressm
+from compressm import control
+from compressm.cli.app import app
+
+NAMES = {"__version__", "control"}
+
+CONTROL_NAMES = {
+    "ControlError",
+    "DefectiveSystemError",
+    "DenseSystem",
+    "DeviceError",
+    "DiagonalSystem",
+    "HankelChange",
+    "IndefiniteGramianError",
+    "LinearSystem",
+    "NonFiniteError",
+    "OrderChangedError",
+    "OrderError",
+    "PrecisionError",
+    "Projection",
+    "RealTruncation",
+    "ShapeError",
+    "StateCovariance",
+    "Trajectories",
+    "Truncation",
+    "UnstableSystemError",
+    "balanced_truncation",
+    "bottom_shares",
+    "conjugate_pairs",
+    "controllability_gramian",
+    "diagonalise",
+    "error_bounds",
+    "fold",
+    "galerkin_projection",
+    "h2_error",
+    "h2_norm",
+    "h_infinity_error",
+    "h_infinity_norm",
+    "hankel_change",
+    "hankel_hermitian",
+    "hankel_nuclear_norm",
+    "hankel_nuclear_norm_majoriser",
+    "hankel_singular_values",
+    "input_output_ratio",
+    "mean_dynamics",
+    "mean_selective_system",
+    "measured_gramian",
+    "numerical_rank",
+    "observability_gramian",
+    "real_balanced_truncation",
+    "real_form",
+    "second_moment_gramians",
+    "second_moment_system",
+    "shared_projection",
+    "solve_lyapunov",
+    "trajectories",
+}
+
+OPTIONS = {
+    "": {"--version", "--install-completion", "--show-completion"},
+    "bench": set(),
+    "bench reduction": {"--device", "--order", "--width", "--repeats", "--compare", "--no-compare", "--out"},
+    "bench draw": {"result", "--picture"},
+}
+
+
+def test_the_package_has_these_names():
+    assert set(compressm.__all__) == NAMES
+
+
+def test_the_control_core_has_these_names():
+    assert set(control.__all__) == CONTROL_NAMES
+    assert list(control.__all__) == sorted(control.__all__)
+
+
+@pytest.mark.parametrize("name", sorted(CONTROL_NAMES))
+def test_every_public_name_is_documented(name):
+    assert inspect.getdoc(getattr(control, name))
+
+
+def commands(command, path=()):
+    yield " ".join(path), command
+    for name, child in getattr(command, "commands", {}).items():
+        yield from commands(child, (*path, name))
+
+
+def test_the_command_line_has_these_commands_and_options():
+    found = {}
+    for path, command in commands(typer.main.get_command(app)):
+        names = [name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)]
+        found[path] = set(names) - {"--help", "-h"}
+    assert found == OPTIONS
+
+
+def test_every_command_and_option_explains_itself():
+    for path, command in commands(typer.main.get_command(app)):
+        assert command.help, path
+        for parameter in command.params:
+            assert getattr(parameter, "help", None), f"{path} {parameter.name}"

@@ -1,0 +1,20 @@
+"""Shapes are checked at run time in every test; hypothesis is repeatable and never judges by the clock."""
+
+import hypothesis
+import torch
+from jaxtyping import install_import_hook
+
+install_import_hook("compressm", "beartype.beartype")
+
+# One thread: on a shared machine with few cores two can be ten times slower than one.
+torch.set_num_threads(1)
+
+hypothesis.settings.register_profile(
+    "default",
+    max_examples=100,
+    deadline=None,
+    derandomize=True,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
+)
+hypothesis.settings.load_profile("default")
