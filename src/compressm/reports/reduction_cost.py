@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from compressm.reports.canvas import BLUE, GREEN, GREY, ORANGE, RED, picture
 from compressm.runs.measurement import Measurement, MeasurementError
@@ -33,7 +34,7 @@ def draw_reduction_cost(measurement: Measurement, path: Path | str) -> Path:
         axes.set_xticks(orders, [f"{order:g}" for order in orders])
         axes.minorticks_off()
         axes.legend(fontsize=8)
-        small = {"fontsize": 7, "color": GREY, "transform": axes.transAxes}
+        small: dict[str, Any] = {"fontsize": 7, "color": GREY, "transform": axes.transAxes}
         axes.text(1, -0.16, _caption(measurement, rows), ha="right", va="top", **small)
     return Path(path)
 
