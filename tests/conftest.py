@@ -1,10 +1,13 @@
 """Shapes are checked at run time in every test; hypothesis is repeatable and never judges by the clock."""
 
+import importlib.util
+
 import hypothesis
 import torch
 from jaxtyping import install_import_hook
 
-install_import_hook("compressm", "beartype.beartype")
+if importlib.util.find_spec("beartype"):  # in the development extra; not on every machine with a GPU
+    install_import_hook("compressm", "beartype.beartype")
 
 # One thread: on a shared machine with few cores two can be ten times slower than one.
 torch.set_num_threads(1)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from compressm.control.bounds import numerical_rank
 from compressm.control.factors import gramian_factor
+from compressm.control.side_by_side import eigh, eigvalsh, svd, svdvals
 from compressm.control.system import DiagonalSystem
 
 # Lcᴴ Q Lc holds σ², so that small σ drown in the rounding of large ones. With states sorted as in `graded`, values
@@ -64,12 +65,12 @@ def hankel_values(pair: GramianPair) -> Float[Tensor, "m n"]:
     Lc, triangular = graded.controllability_factor()
     Lo = graded.observability_factor()
     if not triangular or bool((_smallest_value_guess(Lc, Lo) <= _TRUSTED).any()):
-        return torch.linalg.svdvals(Lo.mH @ Lc)
-    squares = torch.linalg.eigvalsh(_squared_hankel(Lc, graded.Q, triangular))
+        return svdvals(Lo.mH @ Lc)
+    squares = eigvalsh(_squared_hankel(Lc, graded.Q, triangular))
     sigma = torch.sqrt(squares.clamp_min(0)).flip(-1)
     blurred = sigma[:, -1] <= _TRUSTED * sigma[:, 0]
     if bool(blurred.any()):
-        sigma[blurred] = torch.linalg.svdvals(Lo[blurred].mH @ Lc[blurred])
+        sigma[blurred] = svdvals(Lo[blurred].mH @ Lc[blurred])
     return sigma
 
 
@@ -92,7 +93,7 @@ def balance(pair: GramianPair, states: Int[Tensor, "m r"]) -> Balancing:
 
 def _balance_graded(pair: GramianPair, states: Tensor) -> Balancing:
     Lc, triangular = pair.controllability_factor()
-    squares, V = torch.linalg.eigh(_squared_hankel(Lc, pair.Q, triangular))
+    squares, V = eigh(_squared_hankel(Lc, pair.Q, triangular))
     sigma, V = torch.sqrt(squares.clamp_min(0)).flip(-1), V.flip(-1)
     trusted = (sigma.gather(-1, states) > _TRUSTED * sigma[:, :1]).all(-1)
     if bool(trusted.all()):
@@ -108,7 +109,7 @@ def balance_factors(
     Lc: Inexact[Tensor, "m n n"], Lo: Inexact[Tensor, "m n n"], states: Int[Tensor, "m r"]
 ) -> Balancing:
     """By the SVD of Loᴴ Lc, P = Lc Lcᴴ and Q = Lo Loᴴ. States whose σ is rounding noise get zero columns, not noise."""
-    U, sigma, Vh = torch.linalg.svd(Lo.mH @ Lc)
+    U, sigma, Vh = svd(Lo.mH @ Lc)
     noise = torch.arange(sigma.shape[-1], device=sigma.device) >= numerical_rank(sigma)[:, None]
     scale = torch.rsqrt(sigma).masked_fill(noise, 0).gather(-1, states)[:, None, :]
     return Balancing(sigma, Lo @ (_columns(U, states) * scale), Lc @ (_columns(Vh.mH, states) * scale))
@@ -130,7 +131,7 @@ def _with_accurate_tail(pair: GramianPair, sigma: Tensor, V: Tensor, Lc: Tensor)
     if tail == 0:
         return sigma
     head = sigma.shape[-1] - tail
-    accurate = torch.linalg.svdvals(pair.observability_factor().mH @ (Lc @ V[..., head:]))
+    accurate = svdvals(pair.observability_factor().mH @ (Lc @ V[..., head:]))
     return torch.cat([sigma[:, :head], accurate], dim=-1).sort(dim=-1, descending=True).values
 
 

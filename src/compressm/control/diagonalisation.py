@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import torch
-from jaxtyping import Complex, Float, Inexact
+from jaxtyping import Complex, Float
 from torch import Tensor
 
 from compressm.control.errors import DefectiveSystemError
+from compressm.control.side_by_side import eig
 from compressm.control.system import DiagonalSystem, LinearSystem
 
 # Balanced systems stay below 223 in 1500 random cases; at 1e8 half the digits of float64 are gone.
@@ -36,10 +35,10 @@ def eigenbasis(
     Column i gives mode i the ratio ρ = ‖bᵢ‖/(γᵢ‖cᵢ‖), γ = √(1 − |λ|²), that the layer `like` had on the average (1
     without it): products are kept, and an optimizer meets B and C of the sizes it knew.
     """
-    poles, X = _eig(system.A)
-    condition = torch.linalg.cond(X)
+    poles, X = eig(system.A)
+    condition = _condition(X)
     if not bool((condition < _LARGEST_CONDITION).all()):
-        worst = condition.nan_to_num(nan=torch.inf).max().item()
+        worst = condition.max().item()
         raise DefectiveSystemError(
             f"eigenvectors of A have condition number {worst:.3g}, expected < {_LARGEST_CONDITION:g}"
         )
@@ -49,6 +48,13 @@ def eigenbasis(
     usable = (b > 0) & (c > 0)
     length = torch.where(usable, torch.sqrt(b / (ratio * torch.where(usable, c, 1))), 1)
     return X * length[..., None, :], poles
+
+
+def _condition(X: Tensor) -> Float[Tensor, "*bank"]:
+    """‖X‖_F ‖X⁻¹‖_F, which is no smaller than the condition number and needs no SVD; infinite where X is singular."""
+    inverse, info = torch.linalg.inv_ex(X)
+    product = torch.linalg.matrix_norm(X) * torch.linalg.matrix_norm(inverse)
+    return torch.where((info == 0) & torch.isfinite(product), product, torch.inf)
 
 
 def input_output_ratio(system: DiagonalSystem) -> Float[Tensor, "*bank"]:
@@ -61,25 +67,3 @@ def input_output_ratio(system: DiagonalSystem) -> Float[Tensor, "*bank"]:
 def _mode_sizes(system: DiagonalSystem) -> tuple[Tensor, Tensor]:
     b = torch.linalg.vector_norm(system.B, dim=-1) / torch.sqrt(system.decay)
     return b, torch.linalg.vector_norm(system.C, dim=-2)
-
-
-def _eig(A: Inexact[Tensor, "*bank n n"]) -> tuple[Complex[Tensor, "*bank n"], Complex[Tensor, "*bank n n"]]:
-    """`torch.linalg.eig`, side by side on CPU threads.
-
-    The GPU has no batched general eigensolver: six matrices of 161 take 414 ms on an H200 one after the other, and one
-    LAPACK call with many threads is slower still.
-    """
-    members = A.reshape(-1, *A.shape[-2:]).cpu()
-    threads = torch.get_num_threads()
-    workers = min(threads, len(members))
-    if workers == 1:
-        values, vectors = torch.linalg.eig(members)
-    else:
-        torch.set_num_threads(1)
-        try:
-            with ThreadPoolExecutor(workers) as pool:
-                parts = list(pool.map(torch.linalg.eig, members.chunk(workers)))
-        finally:
-            torch.set_num_threads(threads)
-        values, vectors = (torch.cat([part[side] for part in parts]) for side in (0, 1))
-    return values.to(A.device).reshape(A.shape[:-1]), vectors.to(A.device).reshape(A.shape)

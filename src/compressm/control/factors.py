@@ -8,6 +8,7 @@ from torch import Tensor
 
 from compressm.control.errors import IndefiniteGramianError
 from compressm.control.poles import one_minus_products
+from compressm.control.side_by_side import eigh
 from compressm.control.system import DiagonalSystem
 
 # Rounding leaves eigenvalues of a singular unit-diagonal matrix above −n·1e-15; beyond this it is not a Gramian.
@@ -48,7 +49,7 @@ def _scaled_eigh_factor(gramian: Inexact[Tensor, "m n n"], name: str) -> Inexact
     diagonal = gramian.diagonal(dim1=-2, dim2=-1).real
     scale = torch.sqrt(diagonal.clamp_min(0))
     scale = torch.where(scale > 0, scale, 1)
-    values, vectors = torch.linalg.eigh(gramian / (scale[..., :, None] * scale[..., None, :]))
+    values, vectors = eigh(gramian / (scale[..., :, None] * scale[..., None, :]))
     worst = torch.minimum(values.amin(), diagonal.amin()).item()
     if worst < _INDEFINITE * gramian.shape[-1]:
         raise IndefiniteGramianError(

@@ -12,6 +12,7 @@ from compressm.control import validation
 from compressm.control.balancing import GramianPair, balance, hankel_values
 from compressm.control.gramians import gramians, observability_gramian
 from compressm.control.lyapunov import lyapunov_factor
+from compressm.control.side_by_side import svdvals
 from compressm.control.system import DenseSystem, DiagonalSystem, LinearSystem
 
 
@@ -24,7 +25,7 @@ def hankel_singular_values(
     """
     if P is None and isinstance(system, DenseSystem) and not system.requires_grad:
         Lc, Lo = dense_factors(system)
-        return torch.linalg.svdvals(Lo.mH @ Lc)
+        return svdvals(Lo.mH @ Lc)
     pair = gramian_pair(system, P)
     sigma = HankelValues.apply(pair.P, pair.Q, pair.exact)  # type: ignore[no-untyped-call]
     return sigma.reshape(*system.bank, system.order)

@@ -1,0 +1,75 @@
+"""Dense decompositions of many matrices at once: on CPU threads, one BLAS thread each, wherever that is faster.
+
+A GPU has no batched general eigensolver, and its batched `eigh` and `svd` are fast up to order 32 only. On an H200
+machine with 16 cores, complex128: `eig` of 6 × 161² takes 38 ms here and 414 ms there, `eigh` of 512 × 128² 98 and
+930 ms, `svdvals` of 6 × 384² 41 and 251 ms; but `eigh` of 6 × 384² 45 and 23 ms. One LAPACK call with 16 threads is
+slowest of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from jaxtyping import Complex, Float, Inexact
+from torch import Tensor
+
+_SMALL = 32  # up to this order the GPU's batched solvers win
+_FEW = 16  # up to as many matrices, and above _SMALL, its eigh does
+
+
+def eig(A: Inexact[Tensor, "*bank n n"]) -> tuple[Complex[Tensor, "*bank n"], Complex[Tensor, "*bank n n"]]:
+    """`torch.linalg.eig`."""
+    values, vectors = _on_threads(torch.linalg.eig, A)
+    return values, vectors
+
+
+def eigh(A: Inexact[Tensor, "*bank n n"]) -> tuple[Float[Tensor, "*bank n"], Inexact[Tensor, "*bank n n"]]:
+    """`torch.linalg.eigh`."""
+    if A.is_cuda and (A.shape[-1] <= _SMALL or A.shape[:-2].numel() <= _FEW):
+        values, vectors = torch.linalg.eigh(A)
+    else:
+        values, vectors = _on_threads(torch.linalg.eigh, A)
+    return values, vectors
+
+
+def eigvalsh(A: Inexact[Tensor, "*bank n n"]) -> Float[Tensor, "*bank n"]:
+    """`torch.linalg.eigvalsh`."""
+    if A.is_cuda and (A.shape[-1] <= _SMALL or A.shape[:-2].numel() <= _FEW):
+        return torch.linalg.eigvalsh(A)
+    return _on_threads(lambda part: (torch.linalg.eigvalsh(part),), A)[0]
+
+
+def svd(A: Inexact[Tensor, "*bank m n"]) -> tuple[Inexact[Tensor, "..."], Float[Tensor, "..."], Inexact[Tensor, "..."]]:
+    """`torch.linalg.svd`, thin."""
+    if A.is_cuda and max(A.shape[-2:]) <= _SMALL:
+        U, sigma, Vh = torch.linalg.svd(A, full_matrices=False)
+    else:
+        U, sigma, Vh = _on_threads(lambda part: torch.linalg.svd(part, full_matrices=False), A)
+    return U, sigma, Vh
+
+
+def svdvals(A: Inexact[Tensor, "*bank m n"]) -> Float[Tensor, "*bank k"]:
+    """`torch.linalg.svdvals`."""
+    if A.is_cuda and max(A.shape[-2:]) <= _SMALL:
+        return torch.linalg.svdvals(A)
+    return _on_threads(lambda part: (torch.linalg.svdvals(part),), A)[0]
+
+
+def _on_threads(solve: Callable[[Tensor], tuple[Tensor, ...]], A: Tensor) -> tuple[Tensor, ...]:
+    """`solve` on as many parts of the bank as torch may use threads; results go back to the device of A."""
+    members = A.reshape(-1, *A.shape[-2:]).cpu()
+    threads = torch.get_num_threads()
+    workers = min(threads, len(members))
+    if workers == 1:
+        parts = [solve(members)]
+    else:
+        try:
+            # Each worker must say so itself: new threads start with as many BLAS threads as there are cores.
+            with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+                parts = list(pool.map(solve, members.chunk(workers)))
+        finally:
+            torch.set_num_threads(threads)
+    whole = (torch.cat(pieces) if len(pieces) > 1 else pieces[0] for pieces in zip(*parts, strict=True))
+    return tuple(piece.to(A.device).reshape(*A.shape[:-2], *piece.shape[1:]) for piece in whole)
