@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compressm.control import validation
 from compressm.control.errors import ShapeError, UnstableSystemError
-from compressm.control.factors import psd_factor
+from compressm.control.factors import psd_factor, require_semidefinite
 from compressm.control.system import DenseSystem, DiagonalSystem, LinearSystem
 
 
@@ -27,12 +27,16 @@ def mean_dynamics(
     A mean need not be stable. As regularisation, a diagonal A has each pole of modulus above `largest_radius` pulled
     back to it, a dense one is scaled as a whole.
     """
-    if not 0 < largest_radius < 1:
-        raise UnstableSystemError(f"largest_radius is {largest_radius}, expected a number between 0 and 1")
-    for name, tensor, axes in (("B", B, "samples n p"), ("C", C, "samples q n")):
-        validation.require_finite(name, validation.require_tensor(name, tensor, axes))
-    validation.require_finite("A", A)
+    _require_radius(largest_radius)
+    samples = {"A": (A, "samples n"), "B": (B, "samples n p"), "C": (C, "samples q n")}
+    given = {name: validation.require_tensor(name, *rest) for name, rest in samples.items()}
+    validation.require_one_precision(**given)
+    validation.require_one_device(**given)
+    for name, tensor in given.items():
+        validation.require_finite(name, tensor)
     mean_B, mean_C = validation.to_double(B).mean(-3), validation.to_double(C).mean(-3)
+    if A.ndim in (B.ndim, B.ndim - 1) and A.shape[: B.ndim - 2] != B.shape[:-2]:
+        raise ShapeError(f"A has shape {tuple(A.shape)}, B {tuple(B.shape)}: bank or samples disagree")
     if A.ndim == B.ndim - 1:
         poles = validation.to_double(A).mean(-2)
         excess = (poles.abs() / largest_radius).clamp_min(1)
@@ -41,6 +45,8 @@ def mean_dynamics(
         raise ShapeError(
             f"A has shape {tuple(A.shape)}, not (*bank, samples, n) or (*bank, samples, n, n); B has {tuple(B.shape)}"
         )
+    if A.shape[-1] != A.shape[-2]:
+        raise ShapeError(f"A has shape {tuple(A.shape)}, expected (*bank, samples, n, n)")
     dense = validation.to_double(A).mean(-3)
     radius = torch.linalg.eigvals(dense).abs().amax(-1)
     return DenseSystem(dense / (radius / largest_radius).clamp_min(1)[..., None, None], mean_B, mean_C)
@@ -59,8 +65,9 @@ def mean_selective_system(
     Poles above `largest_radius` are pulled back to it. Averaging B and C before balancing loses their variation:
     `second_moment_gramians` keeps it.
     """
+    _require_radius(largest_radius)
     step = validation.to_double(mean_step)[..., None]
-    poles = torch.exp(step * validation.to_double(rates)).clamp_max(largest_radius)
+    poles = torch.exp(step * require_negative_rates(rates)).clamp_max(largest_radius)
     return DiagonalSystem(
         poles, (step * validation.to_double(mean_B))[..., None], validation.to_double(mean_C)[..., None, :]
     )
@@ -70,6 +77,7 @@ def second_moment_system(
     poles: Inexact[Tensor, "*bank n"], moment_B: Inexact[Tensor, "*bank n n"], moment_C: Inexact[Tensor, "*bank n n"]
 ) -> DiagonalSystem:
     """The LTI system with B Bᴴ = E[B Bᴴ] and Cᴴ C = E[Cᴴ C]: exact for time-varying B and C that are white in time."""
+    validation.require_one_precision(poles=validation.require_tensor("poles", poles, "n"))
     n, bank = poles.shape[-1], poles.shape[:-1]
     moments = (
         validation.require_gramian(name, moment, bank, n, poles.device)
@@ -86,8 +94,16 @@ def second_moment_gramians(
     rates = require_negative_rates(rates)
     bank, n = rates.shape[:-1], rates.shape[-1]
     total = -(rates[..., :, None] + rates[..., None, :])
-    P = validation.require_gramian("moment_B", moment_B, bank, n, rates.device) / total
-    return P, validation.require_gramian("moment_C", moment_C, bank, n, rates.device) / total
+    checked = []
+    for name, moment in (("moment_B", moment_B), ("moment_C", moment_C)):
+        checked.append(validation.require_gramian(name, moment, bank, n, rates.device))
+        require_semidefinite(name, checked[-1])
+    return checked[0] / total, checked[1] / total
+
+
+def _require_radius(largest_radius: float) -> None:
+    if not 0 < largest_radius < 1:
+        raise UnstableSystemError(f"largest_radius is {largest_radius}, expected a number between 0 and 1")
 
 
 def require_negative_rates(rates: Float[Tensor, "*bank n"]) -> Float[Tensor, "*bank n"]:

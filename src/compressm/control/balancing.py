@@ -33,30 +33,35 @@ class Balancing:
 
 @dataclass(frozen=True)
 class GramianPair:
-    """P and Q; with the diagonal system whose exact Gramians they are, if they are, for when they are singular."""
+    """P and Q; with the diagonal system whose Gramians they are, if it is one, for when they are singular.
+
+    Q is always the system's own, P may be a measured one.
+    """
 
     P: Inexact[Tensor, "m n n"]
     Q: Inexact[Tensor, "m n n"]
-    exact: DiagonalSystem | None = None
+    system: DiagonalSystem | None = None
+    P_is_measured: bool = False
 
     def controllability_factor(self) -> tuple[Inexact[Tensor, "m n n"], bool]:
         """Lc, and whether it is lower triangular."""
-        return gramian_factor(self.P, self.exact, "P")
+        return gramian_factor(self.P, None if self.P_is_measured else self.system, "P")
 
     def observability_factor(self) -> Inexact[Tensor, "m n n"]:
         """Lo, by the adjoint."""
-        return gramian_factor(self.Q, None if self.exact is None else self.exact.adjoint(), "Q")[0]
+        return gramian_factor(self.Q, None if self.system is None else self.system.adjoint(), "Q")[0]
 
     def __getitem__(self, members: Bool[Tensor, " m"]) -> GramianPair:
-        return GramianPair(self.P[members], self.Q[members], None if self.exact is None else self.exact[members])
+        system = None if self.system is None else self.system[members]
+        return GramianPair(self.P[members], self.Q[members], system, self.P_is_measured)
 
     def graded(self) -> tuple[GramianPair, Int[Tensor, "m n"]]:
         """With states sorted by falling Pᵢᵢ Qᵢᵢ, and that order: `eigh` then loses far less of the small values."""
         weight = self.P.diagonal(dim1=-2, dim2=-1).real * self.Q.diagonal(dim1=-2, dim2=-1).real
         order = weight.argsort(dim=-1, descending=True, stable=True)
         index = (torch.arange(len(order), device=order.device)[:, None, None], order[:, :, None], order[:, None, :])
-        exact = None if self.exact is None else self.exact.reordered(order)
-        return GramianPair(self.P[index], self.Q[index], exact), order
+        system = None if self.system is None else self.system.reordered(order)
+        return GramianPair(self.P[index], self.Q[index], system, self.P_is_measured), order
 
 
 def hankel_values(pair: GramianPair) -> Float[Tensor, "m n"]:
@@ -112,16 +117,23 @@ def balance_factors(
     U, sigma, Vh = svd(Lo.mH @ Lc)
     noise = torch.arange(sigma.shape[-1], device=sigma.device) >= numerical_rank(sigma)[:, None]
     scale = torch.rsqrt(sigma).masked_fill(noise, 0).gather(-1, states)[:, None, :]
-    return Balancing(sigma, Lo @ (_columns(U, states) * scale), Lc @ (_columns(Vh.mH, states) * scale))
+    left, right = Lo @ (_columns(U, states) * scale), Lc @ (_columns(Vh.mH, states) * scale)
+    return Balancing(sigma, _biorthogonal(left, right, empty=noise.gather(-1, states)), right)
+
+
+def _biorthogonal(left: Tensor, right: Tensor, empty: Bool[Tensor, "m r"] | None = None) -> Tensor:
+    """W (Wᴴ T)^{-ᴴ}: Wᴴ T = I to the last bit, and W keeps the range of Q T, so that A stays a contraction."""
+    gram = left.mH @ right
+    if empty is not None:
+        gram = gram + torch.diag_embed(empty.to(gram.dtype))
+    return torch.linalg.solve(gram, left.mH).mH
 
 
 def _from_eigenvectors(pair: GramianPair, sigma: Tensor, V: Tensor, Lc: Tensor, states: Tensor) -> Balancing:
     """By the eigenvectors V of Lcᴴ Q Lc."""
     kept = sigma.gather(-1, states)[:, None, :]
     right = Lc @ (_columns(V, states) * torch.rsqrt(kept))
-    left = pair.Q @ right / kept
-    # W (Wᴴ T)^{-ᴴ}: Wᴴ T = I to the last bit, and the range of W is still that of Q T, so that A stays a contraction.
-    left = torch.linalg.solve(left.mH @ right, left.mH).mH
+    left = _biorthogonal(pair.Q @ right / kept, right)
     return Balancing(_with_accurate_tail(pair, sigma, V, Lc), left, right)
 
 

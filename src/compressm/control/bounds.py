@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from compressm.control.errors import NonFiniteError
+from compressm.control.errors import NonFiniteError, ShapeError
 
 
 def error_bounds(sigma: Float[Tensor, "*bank n"]) -> Float[Tensor, "*bank n+1"]:
@@ -27,11 +27,14 @@ def bottom_shares(sigma: Float[Tensor, "*bank n"]) -> Float[Tensor, "*bank n+1"]
 
 def numerical_rank(sigma: Float[Tensor, "*bank n"]) -> Int[Tensor, "*bank"]:
     """How many σᵢ stand above rounding, σᵢ > n ε σ₁."""
+    _require_spectrum(sigma)
     floor = sigma.shape[-1] * torch.finfo(torch.float64).eps * sigma.amax(-1, keepdim=True)
     return (sigma > floor).sum(-1)
 
 
 def _require_spectrum(sigma: Tensor) -> None:
+    if sigma.ndim == 0:
+        raise ShapeError("sigma has shape (), expected (*bank, n)")
     if sigma.shape[-1] == 0 or not bool((sigma >= 0).all()) or not bool(torch.isfinite(sigma).all()):
         raise NonFiniteError(
             f"sigma must hold at least one value, all finite and >= 0; got {sigma.detach().cpu().tolist()!r:.200}"

@@ -26,6 +26,11 @@ def psd_factor(gramian: Inexact[Tensor, "*bank n n"], name: str = "gramian") -> 
     return gramian_factor(gramian, None, name)[0]
 
 
+def require_semidefinite(name: str, matrix: Inexact[Tensor, "*bank n n"]) -> None:
+    """Refuse a Hermitian matrix with a negative eigenvalue."""
+    psd_factor(matrix, name)
+
+
 def gramian_factor(
     gramian: Inexact[Tensor, "*bank n n"], exact: DiagonalSystem | None, name: str
 ) -> tuple[Inexact[Tensor, "*bank n n"], bool]:
@@ -50,12 +55,15 @@ def _scaled_eigh_factor(gramian: Inexact[Tensor, "m n n"], name: str) -> Inexact
     scale = torch.sqrt(diagonal.clamp_min(0))
     scale = torch.where(scale > 0, scale, 1)
     values, vectors = eigh(gramian / (scale[..., :, None] * scale[..., None, :]))
-    worst = torch.minimum(values.amin(), diagonal.amin()).item()
+    size = diagonal.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+    worst = torch.minimum(values.amin(), (diagonal / size).amin()).item()
     if worst < _INDEFINITE * gramian.shape[-1]:
         raise IndefiniteGramianError(
             f"{name} has eigenvalue {worst:.3g} (scaled to unit diagonal), expected none below 0"
         )
-    return scale[..., :, None] * vectors * torch.sqrt(values.clamp_min(0))[..., None, :]
+    # What rounding leaves of a zero would come back as its root, 1e-8 instead of 0.
+    noise = gramian.shape[-1] * torch.finfo(torch.float64).eps * values.amax(-1, keepdim=True)
+    return scale[..., :, None] * vectors * torch.sqrt(torch.where(values > noise, values, 0))[..., None, :]
 
 
 def cauchy_factor(system: DiagonalSystem) -> Inexact[Tensor, "*bank n n"]:

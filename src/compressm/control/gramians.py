@@ -8,6 +8,7 @@ from torch import Tensor
 
 from compressm.control import validation
 from compressm.control.errors import ShapeError
+from compressm.control.factors import require_semidefinite
 from compressm.control.lyapunov import solve_lyapunov
 from compressm.control.poles import one_minus_products
 from compressm.control.system import DiagonalSystem, LinearSystem
@@ -60,4 +61,6 @@ def _covariance(system: LinearSystem, covariance: Tensor) -> Tensor:
         raise ShapeError(
             f"input_covariance has shape {tuple(covariance.shape)}, expected {(p, p)} or {(*system.bank, p, p)}"
         )
-    return validation.require_gramian("input_covariance", covariance, bank, p, system.device).to(system.dtype)
+    covariance = validation.require_gramian("input_covariance", covariance, bank, p, system.device)
+    require_semidefinite("input_covariance", covariance)
+    return covariance.to(system.dtype)

@@ -27,7 +27,7 @@ def hankel_singular_values(
         Lc, Lo = dense_factors(system)
         return svdvals(Lo.mH @ Lc)
     pair = gramian_pair(system, P)
-    sigma = HankelValues.apply(pair.P, pair.Q, pair.exact)  # type: ignore[no-untyped-call]
+    sigma = HankelValues.apply(pair.P, pair.Q, pair)  # type: ignore[no-untyped-call]
     return sigma.reshape(*system.bank, system.order)
 
 
@@ -39,13 +39,14 @@ def dense_factors(system: DenseSystem) -> tuple[Inexact[Tensor, "*bank n n"], In
 def gramian_pair(system: LinearSystem, P: Inexact[Tensor, "*bank n n"] | None) -> GramianPair:
     """P, checked if it is given and exact if not, and the exact Q, with the bank axes as one."""
     n = system.order
+    source = system.detach().flat() if isinstance(system, DiagonalSystem) else None
     if P is None:
         exact_P, Q = (gramian.reshape(-1, n, n) for gramian in gramians(system))
-        return GramianPair(exact_P, Q, system.detach().flat() if isinstance(system, DiagonalSystem) else None)
+        return GramianPair(exact_P, Q, source)
     P = validation.require_gramian("P", P, system.bank, n, system.device)
     Q = observability_gramian(system)
     dtype = torch.promote_types(P.dtype, Q.dtype)
-    return GramianPair(P.to(dtype).reshape(-1, n, n), Q.to(dtype).reshape(-1, n, n))
+    return GramianPair(P.to(dtype).reshape(-1, n, n), Q.to(dtype).reshape(-1, n, n), source, P_is_measured=True)
 
 
 def hankel_nuclear_norm(system: LinearSystem) -> Float[Tensor, "*bank"]:
@@ -63,6 +64,8 @@ def hankel_nuclear_norm_majoriser(system: DiagonalSystem) -> Float[Tensor, "*ban
 class HankelValues(torch.autograd.Function):
     """(P, Q) ↦ σ with dσᵢ = ½ (wᵢᴴ dP wᵢ + tᵢᴴ dQ tᵢ), t and w the columns of the balancing T and W.
 
+    P and Q come twice: as tensors to differentiate, and as a pair that knows the system they belong to.
+
     The derivative of an SVD divides by differences of σ and fails at ties; this form has none. Within a cluster of
     equal σ it is exact for losses that treat the cluster alike, as a sum does; where σᵢ is rounding noise it is 0, a
     subgradient.
@@ -70,9 +73,8 @@ class HankelValues(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, P: Inexact[Tensor, "m n n"], Q: Inexact[Tensor, "m n n"], exact: DiagonalSystem | None
+        ctx: Any, P: Inexact[Tensor, "m n n"], Q: Inexact[Tensor, "m n n"], pair: GramianPair
     ) -> Float[Tensor, "m n"]:
-        pair = GramianPair(P, Q, exact)
         if not any(ctx.needs_input_grad):
             return hankel_values(pair)
         every = torch.arange(P.shape[-1], device=P.device).expand(P.shape[:-1])

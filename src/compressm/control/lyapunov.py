@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Inexact
 from torch import Tensor
 
-from compressm.control.errors import UnstableSystemError
+from compressm.control.errors import ShapeError, UnstableSystemError
 
 # 2⁶⁴ terms: |λ|^(2⁶⁴) underflows for every |λ| < 1 that a float64 can hold.
 _MOST_DOUBLINGS = 64
@@ -14,6 +14,8 @@ _MOST_DOUBLINGS = 64
 
 def solve_lyapunov(A: Inexact[Tensor, "*bank n n"], M: Inexact[Tensor, "*bank n n"]) -> Inexact[Tensor, "*bank n n"]:
     """X = Σₖ Aᵏ M (Aᴴ)ᵏ, summed by X ← X + Aᵢ X Aᵢᴴ, Aᵢ ← Aᵢ² (Smith 1968), then refined once on its own residual."""
+    if A.shape != M.shape or A.shape[-1] != A.shape[-2]:
+        raise ShapeError(f"M has shape {tuple(M.shape)}, A {tuple(A.shape)}, expected (*bank, n, n) of both")
     X = _doubling(A, M)
     residual = M - (X - A @ X @ A.mH)
     X = X + _doubling(A, residual)

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Inexact
 from torch import Tensor
 
 from compressm.control import validation
-from compressm.control.errors import ShapeError
+from compressm.control.errors import PrecisionError, ShapeError
 
 
 def measured_gramian(
@@ -28,6 +28,8 @@ class StateCovariance:
         self, states: Inexact[Tensor, "*bank samples n"], mask: Bool[Tensor, "*bank samples"] | None = None
     ) -> StateCovariance:
         states = validation.require_tensor("states", states, "samples n")
+        if mask is not None and mask.dtype != torch.bool:
+            raise PrecisionError(f"mask has dtype {mask.dtype}, expected bool")
         if mask is not None and mask.shape != states.shape[:-1]:
             raise ShapeError(f"mask has shape {tuple(mask.shape)}, expected {tuple(states.shape[:-1])}")
         if mask is not None:  # before the check for NaN: padding may hold anything

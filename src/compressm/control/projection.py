@@ -14,7 +14,8 @@ from torch import Tensor
 from compressm.control import validation
 from compressm.control.averaging import require_negative_rates
 from compressm.control.balancing import GramianPair, balance
-from compressm.control.errors import DefectiveSystemError
+from compressm.control.errors import DefectiveSystemError, ShapeError
+from compressm.control.factors import require_semidefinite
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ def shared_projection(
     projecting symmetrically: often more accurate, but its rates can turn complex or positive, which is refused.
     """
     rates = require_negative_rates(rates)
+    if rates.ndim != 2:
+        raise ShapeError(f"rates have shape {tuple(rates.shape)}, expected (channels, n)")
     mean_P, mean_Q = (_mean_at_equal_trace(name, matrix, rates) for name, matrix in (("P", P), ("Q", Q)))
     mean_rates = -torch.exp(torch.log(-rates).mean(0))
     build = _two_sided if two_sided else galerkin_projection
@@ -71,6 +74,8 @@ def _symmetric_subspace(rates: Tensor, P: Tensor, Q: Tensor, order: int) -> tupl
     bank, n = rates.shape[:-1], rates.shape[-1]
     validation.require_order(order, n)
     P, Q = (validation.require_gramian(name, matrix, bank, n, rates.device) for name, matrix in (("P", P), ("Q", Q)))
+    for name, matrix in (("P", P), ("Q", Q)):
+        require_semidefinite(name, matrix)
     p, q = P.diagonal(dim1=-2, dim2=-1), Q.diagonal(dim1=-2, dim2=-1)
     usable = (p > 0) & (q > 0)
     scale = torch.where(usable, torch.where(usable, q / torch.where(usable, p, 1), 1) ** 0.25, 1)

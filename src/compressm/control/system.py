@@ -121,6 +121,8 @@ class LinearSystem(ABC):
         columns = self.B @ signal.to(self.dtype).mT
         power = self._generator()
         if initial_state is not None:
+            if initial_state.shape[-1:] != (self.order,):
+                raise ShapeError(f"initial_state has shape {tuple(initial_state.shape)}, expected (..., {self.order})")
             carried = self._propagate(power, initial_state.to(self.dtype)[..., None])
             columns = torch.cat([columns[..., :1] + carried, columns[..., 1:]], dim=-1)
         step = 1
@@ -181,7 +183,9 @@ class DiagonalSystem(LinearSystem):
         """From log λ, where a layer has it: 1 − |λ|² then keeps all its digits however close |λ| is to 1."""
         _check_shapes(log_poles=(log_poles, "n"), B=(B, "n p"), C=(C, "q n"))
         # A log pole of −∞ is the pole 0.
-        bounded = torch.where(torch.isneginf(log_poles.real if log_poles.is_complex() else log_poles), 0, log_poles)
+        vanishing = torch.isneginf(log_poles.real if log_poles.is_complex() else log_poles)
+        phase = 1j * log_poles.imag if log_poles.is_complex() else torch.zeros_like(log_poles)
+        bounded = torch.where(vanishing, phase, log_poles)
         _check_values(log_poles=bounded, B=B, C=C)
         log_poles, B, C = _common_dtype(log_poles, B, C)
         system = cls._unchecked(torch.exp(log_poles), log_poles, B, C)

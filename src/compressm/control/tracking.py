@@ -42,6 +42,7 @@ def hankel_change(before: LinearSystem, after: LinearSystem) -> HankelChange:
     """Compare two snapshots of one layer between cuts; δH has no meaning across a cut, which is refused."""
     if before.order != after.order:
         raise OrderChangedError(f"order {before.order} before and {after.order} after: δH is undefined across a cut")
+    validation.require_one_device(before=before.B, after=after.B)
     if before.bank != after.bank:
         raise ShapeError(f"bank {tuple(before.bank)} before and {tuple(after.bank)} after")
     old, new = hankel_hermitian(before), hankel_hermitian(after)
@@ -57,7 +58,7 @@ class Trajectories:
     crossings: Int[Tensor, " steps"]
 
 
-def trajectories(spectra: Sequence[Float[Tensor, " n"]]) -> Trajectories:
+def trajectories(spectra: Sequence[Float[Tensor, " _"]]) -> Trajectories:
     """Follow each σ through a sequence of falling spectra by linear assignment to where its motion points.
 
     State j is expected at σⱼ + (σⱼ − its value before): assigning nearest values alone could never see two cross,
@@ -71,27 +72,30 @@ def trajectories(spectra: Sequence[Float[Tensor, " n"]]) -> Trajectories:
     values = [spectra[0]]
     crossings = [0]
     expected = spectra[0]
+    above = _order(spectra[0])
     for k, spectrum in enumerate(spectra[1:], start=1):
         alive = torch.nonzero(~torch.isnan(values[-1])).flatten()
         if len(spectrum) > len(alive):
             raise OrderChangedError(
                 f"spectrum {k} has {len(spectrum)} values after {len(alive)}: an order can only fall"
             )
-        distance = (expected[alive, None] - spectrum[None, :]).abs()
+        # Squared: with |·| every matching of a list to itself shifted past its neighbours costs the same.
+        distance = (expected[alive, None] - spectrum[None, :]) ** 2
         rows, columns = (torch.from_numpy(index) for index in linear_sum_assignment(distance.numpy()))
         current = torch.full_like(values[0], torch.nan)
         current[alive[rows]] = spectrum[columns]
-        crossings.append(_order_changes(values[-1], current))
+        now = _order(current)
+        crossings.append(int((above * now < 0).sum()) // 2)
+        above = torch.where(now == 0, above, now)  # two that meet keep the order they had until they part
         # Across a cut a change of basis moves every σ: no velocity to trust.
         expected = current if len(spectrum) < len(alive) else (2 * current - values[-1]).clamp_min(0)
         values.append(current)
     return Trajectories(torch.stack(values), torch.tensor(crossings))
 
 
-def _order_changes(before: Tensor, after: Tensor) -> int:
-    """Pairs with (σᵢ − σⱼ) of opposite signs before and after."""
-    first, second = (torch.sign(value[:, None] - value[None, :]).nan_to_num(0) for value in (before, after))
-    return int((first * second < 0).sum()) // 2
+def _order(values: Tensor) -> Tensor:
+    """sign(σᵢ − σⱼ), 0 where one has ended."""
+    return torch.sign(values[:, None] - values[None, :]).nan_to_num(0)
 
 
 def _checked_spectrum(k: int, spectrum: Tensor) -> Float[Tensor, " n"]:

@@ -84,6 +84,8 @@ def _kept_states(
             raise OrderError(f"neither order nor states given; order is an integer from 1 to {system.order}")
         kept = torch.arange(validation.require_order(order, system.order))
     else:
+        if order is not None:
+            validation.require_order(order, system.order)
         kept = torch.as_tensor(states)
         _check_states(kept, order, system)
     return kept.to(system.device, torch.int64).expand(*system.bank, kept.shape[-1])
