@@ -52,6 +52,17 @@ def reduction(
 
 
 @bench.command()
+def table(result: Annotated[Path, typer.Argument(help="A result file of `compressm bench`.")]) -> None:
+    """Print a result file as a Markdown table."""
+    from compressm.reports.tables import reduction_markdown
+
+    try:
+        typer.echo(reduction_markdown(Measurement.read(result)))
+    except MeasurementError as error:
+        raise typer.BadParameter(str(error), param_hint="RESULT") from None
+
+
+@bench.command()
 def draw(
     result: Annotated[Path, typer.Argument(help="A result file of `compressm bench`.")],
     picture: Annotated[
@@ -81,19 +92,15 @@ def _say(status, line: str) -> None:
 
 
 def _reduction_table(measurement: Measurement) -> Table:
+    columns = {"Gramians": "gramians_s", "σ": "hankel_s", "all": "reduction_s"}
+    columns |= {"plain σ": "plain_hankel_s", "plain all": "plain_reduction_s"}
+    shown = {head: name for head, name in columns.items() if any(name in row for row in measurement.rows)}
     table = Table(title="One reduction", caption=f"milliseconds, median of {measurement.repeats}; H channels")
-    for name in ("n → r", "H", "system", "Gramians", "σ", "all", "plain σ", "plain all", "ratio"):
-        table.add_column(name, justify="right")
+    for head in ("n → r", "H", "system", *shown, *(["ratio"] if "plain all" in shown else [])):
+        table.add_column(head, justify="right", no_wrap=True)
     for row in measurement.rows:
-        times = (
-            row.get(f"{name}_s") for name in ("gramians", "hankel", "reduction", "plain_hankel", "plain_reduction")
-        )
         several = f"{row['members']} × " if row["members"] != 1 else ""
-        table.add_row(
-            f"{several}{row['order']} → {row['rank']}",
-            str(row["width"]),
-            str(row["system"]),
-            *("" if seconds is None else f"{1e3 * float(seconds):.2f}" for seconds in times),
-            f"{float(row['speedup']):.1f}×" if "speedup" in row else "",
-        )
+        cells = [f"{several}{row['order']} → {row['rank']}", str(row["width"]), str(row["system"])]
+        cells += [f"{1e3 * float(row[name]):.2f}" if name in row else "" for name in shown.values()]
+        table.add_row(*cells, *([f"{float(row['speedup']):.1f}×"] if "speedup" in row else []))
     return table

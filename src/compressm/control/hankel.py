@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compressm.control import validation
 from compressm.control.balancing import GramianPair, balance, hankel_values
-from compressm.control.gramians import gramians, observability_gramian
+from compressm.control.gramians import controllability_gramian, observability_gramian
 from compressm.control.lyapunov import lyapunov_factor
 from compressm.control.side_by_side import svdvals
 from compressm.control.system import DenseSystem, DiagonalSystem, LinearSystem
@@ -37,16 +37,18 @@ def dense_factors(system: DenseSystem) -> tuple[Inexact[Tensor, "*bank n n"], In
 
 
 def gramian_pair(system: LinearSystem, P: Inexact[Tensor, "*bank n n"] | None) -> GramianPair:
-    """P, checked if it is given and exact if not, and the exact Q, with the bank axes as one."""
+    """P, checked if it is given and exact if not, and the exact Q, sorted, with the bank axes as one."""
     n = system.order
-    source = system.detach().flat() if isinstance(system, DiagonalSystem) else None
+    source = system.flat() if isinstance(system, DiagonalSystem) else None
+    if P is None and source is not None:
+        return GramianPair.of_system(source)
     if P is None:
-        exact_P, Q = (gramian.reshape(-1, n, n) for gramian in gramians(system))
-        return GramianPair(exact_P, Q, source)
-    P = validation.require_gramian("P", P, system.bank, n, system.device)
+        P = controllability_gramian(system)
+    else:
+        P = validation.require_gramian("P", P, system.bank, n, system.device)
     Q = observability_gramian(system)
     dtype = torch.promote_types(P.dtype, Q.dtype)
-    return GramianPair(P.to(dtype).reshape(-1, n, n), Q.to(dtype).reshape(-1, n, n), source, P_is_measured=True)
+    return GramianPair.of(P.to(dtype).reshape(-1, n, n), Q.to(dtype).reshape(-1, n, n), source)
 
 
 def hankel_nuclear_norm(system: LinearSystem) -> Float[Tensor, "*bank"]:
@@ -79,7 +81,8 @@ class HankelValues(torch.autograd.Function):
             return hankel_values(pair)
         every = torch.arange(P.shape[-1], device=P.device).expand(P.shape[:-1])
         result = balance(pair, every)
-        ctx.save_for_backward(result.left, result.right)
+        sorted_rows = pair.order[..., None].expand_as(result.left)
+        ctx.save_for_backward(result.left.gather(-2, sorted_rows), result.right.gather(-2, sorted_rows))
         return result.sigma
 
     @staticmethod

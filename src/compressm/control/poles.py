@@ -42,10 +42,13 @@ def _from_logarithms(log_poles: Inexact[Tensor, "*bank n"]) -> Inexact[Tensor, "
     modulus = rows + columns + rows * columns  # |λᵢ||λⱼ| − 1; all terms of one sign while |λᵢ| ≤ 1
     if not log_poles.is_complex():
         return -modulus
-    half = (log_poles.imag[..., :, None] - log_poles.imag[..., None, :]) / 2
-    sine = torch.sin(half)
+    phase = log_poles.imag / 2
+    sine = torch.sin(phase[..., :, None] - phase[..., None, :])
     versine = 2 * sine * sine
-    return torch.complex(versine - modulus * (1 - versine), -2 * (1 + modulus) * sine * torch.cos(half))
+    # The sine must be right relative to itself, the cosine only absolutely: outer products will do.
+    (cos, sin) = torch.cos(phase), torch.sin(phase)
+    cosine = cos[..., :, None] * cos[..., None, :] + sin[..., :, None] * sin[..., None, :]
+    return torch.complex(versine - modulus * (1 - versine), -2 * (1 + modulus) * sine * cosine)
 
 
 def _one_minus_squares(x: Float[Tensor, "*bank n"], y: Float[Tensor, "*bank n"]) -> Float[Tensor, "*bank n"]:

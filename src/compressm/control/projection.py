@@ -86,7 +86,7 @@ def _symmetric_subspace(rates: Tensor, P: Tensor, Q: Tensor, order: int) -> tupl
 
 def _two_sided(rates: Tensor, P: Tensor, Q: Tensor, order: int) -> Projection:
     validation.require_order(order, rates.shape[-1])
-    result = balance(GramianPair(P[None], Q[None]), torch.arange(order, device=P.device)[None])
+    result = balance(GramianPair.of(P[None], Q[None]), torch.arange(order, device=P.device)[None])
     left, right = result.left[0], result.right[0]
     reduced, X = torch.linalg.eig(left.mT @ (rates[:, None] * right))
     if bool((reduced.imag != 0).any()) or bool((reduced.real >= 0).any()):

@@ -41,7 +41,7 @@ def real_balanced_truncation(system: DiagonalSystem, order: int) -> RealTruncati
         flat = system.detach().flat()
         P, Q = _real_gramians(flat)
         every = torch.arange(2 * order, device=system.device).expand(len(P), -1)
-        balancing = balance(GramianPair(P, Q), every)
+        balancing = balance(GramianPair.of(P, Q), every)
         members = [_fit(_reduced(real_form(flat[i]), balancing, i), order, balancing.sigma[i]) for i in range(len(P))]
         reduced = DiagonalSystem(*(torch.stack(parts) for parts in zip(*(modes for modes, _ in members), strict=True)))
         real_order = torch.tensor([size for _, size in members], device=system.device)

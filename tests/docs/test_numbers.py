@@ -1,0 +1,42 @@
+"""Numbers in the README are those of the committed result files, and those meet their targets."""
+
+from pathlib import Path
+
+from compressm.reports.tables import reduction_markdown
+from compressm.runs.measurement import Measurement
+
+ROOT = Path(__file__).parents[2]
+CPU = Measurement.read(ROOT / "benchmarks" / "results" / "reduction-cpu.json")
+GPU = Measurement.read(ROOT / "benchmarks" / "results" / "reduction-cuda.json")
+
+
+def row(measurement, order, rank, width, kind="initial"):
+    wanted = (order, rank, width, kind)
+    (found,) = (r for r in measurement.rows if (r["order"], r["rank"], r["width"], r["system"]) == wanted)
+    return found
+
+
+def test_the_table_in_the_readme_is_the_measured_one():
+    assert reduction_markdown(CPU) in (ROOT / "README.md").read_text()
+
+
+def test_the_gpu_figure_in_the_readme_is_the_measured_one():
+    milliseconds = 1e3 * float(row(GPU, 384, 161, 512)["reduction_s"])
+    assert f"go to 161 in {milliseconds:.0f} ms" in (ROOT / "README.md").read_text()
+
+
+def test_results_name_a_machine_and_a_clean_commit():
+    for measurement in (CPU, GPU):
+        assert measurement.environment.processor
+        assert len(measurement.environment.commit) == 12
+    assert CPU.environment.threads == 1
+    assert "H200" in GPU.environment.accelerator
+
+
+def test_the_measured_times_meet_their_targets():
+    assert row(CPU, 256, 64, 8)["reduction_s"] <= 0.040
+    assert row(CPU, 512, 128, 8)["reduction_s"] <= 0.250
+    assert row(CPU, 256, 64, 8)["hankel_s"] <= 0.015
+    for order in (256, 512, 1024):
+        assert row(CPU, order, order // 4, 8)["speedup"] >= 4
+    assert row(GPU, 384, 161, 512)["reduction_s"] <= 0.350
