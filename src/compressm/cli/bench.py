@@ -92,7 +92,7 @@ def _say(status, line: str) -> None:
 
 
 def _reduction_table(measurement: Measurement) -> Table:
-    columns = {"Gramians": "gramians_s", "σ": "hankel_s", "all": "reduction_s"}
+    columns = {"P, Q": "gramians_s", "σ": "hankel_s", "all": "reduction_s"}
     columns |= {"plain σ": "plain_hankel_s", "plain all": "plain_reduction_s"}
     shown = {head: name for head, name in columns.items() if any(name in row for row in measurement.rows)}
     table = Table(title="One reduction", caption=f"milliseconds, median of {measurement.repeats}; H channels")
@@ -101,6 +101,6 @@ def _reduction_table(measurement: Measurement) -> Table:
     for row in measurement.rows:
         several = f"{row['members']} × " if row["members"] != 1 else ""
         cells = [f"{several}{row['order']} → {row['rank']}", str(row["width"]), str(row["system"])]
-        cells += [f"{1e3 * float(row[name]):.2f}" if name in row else "" for name in shown.values()]
+        cells += [f"{1e3 * float(row[name]):.3g}" if name in row else "" for name in shown.values()]
         table.add_row(*cells, *([f"{float(row['speedup']):.1f}×"] if "speedup" in row else []))
     return table
