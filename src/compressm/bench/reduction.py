@@ -102,5 +102,7 @@ def _plain_columns(system: DiagonalSystem, rank: int, repeats: int) -> dict[str,
 
 
 def _affordable(repeats: int, case: Case) -> int:
-    """Fewer repeats where one takes seconds."""
-    return max(3, repeats // 3) if case.order >= 1024 else repeats
+    """Fewer repeats where one takes seconds, more where it takes milliseconds and noise is large."""
+    if case.order >= 1024:
+        return max(3, repeats // 3)
+    return 3 * repeats if case.order <= 256 and repeats > 1 else repeats

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from jaxtyping import Inexact
 from torch import Tensor
 
@@ -10,7 +9,7 @@ from compressm.control import validation
 from compressm.control.errors import ShapeError
 from compressm.control.factors import require_semidefinite
 from compressm.control.lyapunov import solve_lyapunov
-from compressm.control.poles import one_minus_products
+from compressm.control.poles import one_minus_products, reciprocal_products
 from compressm.control.system import DiagonalSystem, LinearSystem
 
 
@@ -38,16 +37,8 @@ def gramians(system: LinearSystem) -> tuple[Inexact[Tensor, "*bank n n"], Inexac
     """P and Q at once, Hermitian up to rounding: for diagonal A they share the expensive part, 1/(1 − λᵢ λ̄ⱼ)."""
     if not isinstance(system, DiagonalSystem):
         return controllability_gramian(system), observability_gramian(system)
-    weights = _reciprocal(one_minus_products(system.poles, system.log_poles))
-    return (system.B @ system.B.mH) * weights, (system.C.mH @ system.C) * weights.conj()
-
-
-def _reciprocal(z: Tensor) -> Tensor:
-    """1/z; for numbers of moderate size the textbook formula is safe, and five times as fast as complex division."""
-    if not z.is_complex():
-        return 1 / z
-    square = z.real * z.real + z.imag * z.imag
-    return torch.complex(z.real / square, -z.imag / square)
+    weights, conjugates = reciprocal_products(system.poles, system.log_poles)
+    return (system.B @ system.B.mH) * weights, (system.C.mH @ system.C) * conjugates
 
 
 def _hermitian(matrix: Tensor) -> Tensor:

@@ -27,28 +27,52 @@ def one_minus_products(
     poles: Inexact[Tensor, "*bank n"], log_poles: Inexact[Tensor, "*bank n"] | None
 ) -> Inexact[Tensor, "*bank n n"]:
     """denominators[i, j] = 1 − λᵢ λ̄ⱼ with a relative error of a few units in the last place."""
+    re, im = _denominators(poles, log_poles)
+    return re if im is None else torch.complex(re, im)
+
+
+def reciprocal_products(
+    poles: Inexact[Tensor, "*bank n"], log_poles: Inexact[Tensor, "*bank n"] | None
+) -> tuple[Inexact[Tensor, "*bank n n"], Inexact[Tensor, "*bank n n"]]:
+    """1/(1 − λᵢ λ̄ⱼ) and its conjugate; in real arithmetic, several times as fast as complex division."""
+    re, im = _denominators(poles, log_poles)
+    if im is None:
+        return 1 / re, 1 / re
+    square = re * re + im * im
+    re, im = re / square, im / square
+    return torch.complex(re, -im), torch.complex(re, im)
+
+
+def _denominators(poles: Tensor, log_poles: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Real and imaginary parts, apart; no imaginary part for real poles."""
     if log_poles is not None:
         return _from_logarithms(log_poles)
     # = (1 − |λⱼ|²) − (λᵢ − λⱼ) λ̄ⱼ, and |1 − λᵢλ̄ⱼ|² = |λᵢ − λⱼ|² + (1 − |λᵢ|²)(1 − |λⱼ|²), so that each term is at
     # most twice the result: nothing cancels.
-    columns = poles[..., None, :]
-    return decay(poles, None)[..., None, :] - (poles[..., :, None] - columns) * columns.conj()
+    own = decay(poles, None)[..., None, :]
+    if not poles.is_complex():
+        columns = poles[..., None, :]
+        return own - (poles[..., :, None] - columns) * columns, None
+    re, im = poles.real.contiguous(), poles.imag.contiguous()
+    x, y = re[..., None, :], im[..., None, :]
+    dx, dy = re[..., :, None] - x, im[..., :, None] - y
+    return own - (dx * x + dy * y), dx * y - dy * x
 
 
-def _from_logarithms(log_poles: Inexact[Tensor, "*bank n"]) -> Inexact[Tensor, "*bank n n"]:
+def _from_logarithms(log_poles: Tensor) -> tuple[Tensor, Tensor | None]:
     """−expm1(log λᵢ + conj log λⱼ), with expm1 of the real parts from n instead of n² exponentials."""
     shrink = torch.expm1(_real(log_poles))
     rows, columns = shrink[..., :, None], shrink[..., None, :]
     modulus = rows + columns + rows * columns  # |λᵢ||λⱼ| − 1; all terms of one sign while |λᵢ| ≤ 1
     if not log_poles.is_complex():
-        return -modulus
-    phase = log_poles.imag / 2
+        return -modulus, None
+    phase = log_poles.imag.contiguous() / 2
     sine = torch.sin(phase[..., :, None] - phase[..., None, :])
     versine = 2 * sine * sine
     # The sine must be right relative to itself, the cosine only absolutely: outer products will do.
-    (cos, sin) = torch.cos(phase), torch.sin(phase)
+    cos, sin = torch.cos(phase), torch.sin(phase)
     cosine = cos[..., :, None] * cos[..., None, :] + sin[..., :, None] * sin[..., None, :]
-    return torch.complex(versine - modulus * (1 - versine), -2 * (1 + modulus) * sine * cosine)
+    return versine - modulus * (1 - versine), -2 * (1 + modulus) * sine * cosine
 
 
 def _one_minus_squares(x: Float[Tensor, "*bank n"], y: Float[Tensor, "*bank n"]) -> Float[Tensor, "*bank n"]:
