@@ -62,9 +62,10 @@ def main() -> None:
         plain, folded = states_needed(system, 0.05), states_needed(fold(system), 0.05)
         console.print(f"{title}: {plain} of {ORDER} states hold 95 % of the Hankel energy, {folded} after folding.")
     console.print(
-        "The price of a cut is bounded before it is made: no true error exceeds 2·Σ of the dropped Hankel singular "
-        f"values.\n{time.perf_counter() - start:.0f} s. Picture: {picture.resolve()}"
+        "The price of a cut is bounded before it is made: no true error exceeds 2·Σ of the dropped Hankel singular values."
     )
+    # On one line however long, so that it can be copied.
+    console.print(f"{time.perf_counter() - start:.0f} s. Picture: {picture.resolve()}", soft_wrap=True)
 
 
 def summary(curves: list[ReductionCurve]) -> Table:

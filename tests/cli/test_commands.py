@@ -47,7 +47,7 @@ def test_a_committed_result_can_be_drawn_and_printed_again(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("bench", "reduction", "--order", "0"), "0 is not in the range"),
+        (("bench", "reduction", "--order", "0"), "0 is too small, expected at least 1"),
         (("bench", "reduction", "--device", "tpu"), "'tpu' is not one of"),
         (("bench", "draw", "nowhere.json"), "nowhere.json: no such file"),
         (("bench", "table", "pyproject.toml"), "is not a result"),

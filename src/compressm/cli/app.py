@@ -19,10 +19,11 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 
 
-def _print_version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> bool:
     if wanted:
         typer.echo(f"compressm {compressm.__version__}")
         raise typer.Exit
+    return wanted
 
 
 @app.callback()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -25,14 +25,25 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
+def _at_least_one(value: Any) -> Any:
+    """Typer's own check does not say what was given."""
+    for number in value if isinstance(value, list | tuple) else [value]:
+        if number is not None and number < 1:
+            raise typer.BadParameter(f"{number} is too small, expected at least 1")
+    return value
+
+
 @bench.command()
 def reduction(
     device: Annotated[Device, typer.Option(help="Where to measure.")] = Device.cpu,
     order: Annotated[
-        list[int] | None, typer.Option(min=1, help="Orders n to reduce to n/4; again for more. Default: 1 to 1024.")
+        list[int] | None,
+        typer.Option(callback=_at_least_one, help="Orders n to reduce to n/4; again for more. Default: 1 to 1024."),
     ] = None,
-    width: Annotated[int, typer.Option(min=1, help="Channels of the layers, where --order is given.")] = 8,
-    repeats: Annotated[int, typer.Option(min=1, help="Repeats; the median counts.")] = 9,
+    width: Annotated[
+        int, typer.Option(callback=_at_least_one, help="Channels of the layers, where --order is given.")
+    ] = 8,
+    repeats: Annotated[int, typer.Option(callback=_at_least_one, help="Repeats; the median counts.")] = 9,
     compare: Annotated[bool, typer.Option(help="Time the paper's plain NumPy/SciPy formulas beside (CPU).")] = True,
     out: Annotated[Path, typer.Option(help="Folder for the result file and the picture.")] = Path("out/bench"),
 ) -> None:
@@ -46,7 +57,7 @@ def reduction(
         )
     console.print(_reduction_table(measurement))
     result = measurement.write(out / f"reduction-{device.value}.json")
-    console.print(f"result: {result}")
+    console.print(f"result: {result}", soft_wrap=True)
     if sum(row["width"] == 8 and row["members"] == 1 and row["system"] == "initial" for row in measurement.rows) > 1:
         _draw(measurement, out / f"reduction-{device.value}.png")
 
@@ -80,7 +91,7 @@ def draw(
 def _draw(measurement: Measurement, path: Path) -> None:
     from compressm.reports.reduction_cost import draw_reduction_cost  # matplotlib takes a second to import
 
-    console.print(f"picture: {draw_reduction_cost(measurement, path)}")
+    console.print(f"picture: {draw_reduction_cost(measurement, path)}", soft_wrap=True)
 
 
 def _say(status, line: str) -> None:

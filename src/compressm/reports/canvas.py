@@ -31,7 +31,7 @@ _STYLE: dict[Any, Any] = {
 
 @contextmanager
 def picture(
-    path: Path | str, *, rows: int = 1, columns: int = 1, size: tuple[float, float] = (5, 3.6)
+    path: Path | str, *, rows: int = 1, columns: int = 1, size: tuple[float, float] = (5.0, 3.6)
 ) -> Iterator[Figure]:
     """A figure with a grid of axes that is written to `path`, whole or not at all, when the block ends."""
     with plt.rc_context(_STYLE):

@@ -22,7 +22,7 @@ def draw_reduction_cost(measurement: Measurement, path: Path | str) -> Path:
     """One curve a stage; the systems are LRU layers at initialisation with 8 channels, reduced to a quarter."""
     rows = _single_layers(measurement)
     orders = [float(row["order"]) for row in rows]
-    with picture(path, size=(7, 4.6)) as figure:
+    with picture(path, size=(7.0, 4.6)) as figure:
         (axes,) = figure.axes
         for column, label, colour, line in _CURVES:
             if all(column in row for row in rows):
@@ -35,7 +35,7 @@ def draw_reduction_cost(measurement: Measurement, path: Path | str) -> Path:
         axes.minorticks_off()
         axes.legend(fontsize=8)
         small: dict[str, Any] = {"fontsize": 7, "color": GREY, "transform": axes.transAxes}
-        axes.text(1, -0.16, _caption(measurement, rows), ha="right", va="top", **small)
+        axes.text(0, -0.16, _caption(measurement, rows), ha="left", va="top", **small)
     return Path(path)
 
 
@@ -48,12 +48,12 @@ def _single_layers(measurement: Measurement) -> list[dict[str, float | int | str
 
 
 def _guides(axes, orders: list[float], top: float) -> None:
-    upper = [order for order in orders if order >= orders[-1] / 8]
-    for power, shift in ((2, 0.05), (3, 0.35)):
-        axes.plot(upper, [shift * top * (order / orders[-1]) ** power for order in upper], color=GREY, lw=1, ls="--")
-        axes.annotate(
-            f"n{'²³'[power - 2]}", (upper[0], shift * top * (upper[0] / orders[-1]) ** power), color=GREY, ha="right"
-        )
+    """Slopes n² and n³ below the largest orders."""
+    ends = [orders[-1] / 4, orders[-1]]
+    for power, height in ((2, 0.01), (3, 0.3)):
+        line = [height * top * (order / ends[-1]) ** power for order in ends]
+        axes.plot(ends, line, color=GREY, lw=1, ls="--")
+        axes.annotate("n²" if power == 2 else "n³", (ends[0], line[0]), color=GREY, ha="right", va="center")
 
 
 def _caption(measurement: Measurement, rows: list[dict[str, float | int | str]]) -> str:

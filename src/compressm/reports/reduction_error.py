@@ -21,7 +21,7 @@ class ReductionCurve:
 
 def draw_reduction_error(curves: list[ReductionCurve], path: Path | str) -> Path:
     """One panel a system."""
-    with picture(path, columns=len(curves), size=(5.2, 4)) as figure:
+    with picture(path, columns=len(curves), size=(5.2, 4.0)) as figure:
         for axes, curve in zip(figure.axes, curves, strict=True):
             axes.semilogy(
                 range(1, len(curve.sigma) + 1), curve.sigma, color=GREY, lw=2, label="Hankel singular value $\\sigma_r$"
