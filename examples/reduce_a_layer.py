@@ -61,9 +61,7 @@ def main() -> None:
     for title, system in systems.items():
         plain, folded = states_needed(system, 0.05), states_needed(fold(system), 0.05)
         console.print(f"{title}: {plain} of {ORDER} states hold 95 % of the Hankel energy, {folded} after folding.")
-    console.print(
-        "The price of a cut is bounded before it is made: no true error exceeds 2·Σ of the dropped Hankel singular values."
-    )
+    console.print("The price of a cut is bounded before it is made: no true error exceeds 2·Σ of the σ it drops.")
     # On one line however long, so that it can be copied.
     console.print(f"{time.perf_counter() - start:.0f} s. Picture: {picture.resolve()}", soft_wrap=True)
 
