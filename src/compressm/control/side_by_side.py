@@ -41,7 +41,7 @@ def eigvalsh(A: Inexact[Tensor, "*bank n n"]) -> Float[Tensor, "*bank n"]:
     return _on_threads(lambda part: (torch.linalg.eigvalsh(part),), A)[0]
 
 
-def svd(A: Inexact[Tensor, "*bank m n"]) -> tuple[Inexact[Tensor, ...], Float[Tensor, ...], Inexact[Tensor, ...]]:
+def svd(A: Inexact[Tensor, "*bank m n"]) -> tuple[Inexact[Tensor, "..."], Float[Tensor, "..."], Inexact[Tensor, "..."]]:
     """`torch.linalg.svd`, thin."""
     if A.is_cuda and max(A.shape[-2:]) <= _SMALL:
         U, sigma, Vh = torch.linalg.svd(A, full_matrices=False)

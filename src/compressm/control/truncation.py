@@ -46,7 +46,7 @@ def balanced_truncation(
     system: LinearSystem,
     order: int | None = None,
     *,
-    states: Sequence[int] | Int[Tensor, ...] | None = None,
+    states: Sequence[int] | Int[Tensor, "..."] | None = None,
     P: Inexact[Tensor, "*bank n n"] | None = None,
 ) -> Truncation:
     """Keep `order` balanced states, the largest in σ, or those that `states` names.

@@ -1,0 +1,163 @@
+"""One function for the recurrence, one for a layer, one for a bank; each picks its path from the shapes or is told."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from compressm.ops.diagonal_scan import bank_forms, layer_forms
+from compressm.ops.diagonal_scan.checks import require_floats_on_one_device, require_lengths, require_shapes
+from compressm.ops.diagonal_scan.reference import bank_loop, lti_loop, recurrence_loop
+from compressm.ops.diagonal_scan.two_level import two_level_recurrence
+from compressm.ops.errors import SequenceError
+
+
+class Path(Enum):
+    """How to compute."""
+
+    LOOP = "the definition, step by step"
+    SCAN = "every state, by a scan"
+    CHUNKED = "matrix products over chunks of time"
+    CONVOLUTION = "the impulse response and FFTs"
+
+
+@torch.compiler.disable
+def linear_recurrence(
+    x: Float[Tensor, "batch length 2 n"],
+    log_poles: Float[Tensor, "2 n"],
+    state: Float[Tensor, "batch 2 n"] | None = None,
+    *,
+    path: Path | None = None,
+) -> tuple[Float[Tensor, "batch length 2 n"], Float[Tensor, "batch 2 n"]]:
+    """h[t] = λ ⊙ h[t−1] + x[t]: every h, and the last; pairs (re, im) on the axis of size two."""
+    require_shapes(
+        x=(x, ("batch", "length", 2, "n")), log_poles=(log_poles, (2, "n")), state=(state, ("batch", 2, "n"))
+    )
+    require_floats_on_one_device(x=x, log_poles=log_poles, state=state)
+    if path is Path.LOOP:
+        return recurrence_loop(x, log_poles, state)
+    if path not in (None, Path.SCAN):
+        raise SequenceError(f"path is {path}, a recurrence is computed by {Path.LOOP} or {Path.SCAN}")
+    with _full_precision(x):
+        h, last = two_level_recurrence(_raised(x), log_poles, None if state is None else _raised(state))
+        return h.to(x.dtype), last
+
+
+@torch.compiler.disable
+def lti_layer(
+    u: Float[Tensor, "batch length p"],
+    log_poles: Float[Tensor, "2 n"],
+    B: Float[Tensor, "2 n p"],
+    C: Float[Tensor, "2 q n"],
+    state: Float[Tensor, "batch 2 n"] | None = None,
+    lengths: Int[Tensor, " batch"] | None = None,
+    *,
+    keep_state: bool = True,
+    path: Path | None = None,
+) -> tuple[Float[Tensor, "batch length q"], Float[Tensor, "batch 2 n"] | None]:
+    """y = Re(C h) with h driven by B u, and the state at the end of each sequence (None if `keep_state` is False).
+
+    Steps at and after `lengths` neither count nor matter: their y is 0.
+    """
+    sizes = require_shapes(
+        u=(u, ("batch", "length", "p")),
+        log_poles=(log_poles, (2, "n")),
+        B=(B, (2, "n", "p")),
+        C=(C, (2, "q", "n")),
+        state=(state, ("batch", 2, "n")),
+    )
+    require_floats_on_one_device(u=u, log_poles=log_poles, B=B, C=C, state=state)
+    require_lengths(lengths, sizes["batch"], sizes["length"])
+    path = path or cheapest_path(sizes["length"], sizes["n"], sizes["p"], sizes["q"])
+    with _full_precision(u):
+        work = _masked(_raised(u), lengths)
+        B, C, state = B.to(work.dtype), C.to(work.dtype), None if state is None else _raised(state)
+        y, last = _layer(path, work, log_poles, B, C, state)
+        if keep_state and (last is None or lengths is not None):
+            last = layer_forms.final_state(work, log_poles, B, state, lengths)
+        return _masked(y, lengths).to(u.dtype), last if keep_state else None
+
+
+def _layer(
+    path: Path, u: Tensor, log_poles: Tensor, B: Tensor, C: Tensor, state: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    if path is Path.LOOP:
+        return lti_loop(u, log_poles, B, C, state)
+    if path is Path.SCAN:
+        return layer_forms.through_states(u, log_poles, B, C, state, two_level_recurrence)
+    if path is Path.CHUNKED:
+        chunk = best_chunk(u.shape[1], B.shape[1])
+        return layer_forms.chunked(u, log_poles, B, C, state, two_level_recurrence, chunk), None
+    return layer_forms.convolution(u, log_poles, B, C, state), None
+
+
+@torch.compiler.disable
+def lti_bank(
+    u: Float[Tensor, "batch length width"],
+    log_poles: Float[Tensor, "2 width n"],
+    B: Float[Tensor, "2 width n"],
+    C: Float[Tensor, "2 width n"],
+    state: Float[Tensor, "batch 2 width n"] | None = None,
+    lengths: Int[Tensor, " batch"] | None = None,
+    *,
+    keep_state: bool = True,
+    path: Path | None = None,
+) -> tuple[Float[Tensor, "batch length width"], Float[Tensor, "batch 2 width n"] | None]:
+    """One single-input single-output system a channel; otherwise as `lti_layer`."""
+    bank = (2, "width", "n")
+    sizes = require_shapes(
+        u=(u, ("batch", "length", "width")),
+        log_poles=(log_poles, bank),
+        B=(B, bank),
+        C=(C, bank),
+        state=(state, ("batch", *bank)),
+    )
+    require_floats_on_one_device(u=u, log_poles=log_poles, B=B, C=C, state=state)
+    require_lengths(lengths, sizes["batch"], sizes["length"])
+    if path not in (None, Path.LOOP, Path.CONVOLUTION):
+        raise SequenceError(f"path is {path}, a bank is computed by {Path.LOOP} or {Path.CONVOLUTION}")
+    with _full_precision(u):
+        work = _masked(_raised(u), lengths)
+        B, C, state = B.to(work.dtype), C.to(work.dtype), None if state is None else _raised(state)
+        if path is Path.LOOP:
+            y = bank_loop(work, log_poles, B, C, state)[0]
+        else:
+            y = bank_forms.bank_convolution(work, log_poles, B, C, state)
+        last = bank_forms.bank_final_state(work, log_poles, B, state, lengths) if keep_state else None
+        return _masked(y, lengths).to(u.dtype), last
+
+
+def cheapest_path(length: int, n: int, p: int, q: int) -> Path:
+    """The path with the fewest operations a step, weighed as measured on one CPU core.
+
+    Through the states: 4n(p + q) for the products and 100·2n for a scan that waits for memory. In chunks of T: the same
+    products and 2Tpq. As a convolution: 4n p q for the response, spread over the batch, and FFTs of p + q + p q.
+    """
+    scan = 4 * n * (p + q) + 200 * n
+    chunks = 4 * n * (p + q) + 2 * best_chunk(length, n) * p * q
+    convolution = 40 * (p + q) * max(length, 2).bit_length() + 16 * p * q + n * p * q // 8
+    return min((scan, Path.SCAN), (chunks, Path.CHUNKED), (convolution, Path.CONVOLUTION), key=lambda pair: pair[0])[1]
+
+
+def best_chunk(length: int, n: int) -> int:
+    """About √L steps, at least 8 and at most 64."""
+    return max(1, min(length, max(8, min(64, round(length**0.5)))))
+
+
+def _raised(tensor: Tensor) -> Tensor:
+    """Half precision is computed in float32."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def _masked(sequence: Tensor, lengths: Tensor | None) -> Tensor:
+    if lengths is None:
+        return sequence
+    counts = torch.arange(sequence.shape[1], device=sequence.device) < lengths[:, None]
+    return torch.where(counts[..., None], sequence, 0)
+
+
+def _full_precision(tensor: Tensor) -> torch.autocast:
+    return torch.autocast(tensor.device.type, enabled=False)

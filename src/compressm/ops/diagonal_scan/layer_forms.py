@@ -1,0 +1,132 @@
+"""A whole layer y = Re(C h) as matrix products: through the states, in chunks, or as a convolution.
+
+B and C enter as real matrices on pairs: Bu is u [B_re; B_im]ᵀ, and Re(C h) is [h_re, h_im] [C_re, −C_im]ᵀ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Complex, Float, Int
+from torch import Tensor
+from torch.nn.functional import pad
+
+from compressm.ops.diagonal_scan.pairs import complex_dtype, powers, to_complex, to_pair
+
+Recurrence = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+
+
+def through_states(
+    u: Float[Tensor, "batch length p"],
+    log_poles: Float[Tensor, "2 n"],
+    B: Float[Tensor, "2 n p"],
+    C: Float[Tensor, "2 q n"],
+    state: Float[Tensor, "batch 2 n"] | None,
+    recurrence: Recurrence,
+) -> tuple[Float[Tensor, "batch length q"], Float[Tensor, "batch 2 n"]]:
+    """Drive, scan, read: best where n is not much larger than the channels."""
+    n = B.shape[1]
+    x = (u @ B.flatten(0, 1).mT).reshape(*u.shape[:2], 2, n)
+    h, last = recurrence(x, log_poles, state)
+    return h.flatten(-2) @ _reading(C).mT, last
+
+
+def chunked(
+    u: Float[Tensor, "batch length p"],
+    log_poles: Float[Tensor, "2 n"],
+    B: Float[Tensor, "2 n p"],
+    C: Float[Tensor, "2 q n"],
+    state: Float[Tensor, "batch 2 n"] | None,
+    recurrence: Recurrence,
+    chunk: int,
+) -> Float[Tensor, "batch length q"]:
+    """Three products a chunk of T steps: its own Toeplitz block, its last state, and what the carried state adds."""
+    batch, length, p = u.shape
+    n, q = B.shape[1], C.shape[1]
+    count = -(-length // chunk)
+    blocks = pad(u, (0, 0, 0, count * chunk - length)).reshape(batch, count, chunk * p)
+    table = powers(log_poles, chunk + 1, dtype=complex_dtype(u.dtype))
+    collect = to_pair(table[:chunk].flip(0)[:, None] * to_complex(B, 0).mT, 2).reshape(chunk * p, 2 * n)
+    emit = _reading(to_pair(to_complex(C, 0) * table[1:, None], 0)).reshape(chunk * q, 2 * n)
+    ends = (blocks @ collect).reshape(batch, count, 2, n)
+    carried, _ = recurrence(ends, log_poles.to(torch.float64) * chunk, state)
+    start = ends.new_zeros(batch, 1, 2, n) if state is None else state[:, None].to(ends.dtype)
+    before = torch.cat([start, carried[:, :-1]], dim=1).flatten(-2)
+    own = _toeplitz(_kernel(table[:chunk], B, C)).flatten(2, 3).flatten(0, 1)
+    y = blocks @ own.mT + before @ emit.mT
+    return y.reshape(batch, count * chunk, q)[:, :length]
+
+
+def convolution(
+    u: Float[Tensor, "batch length p"],
+    log_poles: Float[Tensor, "2 n"],
+    B: Float[Tensor, "2 n p"],
+    C: Float[Tensor, "2 q n"],
+    state: Float[Tensor, "batch 2 n"] | None,
+) -> Float[Tensor, "batch length q"]:
+    """The impulse response once, then FFTs: n enters only the response, so that it is best for few channels."""
+    length = u.shape[1]
+    table = powers(log_poles, length + 1, dtype=complex_dtype(u.dtype))
+    response = torch.fft.rfft(_kernel(table[:length], B, C), n=2 * length, dim=0)
+    spectrum = torch.fft.rfft(u, n=2 * length, dim=1)
+    y = torch.fft.irfft(torch.einsum("fqp,bfp->bfq", response, spectrum), n=2 * length, dim=1)[:, :length]
+    return y if state is None else y + _free_response(table[1:], C, state)
+
+
+def final_state(
+    u: Float[Tensor, "batch length p"],
+    log_poles: Float[Tensor, "2 n"],
+    B: Float[Tensor, "2 n p"],
+    state: Float[Tensor, "batch 2 n"] | None,
+    lengths: Int[Tensor, " batch"] | None = None,
+) -> Float[Tensor, "batch 2 n"]:
+    """h at the end of each sequence, Σⱼ λʲ B u[end − j], without the states in between."""
+    batch, length, p = u.shape
+    dtype = complex_dtype(u.dtype)
+    table = powers(log_poles, length + 1, dtype=dtype)
+    collect = to_pair(table[:length, None] * to_complex(B, 0).mT, 2).reshape(length * p, -1)
+    last = (backwards(u, lengths).flatten(1) @ collect).reshape(batch, 2, -1)
+    if state is None:
+        return last
+    reached = table[length].expand(batch, -1) if lengths is None else table[lengths]
+    return last + to_pair(reached * to_complex(state, 1).to(dtype), 1).to(last.dtype)
+
+
+def backwards(
+    u: Float[Tensor, "batch length p"], lengths: Int[Tensor, " batch"] | None
+) -> Float[Tensor, "batch length p"]:
+    """Each sequence from its own end to its beginning, then zeros."""
+    if lengths is None:
+        return u.flip(1)
+    position = lengths[:, None] - 1 - torch.arange(u.shape[1], device=u.device)
+    read = u.gather(1, position.clamp_min(0)[..., None].expand_as(u))
+    return torch.where((position >= 0)[..., None], read, 0)
+
+
+def _reading(C: Float[Tensor, "2 *rest n"]) -> Float[Tensor, "*rest n2"]:
+    """[C_re, −C_im], which reads Re(C h) off [h_re, h_im]."""
+    return torch.cat([C[0], -C[1]], dim=-1)
+
+
+def _kernel(table: Complex[Tensor, "length n"], B: Tensor, C: Tensor) -> Float[Tensor, "length q p"]:
+    """K[t] = Re(C Λᵗ B)."""
+    q, p = C.shape[1], B.shape[2]
+    weights = (to_complex(C, 0)[:, None, :] * to_complex(B, 0).mT[None]).reshape(q * p, -1)
+    flat = torch.cat([table.real, table.imag], dim=-1) @ torch.cat([weights.real, -weights.imag], dim=-1).mT
+    return flat.reshape(-1, q, p)
+
+
+def _toeplitz(kernel: Float[Tensor, "chunk q p"]) -> Float[Tensor, "chunk q chunk p"]:
+    """block[t, :, s, :] = K[t − s], zero for s > t."""
+    size = kernel.shape[0]
+    steps = torch.arange(size, device=kernel.device)
+    lag = steps[:, None] - steps[None, :]
+    extended = torch.cat([kernel, torch.zeros_like(kernel[:1])])
+    return extended[torch.where(lag >= 0, lag, size)].transpose(1, 2)
+
+
+def _free_response(table: Complex[Tensor, "length n"], C: Tensor, state: Tensor) -> Float[Tensor, "batch length q"]:
+    """Re(C Λᵗ h₀)."""
+    free = table[None] * to_complex(state, 1).to(table.dtype)[:, None]
+    return torch.cat([free.real, free.imag], dim=-1) @ _reading(C).mT.to(free.real.dtype)
