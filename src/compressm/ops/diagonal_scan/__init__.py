@@ -4,6 +4,7 @@ Complex numbers are real pairs on an axis of size two, so that parameters, optim
 real tensors only. Poles come as their logarithms, (log |λ|, arg λ): powers are exponentials, never repeated products.
 """
 
-from compressm.ops.diagonal_scan.dispatch import Path, linear_recurrence, lti_bank, lti_layer
+from compressm.ops.diagonal_scan.cost import Path
+from compressm.ops.diagonal_scan.dispatch import linear_recurrence, lti_bank, lti_layer
 
 __all__ = ["Path", "linear_recurrence", "lti_bank", "lti_layer"]

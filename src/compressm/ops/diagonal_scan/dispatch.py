@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from enum import Enum
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from compressm.ops.diagonal_scan import bank_forms, layer_forms
 from compressm.ops.diagonal_scan.checks import require_floats_on_one_device, require_lengths, require_shapes
+from compressm.ops.diagonal_scan.cost import Path, best_chunk, cheapest_path
 from compressm.ops.diagonal_scan.reference import bank_loop, lti_loop, recurrence_loop
 from compressm.ops.diagonal_scan.two_level import two_level_recurrence
 from compressm.ops.errors import SequenceError
-
-
-class Path(Enum):
-    """How to compute."""
-
-    LOOP = "the definition, step by step"
-    SCAN = "every state, by a scan"
-    CHUNKED = "matrix products over chunks of time"
-    CONVOLUTION = "the impulse response and FFTs"
 
 
 @torch.compiler.disable
@@ -71,7 +61,7 @@ def lti_layer(
     )
     require_floats_on_one_device(u=u, log_poles=log_poles, B=B, C=C, state=state)
     require_lengths(lengths, sizes["batch"], sizes["length"])
-    path = path or cheapest_path(sizes["length"], sizes["n"], sizes["p"], sizes["q"])
+    path = path or cheapest_path(*(sizes[axis] for axis in ("batch", "length", "n", "p", "q")))
     with _full_precision(u):
         work = _masked(_raised(u), lengths)
         B, C, state = B.to(work.dtype), C.to(work.dtype), None if state is None else _raised(state)
@@ -89,7 +79,7 @@ def _layer(
     if path is Path.SCAN:
         return layer_forms.through_states(u, log_poles, B, C, state, two_level_recurrence)
     if path is Path.CHUNKED:
-        chunk = best_chunk(u.shape[1], B.shape[1])
+        chunk = best_chunk(u.shape[1])
         return layer_forms.chunked(u, log_poles, B, C, state, two_level_recurrence, chunk), None
     return layer_forms.convolution(u, log_poles, B, C, state), None
 
@@ -128,23 +118,6 @@ def lti_bank(
             y = bank_forms.bank_convolution(work, log_poles, B, C, state)
         last = bank_forms.bank_final_state(work, log_poles, B, state, lengths) if keep_state else None
         return _masked(y, lengths).to(u.dtype), last
-
-
-def cheapest_path(length: int, n: int, p: int, q: int) -> Path:
-    """The path with the fewest operations a step, weighed as measured on one CPU core.
-
-    Through the states: 4n(p + q) for the products and 100·2n for a scan that waits for memory. In chunks of T: the same
-    products and 2Tpq. As a convolution: 4n p q for the response, spread over the batch, and FFTs of p + q + p q.
-    """
-    scan = 4 * n * (p + q) + 200 * n
-    chunks = 4 * n * (p + q) + 2 * best_chunk(length, n) * p * q
-    convolution = 40 * (p + q) * max(length, 2).bit_length() + 16 * p * q + n * p * q // 8
-    return min((scan, Path.SCAN), (chunks, Path.CHUNKED), (convolution, Path.CONVOLUTION), key=lambda pair: pair[0])[1]
-
-
-def best_chunk(length: int, n: int) -> int:
-    """About √L steps, at least 8 and at most 64."""
-    return max(1, min(length, max(8, min(64, round(length**0.5)))))
 
 
 def _raised(tensor: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ def convolution(
     table = powers(log_poles, length + 1, dtype=complex_dtype(u.dtype))
     response = torch.fft.rfft(_kernel(table[:length], B, C), n=2 * length, dim=0)
     spectrum = torch.fft.rfft(u, n=2 * length, dim=1)
-    y = torch.fft.irfft(torch.einsum("fqp,bfp->bfq", response, spectrum), n=2 * length, dim=1)[:, :length]
+    y = torch.fft.irfft(_filtered(response, spectrum), n=2 * length, dim=1)[:, :length]
     return y if state is None else y + _free_response(table[1:], C, state)
 
 
@@ -102,6 +102,15 @@ def backwards(
     position = lengths[:, None] - 1 - torch.arange(u.shape[1], device=u.device)
     read = u.gather(1, position.clamp_min(0)[..., None].expand_as(u))
     return torch.where((position >= 0)[..., None], read, 0)
+
+
+def _filtered(response: Complex[Tensor, "f q p"], spectrum: Complex[Tensor, "b f p"]) -> Complex[Tensor, "b f q"]:
+    """Σ_p R[f, q, p] U[b, f, p] as real products of pairs: batched complex ones fall back to a slow loop on the CPU."""
+    f, q, p = response.shape
+    rows = torch.stack([response, 1j * response], dim=-1)  # what a real and an imaginary unit of input turn into
+    matrices = torch.view_as_real(rows).permute(0, 2, 3, 1, 4).reshape(f, 2 * p, 2 * q)
+    signals = torch.view_as_real(spectrum).flatten(-2).transpose(0, 1)
+    return torch.view_as_complex((signals @ matrices).reshape(f, -1, q, 2)).transpose(0, 1)
 
 
 def _reading(C: Float[Tensor, "2 *rest n"]) -> Float[Tensor, "*rest n2"]:

@@ -1,0 +1,100 @@
+"""The linear recurrent unit (Orvieto et al. 2023): one complex diagonal system for all channels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import ClassVar, final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from compressm.layers.base import SSMLayer
+from compressm.ops import Path, SequenceError, lti_layer
+
+
+@final
+class LRU(SSMLayer):
+    """h[t] = λ h[t−1] + γ B u[t], y[t] = Re(C h[t]) + D u[t], λ = exp(−exp(ν) + i exp(θ)).
+
+    |λ| starts uniform in area on the ring [r_min, r_max] and the phase uniform up to max_phase; γ = √(1 − |λ|²) at
+    first makes every mode equally loud, and is learned.
+    """
+
+    STATE_AXES: ClassVar[Mapping[str, int]] = {
+        "nu_log": 0,
+        "theta_log": 0,
+        "gamma_log": 0,
+        "B_re": 0,
+        "B_im": 0,
+        "C_re": 1,
+        "C_im": 1,
+    }
+
+    def __init__(
+        self,
+        width: int,
+        order: int,
+        *,
+        r_min: float = 0.9,
+        r_max: float = 0.999,
+        max_phase: float = 6.28,
+        path: Path | None = None,
+    ) -> None:
+        super().__init__(width, order)
+        if not 0 <= r_min < r_max < 1:
+            raise SequenceError(f"r_min is {r_min} and r_max {r_max}, expected 0 <= r_min < r_max < 1")
+        if not 0 < max_phase <= 2 * math.pi:
+            raise SequenceError(f"max_phase is {max_phase}, expected a number above 0 and up to 2π")
+        self.path = path
+        area = r_min**2 + torch.rand(order) * (r_max**2 - r_min**2)
+        self.nu_log = nn.Parameter(torch.log(-0.5 * torch.log(area)))
+        self.theta_log = nn.Parameter(torch.log(max_phase * torch.rand(order).clamp_min(1e-6)))
+        self.gamma_log = nn.Parameter(0.5 * torch.log(-torch.expm1(-2 * torch.exp(self.nu_log.detach()))))
+        self.B_re, self.B_im = (nn.Parameter(torch.randn(order, width) / math.sqrt(2 * width)) for _ in range(2))
+        self.C_re, self.C_im = (nn.Parameter(torch.randn(width, order) / math.sqrt(order)) for _ in range(2))
+        self.D = nn.Parameter(torch.randn(width))
+
+    def log_poles(self) -> Float[Tensor, "2 n"]:
+        """(log |λ|, arg λ)."""
+        return torch.stack([-torch.exp(self.nu_log), torch.exp(self.theta_log)])
+
+    def matrices(self) -> tuple[Float[Tensor, "2 n width"], Float[Tensor, "2 width n"]]:
+        """γ B and C, as pairs."""
+        gamma = torch.exp(self.gamma_log)[:, None]
+        return torch.stack([gamma * self.B_re, gamma * self.B_im]), torch.stack([self.C_re, self.C_im])
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch length width"],
+        state: Float[Tensor, "batch 2 n"] | None = None,
+        lengths: Int[Tensor, " batch"] | None = None,
+        *,
+        keep_state: bool = True,
+    ) -> tuple[Float[Tensor, "batch length width"], Float[Tensor, "batch 2 n"] | None]:
+        y, state = self._mix(x, state, lengths, keep_state)
+        return y + self.D.to(x.dtype) * x, state
+
+    # Everything whose shape holds n is in here: what is compiled around it is never compiled again after a cut.
+    @torch.compiler.disable
+    def _mix(
+        self, x: Tensor, state: Tensor | None, lengths: Tensor | None, keep_state: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        self._check(x, state, axes="batch length")
+        B, C = self.matrices()
+        return lti_layer(x, self.log_poles(), B, C, state, lengths, keep_state=keep_state, path=self.path)
+
+    def step(
+        self, x: Float[Tensor, "batch width"], state: Float[Tensor, "batch 2 n"]
+    ) -> tuple[Float[Tensor, "batch width"], Float[Tensor, "batch 2 n"]]:
+        self._check(x, state, axes="batch")
+        (B_re, B_im), (C_re, C_im) = self.matrices()
+        modulus, phase = torch.exp(-torch.exp(self.nu_log)), torch.exp(self.theta_log)
+        a, b = modulus * torch.cos(phase), modulus * torch.sin(phase)
+        h_re, h_im = state.unbind(1)
+        h_re, h_im = a * h_re - b * h_im + x @ B_re.mT, b * h_re + a * h_im + x @ B_im.mT
+        return h_re @ C_re.mT - h_im @ C_im.mT + self.D * x, torch.stack([h_re, h_im], dim=1)
+
+    def initial_state(self, batch: int) -> Float[Tensor, "batch 2 n"]:
+        return self.nu_log.new_zeros(batch, 2, self.order)
