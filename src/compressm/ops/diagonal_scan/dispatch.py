@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+from functools import cache
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -32,8 +35,7 @@ def linear_recurrence(
     if path not in (None, Path.SCAN):
         raise SequenceError(f"path is {path}, a recurrence is computed by {Path.LOOP} or {Path.SCAN}")
     with _full_precision(x):
-        h, last = two_level_recurrence(_raised(x), log_poles, None if state is None else _raised(state))
-        return h.to(x.dtype), last
+        return _recurrence(x, log_poles, None if state is None else _raised(state))
 
 
 @torch.compiler.disable
@@ -62,12 +64,13 @@ def lti_layer(
     require_floats_on_one_device(u=u, log_poles=log_poles, B=B, C=C, state=state)
     require_lengths(lengths, sizes["batch"], sizes["length"])
     path = path or cheapest_path(*(sizes[axis] for axis in ("batch", "length", "n", "p", "q")))
+    wanted = _working_dtype(u, path)
     with _full_precision(u):
-        work = _masked(_raised(u), lengths)
-        B, C, state = B.to(work.dtype), C.to(work.dtype), None if state is None else _raised(state)
+        work = _masked(u.to(wanted), lengths)
+        B, C, state = B.to(wanted), C.to(wanted), None if state is None else _raised(state)
         y, last = _layer(path, work, log_poles, B, C, state)
         if keep_state and (last is None or lengths is not None):
-            last = layer_forms.final_state(work, log_poles, B, state, lengths)
+            last = layer_forms.final_state(_raised(work), log_poles, _raised(B), state, lengths)
         return _masked(y, lengths).to(u.dtype), last if keep_state else None
 
 
@@ -77,10 +80,10 @@ def _layer(
     if path is Path.LOOP:
         return lti_loop(u, log_poles, B, C, state)
     if path is Path.SCAN:
-        return layer_forms.through_states(u, log_poles, B, C, state, two_level_recurrence)
+        return layer_forms.through_states(u, log_poles, B, C, state, _recurrence)
     if path is Path.CHUNKED:
         chunk = best_chunk(u.shape[1])
-        return layer_forms.chunked(u, log_poles, B, C, state, two_level_recurrence, chunk), None
+        return layer_forms.chunked(u, log_poles, B, C, state, _recurrence, chunk), None
     return layer_forms.convolution(u, log_poles, B, C, state), None
 
 
@@ -118,6 +121,30 @@ def lti_bank(
             y = bank_forms.bank_convolution(work, log_poles, B, C, state)
         last = bank_forms.bank_final_state(work, log_poles, B, state, lengths) if keep_state else None
         return _masked(y, lengths).to(u.dtype), last
+
+
+def _recurrence(x: Tensor, log_poles: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The scan of this device: Triton on a GPU, two loops elsewhere and for float64."""
+    if x.is_cuda and x.dtype != torch.float64 and has_triton():
+        from compressm.ops.diagonal_scan.triton import triton_recurrence
+
+        return triton_recurrence(x, log_poles, state)
+    h, last = two_level_recurrence(_raised(x), log_poles, state)
+    return h.to(x.dtype), last
+
+
+@cache
+def has_triton() -> bool:
+    """Whether the kernels can be compiled here."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def _working_dtype(u: Tensor, path: Path) -> torch.dtype:
+    """Half precision stays only where the GPU scans: products then run on its matrix units, sums are float32."""
+    scanning = u.is_cuda and path is Path.SCAN and has_triton()
+    if scanning and torch.is_autocast_enabled("cuda"):
+        return torch.get_autocast_dtype("cuda")
+    return u.dtype if scanning else _raised(u).dtype
 
 
 def _raised(tensor: Tensor) -> Tensor:
