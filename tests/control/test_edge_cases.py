@@ -7,6 +7,7 @@ from compressm.bench.systems import lru_at_initialisation
 from compressm.control import (
     DiagonalSystem,
     balanced_truncation,
+    h2_norm,
     h_infinity_norm,
     hankel_nuclear_norm,
     hankel_singular_values,
@@ -113,4 +114,20 @@ def test_scaling_b_and_c_scales_the_spectrum_and_nothing_else():
     one, other = balanced_truncation(system, 9).system, balanced_truncation(small, 9).system
     torch.testing.assert_close(
         torch.linalg.eigvals(one.A).abs().sort()[0], torch.linalg.eigvals(other.A).abs().sort()[0]
+    )
+
+
+@pytest.mark.parametrize(("b", "c"), [(1e-90, 1e-90), (1e-170, 1.0), (1e90, 1e90), (1e170, 1e-170), (1e-200, 1e150)])
+def test_sizes_far_from_one_change_nothing_but_the_scale(b, c):
+    """P holds squares of B: without scaling they leave the range of float64 at 1e-154."""
+    system = lru_at_initialisation(12, 3)
+    scaled = DiagonalSystem(system.poles, system.B * b, system.C * c)
+    torch.testing.assert_close(hankel_singular_values(scaled) / (b * c), hankel_singular_values(system))
+    torch.testing.assert_close(h_infinity_norm(scaled) / (b * c), h_infinity_norm(system), rtol=1e-9, atol=0)
+    torch.testing.assert_close(h2_norm(scaled) / (b * c), h2_norm(system))
+    one, other = balanced_truncation(system, 5), balanced_truncation(scaled, 5)
+    torch.testing.assert_close(other.error_bound / (b * c), one.error_bound)
+    expected = one.system.frequency_response(torch.tensor([0.3], dtype=torch.float64))
+    torch.testing.assert_close(
+        other.system.frequency_response(torch.tensor([0.3], dtype=torch.float64)) / (b * c), expected
     )

@@ -4,7 +4,17 @@ import torch
 from hypothesis import given
 
 from compressm.bench.systems import lru_at_initialisation, lru_trained_like
-from compressm.control import DenseSystem, DiagonalSystem, controllability_gramian, observability_gramian
+from compressm.control import (
+    DenseSystem,
+    DiagonalSystem,
+    IndefiniteGramianError,
+    NonFiniteError,
+    PrecisionError,
+    UnstableSystemError,
+    controllability_gramian,
+    observability_gramian,
+    solve_lyapunov,
+)
 from compressm.control.lyapunov import lyapunov_factor, lyapunov_residual
 from tests import oracles
 from tests.strategies import diagonal_systems
@@ -106,3 +116,26 @@ def test_the_factor_by_doubling_squares_to_the_gramian():
     dense = in_another_basis(lru_at_initialisation(9, 2))
     factor = lyapunov_factor(dense.A, dense.B)
     torch.testing.assert_close(factor @ factor.mH, controllability_gramian(dense), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("loud", [1.0, 1e16, 1e18])
+def test_a_quiet_member_of_a_bank_does_not_hide_behind_a_loud_one(loud):
+    slow = torch.diag(torch.tensor([0.999, 0.99], dtype=torch.float64))
+    A = torch.stack([torch.zeros(2, 2, dtype=torch.float64), slow])
+    B = torch.stack([loud * torch.eye(2, dtype=torch.float64), torch.eye(2, dtype=torch.float64)])
+    factor = lyapunov_factor(A, B)[1]
+    expected = torch.diag(1 / (1 - slow.diagonal() ** 2))
+    torch.testing.assert_close(factor @ factor.mH, expected, rtol=1e-11, atol=0)
+
+
+def test_the_public_solver_checks_what_it_is_given():
+    eye = torch.eye(2, dtype=torch.float64)
+    torch.testing.assert_close(solve_lyapunov(0.5 * eye, eye), eye / 0.75)
+    with pytest.raises(UnstableSystemError, match=r"1\.1"):
+        solve_lyapunov(1.1 * eye.float(), eye.float())
+    with pytest.raises(PrecisionError, match="mixed"):
+        solve_lyapunov(0.5 * eye, eye.float())
+    with pytest.raises(IndefiniteGramianError, match="not Hermitian"):
+        solve_lyapunov(0.5 * eye, eye + torch.tensor([[0, 1], [0, 0]], dtype=torch.float64))
+    with pytest.raises(NonFiniteError, match="nan"):
+        solve_lyapunov(torch.nan * eye, eye)

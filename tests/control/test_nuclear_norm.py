@@ -80,3 +80,20 @@ def test_norms_of_a_bank_and_their_gradients_are_those_of_its_members():
         hankel_nuclear_norm(DiagonalSystem.from_log_poles(*(part[i] for part in parts))).backward()
     for one, other in zip(whole, parts, strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-11)
+
+
+def test_a_second_derivative_is_refused_rather_than_wrong():
+    leaf = torch.tensor([2.0], dtype=torch.float64, requires_grad=True)
+    one = torch.ones(1, 1, dtype=torch.float64)
+    norm = hankel_nuclear_norm(DiagonalSystem(torch.tensor([0.5], dtype=torch.float64), leaf[:, None], one))
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        torch.autograd.grad(norm, leaf, create_graph=True)
+
+
+def test_a_dense_system_has_the_same_spectrum_with_and_without_gradients():
+    A = torch.diag(torch.tensor([0.9, 0.9, 0.5, 0.4], dtype=torch.float64))
+    B, C = torch.ones(4, 1, dtype=torch.float64), torch.tensor([[1, -1, 0.3, 0.2]], dtype=torch.float64)
+    plain = hankel_singular_values(DenseSystem(A, B, C))
+    tracked = hankel_singular_values(DenseSystem(A, B.clone().requires_grad_(), C))
+    assert tracked.requires_grad
+    assert (plain - tracked).abs().max() < 1e-15

@@ -42,6 +42,14 @@ def slow_modes():
     return {"poles": poles, "B": B, "C": C.T}
 
 
+def narrow(seed, n, p, q):
+    """Random poles and gains with one input or output: nothing about it is graded."""
+    rng = np.random.default_rng(seed)
+    poles = 0.95 * np.sqrt(rng.uniform(size=n)) * np.exp(2j * np.pi * rng.uniform(size=n))
+    B, C = (rng.normal(size=(n, k)) + 1j * rng.normal(size=(n, k)) for k in (p, q))
+    return {"poles": poles, "B": B, "C": C.T}
+
+
 def lru(system: DiagonalSystem):
     return {"log_poles": system.log_poles.numpy(), "B": system.B.numpy(), "C": system.C.numpy()}
 
@@ -53,6 +61,9 @@ CASES = {
     "trained_64_8": lru(lru_trained_like(64, 8)),
     "trained_64_1": lru(lru_trained_like(64, 1)),
     "slow": slow_modes(),
+    "narrow_5": narrow(1, 5, 3, 1),
+    "narrow_12": narrow(2, 12, 1, 4),
+    "narrow_24": narrow(3, 24, 2, 1),
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Inexact
+from jaxtyping import Bool, Inexact
 from torch import Tensor
 
 from compressm.control.errors import IndefiniteGramianError
@@ -39,15 +39,22 @@ def gramian_factor(
     Where the Gramian is the closed form of the diagonal system `exact` and nearly singular, forming it has cost what
     its factor is to tell: `cauchy_factor` then starts again from the poles.
     """
-    factor, info = torch.linalg.cholesky_ex(gramian)
-    weak = info != 0
-    if exact is not None:
-        pivots = factor.diagonal(dim1=-2, dim2=-1).abs() ** 2 / gramian.diagonal(dim1=-2, dim2=-1).real
-        weak = weak | ~(pivots.amin(-1) > _WEAKEST_PIVOT)
+    factor, failed, weak = cholesky_strength(gramian)
+    weak = failed if exact is None else weak
     if not bool(weak.any()):
         return factor, True
     factor[weak] = _scaled_eigh_factor(gramian[weak], name) if exact is None else cauchy_factor(exact[weak])
     return factor, False
+
+
+def cholesky_strength(
+    gramian: Inexact[Tensor, "*bank n n"],
+) -> tuple[Inexact[Tensor, "*bank n n"], Bool[Tensor, "*bank"], Bool[Tensor, "*bank"]]:
+    """The Cholesky factor, where it failed, and where it failed or has a pivot that is rounding noise."""
+    factor, info = torch.linalg.cholesky_ex(gramian)
+    pivots = factor.diagonal(dim1=-2, dim2=-1).abs() ** 2 / gramian.diagonal(dim1=-2, dim2=-1).real
+    failed = info != 0
+    return factor, failed, failed | ~(pivots.amin(-1) > _WEAKEST_PIVOT)
 
 
 def _scaled_eigh_factor(gramian: Inexact[Tensor, "m n n"], name: str) -> Inexact[Tensor, "m n n"]:

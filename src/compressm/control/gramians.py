@@ -8,7 +8,7 @@ from torch import Tensor
 from compressm.control import validation
 from compressm.control.errors import ShapeError
 from compressm.control.factors import require_semidefinite
-from compressm.control.lyapunov import solve_lyapunov
+from compressm.control.lyapunov import lyapunov_by_doubling
 from compressm.control.poles import one_minus_products, reciprocal_products
 from compressm.control.system import DiagonalSystem, LinearSystem
 
@@ -25,7 +25,7 @@ def controllability_gramian(
     drive = weighted @ system.B.mH
     if isinstance(system, DiagonalSystem):
         return _hermitian(drive / one_minus_products(system.poles, system.log_poles))
-    return solve_lyapunov(system.A, drive)
+    return lyapunov_by_doubling(system.A, drive)
 
 
 def observability_gramian(system: LinearSystem) -> Inexact[Tensor, "*bank n n"]:

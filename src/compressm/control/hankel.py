@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,8 +10,8 @@ from jaxtyping import Float, Inexact
 from torch import Tensor
 
 from compressm.control import validation
-from compressm.control.balancing import GramianPair, balance, hankel_values
-from compressm.control.gramians import controllability_gramian, observability_gramian
+from compressm.control.balancing import Balancing, GramianPair, balance_factors, balance_sorted, hankel_values
+from compressm.control.gramians import controllability_gramian, gramians, observability_gramian
 from compressm.control.lyapunov import lyapunov_factor
 from compressm.control.side_by_side import svdvals
 from compressm.control.system import DenseSystem, DiagonalSystem, LinearSystem
@@ -23,12 +24,22 @@ def hankel_singular_values(
 
     `P` replaces the exact controllability Gramian, by a measured one for instance.
     """
-    if P is None and isinstance(system, DenseSystem) and not system.requires_grad:
-        Lc, Lo = dense_factors(system)
-        return svdvals(Lo.mH @ Lc)
+    if P is None and isinstance(system, DenseSystem):
+        return _dense_values(system)
     pair = gramian_pair(system, P)
-    sigma = HankelValues.apply(pair.P, pair.Q, pair)  # type: ignore[no-untyped-call]
-    return sigma.reshape(*system.bank, system.order)
+    sigma = HankelValues.apply(pair.P, pair.Q, lambda states: balance_sorted(pair, states), lambda: hankel_values(pair))  # type: ignore[no-untyped-call]
+    return (sigma * pair.sigma_scale).reshape(*system.bank, system.order)
+
+
+def _dense_values(system: DenseSystem) -> Float[Tensor, "*bank n"]:
+    """From factors found without the Gramians, which enter only as what the gradient flows through."""
+    n = system.order
+    Lc, Lo = (factor.reshape(-1, n, n) for factor in dense_factors(system.detach()))
+    if not (system.requires_grad and torch.is_grad_enabled()):
+        return svdvals(Lo.mH @ Lc).reshape(*system.bank, n)
+    pair = (gramian.reshape(-1, n, n) for gramian in gramians(system))
+    sigma = HankelValues.apply(*pair, lambda states: balance_factors(Lc, Lo, states), None)  # type: ignore[no-untyped-call]
+    return sigma.reshape(*system.bank, n)
 
 
 def dense_factors(system: DenseSystem) -> tuple[Inexact[Tensor, "*bank n n"], Inexact[Tensor, "*bank n n"]]:
@@ -66,7 +77,7 @@ def hankel_nuclear_norm_majoriser(system: DiagonalSystem) -> Float[Tensor, "*ban
 class HankelValues(torch.autograd.Function):
     """(P, Q) ↦ σ with dσᵢ = ½ (wᵢᴴ dP wᵢ + tᵢᴴ dQ tᵢ), t and w the columns of the balancing T and W.
 
-    P and Q come twice: as tensors to differentiate, and as a pair that knows the system they belong to.
+    How σ, T and W are found is the caller's: P and Q are only what the gradient flows to. Second derivatives raise.
 
     The derivative of an SVD divides by differences of σ and fails at ties; this form has none. Within a cluster of
     equal σ it is exact for losses that treat the cluster alike, as a sum does; where σᵢ is rounding noise it is 0, a
@@ -75,18 +86,23 @@ class HankelValues(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, P: Inexact[Tensor, "m n n"], Q: Inexact[Tensor, "m n n"], pair: GramianPair
+        ctx: Any,
+        P: Inexact[Tensor, "m n n"],
+        Q: Inexact[Tensor, "m n n"],
+        balance_onto: Callable[[Tensor], Balancing],
+        values: Callable[[], Tensor] | None,
     ) -> Float[Tensor, "m n"]:
-        if not any(ctx.needs_input_grad):
-            return hankel_values(pair)
-        every = torch.arange(P.shape[-1], device=P.device).expand(P.shape[:-1])
-        result = balance(pair, every)
-        sorted_rows = pair.order[..., None].expand_as(result.left)
-        ctx.save_for_backward(result.left.gather(-2, sorted_rows), result.right.gather(-2, sorted_rows))
+        if values is not None and not any(ctx.needs_input_grad):
+            return values()
+        result = balance_onto(torch.arange(P.shape[-1], device=P.device).expand(P.shape[:-1]))
+        ctx.save_for_backward(result.left, result.right)
         return result.sigma
 
     @staticmethod
-    def backward(ctx: Any, *grads: Float[Tensor, "m n"]) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Float[Tensor, "m n"]) -> tuple[Tensor, Tensor, None, None]:
+        if torch.is_grad_enabled():
+            # T and W are saved as constants: a second derivative through them would be wrong.
+            raise RuntimeError("Hankel singular values have first derivatives only: leave out create_graph=True")
         left, right = ctx.saved_tensors
         half = grads[0][..., None, :] / 2
-        return (left * half) @ left.mH, (right * half) @ right.mH, None
+        return (left * half) @ left.mH, (right * half) @ right.mH, None, None

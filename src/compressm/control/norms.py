@@ -13,7 +13,7 @@ from compressm.control.diagonalisation import diagonalise
 from compressm.control.errors import DefectiveSystemError, DeviceError, ShapeError
 from compressm.control.factors import cauchy_factor
 from compressm.control.lyapunov import lyapunov_factor
-from compressm.control.system import DiagonalSystem, LinearSystem
+from compressm.control.system import DenseSystem, DiagonalSystem, LinearSystem
 
 _UNIFORM_POINTS = 128
 _PEAKS = 8
@@ -26,18 +26,18 @@ _CHUNK = 2**22  # complex numbers held at once while evaluating
 def h_infinity_error(first: LinearSystem, second: LinearSystem) -> Float[Tensor, "*bank"]:
     """max over ω of ‖G(e^{iω}) − G'(e^{iω})‖₂."""
     _require_comparable(first, second)
-    pair = (_modal(first), _modal(second))
+    pair, scale = _normalised(_modal(first), _modal(second))
 
     def response(omega: Tensor) -> Tensor:
         return pair[0].frequency_response(omega) - pair[1].frequency_response(omega)
 
-    return _peak_gain(response, torch.cat([_resonances(system) for system in pair], dim=-1), first)
+    return scale * _peak_gain(response, torch.cat([_resonances(system) for system in pair], dim=-1), first)
 
 
 def h_infinity_norm(system: LinearSystem) -> Float[Tensor, "*bank"]:
     """max over ω of ‖G(e^{iω})‖₂: the largest gain from the energy of the input to that of the output."""
-    modal = _modal(system)
-    return _peak_gain(modal.frequency_response, _resonances(modal), system)
+    (modal,), scale = _normalised(_modal(system))
+    return scale * _peak_gain(modal.frequency_response, _resonances(modal), system)
 
 
 def h2_error(first: LinearSystem, second: LinearSystem) -> Float[Tensor, "*bank"]:
@@ -47,21 +47,37 @@ def h2_error(first: LinearSystem, second: LinearSystem) -> Float[Tensor, "*bank"
     tr(C P Cᴴ) would stop at 1e-8.
     """
     _require_comparable(first, second)
-    one, two = _modal(first), _modal(second)
+    (one, two), scale = _normalised(_modal(first), _modal(second))
     dtype = torch.promote_types(one.dtype, two.dtype)
     B = torch.cat([one.B.to(dtype), two.B.to(dtype)], dim=-2)
     C = torch.cat([one.C.to(dtype), -two.C.to(dtype)], dim=-1)
     if isinstance(one, DiagonalSystem) and isinstance(two, DiagonalSystem):
-        return _h2_norm_of(_joined(one, two, B, C))
-    return torch.linalg.matrix_norm(C @ lyapunov_factor(_block_diagonal(one.A.to(dtype), two.A.to(dtype)), B))
+        return scale * _h2_norm_of(_joined(one, two, B, C))
+    return scale * torch.linalg.matrix_norm(C @ lyapunov_factor(_block_diagonal(one.A.to(dtype), two.A.to(dtype)), B))
 
 
 def h2_norm(system: LinearSystem) -> Float[Tensor, "*bank"]:
     """The root of Σₖ ‖g[k]‖²_F: the size of the output under white noise."""
-    modal = _modal(system)
+    (modal,), scale = _normalised(_modal(system))
     if isinstance(modal, DiagonalSystem):
-        return _h2_norm_of(modal)
-    return torch.linalg.matrix_norm(modal.C @ lyapunov_factor(modal.A, modal.B))
+        return scale * _h2_norm_of(modal)
+    return scale * torch.linalg.matrix_norm(modal.C @ lyapunov_factor(modal.A, modal.B))
+
+
+def _normalised(*systems: LinearSystem) -> tuple[tuple[LinearSystem, ...], Float[Tensor, "*bank"]]:
+    """The systems with B and C of size one, and what a norm is to be multiplied by: squares then cannot underflow."""
+    largest = [
+        torch.stack([getattr(system, name).abs().amax((-2, -1)) for system in systems]).amax(0) for name in ("B", "C")
+    ]
+    b, c = (torch.where(size > 0, size, 1) for size in largest)
+    scaled: list[LinearSystem] = []
+    for system in systems:
+        B, C = system.B / b[..., None, None], system.C / c[..., None, None]
+        if isinstance(system, DiagonalSystem):
+            scaled.append(DiagonalSystem._unchecked(system.poles, system.log_poles, B, C))
+        else:
+            scaled.append(DenseSystem._unchecked(system.A, B, C))
+    return tuple(scaled), b * c
 
 
 def _h2_norm_of(system: DiagonalSystem) -> Tensor:

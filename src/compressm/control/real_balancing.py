@@ -12,9 +12,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from compressm.control import validation
-from compressm.control.balancing import Balancing, GramianPair, balance
+from compressm.control.balancing import Balancing, GramianPair, balance, balance_factors
 from compressm.control.bounds import error_bounds, numerical_rank
 from compressm.control.diagonalisation import diagonalise
+from compressm.control.factors import cauchy_factor, cholesky_strength
 from compressm.control.folding import conjugate_pairs, real_form
 from compressm.control.gramians import gramians
 from compressm.control.system import DenseSystem, DiagonalSystem
@@ -39,10 +40,9 @@ def real_balanced_truncation(system: DiagonalSystem, order: int) -> RealTruncati
     n = system.order
     with torch.no_grad():
         flat = system.detach().flat()
-        P, Q = _real_gramians(flat)
-        every = torch.arange(2 * order, device=system.device).expand(len(P), -1)
-        balancing = balance(GramianPair.of(P, Q), every)
-        members = [_fit(_reduced(real_form(flat[i]), balancing, i), order, balancing.sigma[i]) for i in range(len(P))]
+        count = len(flat.poles)
+        balancing = _balance(flat, torch.arange(2 * order, device=system.device).expand(count, -1))
+        members = [_fit(_reduced(real_form(flat[i]), balancing, i), order, balancing.sigma[i]) for i in range(count)]
         reduced = DiagonalSystem(*(torch.stack(parts) for parts in zip(*(modes for modes, _ in members), strict=True)))
         real_order = torch.tensor([size for _, size in members], device=system.device)
         bound = error_bounds(balancing.sigma).gather(-1, real_order[:, None])[:, 0]
@@ -51,6 +51,22 @@ def real_balanced_truncation(system: DiagonalSystem, order: int) -> RealTruncati
         return RealTruncation(
             shaped, balancing.sigma.reshape(*bank, 2 * n), real_order.reshape(bank), bound.reshape(bank)
         )
+
+
+def _balance(system: DiagonalSystem, states: Tensor) -> Balancing:
+    """By the real Gramians, or, where they are nearly singular, by factors made from the poles."""
+    P, Q = _real_gramians(system)
+    if not bool((cholesky_strength(P)[2] | cholesky_strength(Q)[2]).any()):
+        return balance(GramianPair.of(P, Q), states)
+    pairs = conjugate_pairs(system)
+    return balance_factors(_real_factor(pairs, 0.5), _real_factor(pairs.adjoint(), 1.0), states)
+
+
+def _real_factor(pairs: DiagonalSystem, scale: float) -> Float[Tensor, "m n2 n2"]:
+    """L with L Lᵀ the Gramian of (Re h, Im h) for scale ½, of their adjoints for 1, from the factor of (h, h̄)."""
+    upper, lower = cauchy_factor(pairs).chunk(2, dim=-2)
+    mixed = scale * torch.cat([upper + lower, (upper - lower) / 1j], dim=-2)
+    return torch.linalg.qr(torch.cat([mixed.real, mixed.imag], dim=-1).mT, mode="r").R.mT
 
 
 def _real_gramians(system: DiagonalSystem) -> tuple[Tensor, Tensor]:
