@@ -12,6 +12,7 @@ from rich.progress import track
 from rich.table import Table
 
 from compressm.bench.systems import lru_at_initialisation, lru_trained_like
+from compressm.cli.paths import PathError, require_picture
 from compressm.control import (
     DiagonalSystem,
     balanced_truncation,
@@ -53,10 +54,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for the picture (default: out/demo)")
     parser.add_argument("--picture", type=Path, help="where to write the picture instead")
     arguments = parser.parse_args()
+    try:
+        picture = require_picture(arguments.picture or arguments.out / "reduction.png")
+    except PathError as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
     start = time.perf_counter()
     systems = {"LRU, initial": lru_at_initialisation(ORDER, WIDTH), "LRU, trained-like": lru_trained_like(ORDER, WIDTH)}
     curves = [curve(title, system) for title, system in systems.items()]
-    picture = draw_reduction_error(curves, arguments.picture or arguments.out / "reduction.png")
+    draw_reduction_error(curves, picture)
     console.print(summary(curves))
     for title, system in systems.items():
         plain, folded = states_needed(system, 0.05), states_needed(fold(system), 0.05)

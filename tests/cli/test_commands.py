@@ -1,5 +1,6 @@
 """The command line as a person meets it: real processes, real files."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 import compressm
+import compressm.cli.bench
+from compressm.cli import main
 from compressm.cli.app import app
+from compressm.cli.paths import PICTURES
 
 RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "reduction-cpu.json"
 
@@ -34,6 +38,7 @@ def test_a_benchmark_writes_its_result_and_its_picture(tmp_path):
     assert done.exit_code == 0, done.output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["reduction-cpu.json", "reduction-cpu.png"]
     assert "2 → 1" in done.output
+    assert "medians; repeats per row are in the result file" in " ".join(done.output.split())
 
 
 def test_a_committed_result_can_be_drawn_and_printed_again(tmp_path):
@@ -51,11 +56,79 @@ def test_a_committed_result_can_be_drawn_and_printed_again(tmp_path):
         (("bench", "reduction", "--device", "tpu"), "'tpu' is not one of"),
         (("bench", "draw", "nowhere.json"), "nowhere.json: no such file"),
         (("bench", "table", "pyproject.toml"), "is not a result"),
+        (("bench", "reduction", "--order", "abc"), "'abc' is not an integer, expected at least 1"),
+        (("bench", "reduction", "--repeats", "2.5"), "'2.5' is not an integer"),
+        (("bench", "table", "tests"), "tests: Is a directory"),
+        (("bench", "draw", str(RESULT), "--picture", "x.abc"), "x.abc ends in '.abc'; expected one of .png"),
+        (("bench", "draw", str(RESULT), "--picture", "x"), "x ends in ''; expected one of .png"),
+        (("bench", "draw", str(RESULT), "--picture", "/proc/nope/x.png"), "/proc/nope: No such file"),
         (("bench", "unknown"), "No such command"),
     ],
 )
 def test_a_bad_value_says_what_was_given_and_exits_2(arguments, said):
     done = run(*arguments)
     assert done.exit_code == 2
-    plain = " ".join(done.output.replace("│", " ").split())
-    assert said in plain
+    assert said in plain(done)
+
+
+def plain(done):
+    return " ".join(done.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("out", ["/proc/nope", "a file", "a file/below"])
+def test_a_folder_that_cannot_be_written_is_refused_before_measuring(tmp_path, monkeypatch, out):
+    (tmp_path / "a file").touch()
+    monkeypatch.setattr(compressm.cli.bench, "measure_reduction", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.chdir(tmp_path)
+    done = run("bench", "reduction", "--order", "2", "--out", out)
+    assert done.exit_code == 2
+    assert f"{out}: " in plain(done)
+    assert "expected a folder that can be made and written" in plain(done)
+
+
+@pytest.mark.parametrize("rows", [[{"a": 1}], [5], 5, [{"order": [1]}], "few"])
+@pytest.mark.parametrize("command", ["table", "draw"])
+def test_a_result_with_other_rows_is_refused_by_name(tmp_path, command, rows):
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps({**json.loads(RESULT.read_text()), "rows": rows}))
+    done = run("bench", command, str(path))
+    assert done.exit_code == 2
+    assert "r.json" in plain(done).replace(" ", "")
+
+
+@pytest.mark.parametrize(("column", "value"), [("order", "many"), ("speedup", "fast")])
+def test_a_word_where_a_number_belongs_is_refused(tmp_path, column, value):
+    stored = json.loads(RESULT.read_text())
+    stored["rows"][1][column] = value
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps(stored))
+    done = run("bench", "table", str(path))
+    assert done.exit_code == 2
+    assert f"row 1 has '{value}' as {column}, expected a number" in plain(done)
+
+
+def test_ctrl_c_says_so_and_exits_130(tmp_path, monkeypatch, capsys):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compressm.cli.bench, "measure_reduction", interrupt)
+    monkeypatch.setattr(sys, "argv", ["compressm", "bench", "reduction", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
+
+
+def test_every_suffix_on_offer_can_be_drawn():
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    assert {suffix[1:] for suffix in PICTURES} <= set(FigureCanvasBase.get_supported_filetypes())
+
+
+@pytest.mark.parametrize("option", [("--out", "/proc/nope"), ("--picture", "x.abc")])
+def test_the_demo_refuses_a_bad_path_in_one_line(option):
+    demo = Path(__file__).parents[2] / "examples" / "reduce_a_layer.py"
+    done = subprocess.run([sys.executable, str(demo), *option], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert f"error: {option[1]}" in line

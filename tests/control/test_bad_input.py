@@ -3,11 +3,16 @@
 The tests' shape checker would refuse most of it first, so one plain Python process, without it, runs the whole table.
 """
 
+import numpy as np
 import pytest
+import torch
 
+from compressm.control import balanced_truncation, error_bounds, galerkin_projection, shared_projection
 from tests import unhooked
+from tests.control.test_system import real_system
 
 PREAMBLE = """
+import numpy
 import torch
 from torch import eye, inf, nan, ones, tensor, zeros
 from compressm.control import *
@@ -30,12 +35,17 @@ def averaged(A=0.5 * ones(4, 2), B=ones(4, 2, 1), C=ones(4, 1, 2), **options):
     return mean_dynamics(A, B, C, **options)
 
 def selective(rates=(-1.0, -2.0), step=0.1, B=ones(2), **options):
-    return mean_selective_system(tensor(rates), tensor(step), B, ones(2), **options)
+    step = tensor(step) if isinstance(step, float) else step
+    return mean_selective_system(tensor(rates), step, B, ones(2), **options)
 
 def truncated(order=None, bank=(), **options):
     return balanced_truncation(diagonal(bank=bank), order, **options)
 
+def bank(*shape):
+    return diagonal(bank=shape)
+
 rates = tensor([-1.0, -2.0])
+hermitian = tensor([[1, 0.5j], [-0.5j, 1]])
 indefinite = torch.diag(tensor([1.0, 1.0, -0.25]))
 """
 
@@ -43,6 +53,8 @@ UNSTABLE = {
     "a pole of modulus 1": ("diagonal((0.5, 1.0))", "modulus is 1,", "< 1"),
     "a complex pole outside the circle": ("diagonal((0.5, 0.75 + 1j))", "1.25", "< 1"),
     "a pole one ulp outside": ("diagonal((0.5, 1 + 2**-52))", "modulus is 1,", "< 1"),
+    "a pole whose square overflows": ("diagonal((0.5, 1e200))", "modulus is 1e+200", "< 1"),
+    "a complex pole whose square overflows": ("diagonal((0.5, 3e200 + 4e200j))", "modulus is 5e+200", "1 poles"),
     "two poles outside": ("diagonal((0.5, -3.0, 2.0))", "3", "2 poles", "< 1"),
     "a log pole of 0": ("from_logs(-1.0, 0.0)", "modulus is 1,", "< 1"),
     "a log pole of 0.1": ("from_logs(-1.0, 0.1)", "1.10517", "< 1"),
@@ -55,8 +67,10 @@ UNSTABLE = {
         "modulus is 1,",
         "< 1",
     ),
-    "a Lyapunov equation of radius 1": ("solve_lyapunov(eye(2), eye(2))", "64 doublings"),
-    "a Lyapunov equation of radius 2": ("solve_lyapunov(2 * eye(2), eye(2))", "64 doublings"),
+    "a Lyapunov equation of radius 1": ("solve_lyapunov(eye(2), eye(2))", "radius 1,", "< 1"),
+    "a Lyapunov equation of radius 2": ("solve_lyapunov(2 * eye(2), eye(2))", "radius 2,", "< 1"),
+    "a mean step of 0": ("selective(step=0.0)", "mean_step is 0,", "> 0"),
+    "a mean step of -0.5": ("selective(step=-0.5)", "mean_step is -0.5,", "> 0"),
     "a largest radius of 0": ("averaged(largest_radius=0)", "is 0,", "between 0 and 1"),
     "a largest radius of 1": ("averaged(largest_radius=1.0)", "1.0", "between 0 and 1"),
     "a largest radius of -2": ("averaged(largest_radius=-2)", "-2", "between 0 and 1"),
@@ -128,8 +142,32 @@ SHAPE = {
     "a Lyapunov equation of two orders": ("solve_lyapunov(eye(2) / 2, eye(3))", "(3, 3)", "(2, 2)"),
     "inputs of another width": ("diagonal().simulate(ones(4, 3))", "3 channels", "the system 2"),
     "an initial state of another order": ("diagonal().simulate(ones(4, 2), ones(1))", "(1,)", "3"),
+    "an initial state as a list": ("diagonal().states(ones(4, 2), [0.0] * 3)", "initial_state", "list", "tensor"),
+    "an initial state of another batch": (
+        "diagonal().simulate(ones(5, 4, 2), ones(6, 3))",
+        "inputs (5,)",
+        "initial_state (6,)",
+    ),
+    "inputs of another bank": ("bank(2).simulate(ones(3, 4, 2))", "bank (2,)", "inputs (3,)", "agree"),
+    "an initial state of another bank": ("bank(2).states(ones(4, 2), ones(3, 3))", "bank (2,)", "initial_state (3,)"),
+    "inputs as a list": ("diagonal().simulate([[1.0, 2.0]])", "inputs", "list", "tensor"),
     "an impulse response of no length": ("diagonal().impulse_response(0)", "0", "at least 1"),
+    "an impulse response of length 2.5": ("diagonal().impulse_response(2.5)", "2.5", "integer"),
+    "an impulse response of length True": ("diagonal().impulse_response(True)", "True", "integer"),
+    "a frequency without an axis": ("diagonal().frequency_response(tensor(0.5))", "omega", "()", "(*bank, f)"),
+    "a frequency that is a number": ("diagonal().frequency_response(0.5)", "omega", "float", "tensor"),
+    "frequencies of another bank": ("bank(2).frequency_response(ones(3, 4))", "(3, 4)", "(2, 'f')"),
+    "dense frequencies of a bank": ("dense(zeros(2, 2)).frequency_response(ones(3, 4))", "(3, 4)", "('f',)"),
     "a member of a single system": ("diagonal()[0]", "no bank"),
+    "a slice of a bank that is empty": ("bank(4)[4:]", "slice(4, None, None)", "(4,)", "at least 1"),
+    "a mask of a bank that is empty": ("bank(2)[tensor([False, False])]", "False", "(2,)", "at least 1"),
+    "folding a dense system": ("fold(dense(zeros(2, 2)))", "DiagonalSystem", "DenseSystem", "diagonalise"),
+    "pairs of a dense system": ("conjugate_pairs(dense(zeros(2, 2)))", "DenseSystem", "diagonalise"),
+    "the real form of a dense system": ("real_form(dense(zeros(2, 2)))", "DenseSystem", "diagonalise"),
+    "a spectrum as a list": ("error_bounds([1.0, 0.5])", "sigma", "list", "tensor"),
+    "shares of a list": ("bottom_shares([1.0, 0.5])", "sigma", "list", "tensor"),
+    "the rank of a list": ("numerical_rank([1.0, 0.5])", "sigma", "list", "tensor"),
+    "a mask as a list": ("measured_gramian(ones(2, 3), [True, False])", "mask", "list", "tensor"),
     "systems of other inputs in H2": ("h2_error(diagonal(p=2), diagonal(p=3))", "inputs", "2 and 3"),
     "systems of other outputs in H-infinity": ("h_infinity_error(diagonal(q=2), diagonal(q=3))", "outputs", "2 and 3"),
     "systems of other banks in H2": ("h2_error(diagonal(bank=(5,)), diagonal())", "bank", "5"),
@@ -144,6 +182,21 @@ SHAPE = {
     "a sampled A that is not square": ("averaged(A=zeros(4, 2, 3))", "(4, 2, 3)", "n, n"),
     "a sampled A as a list": ("averaged(A=[0.5])", "A", "list", "tensor"),
     "no samples to average": ("averaged(zeros(0, 2), zeros(0, 2, 1), zeros(0, 1, 2))", "(0, 2", ">= 1"),
+    "samples of C that disagree": ("averaged(C=ones(3, 1, 2))", "C has shape (3, 1, 2)", "(4, 2, 1)", "samples"),
+    "samples of C for a dense A that disagree": ("averaged(A=zeros(4, 2, 2), C=ones(3, 1, 2))", "(3, 1, 2)", "samples"),
+    "a mean step that is a number": (
+        "mean_selective_system(rates, 0.1, ones(2), ones(2))",
+        "mean_step",
+        "float",
+        "(*bank)",
+    ),
+    "a mean step of another bank": ("selective(step=ones(3))", "mean_step has shape (3,)", "expected ()"),
+    "a mean C of another bank": (
+        "mean_selective_system(rates, tensor(0.1), ones(2), ones(4, 2))",
+        "mean_C",
+        "(4, 2)",
+        "(2,)",
+    ),
     "a mean B of another order": ("selective(B=ones(3))", "(3", "2"),
     "second moments of a scalar pole": (
         "second_moment_system(tensor(0.5), eye(1), eye(1))",
@@ -175,6 +228,10 @@ ORDER = {
     "order True": ("truncated(True)", "True", "integer from 1 to 3"),
     "order 2.0": ("truncated(2.0)", "2.0", "integer from 1 to 3"),
     "order '2'": ("truncated('2')", "'2'", "integer from 1 to 3"),
+    "order 2.0 of NumPy": ("truncated(numpy.float64(2))", "2.0", "integer from 1 to 3"),
+    "order 2.0 in a tensor": ("truncated(tensor(2.0))", "2.", "integer from 1 to 3"),
+    "order True in a tensor": ("truncated(tensor(True))", "True", "integer from 1 to 3"),
+    "order 4 of NumPy": ("truncated(numpy.int64(4))", "order 4", "1..3"),
     "neither order nor states": ("truncated()", "neither", "integer from 1 to 3"),
     "order True beside states": ("truncated(True, states=[0])", "True", "integer"),
     "real order n + 1": ("real_balanced_truncation(diagonal((0.5, 0.5j)), 3)", "order 3", "1..2"),
@@ -193,6 +250,11 @@ ORDER = {
     "no state named": ("truncated(states=zeros(0).int())", "0 states", "1 to 3"),
     "boolean states": ("truncated(states=[True, False, True])", "bool", "integer", "0 to 2"),
     "float states": ("truncated(states=[0.0, 1.0])", "float64", "integer", "0 to 2"),
+    "a set of states": ("truncated(states={0, 1})", "{0, 1}", "integer", "0 to 2"),
+    "states as a word": ("truncated(states='ab')", "'ab'", "integer", "0 to 2"),
+    "ragged states": ("truncated(states=[[0], [0, 1]])", "[[0], [0, 1]]", "integer", "0 to 2"),
+    "a spectrum that rises": ("error_bounds(tensor([2.0, 1, 1.5]))", "sigma[2] is 1.5 after 1", "falling"),
+    "a member's spectrum that rises": ("error_bounds(tensor([[2.0, 1], [1, 2]]))", "sigma[1, 1] is 2", "falling"),
     "one bare state": ("truncated(states=2)", "()", "integer"),
 }
 
@@ -211,6 +273,14 @@ PRECISION = {
     "pairs of a real system": ("conjugate_pairs(diagonal())", "float64", "real"),
     "the real form of a real system": ("real_form(diagonal())", "float64", "real"),
     "real balancing of a real system": ("real_balanced_truncation(diagonal(), 1)", "float64", "real"),
+    "a system in single precision": ("diagonal().to(torch.float32)", "torch.float32", "only a device"),
+    "complex frequencies": ("diagonal().frequency_response(ones(3) * 1j)", "omega", "complex128", "real"),
+    "a complex trajectory": ("trajectories([ones(2), ones(2) * 1j])", "spectra[1]", "complex128", "real"),
+    "a complex spectrum": ("error_bounds(ones(2) * 1j)", "sigma", "complex128", "real"),
+    "a complex mean step": ("selective(step=tensor(0.1j))", "mean_step", "complex128", "real"),
+    "Galerkin with complex P": ("galerkin_projection(rates, hermitian, eye(2), 1)", "P", "complex128", "real"),
+    "Galerkin with complex Q": ("galerkin_projection(rates, eye(2), hermitian, 1)", "Q", "complex128", "real"),
+    "a complex moment": ("second_moment_gramians(rates, eye(2), hermitian)", "moment_C", "complex128", "real"),
     "a mask of numbers": ("measured_gramian(ones(2, 3), ones(2))", "mask", "float64", "bool"),
 }
 
@@ -220,6 +290,8 @@ DEVICE = {
     "P on another device": ("truncated(1, P=eye(3, device='meta'))", "meta", "cpu"),
     "systems on two devices": ("h2_error(diagonal(), diagonal().to('meta'))", "cpu", "meta"),
     "snapshots on two devices": ("hankel_change(diagonal(), diagonal().to('meta'))", "cpu", "meta"),
+    "inputs on another device": ("diagonal().simulate(ones(4, 2, device='meta'))", "inputs meta", "system cpu"),
+    "frequencies on another device": ("diagonal().frequency_response(ones(4, device='meta'))", "omega meta", "cpu"),
     "sampled B on another device": ("averaged(B=ones(4, 2, 1, device='meta'))", "B meta", "cpu"),
 }
 
@@ -229,6 +301,18 @@ INDEFINITE = {
     "P with a variance of -0.25": ("truncated(1, P=indefinite)", "P", "-0.25", "below 0"),
     "P with a variance of -0.25e-9": ("truncated(1, P=1e-9 * indefinite)", "P", "below 0"),
     "a measured spectrum of indefinite P": ("hankel_singular_values(diagonal(), P=indefinite)", "-0.25", "below 0"),
+    "a small member that is not Hermitian": (
+        "truncated(1, bank=(2,), P=torch.stack([1e10 * eye(3), ones(3, 3).triu()]))",
+        "not Hermitian",
+        "1.0e+00",
+    ),
+    "an indefinite channel that the mean hides": (
+        "shared_projection(rates.expand(2, 2), torch.stack([eye(2), torch.diag(tensor([2, -0.5]))]), "
+        "eye(2).expand(2, 2, 2), 1)",
+        "P",
+        "-0.5",
+        "below 0",
+    ),
     "an indefinite input covariance": ("controllability_gramian(diagonal(), -eye(2))", "input_covariance", "-1"),
     "an indefinite second moment": ("second_moment_system(rates / -4, -eye(2), eye(2))", "moment", "-1", "below 0"),
     "an indefinite moment of B": ("second_moment_gramians(rates, -eye(2), eye(2))", "moment_B", "-1"),
@@ -275,3 +359,18 @@ def test_bad_input_raises_its_own_error_with_the_value_in_it(case, outcomes):
     assert {"ControlError", "ValueError"} <= set(kinds)
     missing = [fragment for fragment in fragments if fragment not in message]
     assert not missing, f"{expression}: {missing} not in {message!r}"
+
+
+@pytest.mark.parametrize("order", [np.int64(2), np.uint8(2), torch.tensor(2), torch.tensor(2, dtype=torch.int32)])
+def test_whole_numbers_of_numpy_and_torch_are_orders(order):
+    assert balanced_truncation(real_system(), order).order == 2
+    rates, gramian = torch.tensor([-1.0, -2.0, -3.0]).double(), torch.eye(3).double()
+    assert galerkin_projection(rates, gramian, gramian, order).rates.shape == (2,)
+    for two_sided in (False, True):
+        shared = shared_projection(rates[None], gramian[None], gramian[None], order, two_sided=two_sided)
+        assert shared.rates.shape == (1, 2)
+
+
+def test_a_spectrum_may_rise_by_rounding():
+    sigma = torch.tensor([1.0, 1e-16, 3e-13], dtype=torch.float64)
+    assert error_bounds(sigma)[-2] == 6e-13

@@ -214,3 +214,13 @@ def test_the_measured_P_of_narrow_inputs_serves_those_inputs_better():
         A, B, C = oracles.as_arrays(truncation.system)
         errors[name] = np.sqrt((np.abs(oracles.transfer(A, B[:, :1], C, omega) - exact) ** 2).mean())
     assert errors["measured"] < 0.8 * errors["white"]
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_complex_input_covariance_of_a_real_system_keeps_its_imaginary_part(dense):
+    poles = torch.tensor([0.9, -0.5, 0.3], dtype=torch.float64)
+    B = torch.tensor([[1.0, 0], [0, 1], [1, 1]], dtype=torch.float64)
+    covariance = torch.tensor([[2, 1 + 0.5j], [1 - 0.5j, 1]], dtype=torch.complex128)
+    system = DenseSystem(poles.diag(), B, B.mT) if dense else DiagonalSystem(poles, B, B.mT)
+    expected = (B + 0j).numpy() @ covariance.numpy() @ B.mT.numpy() / (1 - np.outer(poles, poles))
+    np.testing.assert_allclose(controllability_gramian(system, covariance).numpy(), expected, rtol=1e-13, atol=1e-14)

@@ -102,3 +102,86 @@ def test_single_precision_parameters_are_raised_to_double_before_anything_is_for
 
 def test_the_printed_form_names_order_channels_and_bank():
     assert repr(lru_at_initialisation(6, 2, bank=(3,))) == "DiagonalSystem(order=6, inputs=2, outputs=2, bank=(3,))"
+
+
+@pytest.mark.parametrize("form", [lambda system: system, as_dense], ids=["diagonal", "dense"])
+def test_complex_signals_through_a_real_system_keep_their_imaginary_part(form):
+    system = form(real_system())
+    inputs, start = (torch.randn(*shape, dtype=torch.complex128) for shape in ((20, 2), (4,)))
+    parts = [system.simulate(part, state) for part, state in ((inputs.real, start.real), (inputs.imag, start.imag))]
+    torch.testing.assert_close(system.simulate(inputs, start), torch.complex(*parts))
+    free = system.simulate(torch.zeros(20, 2, dtype=torch.float64), 1j * start.real)
+    assert free.dtype == torch.complex128
+    assert free.imag.abs().max() > 0
+
+
+def real_system():
+    poles = torch.tensor([0.9, -0.5, 0.3, 0.0], dtype=torch.float64)
+    return DiagonalSystem(poles, torch.ones(4, 2, dtype=torch.float64), torch.ones(3, 4, dtype=torch.float64))
+
+
+def test_one_signal_can_start_from_several_states():
+    system, inputs = lru_at_initialisation(4, 2), torch.randn(9, 2, dtype=torch.float64)
+    starts = torch.randn(5, 4, dtype=torch.complex128)
+    together = system.states(inputs, starts)
+    for start, states in zip(starts, together, strict=True):
+        torch.testing.assert_close(states, system.states(inputs, start))
+
+
+@pytest.mark.parametrize("make", [DiagonalSystem, DiagonalSystem.from_log_poles, DenseSystem])
+def test_changing_a_parameter_later_leaves_the_system_as_it_was(make):
+    first = torch.tensor([-0.5, -0.25], dtype=torch.float64)
+    given = [first.diag() if make is DenseSystem else first, *torch.ones(2, 2, 2, dtype=torch.float64)]
+    system = make(*given)
+    before = system.impulse_response(5)
+    for tensor in given:
+        tensor.zero_()
+    assert torch.equal(system.impulse_response(5), before)
+
+
+@pytest.mark.parametrize("make", [DiagonalSystem, DiagonalSystem.from_log_poles, DenseSystem])
+def test_gradients_reach_the_parameters_that_a_system_has_copied(make):
+    first = torch.tensor([-0.5, -0.25], dtype=torch.float64)
+    given = [first.diag() if make is DenseSystem else first, *torch.ones(2, 2, 2, dtype=torch.float64)]
+    given = [tensor.requires_grad_() for tensor in given]
+    make(*given).impulse_response(5).square().sum().backward()
+    assert all(tensor.grad.abs().sum() > 0 for tensor in given)
+
+
+INDICES = {
+    "an integer": 1,
+    "a negative integer": -1,
+    "a slice": slice(1, None),
+    "a pair": (1, 2),
+    "a slice and an integer": (slice(None), 0),
+    "an ellipsis": (..., 0),
+    "a new axis": (None, 1),
+    "a list": [1, 0, 1],
+    "a tensor": torch.tensor([[0, 1], [1, 1]]),
+    "a scalar tensor": torch.tensor(1),
+    "a mask": torch.tensor([[True, False, True], [False, True, False]]),
+    "a mask of the first axis": torch.tensor([False, True]),
+}
+
+
+@pytest.mark.parametrize("index", INDICES.values(), ids=INDICES)
+@pytest.mark.parametrize("form", [lambda system: system, as_dense], ids=["diagonal", "dense"])
+def test_an_index_of_a_bank_selects_whole_systems(form, index):
+    bank = form(lru_at_initialisation(4, 2, bank=(2, 3)))
+    chosen = torch.arange(6).reshape(2, 3)[index]
+    selected = bank[index]
+    assert (selected.bank, selected.order, selected.inputs) == (chosen.shape, 4, 2)
+    for name in ("A", "B", "C"):
+        members = getattr(bank, name).flatten(0, 1)
+        assert torch.equal(getattr(selected, name).reshape(-1, *members.shape[1:]), members[chosen.flatten()])
+
+
+@pytest.mark.parametrize("index", [2, (0, 3), (0, 0, 0), (..., 0, 0, 0)])
+def test_an_index_beyond_the_bank_is_refused(index):
+    with pytest.raises(IndexError):
+        lru_at_initialisation(4, 2, bank=(2, 3))[index]
+
+
+def test_a_bank_can_be_walked_through():
+    bank = lru_at_initialisation(4, 2, bank=(3,))
+    assert [torch.equal(member.poles, poles) for member, poles in zip(bank, bank.poles, strict=True)] == [True] * 3

@@ -38,6 +38,37 @@ def test_a_broken_or_foreign_file_is_refused_by_name(tmp_path, text):
         Measurement.read(path)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rows": 5}, "rows is 5, expected list"),
+        ({"rows": [5]}, r"rows\[0\] is 5, expected dict"),
+        ({"rows": [{"order": None}]}, r"rows\[0\]\['order'\] is None"),
+        ({"name": 3}, "name is 3, expected str"),
+        ({"repeats": "9"}, "repeats is '9', expected int"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_name(tmp_path, change, said):
+    path = measurement().write(tmp_path / "other.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(MeasurementError, match=rf"other\.json.*{said}"):
+        Measurement.read(path)
+
+
+def test_an_environment_of_another_type_is_refused_by_name(tmp_path):
+    path = measurement().write(tmp_path / "other.json")
+    stored = json.loads(path.read_text())
+    stored["environment"]["date"] = 2025
+    path.write_text(json.dumps(stored))
+    with pytest.raises(MeasurementError, match=r"other\.json.*environment\.date is 2025, expected str"):
+        Measurement.read(path)
+
+
+def test_a_folder_is_refused_by_name(tmp_path):
+    with pytest.raises(MeasurementError, match=f"{tmp_path}: Is a directory"):
+        Measurement.read(tmp_path)
+
+
 def test_a_missing_file_is_refused_by_name(tmp_path):
     with pytest.raises(MeasurementError, match=r"nowhere\.json: no such file"):
         Measurement.read(tmp_path / "nowhere.json")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -12,10 +12,16 @@ from rich.console import Console
 from rich.table import Table
 
 from compressm.bench.reduction import Case, measure_reduction
+from compressm.cli.paths import PathError, require_picture, require_writable
 from compressm.runs.measurement import Measurement, MeasurementError
 
 bench = typer.Typer(help="Measure speed on this machine; results are JSON files with a picture.", no_args_is_help=True)
 console = Console()
+
+# Columns of every row, and those of a row that was compared with the plain formulas.
+_WORDS = ("system", "device")
+_NUMBERS = ("order", "rank", "width", "members", "hankel_s", "reduction_s")
+_COMPARED = ("plain_hankel_s", "plain_reduction_s", "speedup")
 
 
 class Device(StrEnum):
@@ -25,12 +31,15 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
-def _at_least_one(value: Any) -> Any:
+def _count(text: str | int) -> int:
     """Typer's own check does not say what was given."""
-    for number in value if isinstance(value, list | tuple) else [value]:
-        if number is not None and number < 1:
-            raise typer.BadParameter(f"{number} is too small, expected at least 1")
-    return value
+    try:
+        number = int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not an integer, expected at least 1") from None
+    if number < 1:
+        raise typer.BadParameter(f"{number} is too small, expected at least 1")
+    return number
 
 
 @bench.command()
@@ -38,28 +47,36 @@ def reduction(
     device: Annotated[Device, typer.Option(help="Where to measure.")] = Device.cpu,
     order: Annotated[
         list[int] | None,
-        typer.Option(callback=_at_least_one, help="Orders n to reduce to n/4; again for more. Default: 1 to 1024."),
+        typer.Option(
+            parser=_count, metavar="INTEGER", help="Orders n to reduce to n/4; again for more. Default: 1 to 1024."
+        ),
     ] = None,
     width: Annotated[
-        int, typer.Option(callback=_at_least_one, help="Channels of the layers, where --order is given.")
+        int,
+        typer.Option(parser=_count, metavar="INTEGER", help="Channels of the layers, where --order is given."),
     ] = 8,
-    repeats: Annotated[int, typer.Option(callback=_at_least_one, help="Repeats; the median counts.")] = 9,
+    repeats: Annotated[int, typer.Option(parser=_count, metavar="INTEGER", help="Repeats; the median counts.")] = 9,
     compare: Annotated[bool, typer.Option(help="Time the paper's plain NumPy/SciPy formulas beside (CPU).")] = True,
     out: Annotated[Path, typer.Option(help="Folder for the result file and the picture.")] = Path("out/bench"),
 ) -> None:
     """The cost of each stage of one reduction, n = 1 … 1024."""
     if device is Device.cuda and not torch.cuda.is_available():
         raise typer.BadParameter("no CUDA device here; allowed: cpu", param_hint="--device")
+    result, picture = (out / f"reduction-{device.value}{suffix}" for suffix in (".json", ".png"))
+    try:
+        require_writable(result)
+        require_writable(picture)
+    except PathError as error:
+        raise typer.BadParameter(str(error), param_hint="--out") from None
     cases = [Case(n, max(1, n // 4), width) for n in order] if order else None
     with console.status("measuring") as status:
         measurement = measure_reduction(
             cases, device=device.value, repeats=repeats, compare=compare, progress=lambda line: _say(status, line)
         )
     console.print(_reduction_table(measurement))
-    result = measurement.write(out / f"reduction-{device.value}.json")
-    console.print(f"result: {result}", soft_wrap=True)
+    console.print(f"result: {measurement.write(result)}", soft_wrap=True)
     if sum(row["width"] == 8 and row["members"] == 1 and row["system"] == "initial" for row in measurement.rows) > 1:
-        _draw(measurement, out / f"reduction-{device.value}.png")
+        _draw(measurement, picture)
 
 
 @bench.command()
@@ -68,9 +85,9 @@ def table(result: Annotated[Path, typer.Argument(help="A result file of `compres
     from compressm.reports.tables import reduction_markdown
 
     try:
-        typer.echo(reduction_markdown(Measurement.read(result)))
+        typer.echo(reduction_markdown(_read_reduction(result)))
     except MeasurementError as error:
-        raise typer.BadParameter(str(error), param_hint="RESULT") from None
+        raise _bad_result(result, error) from None
 
 
 @bench.command()
@@ -82,10 +99,33 @@ def draw(
 ) -> None:
     """Draw the picture of a result file again."""
     try:
-        measurement = Measurement.read(result)
-        _draw(measurement, picture or result.with_suffix(".png"))
+        measurement = _read_reduction(result)
+        _draw(measurement, require_picture(picture or result.with_suffix(".png")))
     except MeasurementError as error:
-        raise typer.BadParameter(str(error), param_hint="RESULT") from None
+        raise _bad_result(result, error) from None
+    except PathError as error:
+        raise typer.BadParameter(str(error), param_hint="--picture") from None
+
+
+def _bad_result(path: Path, error: MeasurementError) -> typer.BadParameter:
+    message = str(error)
+    return typer.BadParameter(message if str(path) in message else f"{path}: {message}", param_hint="RESULT")
+
+
+def _read_reduction(path: Path) -> Measurement:
+    """With the columns that tables and pictures of a reduction read."""
+    measurement = Measurement.read(path)
+    for k, row in enumerate(measurement.rows):
+        numbers = [*_NUMBERS, *(_COMPARED if "plain_reduction_s" in row else ())]
+        missing = [name for name in (*numbers, *_WORDS) if name not in row]
+        if missing:
+            raise MeasurementError(
+                f"{path} is not a result of `compressm bench reduction`: row {k} lacks {', '.join(missing)}"
+            )
+        for name in (name for name in row if name not in _WORDS):
+            if isinstance(row[name], str):
+                raise MeasurementError(f"{path}: row {k} has {row[name]!r} as {name}, expected a number")
+    return measurement
 
 
 def _draw(measurement: Measurement, path: Path) -> None:
@@ -102,11 +142,14 @@ def _say(status, line: str) -> None:
         console.print(line)
 
 
+_CAPTION = "milliseconds, H channels; medians; repeats per row are in the result file"
+
+
 def _reduction_table(measurement: Measurement) -> Table:
     columns = {"P, Q": "gramians_s", "σ": "hankel_s", "all": "reduction_s"}
     columns |= {"plain σ": "plain_hankel_s", "plain all": "plain_reduction_s"}
     shown = {head: name for head, name in columns.items() if any(name in row for row in measurement.rows)}
-    table = Table(title="One reduction", caption=f"milliseconds, median of {measurement.repeats}; H channels")
+    table = Table(title="One reduction", caption=_CAPTION)
     for head in ("n → r", "H", "system", *shown, *(["ratio"] if "plain all" in shown else [])):
         table.add_column(head, justify="right", no_wrap=True)
     for row in measurement.rows:

@@ -28,28 +28,35 @@ def mean_dynamics(
     back to it, a dense one is scaled as a whole.
     """
     _require_radius(largest_radius)
-    samples = {"A": (A, "samples n"), "B": (B, "samples n p"), "C": (C, "samples q n")}
-    given = {name: validation.require_tensor(name, *rest) for name, rest in samples.items()}
-    validation.require_one_precision(**given)
-    validation.require_one_device(**given)
-    for name, tensor in given.items():
-        validation.require_finite(name, tensor)
+    _check_samples(A, B, C)
     mean_B, mean_C = validation.to_double(B).mean(-3), validation.to_double(C).mean(-3)
-    if A.ndim in (B.ndim, B.ndim - 1) and A.shape[: B.ndim - 2] != B.shape[:-2]:
-        raise ShapeError(f"A has shape {tuple(A.shape)}, B {tuple(B.shape)}: bank or samples disagree")
     if A.ndim == B.ndim - 1:
         poles = validation.to_double(A).mean(-2)
         excess = (poles.abs() / largest_radius).clamp_min(1)
         return DiagonalSystem(poles / excess, mean_B, mean_C)
-    if A.ndim != B.ndim:
-        raise ShapeError(
-            f"A has shape {tuple(A.shape)}, not (*bank, samples, n) or (*bank, samples, n, n); B has {tuple(B.shape)}"
-        )
-    if A.shape[-1] != A.shape[-2]:
-        raise ShapeError(f"A has shape {tuple(A.shape)}, expected (*bank, samples, n, n)")
     dense = validation.to_double(A).mean(-3)
     radius = torch.linalg.eigvals(dense).abs().amax(-1)
     return DenseSystem(dense / (radius / largest_radius).clamp_min(1)[..., None, None], mean_B, mean_C)
+
+
+def _check_samples(A: Tensor, B: Tensor, C: Tensor) -> None:
+    samples = {"A": (A, "samples n"), "B": (B, "samples n p"), "C": (C, "samples q n")}
+    given = {name: validation.require_tensor(name, *rest) for name, rest in samples.items()}
+    validation.require_one_precision(**given)
+    validation.require_one_device(**given)
+    if A.ndim not in (B.ndim, B.ndim - 1):
+        raise ShapeError(
+            f"A has shape {tuple(A.shape)}, not (*bank, samples, n) or (*bank, samples, n, n); B has {tuple(B.shape)}"
+        )
+    if A.ndim == B.ndim and A.shape[-1] != A.shape[-2]:
+        raise ShapeError(f"A has shape {tuple(A.shape)}, expected (*bank, samples, n, n)")
+    for name, axes in (("A", A.shape[: B.ndim - 2]), ("C", C.shape[:-2])):
+        if axes != B.shape[:-2]:
+            raise ShapeError(
+                f"{name} has shape {tuple(given[name].shape)}, B {tuple(B.shape)}: bank or samples disagree"
+            )
+    for name, tensor in given.items():
+        validation.require_finite(name, tensor)
 
 
 def mean_selective_system(
@@ -66,11 +73,32 @@ def mean_selective_system(
     `second_moment_gramians` keeps it.
     """
     _require_radius(largest_radius)
+    rates = require_negative_rates(rates)
+    _check_means(rates, mean_step, mean_B, mean_C)
     step = validation.to_double(mean_step)[..., None]
-    poles = torch.exp(step * require_negative_rates(rates)).clamp_max(largest_radius)
+    poles = torch.exp(step * rates).clamp_max(largest_radius)
     return DiagonalSystem(
         poles, (step * validation.to_double(mean_B))[..., None], validation.to_double(mean_C)[..., None, :]
     )
+
+
+def _check_means(rates: Tensor, mean_step: Tensor, mean_B: Tensor, mean_C: Tensor) -> None:
+    """The step of shape (*bank), positive; B and C of that of the rates."""
+    means = {"mean_step": (mean_step, ""), "mean_B": (mean_B, "n"), "mean_C": (mean_C, "n")}
+    given = {name: validation.require_tensor(name, *rest) for name, rest in means.items()}
+    for name, tensor in given.items():
+        expected = rates.shape[:-1] if name == "mean_step" else rates.shape
+        if tensor.shape != expected:
+            raise ShapeError(
+                f"{name} has shape {tuple(tensor.shape)}, expected {tuple(expected)} beside rates {tuple(rates.shape)}"
+            )
+    validation.require_one_precision(**given)
+    validation.require_one_device(rates=rates, **given)
+    validation.require_real("mean_step", mean_step)
+    for name, tensor in given.items():
+        validation.require_finite(name, tensor)
+    if bool((mean_step <= 0).any()):
+        raise UnstableSystemError(f"the smallest mean_step is {mean_step.min().item():.6g}, expected > 0")
 
 
 def second_moment_system(
@@ -96,8 +124,9 @@ def second_moment_gramians(
     total = -(rates[..., :, None] + rates[..., None, :])
     checked = []
     for name, moment in (("moment_B", moment_B), ("moment_C", moment_C)):
-        checked.append(validation.require_gramian(name, moment, bank, n, rates.device))
-        require_semidefinite(name, checked[-1])
+        moment = validation.require_gramian(name, moment, bank, n, rates.device)
+        checked.append(validation.require_real(name, moment))
+        require_semidefinite(name, moment)
     return checked[0] / total, checked[1] / total
 
 

@@ -7,8 +7,12 @@ import math
 import torch
 from torch import Tensor
 
+from compressm.control import validation
 from compressm.control.errors import PrecisionError
 from compressm.control.system import DenseSystem, DiagonalSystem
+
+# 2π is this much more than its float64.
+_TWO_PI_REST = 2.4492935982947064e-16
 
 
 def fold(system: DiagonalSystem) -> DiagonalSystem:
@@ -17,6 +21,7 @@ def fold(system: DiagonalSystem) -> DiagonalSystem:
     The poles then crowd in the upper half disc, where fewer balanced states carry the same real output, and an
     optimizer's relative step on θ near 0 is small where near 2π it is large.
     """
+    _require_diagonal("fold", system)
     if not system.poles.is_complex():
         return system
     if system.log_poles is not None:
@@ -31,15 +36,26 @@ def fold(system: DiagonalSystem) -> DiagonalSystem:
 
 
 def _folded_logarithms(log_poles: Tensor) -> tuple[Tensor, Tensor]:
-    """Phases in [0, π], and where they were not."""
-    phase = torch.remainder(log_poles.imag, 2 * math.pi)
-    below = phase > math.pi
-    # 2π − θ and not −θ: the stored phase of a layer lies in [0, 2π).
-    return torch.complex(log_poles.real, torch.where(below, 2 * math.pi - phase, phase)), below
+    """Phases in [0, π], and where they were not: −θ for θ in [−π, 0), 2π − θ for θ in (π, 2π), where layers store it.
+
+    2π − (θ + 2π) in place of −θ would cost 2e-16, which at |log λ| = 1e-4 is 2e-12 of the output.
+    """
+    phase = log_poles.imag
+    size = phase.detach().abs()
+    turns = torch.where(size <= math.pi, 0, torch.floor((size + math.pi) / (2 * math.pi))) * torch.sign(phase.detach())
+    phase = (phase - turns * (2 * math.pi)) - turns * _TWO_PI_REST
+    below = phase < 0
+    folded = torch.where(below, -phase, phase).clamp_max(math.pi)
+    return torch.complex(log_poles.real, folded), below
+
+
+def _require_diagonal(function: str, system: object) -> None:
+    validation.require_kind(function, system, DiagonalSystem, hint="call diagonalise first")
 
 
 def conjugate_pairs(system: DiagonalSystem) -> DiagonalSystem:
     """The complex system of order 2n whose output is Re(C h) itself: modes (λ, b, c/2) and (λ̄, b̄, c̄/2)."""
+    _require_diagonal("conjugate_pairs", system)
     if not system.poles.is_complex():
         raise PrecisionError(
             f"a {system.poles.dtype} system is real already; conjugate pairs are made of complex modes"
@@ -53,6 +69,7 @@ def conjugate_pairs(system: DiagonalSystem) -> DiagonalSystem:
 
 def real_form(system: DiagonalSystem) -> DenseSystem:
     """The real system of order 2n with states (Re h, Im h) and output Re(C h)."""
+    _require_diagonal("real_form", system)
     poles, B, C = system.poles, system.B, system.C
     if not poles.is_complex():
         raise PrecisionError(f"a {poles.dtype} system is real already")

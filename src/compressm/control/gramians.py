@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from jaxtyping import Inexact
 from torch import Tensor
 
@@ -21,11 +22,12 @@ def controllability_gramian(
     The paper's closed form (app:lyapunov-sol) has λᵢ λⱼ, which holds for real poles alone. Σᵤ is the identity, that is
     white noise at the input, unless a covariance of shape (p, p) or (*bank, p, p) is given.
     """
-    weighted = system.B if input_covariance is None else system.B @ _covariance(system, input_covariance)
-    drive = weighted @ system.B.mH
+    covariance = None if input_covariance is None else _covariance(system, input_covariance)
+    B = system.B if covariance is None else system.B.to(covariance.dtype)
+    drive = (B if covariance is None else B @ covariance) @ B.mH
     if isinstance(system, DiagonalSystem):
         return _hermitian(drive / one_minus_products(system.poles, system.log_poles))
-    return lyapunov_by_doubling(system.A, drive)
+    return lyapunov_by_doubling(system.A.to(drive.dtype), drive)
 
 
 def observability_gramian(system: LinearSystem) -> Inexact[Tensor, "*bank n n"]:
@@ -46,6 +48,7 @@ def _hermitian(matrix: Tensor) -> Tensor:
 
 
 def _covariance(system: LinearSystem, covariance: Tensor) -> Tensor:
+    """Checked, and complex if the system or itself is."""
     covariance = validation.require_tensor("input_covariance", covariance, "p p")
     p, bank = system.inputs, covariance.shape[:-2]
     if covariance.shape[-2:] != (p, p) or bank not in ((), system.bank):
@@ -54,4 +57,4 @@ def _covariance(system: LinearSystem, covariance: Tensor) -> Tensor:
         )
     covariance = validation.require_gramian("input_covariance", covariance, bank, p, system.device)
     require_semidefinite("input_covariance", covariance)
-    return covariance.to(system.dtype)
+    return covariance.to(torch.promote_types(system.dtype, covariance.dtype))

@@ -69,6 +69,7 @@ def hankel_nuclear_norm(system: LinearSystem) -> Float[Tensor, "*bank"]:
 
 def hankel_nuclear_norm_majoriser(system: DiagonalSystem) -> Float[Tensor, "*bank"]:
     """Σᵢ √(Pᵢᵢ Qᵢᵢ) = Σᵢ ‖bᵢ‖ ‖cᵢ‖ / (1 − |λᵢ|²) ≥ Σσᵢ, in O(n(p + q)) and without a Gramian."""
+    validation.require_kind("hankel_nuclear_norm_majoriser", system, DiagonalSystem, hint="call diagonalise first")
     b = torch.linalg.vector_norm(system.B, dim=-1)
     c = torch.linalg.vector_norm(system.C, dim=-2)
     return (b * c / system.decay).sum(-1)

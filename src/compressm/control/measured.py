@@ -28,6 +28,8 @@ class StateCovariance:
         self, states: Inexact[Tensor, "*bank samples n"], mask: Bool[Tensor, "*bank samples"] | None = None
     ) -> StateCovariance:
         states = validation.require_tensor("states", states, "samples n")
+        if mask is not None:
+            validation.require_tensor("mask", mask, "samples")
         if mask is not None and mask.dtype != torch.bool:
             raise PrecisionError(f"mask has dtype {mask.dtype}, expected bool")
         if mask is not None and mask.shape != states.shape[:-1]:

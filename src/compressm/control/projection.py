@@ -6,6 +6,7 @@ A reduced layer has B ← E_B B, C ← C E_C and rates a_r, so that exp(Δ a_r) 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 import torch
 from jaxtyping import Float
@@ -28,7 +29,10 @@ class Projection:
 
 
 def galerkin_projection(
-    rates: Float[Tensor, "*bank n"], P: Float[Tensor, "*bank n n"], Q: Float[Tensor, "*bank n n"], order: int
+    rates: Float[Tensor, "*bank n"],
+    P: Float[Tensor, "*bank n n"],
+    Q: Float[Tensor, "*bank n n"],
+    order: SupportsIndex,
 ) -> Projection:
     """Project symmetrically onto the leading eigenvectors V of the sum of both Gramians.
 
@@ -36,7 +40,9 @@ def galerkin_projection(
     symmetric and negative: its poles are real and exp(Δ A_r) is a contraction for every Δ > 0.
     """
     rates = require_negative_rates(rates)
-    scale, V = _symmetric_subspace(rates, P, Q, order)
+    order = validation.require_order(order, rates.shape[-1])
+    P, Q = (_checked_gramian(name, matrix, rates) for name, matrix in (("P", P), ("Q", Q)))
+    scale, V = _symmetric_subspace(P, Q, order)
     reduced, Y = torch.linalg.eigh(V.mT @ (rates[..., :, None] * V))
     return Projection(Y.mT @ V.mT * scale[..., None, :], (V @ Y) / scale[..., :, None], reduced)
 
@@ -45,7 +51,7 @@ def shared_projection(
     rates: Float[Tensor, "channels n"],
     P: Float[Tensor, "channels n n"],
     Q: Float[Tensor, "channels n n"],
-    order: int,
+    order: SupportsIndex,
     *,
     two_sided: bool = False,
 ) -> Projection:
@@ -58,7 +64,9 @@ def shared_projection(
     rates = require_negative_rates(rates)
     if rates.ndim != 2:
         raise ShapeError(f"rates have shape {tuple(rates.shape)}, expected (channels, n)")
-    mean_P, mean_Q = (_mean_at_equal_trace(name, matrix, rates) for name, matrix in (("P", P), ("Q", Q)))
+    order = validation.require_order(order, rates.shape[-1])
+    P, Q = (_checked_gramian(name, matrix, rates) for name, matrix in (("P", P), ("Q", Q)))
+    mean_P, mean_Q = _unit_trace(P).mean(0), _unit_trace(Q).mean(0)
     mean_rates = -torch.exp(torch.log(-rates).mean(0))
     build = _two_sided if two_sided else galerkin_projection
     shared = build(mean_rates, mean_P, mean_Q, order)
@@ -70,12 +78,15 @@ def shared_projection(
     return Projection(shared.E_B, shared.E_C, channel_rates)
 
 
-def _symmetric_subspace(rates: Tensor, P: Tensor, Q: Tensor, order: int) -> tuple[Tensor, Tensor]:
-    bank, n = rates.shape[:-1], rates.shape[-1]
-    validation.require_order(order, n)
-    P, Q = (validation.require_gramian(name, matrix, bank, n, rates.device) for name, matrix in (("P", P), ("Q", Q)))
-    for name, matrix in (("P", P), ("Q", Q)):
-        require_semidefinite(name, matrix)
+def _checked_gramian(name: str, matrix: Tensor, rates: Tensor) -> Tensor:
+    """Real and semi-definite member by member: a mean over channels could hide one that is not."""
+    matrix = validation.require_gramian(name, matrix, rates.shape[:-1], rates.shape[-1], rates.device)
+    validation.require_real(name, matrix)
+    require_semidefinite(name, matrix)
+    return matrix
+
+
+def _symmetric_subspace(P: Tensor, Q: Tensor, order: int) -> tuple[Tensor, Tensor]:
     p, q = P.diagonal(dim1=-2, dim2=-1), Q.diagonal(dim1=-2, dim2=-1)
     usable = (p > 0) & (q > 0)
     scale = torch.where(usable, torch.where(usable, q / torch.where(usable, p, 1), 1) ** 0.25, 1)
@@ -85,7 +96,6 @@ def _symmetric_subspace(rates: Tensor, P: Tensor, Q: Tensor, order: int) -> tupl
 
 
 def _two_sided(rates: Tensor, P: Tensor, Q: Tensor, order: int) -> Projection:
-    validation.require_order(order, rates.shape[-1])
     result = balance(GramianPair.of(P[None], Q[None]), torch.arange(order, device=P.device)[None])
     left, right = result.left[0], result.right[0]
     reduced, X = torch.linalg.eig(left.mT @ (rates[:, None] * right))
@@ -95,12 +105,6 @@ def _two_sided(rates: Tensor, P: Tensor, Q: Tensor, order: int) -> Projection:
         )
     X = X.real
     return Projection(torch.linalg.solve(X, left.mT), right @ X, reduced.real)
-
-
-def _mean_at_equal_trace(name: str, matrices: Tensor, rates: Tensor) -> Tensor:
-    channels, n = rates.shape
-    matrices = validation.require_gramian(name, matrices, torch.Size([channels]), n, rates.device)
-    return _unit_trace(matrices).mean(0)
 
 
 def _unit_trace(matrix: Tensor) -> Tensor:

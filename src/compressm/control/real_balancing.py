@@ -6,6 +6,7 @@ A little better than folding (up to 20 % in H₂ at equal order) and two to thre
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 import torch
 from jaxtyping import Float, Int
@@ -31,12 +32,13 @@ class RealTruncation:
     error_bound: Float[Tensor, "*bank"]
 
 
-def real_balanced_truncation(system: DiagonalSystem, order: int) -> RealTruncation:
+def real_balanced_truncation(system: DiagonalSystem, order: SupportsIndex) -> RealTruncation:
     """Keep the largest real order whose conjugate pairs and real poles fit into `order` complex modes.
 
     ‖Re G − Re G_r‖∞ ≤ `error_bound` for real inputs. A mode of a bank member that is not needed is left at zero.
     """
-    validation.require_order(order, system.order)
+    validation.require_kind("real_balanced_truncation", system, DiagonalSystem, hint="call diagonalise first")
+    order = validation.require_order(order, system.order)
     n = system.order
     with torch.no_grad():
         flat = system.detach().flat()

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 import torch
 from jaxtyping import Complex, Float, Inexact, Int
 from torch import Tensor
 
 from compressm.control import validation
-from compressm.control.errors import ShapeError, UnstableSystemError
+from compressm.control.errors import PrecisionError, ShapeError, UnstableSystemError
 from compressm.control.poles import decay
 
 System = TypeVar("System", bound="LinearSystem")
@@ -98,12 +98,24 @@ class LinearSystem(ABC):
         return f"{type(self).__name__}(order={self.order}, inputs={self.inputs}, outputs={self.outputs}{bank})"
 
     def __getitem__(self: System, member: Any) -> System:
-        """A member, or a slice, of the bank."""
+        """A member, or several, of the bank: any index of its axes, never of the axes of a system."""
         if not self.bank:
             raise ShapeError("a single system has no bank axes to index")
-        return self._map(lambda tensor: tensor[member])
+        axes = len(self.bank)
+        chosen = torch.arange(self.bank.numel(), device=self.device).reshape(self.bank)[member]
+        if chosen.numel() == 0:
+            raise ShapeError(f"index {member!r:.80} selects none of the bank {tuple(self.bank)}, expected at least 1")
 
-    def to(self: System, device: torch.device | str) -> System:
+        def select(tensor: Tensor) -> Tensor:
+            own = tensor.shape[axes:]
+            return tensor.reshape(-1, *own).index_select(0, chosen.flatten()).reshape(*chosen.shape, *own)
+
+        return self._map(select)
+
+    def to(self: System, device: torch.device | str | int) -> System:
+        """On another device; the precision is always double."""
+        if isinstance(device, torch.dtype | Tensor):
+            raise PrecisionError(f"to({device}): a system stays {self.dtype}, only a device is allowed")
         return self._map(lambda tensor: tensor.to(device))
 
     def detach(self: System) -> System:
@@ -112,18 +124,15 @@ class LinearSystem(ABC):
     def states(
         self, inputs: Inexact[Tensor, "... length p"], initial_state: Inexact[Tensor, "... n"] | None = None
     ) -> Inexact[Tensor, "... length n"]:
-        """h[1..length]; axes of `inputs` before the bank's are a batch of signals."""
-        signal = validation.require_tensor("inputs", inputs, "length p")
-        if signal.shape[-1] != self.inputs:
-            raise ShapeError(
-                f"inputs have {signal.shape[-1]} channels (shape {tuple(signal.shape)}), the system {self.inputs}"
-            )
-        columns = self.B @ signal.to(self.dtype).mT
-        power = self._generator()
+        """h[1..length]; axes of `inputs` before the bank's are a batch of signals.
+
+        Complex if the system, the inputs or the initial state are.
+        """
+        batch, dtype = self._check_signal(inputs, initial_state)
+        columns = (self.B.to(dtype) @ inputs.to(dtype).mT).expand(*batch, -1, -1)
+        power = self._generator().to(dtype)
         if initial_state is not None:
-            if initial_state.shape[-1:] != (self.order,):
-                raise ShapeError(f"initial_state has shape {tuple(initial_state.shape)}, expected (..., {self.order})")
-            carried = self._propagate(power, initial_state.to(self.dtype)[..., None])
+            carried = self._propagate(power, initial_state.to(dtype)[..., None])
             columns = torch.cat([columns[..., :1] + carried, columns[..., 1:]], dim=-1)
         step = 1
         while step < columns.shape[-1]:  # after this pass each column holds the last 2·step inputs
@@ -132,21 +141,50 @@ class LinearSystem(ABC):
             power, step = self._square(power), 2 * step
         return columns.mT
 
+    def _check_signal(self, inputs: Tensor, initial_state: Tensor | None) -> tuple[torch.Size, torch.dtype]:
+        """The axes in front of those of one signal, and the dtype to work in."""
+        given = {"inputs": validation.require_tensor("inputs", inputs, "length p")}
+        if inputs.shape[-1] != self.inputs:
+            raise ShapeError(
+                f"inputs have {inputs.shape[-1]} channels (shape {tuple(inputs.shape)}), the system {self.inputs}"
+            )
+        batches = {"bank": self.bank, "inputs": inputs.shape[:-2]}
+        if initial_state is not None:
+            given["initial_state"] = validation.require_tensor("initial_state", initial_state, "n")
+            if initial_state.shape[-1] != self.order:
+                raise ShapeError(f"initial_state has shape {tuple(initial_state.shape)}, expected (..., {self.order})")
+            batches["initial_state"] = initial_state.shape[:-1]
+        validation.require_one_device(system=self.B, **given)
+        dtype = self.dtype
+        for tensor in given.values():
+            dtype = torch.promote_types(dtype, tensor.dtype)
+        return validation.require_broadcast(**batches), dtype
+
     def simulate(
         self, inputs: Inexact[Tensor, "... length p"], initial_state: Inexact[Tensor, "... n"] | None = None
     ) -> Inexact[Tensor, "... length q"]:
         """y[1..length], complex for a complex system; a layer that reads the real part takes `.real`."""
-        return self.states(inputs, initial_state) @ self.C.mT
+        states = self.states(inputs, initial_state)
+        return states @ self.C.mT.to(states.dtype)
 
-    def impulse_response(self, length: int) -> Inexact[Tensor, "*bank length q p"]:
+    def impulse_response(self, length: SupportsIndex) -> Inexact[Tensor, "*bank length q p"]:
         """g[k] = C Aᵏ B for k = 0 … length − 1."""
-        if length < 1:
-            raise ShapeError(f"length is {length}, expected at least 1")
+        steps = validation.as_integer(length)
+        if steps is None or steps < 1:
+            raise ShapeError(f"length is {length!r}, expected an integer, at least 1")
         blocks, power = self.B[..., None, :], self._generator()
-        while blocks.shape[-2] < length:
+        while blocks.shape[-2] < steps:
             later = self._propagate(power, blocks.flatten(-2)).reshape(blocks.shape)
             blocks, power = torch.cat([blocks, later], dim=-2), self._square(power)
-        return self.C[..., None, :, :] @ blocks[..., :length, :].transpose(-3, -2)
+        return self.C[..., None, :, :] @ blocks[..., :steps, :].transpose(-3, -2)
+
+    def _frequencies(self, omega: Tensor) -> Float[Tensor, "... f"]:
+        """In double precision, of shape (f,) or (*bank, f)."""
+        validation.require_real("omega", validation.require_tensor("omega", omega, "f"))
+        if omega.shape[:-1] not in ((), self.bank):
+            raise ShapeError(f"omega has shape {tuple(omega.shape)}, expected ('f',) or {(*self.bank, 'f')}")
+        validation.require_one_device(system=self.B, omega=omega)
+        return omega.to(torch.float64)
 
     def h_infinity_error(self, other: LinearSystem) -> Float[Tensor, "*bank"]:
         """max over ω of ‖G(e^{iω}) − G'(e^{iω})‖₂, from below, on a grid refined around its peaks."""
@@ -193,11 +231,12 @@ class DiagonalSystem(LinearSystem):
         return system
 
     def _require_stability(self) -> None:
-        slack = self.decay.detach()
-        if bool((slack <= 0).any()):
-            worst = torch.sqrt(1 - slack.min()).item()
+        # Not `decay <= 0`: squares of poles above 1e146 overflow on the way, and a decay of NaN is not stable either.
+        unstable = ~(self.decay.detach() > 0)
+        if bool(unstable.any()):
+            worst = self.poles.detach().abs().max().item()
             raise UnstableSystemError(
-                f"largest pole modulus is {worst:.9g}, expected < 1 ({int((slack <= 0).sum())} poles are not)"
+                f"largest pole modulus is {worst:.9g}, expected < 1 ({int(unstable.sum())} poles are not)"
             )
 
     @property
@@ -216,7 +255,7 @@ class DiagonalSystem(LinearSystem):
 
     def frequency_response(self, omega: Float[Tensor, "... f"]) -> Complex[Tensor, "*bank f q p"]:
         radius = self.poles.abs()
-        phase = torch.angle(self.poles)[..., None, :] - omega.to(torch.float64)[..., :, None]
+        phase = torch.angle(self.poles)[..., None, :] - self._frequencies(omega)[..., :, None]
         sine = torch.sin(phase / 2)
         # 1 − λe^{−iω} = (1 − |λ|) + |λ|(1 − e^{iφ}): no cancellation at the resonance of a slow mode.
         gap = (self.decay / (1 + radius))[..., None, :] + 2 * radius[..., None, :] * sine * sine
@@ -266,7 +305,7 @@ class DenseSystem(LinearSystem):
         A, B, C = _common_dtype(A, B, C)
         self._assign(_A=A, B=B, C=C)
         radius = torch.linalg.eigvals(A.detach()).abs().max().item()
-        if radius >= 1:
+        if not radius < 1:
             raise UnstableSystemError(f"spectral radius {radius:.9g} >= 1")
 
     @property
@@ -277,7 +316,7 @@ class DenseSystem(LinearSystem):
         return self._unchecked(self._A.mH, self.C.mH, self.B.mH)
 
     def frequency_response(self, omega: Float[Tensor, "... f"]) -> Complex[Tensor, "*bank f q p"]:
-        delay = torch.exp(-1j * omega.to(torch.float64))[..., None, None]
+        delay = torch.exp(-1j * self._frequencies(omega))[..., None, None]
         identity = torch.eye(self.order, dtype=torch.complex128, device=self.device)
         right = self.B[..., None, :, :].to(torch.complex128)
         return self.C[..., None, :, :].to(torch.complex128) @ torch.linalg.solve(
@@ -324,7 +363,6 @@ def _check_values(**given: Tensor) -> None:
 
 
 def _common_dtype(*tensors: Tensor) -> list[Tensor]:
-    """In double precision, complex if one of them is."""
-    doubled = [validation.to_double(tensor) for tensor in tensors]
-    dtype = torch.complex128 if any(tensor.is_complex() for tensor in doubled) else torch.float64
-    return [tensor.to(dtype) for tensor in doubled]
+    """Copies in double precision, complex if one of them is: a parameter that changes later leaves the system alone."""
+    dtype = torch.complex128 if any(tensor.is_complex() for tensor in tensors) else torch.float64
+    return [tensor.to(dtype, copy=True) for tensor in tensors]

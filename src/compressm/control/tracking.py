@@ -104,6 +104,7 @@ def _checked_spectrum(k: int, spectrum: Tensor) -> Float[Tensor, " n"]:
         raise ShapeError(
             f"spectra[{k}] has shape {tuple(spectrum.shape)}, expected one axis: follow a bank member by member"
         )
+    validation.require_real(f"spectra[{k}]", spectrum)
     validation.require_finite(f"spectra[{k}]", spectrum)
     return spectrum.detach().to("cpu", torch.float64)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import SupportsIndex
 
 import torch
 from jaxtyping import Float, Inexact, Int
@@ -44,7 +45,7 @@ class Truncation:
 
 def balanced_truncation(
     system: LinearSystem,
-    order: int | None = None,
+    order: SupportsIndex | None = None,
     *,
     states: Sequence[int] | Int[Tensor, "..."] | None = None,
     P: Inexact[Tensor, "*bank n n"] | None = None,
@@ -77,26 +78,32 @@ def _balance(system: LinearSystem, P: Tensor | None, indices: Tensor) -> Balanci
 
 
 def _kept_states(
-    order: int | None, states: Sequence[int] | Tensor | None, system: LinearSystem
+    order: SupportsIndex | None, states: Sequence[int] | Tensor | None, system: LinearSystem
 ) -> Int[Tensor, "*bank r"]:
     if states is None:
         if order is None:
             raise OrderError(f"neither order nor states given; order is an integer from 1 to {system.order}")
         kept = torch.arange(validation.require_order(order, system.order))
     else:
-        if order is not None:
-            validation.require_order(order, system.order)
-        kept = torch.as_tensor(states)
-        _check_states(kept, order, system)
+        size = None if order is None else validation.require_order(order, system.order)
+        kept = _state_numbers(states, system.order)
+        _check_states(kept, size, system)
     return kept.to(system.device, torch.int64).expand(*system.bank, kept.shape[-1])
+
+
+def _state_numbers(states: object, n: int) -> Int[Tensor, "... r"]:
+    wanted = f"states must be integer indices from 0 to {n - 1}, in a list or a tensor"
+    try:
+        numbers = torch.as_tensor(states)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise OrderError(f"{wanted}; got {states!r:.100}") from None
+    if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool or numbers.ndim < 1:
+        raise OrderError(f"{wanted}; got {numbers.dtype} of shape {tuple(numbers.shape)}")
+    return numbers.to(torch.int64)
 
 
 def _check_states(states: Tensor, order: int | None, system: LinearSystem) -> None:
     n = system.order
-    if states.is_floating_point() or states.is_complex() or states.dtype == torch.bool or states.ndim < 1:
-        raise OrderError(
-            f"states must be integer indices from 0 to {n - 1}, got {states.dtype} of shape {tuple(states.shape)}"
-        )
     if states.shape[:-1] not in ((), system.bank):
         raise ShapeError(f"states have shape {tuple(states.shape)}, expected (r,) or {(*system.bank, 'r')}")
     if not 1 <= states.shape[-1] <= n or (order is not None and states.shape[-1] != order):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import operator
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor
 
@@ -17,14 +20,23 @@ from compressm.control.errors import (
 _SINGLE = (torch.float32, torch.complex64)
 _DOUBLE = (torch.float64, torch.complex128)
 
+Kind = TypeVar("Kind")
+
+
+def require_kind(what: str, value: object, kind: type[Kind], hint: str = "") -> Kind:
+    """An instance of `kind`; `hint` says how to get one."""
+    if not isinstance(value, kind):
+        raise ShapeError(f"{what} takes a {kind.__name__}, got a {type(value).__name__}{hint and '; '}{hint}")
+    return value
+
 
 def require_tensor(name: str, tensor: object, axes: str) -> Tensor:
     """`axes` names the trailing axes, as in "n p"; any bank axes stand before them."""
+    expected = f"({', '.join(['*bank', *axes.split()])})"
     if not isinstance(tensor, Tensor):
-        raise ShapeError(f"{name} is a {type(tensor).__name__}, expected a tensor (*bank, {', '.join(axes.split())})")
-    wanted = len(axes.split())
-    if tensor.ndim < wanted:
-        raise ShapeError(f"{name} has shape {tuple(tensor.shape)}, expected (*bank, {', '.join(axes.split())})")
+        raise ShapeError(f"{name} is a {type(tensor).__name__}, expected a tensor {expected}")
+    if tensor.ndim < len(axes.split()):
+        raise ShapeError(f"{name} has shape {tuple(tensor.shape)}, expected {expected}")
     if 0 in tensor.shape:
         raise ShapeError(
             f"{name} has shape {tuple(tensor.shape)}: an empty bank, order or channel axis; sizes must be >= 1"
@@ -39,6 +51,13 @@ def require_one_precision(**tensors: Tensor) -> None:
             raise PrecisionError(f"{name} has dtype {tensor.dtype}, expected float32, float64, complex64 or complex128")
     if len({tensor.dtype in _SINGLE for tensor in tensors.values()}) > 1:
         raise PrecisionError(f"mixed precisions: {_listing(tensors, 'dtype')}; convert them to one first")
+
+
+def require_real(name: str, tensor: Tensor) -> Tensor:
+    """Not complex: an imaginary part would be dropped."""
+    if tensor.is_complex():
+        raise PrecisionError(f"{name} has dtype {tensor.dtype}, expected a real one, float32 or float64")
+    return tensor
 
 
 def require_one_device(**tensors: Tensor) -> None:
@@ -63,13 +82,33 @@ def require_finite(name: str, tensor: Tensor) -> None:
         )
 
 
+def require_broadcast(**shapes: torch.Size) -> torch.Size:
+    """The shape that all of them broadcast to."""
+    try:
+        return torch.broadcast_shapes(*shapes.values())  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        listing = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
+        raise ShapeError(f"axes before the last do not broadcast: {listing}; sizes must agree or be 1") from None
+
+
 def require_order(order: object, n: int) -> int:
     """An integer from 1 to n."""
-    if isinstance(order, bool) or not isinstance(order, int):
+    number = as_integer(order)
+    if number is None:
         raise OrderError(f"order is {order!r}, expected an integer from 1 to {n}")
-    if not 1 <= order <= n:
-        raise OrderError(f"order {order} is outside 1..{n}")
-    return order
+    if not 1 <= number <= n:
+        raise OrderError(f"order {number} is outside 1..{n}")
+    return number
+
+
+def as_integer(value: Any) -> int | None:
+    """A Python, NumPy or tensor integer; None for anything else, a truth value too."""
+    if isinstance(value, bool) or (isinstance(value, Tensor) and (value.ndim > 0 or value.dtype == torch.bool)):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 def require_gramian(name: str, gramian: object, bank: torch.Size, n: int, device: torch.device) -> Tensor:
@@ -82,13 +121,18 @@ def require_gramian(name: str, gramian: object, bank: torch.Size, n: int, device
         raise DeviceError(f"{name} is on {gramian.device}, the system on {device}")
     require_finite(name, gramian)
     gramian = to_double(gramian)
-    scale = gramian.abs().amax()
-    skew = (gramian - gramian.mH).abs().amax()
-    if bool(skew > 1e-6 * scale):
-        raise IndefiniteGramianError(
-            f"{name} is not Hermitian: it differs from its adjoint by {skew / scale:.1e} of its largest entry"
-        )
+    _require_hermitian(name, gramian.detach())
     return (gramian + gramian.mH) / 2
+
+
+def _require_hermitian(name: str, matrix: Tensor) -> None:
+    """Each member of a bank by its own scale."""
+    scale, skew = (part.abs().amax((-2, -1)) for part in (matrix, matrix - matrix.mH))
+    if bool((skew > 1e-6 * scale).any()):
+        share = (skew / torch.where(scale > 0, scale, 1)).amax().item()
+        raise IndefiniteGramianError(
+            f"{name} is not Hermitian: it differs from its adjoint by {share:.1e} of its largest entry, expected 0"
+        )
 
 
 def to_double(tensor: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, get_type_hints
 
 from compressm.runs.atomic import replacing
 from compressm.runs.environment import Environment
@@ -35,8 +36,29 @@ class Measurement:
         """The inverse of `write`; anything else is refused by name."""
         try:
             stored = json.loads(Path(path).read_text())
+            _require_types(stored)
             return cls(**{**stored, "environment": Environment(**stored["environment"])})
         except FileNotFoundError:
             raise MeasurementError(f"{path}: no such file; expected a result of `compressm bench`") from None
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        except OSError as error:
+            raise MeasurementError(f"{path}: {error.strerror}; expected a result of `compressm bench`") from None
+        except (json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
             raise MeasurementError(f"{path} is not a result of `compressm bench`: {error}") from None
+
+
+def _require_types(stored: Any) -> None:
+    """What JSON held is of the types declared above, or a TypeError says what is not."""
+    _require_type("the whole", stored, dict)
+    for name, kind in (("name", str), ("title", str), ("repeats", int), ("rows", list), ("environment", dict)):
+        _require_type(name, stored.get(name), kind)
+    for k, row in enumerate(stored["rows"]):
+        _require_type(f"rows[{k}]", row, dict)
+        for name, value in row.items():
+            _require_type(f"rows[{k}][{name!r}]", value, float | int | str)
+    for name, kind in get_type_hints(Environment).items():
+        _require_type(f"environment.{name}", stored["environment"].get(name), kind)
+
+
+def _require_type(name: str, value: object, kind: Any) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} is {value!r:.80}, expected {getattr(kind, '__name__', kind)}")
