@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Complex, Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
-from compressm.ops.diagonal_scan.layer_forms import backwards
+from compressm.ops.diagonal_scan.cost import best_chunk
+from compressm.ops.diagonal_scan.layer_forms import after, backwards
 from compressm.ops.diagonal_scan.pairs import complex_dtype, powers, to_complex, to_pair
 
 
@@ -17,17 +19,15 @@ def bank_convolution(
     C: Float[Tensor, "2 width n"],
     state: Float[Tensor, "batch 2 width n"] | None,
 ) -> Float[Tensor, "batch length width"]:
-    """kᵢ[t] = Re(Cᵢ Λᵢᵗ Bᵢ) by one product, then FFTs channel by channel."""
+    """kᵢ[t] = Re(Cᵢ Λᵢᵗ Bᵢ) in two steps of about √L powers, then FFTs channel by channel."""
     length = u.shape[1]
-    table = powers(log_poles, length + 1, dtype=complex_dtype(u.dtype))
-    weights = to_complex(B, 0) * to_complex(C, 0)
-    kernel = torch.einsum("lwn,wn->lw", table[:length], weights.to(table.dtype)).real
+    kernel = _responses(log_poles, (to_complex(B, 0) * to_complex(C, 0))[None], length, u.dtype)[0]
     response = torch.fft.rfft(kernel, n=2 * length, dim=0)
     y = torch.fft.irfft(response * torch.fft.rfft(u, n=2 * length, dim=1), n=2 * length, dim=1)[:, :length]
     if state is None:
         return y
-    read = to_complex(C, 0) * to_complex(state, 1)
-    return y + torch.einsum("lwn,bwn->blw", table[1:], read.to(table.dtype)).real
+    read = to_complex(C, 0) * to_complex(state, 1) * powers(log_poles, 1, first=1, dtype=complex_dtype(u.dtype))
+    return y + _responses(log_poles, read, length, u.dtype)
 
 
 def bank_final_state(
@@ -38,10 +38,29 @@ def bank_final_state(
     lengths: Int[Tensor, " batch"] | None = None,
 ) -> Float[Tensor, "batch 2 width n"]:
     """h at the end of each sequence."""
-    length, dtype = u.shape[1], complex_dtype(u.dtype)
-    table = powers(log_poles, length + 1, dtype=dtype)
-    last = torch.einsum("blw,lwn->bwn", backwards(u, lengths).to(dtype), table[:length]) * to_complex(B, 0)
+    batch, length, width = u.shape
+    dtype, chunk = complex_dtype(u.dtype), best_chunk(length)
+    count = -(-length // chunk)
+    blocks = pad(backwards(u, lengths), (0, 0, 0, count * chunk - length)).reshape(batch * count, chunk, width)
+    collect = torch.view_as_real(powers(log_poles, chunk, dtype=dtype)).flatten(-2)
+    ends = blocks.permute(2, 0, 1) @ collect.transpose(0, 1)
+    ends = torch.view_as_complex(ends.reshape(width, batch, count, -1, 2))
+    strides = powers(log_poles.to(torch.float64) * chunk, count, dtype=dtype)
+    last = torch.einsum("wbcn,cwn->bwn", ends, strides) * to_complex(B, 0)
     if state is not None:
-        reached = table[length] if lengths is None else table[lengths]
-        last = last + reached * to_complex(state, 1).to(dtype)
+        last = last + after(log_poles, lengths, length, dtype) * to_complex(state, 1).to(dtype)
     return to_pair(last, 1).to(u.dtype)
+
+
+def _responses(
+    log_poles: Float[Tensor, "2 width n"], weights: Complex[Tensor, "batch width n"], length: int, real: torch.dtype
+) -> Float[Tensor, "batch length width"]:
+    """Re Σₙ w Λᵗ for t < length, as one real product a channel: t = kT + j needs √L powers twice instead of L."""
+    dtype, chunk = complex_dtype(real), best_chunk(length)
+    count = -(-length // chunk)
+    batch, width, _ = weights.shape
+    far = weights.to(dtype)[:, None] * powers(log_poles.to(torch.float64) * chunk, count, dtype=dtype)
+    near = powers(log_poles, chunk, dtype=dtype).permute(1, 2, 0)
+    left = torch.cat([far.real, -far.imag], dim=-1).permute(2, 0, 1, 3).reshape(width, batch * count, -1)
+    product = left @ torch.cat([near.real, near.imag], dim=1)
+    return product.reshape(width, batch, count * chunk)[..., :length].permute(1, 2, 0)

@@ -49,6 +49,8 @@ def require_lengths(lengths: Tensor | None, batch: int, length: int) -> None:
     if not isinstance(lengths, Tensor) or lengths.shape != (batch,) or lengths.dtype not in (torch.int32, torch.int64):
         got = f"{lengths.dtype} {tuple(lengths.shape)}" if isinstance(lengths, Tensor) else repr(lengths)
         raise SequenceError(f"lengths are {got}, expected an integer tensor of shape ({batch},)")
-    low, high = int(lengths.min()), int(lengths.max())
+    if lengths.is_cuda and torch.cuda.is_current_stream_capturing():
+        return  # a graph that is being recorded cannot be asked for values
+    low, high = torch.stack(lengths.aminmax()).tolist()
     if low < 1 or high > length:
         raise SequenceError(f"lengths run from {low} to {high}, expected 1 to {length}")

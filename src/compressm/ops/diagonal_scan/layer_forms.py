@@ -12,6 +12,7 @@ from jaxtyping import Complex, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
+from compressm.ops.diagonal_scan.cost import best_chunk
 from compressm.ops.diagonal_scan.pairs import complex_dtype, powers, to_complex, to_pair
 
 Recurrence = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
@@ -81,16 +82,25 @@ def final_state(
     state: Float[Tensor, "batch 2 n"] | None,
     lengths: Int[Tensor, " batch"] | None = None,
 ) -> Float[Tensor, "batch 2 n"]:
-    """h at the end of each sequence, Σⱼ λʲ B u[end − j], without the states in between."""
+    """h at the end of each sequence, Σⱼ λʲ B u[end − j], in blocks of j: no state in between is formed."""
     batch, length, p = u.shape
-    dtype = complex_dtype(u.dtype)
-    table = powers(log_poles, length + 1, dtype=dtype)
-    collect = to_pair(table[:length, None] * to_complex(B, 0).mT, 2).reshape(length * p, -1)
-    last = (backwards(u, lengths).flatten(1) @ collect).reshape(batch, 2, -1)
-    if state is None:
-        return last
-    reached = table[length].expand(batch, -1) if lengths is None else table[lengths]
-    return last + to_pair(reached * to_complex(state, 1).to(dtype), 1).to(last.dtype)
+    dtype, chunk = complex_dtype(u.dtype), best_chunk(length)
+    count = -(-length // chunk)
+    collect = to_pair(powers(log_poles, chunk, dtype=dtype)[:, None] * to_complex(B, 0).mT, 2).reshape(chunk * p, -1)
+    blocks = pad(backwards(u, lengths), (0, 0, 0, count * chunk - length)).reshape(batch, count, chunk * p)
+    ends = to_complex((blocks @ collect).reshape(batch, count, 2, -1), 2)
+    last = (ends * powers(log_poles.to(torch.float64) * chunk, count, dtype=dtype)).sum(1)
+    if state is not None:
+        last = last + after(log_poles, lengths, length, dtype) * to_complex(state, 1).to(dtype)
+    return to_pair(last, 1).to(u.dtype)
+
+
+def after(log_poles: Tensor, lengths: Tensor | None, length: int, dtype: torch.dtype) -> Tensor:
+    """λ^length, or of each sequence its own."""
+    if lengths is None:
+        return powers(log_poles, 1, first=length, dtype=dtype)
+    logs = torch.complex(*log_poles.to(torch.float64).unbind(0))
+    return torch.exp(lengths.reshape(-1, *([1] * logs.ndim)) * logs).to(dtype)
 
 
 def backwards(

@@ -1,7 +1,9 @@
 """The recurrence on the GPU: one pass over memory forward, one backward.
 
-A program owns a block of modes of one sequence and walks through time in tiles. Inside a tile an associative scan;
-between tiles a carry in float64, so that slow poles keep their phase. Sums are float32, inputs and outputs any float.
+A program owns a block of modes of one sequence and walks through time in tiles. Inside a tile
+h[t] = λᵗ Σ_{s≤t} λ⁻ˢ x[s], one multiplication, a running sum, one multiplication; between tiles a carry in float64, so
+that slow poles keep their phase. Sums are float32, inputs and outputs any float. Powers of λ are formed in the kernel
+from log λ, their phase reduced in float64.
 """
 
 from __future__ import annotations
@@ -13,9 +15,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compressm.ops.diagonal_scan.pairs import powers
+# Measured on an H200: with one warp and 16 modes no tile spills, and enough programs run to hide the memory.
+_TILE, _MODES, _WARPS = 16, 16, 1
 
-_TILE, _MODES, _WARPS = 64, 32, 4
+
+@triton.jit
+def _powers(log_modulus, phase, exponent, SIGN: tl.constexpr):
+    """λ^exponent (λ̄ for SIGN −1) as float32 pairs: turns counted in float64, sine and cosine in float32."""
+    turns = phase * exponent * 0.15915494309189535
+    angle = ((turns - tl.floor(turns + 0.5)) * 6.283185307179586).to(tl.float32)
+    modulus = tl.exp((log_modulus * exponent).to(tl.float32))
+    return modulus * tl.cos(angle), SIGN * modulus * tl.sin(angle)
 
 
 @triton.jit
@@ -29,100 +39,137 @@ def _then(a_re, a_im, x_re, x_im, b_re, b_im, y_re, y_im):
     )
 
 
+@triton.jit
+def _tile_scan(x_re, x_im, up_re, up_im, down_re, down_im, one_re, one_im, scaled):
+    """h[t] = λ h[t−1] + x[t] from h = 0 inside a tile; by running sums of λ⁻ˢ x[s] where λ⁻ˢ stays below 1e30."""
+    if scaled:
+        s_re = tl.cumsum(x_re * up_re - x_im * up_im, 0)
+        s_im = tl.cumsum(x_re * up_im + x_im * up_re, 0)
+        l_re, l_im = s_re * down_re - s_im * down_im, s_re * down_im + s_im * down_re
+    else:
+        a_re, a_im = one_re[None, :] + 0.0 * x_re, one_im[None, :] + 0.0 * x_re
+        _, _, l_re, l_im = tl.associative_scan((a_re, a_im, x_re, x_im), 0, _then)
+    return l_re, l_im
+
+
 @triton.jit(do_not_specialize=["length", "n"])
-def _forward(x, table, stride, state, h, last, length, n, TILE: tl.constexpr, MODES: tl.constexpr):
+def _forward(x, log_poles, state, h, last, length, n, TILE: tl.constexpr, MODES: tl.constexpr):
     batch = tl.program_id(1).to(tl.int64)
     mode = tl.program_id(0) * MODES + tl.arange(0, MODES)
     row = tl.arange(0, TILE)
     inside = mode < n
-    # λ¹ … λ^TILE, kept in registers for all tiles.
-    place = row[:, None] * (2 * n) + mode[None, :]
-    p_re = tl.load(table + place, mask=inside[None, :], other=0.0)
-    p_im = tl.load(table + place + n, mask=inside[None, :], other=0.0)
-    a_re = tl.load(table + mode, mask=inside, other=0.0)[None, :] + tl.zeros((TILE, MODES), tl.float32)
-    a_im = tl.load(table + n + mode, mask=inside, other=0.0)[None, :] + tl.zeros((TILE, MODES), tl.float32)
-    s_re = tl.load(stride + mode, mask=inside, other=0.0)
-    s_im = tl.load(stride + n + mode, mask=inside, other=0.0)
-    c_re = tl.load(state + batch * 2 * n + mode, mask=inside, other=0.0).to(tl.float64)
-    c_im = tl.load(state + batch * 2 * n + n + mode, mask=inside, other=0.0).to(tl.float64)
-    base = batch * length * 2 * n
+    log_modulus = tl.load(log_poles + mode, mask=inside, other=-1.0).to(tl.float64)
+    phase = tl.load(log_poles + n + mode, mask=inside, other=0.0).to(tl.float64)
+    step = row.to(tl.float64)[:, None]
+    up_re, up_im = _powers(log_modulus[None, :], phase[None, :], -step, 1)
+    down_re, down_im = _powers(log_modulus[None, :], phase[None, :], step, 1)
+    one_re, one_im = _powers(log_modulus, phase, 1.0, 1)
+    scaled = tl.min(log_modulus) * TILE > -69.0
+    size = tl.exp(log_modulus * TILE)
+    s_re, s_im = size * tl.cos(phase * TILE), size * tl.sin(phase * TILE)
+    at_state = batch * 2 * n + mode
+    c_re = tl.load(state + at_state, mask=inside, other=0.0).to(tl.float64)
+    c_im = tl.load(state + at_state + n, mask=inside, other=0.0).to(tl.float64)
+    # The carry enters as λ h: then every row of a tile takes it times λᵗ, the powers already there.
+    q_re, q_im = tl.exp(log_modulus) * tl.cos(phase), tl.exp(log_modulus) * tl.sin(phase)
+    at = batch * length * 2 * n + row[:, None].to(tl.int64) * (2 * n) + mode[None, :]
+    live = (row < length)[:, None] & inside[None, :]
+    next_re, next_im = tl.load(x + at, mask=live, other=0.0), tl.load(x + at + n, mask=live, other=0.0)
     for start in range(0, length, TILE):
-        live = ((start + row) < length)[:, None] & inside[None, :]
-        at = base + (start + row)[:, None].to(tl.int64) * (2 * n) + mode[None, :]
-        x_re = tl.load(x + at, mask=live, other=0.0).to(tl.float32)
-        x_im = tl.load(x + at + n, mask=live, other=0.0).to(tl.float32)
-        _, _, l_re, l_im = tl.associative_scan((a_re, a_im, x_re, x_im), 0, _then)
-        k_re, k_im = c_re.to(tl.float32)[None, :], c_im.to(tl.float32)[None, :]
-        h_re, h_im = l_re + p_re * k_re - p_im * k_im, l_im + p_re * k_im + p_im * k_re
+        x_re, x_im = next_re.to(tl.float32), next_im.to(tl.float32)
+        # The next tile is on its way while this one is summed.
+        coming = ((start + TILE + row) < length)[:, None] & inside[None, :]
+        next_re = tl.load(x + at + TILE * 2 * n, mask=coming, other=0.0)
+        next_im = tl.load(x + at + TILE * 2 * n + n, mask=coming, other=0.0)
+        l_re, l_im = _tile_scan(x_re, x_im, up_re, up_im, down_re, down_im, one_re, one_im, scaled)
+        k_re, k_im = (
+            (q_re * c_re - q_im * c_im).to(tl.float32)[None, :],
+            (q_re * c_im + q_im * c_re).to(tl.float32)[None, :],
+        )
+        h_re, h_im = l_re + down_re * k_re - down_im * k_im, l_im + down_re * k_im + down_im * k_re
         tl.store(h + at, h_re.to(h.dtype.element_ty), mask=live)
         tl.store(h + at + n, h_im.to(h.dtype.element_ty), mask=live)
-        end = (start + row == length - 1)[:, None]
         if start + TILE >= length:
-            tl.store(last + batch * 2 * n + mode, tl.sum(tl.where(end, h_re, 0.0), 0), mask=inside)
-            tl.store(last + batch * 2 * n + n + mode, tl.sum(tl.where(end, h_im, 0.0), 0), mask=inside)
+            end = (start + row == length - 1)[:, None]
+            tl.store(last + at_state, tl.sum(tl.where(end, h_re, 0.0), 0), mask=inside)
+            tl.store(last + at_state + n, tl.sum(tl.where(end, h_im, 0.0), 0), mask=inside)
         final = (row == TILE - 1)[:, None]
         t_re = tl.sum(tl.where(final, l_re, 0.0), 0) + s_re * c_re - s_im * c_im
         c_im = tl.sum(tl.where(final, l_im, 0.0), 0) + s_re * c_im + s_im * c_re
         c_re = t_re
+        live, at = coming, at + TILE * 2 * n
 
 
 @triton.jit(do_not_specialize=["length", "n"])
-def _backward(dh, h, table, stride, state, dlast, dx, dlog, dstate, length, n, TILE: tl.constexpr, MODES: tl.constexpr):
-    """g[t] = dh[t] + λ̄ g[t+1] from the end; Σ conj(g[t]) h[t−1] on the way. `table` and `stride` hold powers of λ̄."""
+def _backward(dh, h, log_poles, state, dlast, dx, dlog, dstate, length, n, TILE: tl.constexpr, MODES: tl.constexpr):
+    """g[t] = dh[t] + λ̄ g[t+1] from the end, and Σ conj(g[t]) λ h[t−1] on the way."""
     batch = tl.program_id(1).to(tl.int64)
     mode = tl.program_id(0) * MODES + tl.arange(0, MODES)
     row = tl.arange(0, TILE)
     inside = mode < n
-    place = row[:, None] * (2 * n) + mode[None, :]
-    p_re = tl.load(table + place, mask=inside[None, :], other=0.0)
-    p_im = tl.load(table + place + n, mask=inside[None, :], other=0.0)
-    first_re, first_im = (
-        tl.load(table + mode, mask=inside, other=0.0),
-        tl.load(table + n + mode, mask=inside, other=0.0),
-    )
-    a_re = first_re[None, :] + tl.zeros((TILE, MODES), tl.float32)
-    a_im = first_im[None, :] + tl.zeros((TILE, MODES), tl.float32)
-    s_re = tl.load(stride + mode, mask=inside, other=0.0)
-    s_im = tl.load(stride + n + mode, mask=inside, other=0.0)
+    log_modulus = tl.load(log_poles + mode, mask=inside, other=-1.0).to(tl.float64)
+    phase = tl.load(log_poles + n + mode, mask=inside, other=0.0).to(tl.float64)
+    step = row.to(tl.float64)[:, None]
+    up_re, up_im = _powers(log_modulus[None, :], phase[None, :], -step, -1)
+    down_re, down_im = _powers(log_modulus[None, :], phase[None, :], step, -1)
+    one_re, one_im = _powers(log_modulus, phase, 1.0, -1)
+    scaled = tl.min(log_modulus) * TILE > -69.0
+    size = tl.exp(log_modulus * TILE)
+    s_re, s_im = size * tl.cos(phase * TILE), -size * tl.sin(phase * TILE)
+    q_re, q_im = tl.exp(log_modulus) * tl.cos(phase), -tl.exp(log_modulus) * tl.sin(phase)
     c_re, c_im = tl.zeros((MODES,), tl.float64), tl.zeros((MODES,), tl.float64)
-    sum_re, sum_im = tl.zeros((MODES,), tl.float64), tl.zeros((MODES,), tl.float64)
+    sum_re, sum_im = tl.zeros((MODES,), tl.float32), tl.zeros((MODES,), tl.float32)
     at_state = batch * 2 * n + mode
     e_re = tl.load(dlast + at_state, mask=inside, other=0.0).to(tl.float32)
     e_im = tl.load(dlast + at_state + n, mask=inside, other=0.0).to(tl.float32)
     z_re = tl.load(state + at_state, mask=inside, other=0.0).to(tl.float32)
     z_im = tl.load(state + at_state + n, mask=inside, other=0.0).to(tl.float32)
-    base = batch * length * 2 * n
+    time = length - 1 - row
+    at = batch * length * 2 * n + time[:, None].to(tl.int64) * (2 * n) + mode[None, :]
+    live, earlier = (time >= 0)[:, None] & inside[None, :], (time >= 1)[:, None] & inside[None, :]
+    next_re, next_im = tl.load(dh + at, mask=live, other=0.0), tl.load(dh + at + n, mask=live, other=0.0)
+    before_re, before_im = (
+        tl.load(h + at - 2 * n, mask=earlier, other=0.0),
+        tl.load(h + at - n, mask=earlier, other=0.0),
+    )
     for start in range(0, length, TILE):
-        time = length - 1 - (start + row)
-        live = (time >= 0)[:, None] & inside[None, :]
-        at = base + time[:, None].to(tl.int64) * (2 * n) + mode[None, :]
-        d_re = tl.load(dh + at, mask=live, other=0.0).to(tl.float32)
-        d_im = tl.load(dh + at + n, mask=live, other=0.0).to(tl.float32)
-        ending = (time == length - 1)[:, None]
+        d_re, d_im, h_re, h_im = (
+            next_re.to(tl.float32),
+            next_im.to(tl.float32),
+            before_re.to(tl.float32),
+            before_im.to(tl.float32),
+        )
+        back = at - TILE * 2 * n
+        coming, earlier = (time >= TILE)[:, None] & inside[None, :], (time >= TILE + 1)[:, None] & inside[None, :]
+        next_re, next_im = tl.load(dh + back, mask=coming, other=0.0), tl.load(dh + back + n, mask=coming, other=0.0)
+        before_re = tl.load(h + back - 2 * n, mask=earlier, other=0.0)
+        before_im = tl.load(h + back - n, mask=earlier, other=0.0)
+        ending, begin = (time == length - 1)[:, None], (time == 0)[:, None]
         d_re, d_im = tl.where(ending, d_re + e_re[None, :], d_re), tl.where(ending, d_im + e_im[None, :], d_im)
-        _, _, l_re, l_im = tl.associative_scan((a_re, a_im, d_re, d_im), 0, _then)
-        k_re, k_im = c_re.to(tl.float32)[None, :], c_im.to(tl.float32)[None, :]
-        g_re, g_im = l_re + p_re * k_re - p_im * k_im, l_im + p_re * k_im + p_im * k_re
+        l_re, l_im = _tile_scan(d_re, d_im, up_re, up_im, down_re, down_im, one_re, one_im, scaled)
+        k_re, k_im = (
+            (q_re * c_re - q_im * c_im).to(tl.float32)[None, :],
+            (q_re * c_im + q_im * c_re).to(tl.float32)[None, :],
+        )
+        g_re = tl.where(live, l_re + down_re * k_re - down_im * k_im, 0.0)
+        g_im = tl.where(live, l_im + down_re * k_im + down_im * k_re, 0.0)
         tl.store(dx + at, g_re.to(dx.dtype.element_ty), mask=live)
         tl.store(dx + at + n, g_im.to(dx.dtype.element_ty), mask=live)
-        earlier = (time >= 1)[:, None] & inside[None, :]
-        h_re = tl.load(h + at - 2 * n, mask=earlier, other=0.0).to(tl.float32)
-        h_im = tl.load(h + at - n, mask=earlier, other=0.0).to(tl.float32)
-        begin = (time == 0)[:, None]
         h_re, h_im = tl.where(begin, z_re[None, :], h_re), tl.where(begin, z_im[None, :], h_im)
-        g_re, g_im = tl.where(live, g_re, 0.0), tl.where(live, g_im, 0.0)
         sum_re += tl.sum(g_re * h_re + g_im * h_im, 0)
         sum_im += tl.sum(g_re * h_im - g_im * h_re, 0)
         if start + TILE >= length:
             w_re, w_im = tl.sum(tl.where(begin, g_re, 0.0), 0), tl.sum(tl.where(begin, g_im, 0.0), 0)
-            tl.store(dstate + at_state, first_re * w_re - first_im * w_im, mask=inside)
-            tl.store(dstate + at_state + n, first_re * w_im + first_im * w_re, mask=inside)
+            tl.store(dstate + at_state, one_re * w_re - one_im * w_im, mask=inside)
+            tl.store(dstate + at_state + n, one_re * w_im + one_im * w_re, mask=inside)
         final = (row == TILE - 1)[:, None]
         t_re = tl.sum(tl.where(final, l_re, 0.0), 0) + s_re * c_re - s_im * c_im
         c_im = tl.sum(tl.where(final, l_im, 0.0), 0) + s_re * c_im + s_im * c_re
         c_re = t_re
-    tl.store(dlog + at_state, sum_re.to(tl.float32), mask=inside)
-    tl.store(dlog + at_state + n, sum_im.to(tl.float32), mask=inside)
+        live, at, time = coming, back, time - TILE
+    # ∂L/∂log|λ| = Re, ∂L/∂arg λ = −Im of the sum times λ.
+    tl.store(dlog + at_state, one_re * sum_re + one_im * sum_im, mask=inside)
+    tl.store(dlog + at_state + n, one_im * sum_re - one_re * sum_im, mask=inside)
 
 
 def triton_recurrence(x: Tensor, log_poles: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -137,12 +184,11 @@ class TritonRecurrence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, log_poles: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        x, state = x.contiguous(), state.contiguous()
+        x, log_poles, state = x.contiguous(), log_poles.contiguous(), state.contiguous()
         batch, length, _, n = x.shape
         h, last = torch.empty_like(x), torch.empty(batch, 2, n, dtype=torch.float32, device=x.device)
-        _forward[_grid(batch, n)](
-            x, *_tables(log_poles), state, h, last, length, n, TILE=_TILE, MODES=_MODES, num_warps=_WARPS
-        )
+        launch = {"TILE": _TILE, "MODES": _MODES, "num_warps": _WARPS}
+        _forward[_grid(batch, n)](x, log_poles, state, h, last, length, n, **launch)
         ctx.save_for_backward(h, log_poles, state)
         return h, last
 
@@ -150,26 +196,13 @@ class TritonRecurrence(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         h, log_poles, state = ctx.saved_tensors
         batch, length, _, n = h.shape
-        dh, dlast = grads[0].contiguous(), grads[1].contiguous()
         dx = torch.empty_like(h)
-        sums, dstate = (torch.empty(batch, 2, n, dtype=torch.float32, device=h.device) for _ in range(2))
-        mirrored = log_poles * log_poles.new_tensor([1.0, -1.0])[:, None]
-        _backward[_grid(batch, n)](
-            dh, h, *_tables(mirrored), state, dlast, dx, sums, dstate, length, n,
-            TILE=_TILE, MODES=_MODES, num_warps=_WARPS,
-        )  # fmt: skip
-        total = sums.sum(0)
-        poles = powers(log_poles, 1, first=1, dtype=torch.complex64)[0]
-        pull = torch.complex(total[0], total[1]) * poles
-        return dx, torch.stack([pull.real, -pull.imag]).to(log_poles.dtype), dstate.to(state.dtype)
+        dlog, dstate = (torch.empty(batch, 2, n, dtype=torch.float32, device=h.device) for _ in range(2))
+        given = (grads[0].contiguous(), h, log_poles, state, grads[1].contiguous())
+        launch = {"TILE": _TILE, "MODES": _MODES, "num_warps": _WARPS}
+        _backward[_grid(batch, n)](*given, dx, dlog, dstate, length, n, **launch)
+        return dx, dlog.sum(0).to(log_poles.dtype), dstate.to(state.dtype)
 
 
 def _grid(batch: int, n: int) -> tuple[int, int]:
     return triton.cdiv(n, _MODES), batch
-
-
-def _tables(log_poles: Tensor) -> tuple[Tensor, Tensor]:
-    """λ¹ … λ^TILE as float32 pairs, and λ^TILE in float64."""
-    table = powers(log_poles, _TILE, first=1, dtype=torch.complex128)
-    pairs = torch.stack([table.real, table.imag], dim=1)
-    return pairs.float().contiguous(), pairs[-1].contiguous()
