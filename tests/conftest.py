@@ -1,6 +1,10 @@
 """Shapes are checked at run time in every test; hypothesis is repeatable and never judges by the clock."""
 
 import importlib.util
+import os
+
+# Some AMX kernels for bfloat16 end in an illegal instruction on virtual machines; must be said before torch is loaded.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import hypothesis
 import torch

@@ -10,9 +10,16 @@ from torch import ones, tensor, zeros
 from compressm.layers import *
 
 x = ones(3, 40, 6)
-layers = {name: build(6, order=5) for name, build in {"LRU": LRU}.items()}
+
+def broken(layer):
+    import copy
+    layer = copy.deepcopy(layer)
+    next(layer.parameters()).data.view(-1)[0] = float("nan")
+    return layer
+
+layers = {name: build(6, order=5) for name, build in {"LRU": LRU, "S5": S5, "S4D": S4D}.items()}
 """
-LAYERS = ("LRU",)
+LAYERS = ("LRU", "S5", "S4D")
 
 CASES = {
     "a sequence without a batch": ("layer(zeros(40, 6))", "(40, 6)", "(batch, length, width)"),
@@ -28,10 +35,26 @@ CASES = {
     "too few lengths": ("layer(x, lengths=tensor([1, 1]))", "(2,)", "(3,)"),
     "a sequence given to step": ("layer.step(x, layer.initial_state(3))", "(3, 40, 6)", "(batch, width)"),
     "another device": ("layer(x.to('meta'))", "meta", "cpu"),
+    "a step without a state": ("layer.step(x[:, 0], None)", "NoneType", "order 5"),
+    "a step in another precision": ("layer.step(x[:, 0].double(), layer.initial_state(3))", "float64", "float32"),
+    "a parameter that is not finite": ("broken(layer)(x)", "not finite", "1 entries"),
     "order 0": ("type(layer)(6, order=0)", "order is 0", "at least 1"),
     "order True": ("type(layer)(6, order=True)", "order is True", "integer"),
     "width 0": ("type(layer)(0, order=5)", "width is 0", "at least 1"),
 }
+
+CONTINUOUS = ("S5", "S4D")
+OPTIONS = {
+    "a step of 0": ("step_min=0.0", "step_min is 0.0", "0 < step_min < step_max"),
+    "a negative step": ("step_min=-1e-3", "step_min is -0.001", "0 < step_min < step_max"),
+    "steps the wrong way round": ("step_min=1e-1, step_max=1e-2", "step_max 0.01", "step_min < step_max"),
+    "equal steps": ("step_min=1e-2, step_max=1e-2", "step_max 0.01", "step_min < step_max"),
+    "a step that is not a number": ("step_min=float('nan')", "step_min is nan", "step_min < step_max"),
+    "an endless step": ("step_max=float('inf')", "step_max inf", "step_min < step_max"),
+    "the name of a discretisation": ("discretisation='zoh'", "'zoh'", "ZOH() or Bilinear()"),
+    "the class of a discretisation": ("discretisation=ZOH", "ZOH", "ZOH() or Bilinear()"),
+}
+INITIALISATIONS = {"the name of an initialisation": "'lin'", "the class of an initialisation": "Lin"}
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +64,31 @@ def outcomes():
         for name in LAYERS
         for case, row in CASES.items()
     }
+    for case, row in OPTIONS.items():
+        table |= {f"{name}: {case}": f"{name}(6, order=5, {row[0]})" for name in CONTINUOUS}
+    table |= {case: f"S4D(6, order=5, initialisation={value})" for case, value in INITIALISATIONS.items()}
     return unhooked.outcomes(PREAMBLE, table)
+
+
+def check_refusal(outcome, *expected):
+    kinds, message = outcome
+    assert kinds[:1] == ["SequenceError"], message
+    missing = [fragment for fragment in expected if fragment not in message]
+    assert not missing, f"{missing} not in {message!r}"
 
 
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("case", CASES)
 def test_bad_input_is_refused_with_what_came_and_what_was_expected(name, case, outcomes):
-    kinds, message = outcomes[f"{name}: {case}"]
-    assert kinds[:1] == ["SequenceError"], message
-    missing = [fragment for fragment in CASES[case][1:] if fragment not in message]
-    assert not missing, f"{missing} not in {message!r}"
+    check_refusal(outcomes[f"{name}: {case}"], *CASES[case][1:])
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+@pytest.mark.parametrize("case", OPTIONS)
+def test_bad_steps_and_discretisations_are_refused(name, case, outcomes):
+    check_refusal(outcomes[f"{name}: {case}"], *OPTIONS[case][1:])
+
+
+@pytest.mark.parametrize("case", INITIALISATIONS)
+def test_bad_initialisations_are_refused(case, outcomes):
+    check_refusal(outcomes[case], INITIALISATIONS[case], "Lin(), Inv() or Legs()")

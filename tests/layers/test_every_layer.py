@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 
-from compressm.layers import LRU
+from compressm.layers import LRU, S4D, S5
 
 WIDTH, ORDER = 6, 5
-LAYERS = {"LRU": LRU}
+LAYERS = {"LRU": LRU, "S5": S5, "S4D": S4D}
 
 
 @pytest.fixture(params=LAYERS)
@@ -128,3 +128,14 @@ def test_all_parameters_and_buffers_are_real(make):
 
 def test_the_printed_form_names_width_and_order(make):
     assert f"width={WIDTH}, order={ORDER}" in repr(make())
+
+
+def test_a_checkpoint_whose_orders_disagree_is_refused_and_changes_nothing(make):
+    layer, other = make(order=5), make(order=3)
+    before = copy.deepcopy(layer.state_dict())
+    name = next(iter(layer.STATE_AXES))
+    mixed = {**layer.state_dict(), name: other.state_dict()[name]}
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        layer.load_state_dict(mixed)
+    assert layer.order == 5
+    assert all(torch.equal(value, before[key]) for key, value in layer.state_dict().items())

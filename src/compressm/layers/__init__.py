@@ -5,6 +5,24 @@ Each maps (batch, length, width) to the same shape: `forward(x, state, lengths) 
 """
 
 from compressm.layers.base import SSMLayer
+from compressm.layers.discretisation import ZOH, Bilinear, Discretisation
+from compressm.layers.initialisation import Initialisation, Inv, Legs, Lin
 from compressm.layers.lru import LRU
+from compressm.layers.s4d import S4D
+from compressm.layers.s5 import S5
+from compressm.ops import SequenceError
 
-__all__ = ["LRU", "SSMLayer"]
+__all__ = [
+    "LRU",
+    "S4D",
+    "S5",
+    "ZOH",
+    "Bilinear",
+    "Discretisation",
+    "Initialisation",
+    "Inv",
+    "Legs",
+    "Lin",
+    "SSMLayer",
+    "SequenceError",
+]

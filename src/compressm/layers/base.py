@@ -30,7 +30,7 @@ class SSMLayer(nn.Module, ABC):
     def order(self) -> int:
         """States kept: complex modes, a conjugate pair counting as one."""
         name, axis = next(iter(self.STATE_AXES.items()))
-        return self.get_parameter(name).shape[axis]
+        return getattr(self, name).shape[axis]  # a plain tensor inside `functional_call`
 
     @abstractmethod
     def forward(
@@ -63,28 +63,51 @@ class SSMLayer(nn.Module, ABC):
         if 0 in x.shape:
             raise SequenceError(f"x has shape {tuple(x.shape)}: batch and length must be at least 1")
         if state is not None:
-            expected = tuple(self.initial_state(x.shape[0]).shape)
-            if tuple(state.shape) != expected:
-                got = tuple(state.shape)
-                raise SequenceError(
-                    f"state has shape {got}, expected {expected}: order {self.order}, batch {x.shape[0]}"
-                )
+            self._check_state(state, x.shape[0])
+        reference = next(self.parameters())
+        if not reference.is_cuda:  # on a GPU it would wait for the device, which a captured graph cannot
+            require_finite_parameters(self)
+
+    def _check_state(self, state: object, batch: int) -> None:
+        expected = tuple(self.initial_state(batch).shape)
+        if not isinstance(state, Tensor) or tuple(state.shape) != expected:
+            got = tuple(state.shape) if isinstance(state, Tensor) else type(state).__name__
+            raise SequenceError(f"state is {got}, expected {expected}: order {self.order}, batch {batch}")
+
+    def _check_step(self, x: Tensor, state: object) -> None:
+        """A step needs a state, and its input where and as precise as the parameters are."""
+        self._check(x, None, axes="batch")
+        self._check_state(state, x.shape[0])
+        reference = next(self.parameters())
+        half = x.dtype in (torch.bfloat16, torch.float16) and torch.is_autocast_enabled(x.device.type)
+        if (x.dtype != reference.dtype and not half) or x.device != reference.device:
+            raise SequenceError(f"x is {x.dtype} on {x.device}, expected {reference.dtype} on {reference.device}")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Take the order of the checkpoint: a model that was cut loads into the module it came from."""
         arriving = {name: state_dict.get(prefix + name) for name in self.STATE_AXES}
-        for name, axis in self.STATE_AXES.items():
-            parameter, value = self.get_parameter(name), arriving[name]
-            if (
-                isinstance(value, Tensor)
-                and value.ndim == parameter.ndim
-                and value.shape[axis] != parameter.shape[axis]
-            ):
-                resized = list(parameter.shape)
-                resized[axis] = value.shape[axis]
-                parameter.data = parameter.new_empty(resized)
-                parameter.grad = None
+        orders = {
+            value.shape[self.STATE_AXES[name]]
+            for name, value in arriving.items()
+            if isinstance(value, Tensor) and value.ndim == self.get_parameter(name).ndim
+        }
+        # Only a whole checkpoint of one order; anything else is for torch's own error, with nothing changed.
+        if len(orders) == 1 and all(self._fits(name, value) for name, value in arriving.items()):
+            for name, value in arriving.items():
+                parameter = self.get_parameter(name)
+                if isinstance(value, Tensor) and parameter.shape != value.shape:
+                    parameter.data = parameter.new_empty(value.shape)
+                    parameter.grad = None
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def _fits(self, name: str, value: object) -> bool:
+        """The same shape but for the axis of the states."""
+        here, axis = list(self.get_parameter(name).shape), self.STATE_AXES[name]
+        if not isinstance(value, Tensor) or value.ndim != len(here):
+            return False
+        there = list(value.shape)
+        del here[axis], there[axis]
+        return here == there
 
 
 def require_finite_parameters(layer: nn.Module) -> None:

@@ -88,7 +88,7 @@ class LRU(SSMLayer):
     def step(
         self, x: Float[Tensor, "batch width"], state: Float[Tensor, "batch 2 n"]
     ) -> tuple[Float[Tensor, "batch width"], Float[Tensor, "batch 2 n"]]:
-        self._check(x, state, axes="batch")
+        self._check_step(x, state)
         (B_re, B_im), (C_re, C_im) = self.matrices()
         modulus, phase = torch.exp(-torch.exp(self.nu_log)), torch.exp(self.theta_log)
         a, b = modulus * torch.cos(phase), modulus * torch.sin(phase)

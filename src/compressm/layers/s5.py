@@ -1,0 +1,111 @@
+"""S5 (Smith et al. 2022): one continuous-time diagonal system for all channels, sampled by a learned step a mode."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import ClassVar, final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from compressm.layers.base import SSMLayer
+from compressm.layers.discretisation import ZOH, Discretisation, random_log_steps, require_discretisation
+from compressm.layers.hippo import legs_modes
+from compressm.layers.pairs import exponential, times
+from compressm.ops import Path, lti_layer
+
+
+@final
+class S5(SSMLayer):
+    """h' = a h + B u, y = 2 Re(C h) + D u, a = −exp(log_A_real) + i A_imag; each mode stands for a conjugate pair.
+
+    The poles start as those of the normal part of HiPPO-LegS of size 2n; B and C are real and random at first and
+    then expressed in its eigenvectors: Vᴴ B, C V.
+    """
+
+    STATE_AXES: ClassVar[Mapping[str, int]] = {
+        "log_A_real": 0,
+        "A_imag": 0,
+        "log_step": 0,
+        "B_re": 0,
+        "B_im": 0,
+        "C_re": 1,
+        "C_im": 1,
+    }
+
+    def __init__(
+        self,
+        width: int,
+        order: int,
+        *,
+        discretisation: Discretisation = ZOH(),
+        step_min: float = 1e-3,
+        step_max: float = 1e-1,
+        path: Path | None = None,
+    ) -> None:
+        super().__init__(width, order)
+        self.discretisation = require_discretisation(discretisation)
+        self.path = path
+        log_step = random_log_steps(order, step_min, step_max)
+        poles, vectors = legs_modes(order)
+        dtype = torch.get_default_dtype()
+        self.log_A_real = nn.Parameter(torch.log(-poles[0]).to(dtype))
+        self.A_imag = nn.Parameter(poles[1].to(dtype))
+        self.log_step = nn.Parameter(log_step)
+        B = torch.randn(2 * order, width, dtype=torch.float64) / math.sqrt(width)
+        C = torch.randn(width, 2 * order, dtype=torch.float64) / math.sqrt(2 * order)
+        B, C = vectors.mH @ B.to(vectors.dtype), C.to(vectors.dtype) @ vectors
+        self.B_re, self.B_im = (nn.Parameter(part.to(dtype)) for part in (B.real, B.imag))
+        self.C_re, self.C_im = (nn.Parameter(part.to(dtype)) for part in (C.real, C.imag))
+        self.D = nn.Parameter(torch.randn(width))
+
+    def discrete(self) -> tuple[Float[Tensor, "2 n"], Float[Tensor, "2 n width"], Float[Tensor, "2 width n"]]:
+        """(log λ, s B, 2 C), of which the layer is h[t] = λ h[t−1] + s B u[t], y[t] = Re(2 C h[t]) + D u[t]."""
+        # In float64: an error of 6e-8 in Δ Im a is one of 1e-2 in the phase after a lifetime of the mode Im a = 1e5.
+        a = torch.stack([-torch.exp(self.log_A_real.double()), self.A_imag.double()])
+        log_poles, scale = self.discretisation(a, torch.exp(self.log_step.double()))
+        B = times(scale.to(self.B_re.dtype)[..., None], torch.stack([self.B_re, self.B_im]))
+        return log_poles, B, 2 * torch.stack([self.C_re, self.C_im])
+
+    def log_poles(self) -> Float[Tensor, "2 n"]:
+        """(log |λ|, arg λ), in float64."""
+        return self.discrete()[0]
+
+    def matrices(self) -> tuple[Float[Tensor, "2 n width"], Float[Tensor, "2 width n"]]:
+        """s B and 2 C, as pairs."""
+        return self.discrete()[1:]
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch length width"],
+        state: Float[Tensor, "batch 2 n"] | None = None,
+        lengths: Int[Tensor, " batch"] | None = None,
+        *,
+        keep_state: bool = True,
+    ) -> tuple[Float[Tensor, "batch length width"], Float[Tensor, "batch 2 n"] | None]:
+        y, state = self._mix(x, state, lengths, keep_state)
+        return y + self.D.to(x.dtype) * x, state
+
+    # Everything whose shape holds n is in here: what is compiled around it is never compiled again after a cut.
+    @torch.compiler.disable
+    def _mix(
+        self, x: Tensor, state: Tensor | None, lengths: Tensor | None, keep_state: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        self._check(x, state, axes="batch length")
+        return lti_layer(x, *self.discrete(), state, lengths, keep_state=keep_state, path=self.path)
+
+    def step(
+        self, x: Float[Tensor, "batch width"], state: Float[Tensor, "batch 2 n"]
+    ) -> tuple[Float[Tensor, "batch width"], Float[Tensor, "batch 2 n"]]:
+        self._check_step(x, state)
+        log_poles, B, C = self.discrete()
+        h = times(exponential(log_poles).to(state.dtype), state.movedim(1, 0)) + x @ B.mT
+        return h[0] @ C[0].mT - h[1] @ C[1].mT + self.D * x, h.movedim(0, 1)
+
+    def initial_state(self, batch: int) -> Float[Tensor, "batch 2 n"]:
+        return self.log_A_real.new_zeros(batch, 2, self.order)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, discretisation={self.discretisation}"
