@@ -11,10 +11,10 @@ from compressm import control
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "control", "layers"]
+__all__ = ["__version__", "control", "layers", "models"]
 
 # Loaded when first used: layers bring in torch's compiler, which takes longer to import than all the rest.
-_LATER = {"layers"}
+_LATER = {"layers", "models"}
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -9,7 +9,7 @@ import compressm
 from compressm import control
 from compressm.cli.app import app
 
-NAMES = {"__version__", "control", "layers"}
+NAMES = {"__version__", "control", "layers", "models"}
 
 CONTROL_NAMES = {
     "ControlError",

@@ -1,0 +1,33 @@
+"""Models built on the SSM layers: a residual block, a sequence classifier and a small language model.
+
+The order of an SSM layer shows in no shape outside it: what is compiled around the layers outlives a cut.
+"""
+
+from compressm.models.block import Block, Blocks
+from compressm.models.classifier import ClassifierState, SequenceClassifier
+from compressm.models.dropout import Dropout, OneMask, PerElement
+from compressm.models.encoder import EmbeddingEncoder, Encoder, LinearEncoder
+from compressm.models.language_model import LanguageModel
+from compressm.models.normalisation import BatchNorm, LayerNorm, NoNorm, Norm
+from compressm.models.pooling import LastStep, MeanPooling, Pooling
+
+__all__ = [
+    "BatchNorm",
+    "Block",
+    "Blocks",
+    "ClassifierState",
+    "Dropout",
+    "EmbeddingEncoder",
+    "Encoder",
+    "LanguageModel",
+    "LastStep",
+    "LayerNorm",
+    "LinearEncoder",
+    "MeanPooling",
+    "NoNorm",
+    "Norm",
+    "OneMask",
+    "PerElement",
+    "Pooling",
+    "SequenceClassifier",
+]

@@ -1,0 +1,98 @@
+"""The pre-norm residual block around an SSM layer, and a stack of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast, final
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from compressm.layers import SequenceError, SSMLayer
+from compressm.models.checks import require_counts
+from compressm.models.dropout import Dropout, PerElement
+from compressm.models.normalisation import BatchNorm, Norm
+
+
+@final
+class Block(nn.Module):
+    """x + dropout(GLU(dropout(GELU(mixer(norm(x)))))) with GLU(z) = W₁z ⊙ sigmoid(W₂z)."""
+
+    def __init__(self, mixer: SSMLayer, *, norm: Norm = BatchNorm(), dropout: Dropout = PerElement(0.0)) -> None:
+        super().__init__()
+        self.norm = norm.build(mixer.width)
+        self.ssm = mixer
+        self.gate = nn.Linear(mixer.width, 2 * mixer.width)
+        self.dropout = dropout.build()
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch length width"],
+        state: Tensor | None = None,
+        lengths: Int[Tensor, " batch"] | None = None,
+        *,
+        keep_state: bool = True,
+    ) -> tuple[Float[Tensor, "batch length width"], Tensor | None]:
+        mixed, state = self.ssm(self.norm(x, lengths), state, lengths, keep_state=keep_state)
+        return x + self._after(mixed), state
+
+    def step(self, x: Float[Tensor, "batch width"], state: Tensor) -> tuple[Float[Tensor, "batch width"], Tensor]:
+        """One step of a stream: in evaluation mode, what `forward` computes there."""
+        mixed, state = self.ssm.step(self.norm(x[:, None]).squeeze(1), state)
+        return x + self._after(mixed[:, None]).squeeze(1), state
+
+    def _after(self, mixed: Float[Tensor, "batch length width"]) -> Float[Tensor, "batch length width"]:
+        gated = nn.functional.glu(self.gate(self.dropout(nn.functional.gelu(mixed))))
+        return self.dropout(gated)
+
+
+@final
+class Blocks(nn.ModuleList):
+    """Blocks one after the other; the state of the stack is the tuple of their states."""
+
+    def __iter__(self) -> Iterator[Block]:
+        return cast("Iterator[Block]", super().__iter__())
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch length width"],
+        state: Sequence[Tensor] | None = None,
+        lengths: Int[Tensor, " batch"] | None = None,
+        *,
+        keep_state: bool = True,
+    ) -> tuple[Float[Tensor, "batch length width"], tuple[Tensor, ...] | None]:
+        states = [None] * len(self) if state is None else self._each(state)
+        kept = []
+        for block, before in zip(self, states, strict=True):
+            x, after = block(x, before, lengths, keep_state=keep_state)
+            kept.append(after)
+        return x, tuple(kept) if keep_state else None
+
+    def step(
+        self, x: Float[Tensor, "batch width"], state: Sequence[Tensor]
+    ) -> tuple[Float[Tensor, "batch width"], tuple[Tensor, ...]]:
+        """One step of a stream through all blocks."""
+        kept = []
+        for block, before in zip(self, self._each(state), strict=True):
+            x, after = block.step(x, before)
+            kept.append(after)
+        return x, tuple(kept)
+
+    def initial_state(self, batch: int) -> tuple[Tensor, ...]:
+        """Zeros: what a stream begins with."""
+        return tuple(block.ssm.initial_state(batch) for block in self)
+
+    def _each(self, state: Sequence[Tensor]) -> Sequence[Tensor]:
+        if len(state) != len(self):
+            raise SequenceError(f"state holds {len(state)} tensors, expected one for each of {len(self)} blocks")
+        return state
+
+
+def build_mixers(
+    layer: type[SSMLayer], depth: int, width: int, order: int, options: Mapping[str, Any] | None
+) -> list[SSMLayer]:
+    """One layer for each of `depth` blocks."""
+    require_counts(depth=depth)
+    if not (isinstance(layer, type) and issubclass(layer, SSMLayer)):
+        raise SequenceError(f"layer is {layer!r}, expected a class of SSM layers")
+    return [layer(width, order=order, **(options or {})) for _ in range(depth)]

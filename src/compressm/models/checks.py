@@ -1,0 +1,52 @@
+"""Refuse what a model cannot mean, where it enters."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compressm.layers import SequenceError
+
+
+def require_counts(*, at_least: int = 1, **given: int) -> None:
+    """Integers, none smaller than `at_least`."""
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+            raise SequenceError(f"{name} is {value!r}, expected an integer of at least {at_least}")
+
+
+def require_tensor(name: str, tensor: Tensor, axes: tuple[str | int, ...], like: Tensor) -> None:
+    """As many axes as named, none empty, a numbered one of that size, on the device of `like`."""
+    expected = f"({', '.join(map(str, axes))}{',' if len(axes) == 1 else ''})"
+    if not isinstance(tensor, Tensor) or tensor.ndim != len(axes):
+        got = f"of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
+        raise SequenceError(f"{name} is {got}, expected a tensor of shape {expected}")
+    for axis, size in zip(axes, tensor.shape, strict=True):
+        if isinstance(axis, int) and size != axis:
+            raise SequenceError(f"{name} is of shape {tuple(tensor.shape)}, expected {expected}")
+        if size == 0:
+            raise SequenceError(f"{name} is of shape {tuple(tensor.shape)}: {axis} is 0, expected at least 1")
+    if tensor.device != like.device:
+        raise SequenceError(f"{name} is on {tensor.device}, expected {like.device}, where the parameters are")
+
+
+def require_lengths(lengths: Tensor | None, x: Tensor, axes: tuple[str | int, ...]) -> None:
+    """An integer from 1 to the length for each sequence of `x`, whose axes end with the length."""
+    if lengths is None:
+        return
+    *sequences, length = x.shape[: len(axes)]
+    require_tensor("lengths", lengths, tuple(sequences), x)
+    if lengths.dtype not in (torch.int32, torch.int64):
+        raise SequenceError(f"lengths are {lengths.dtype}, expected torch.int64 or torch.int32")
+    require_within("lengths", lengths, 1, length)
+
+
+# Values are read from the device here: no compiler can trace this.
+@torch.compiler.disable
+def require_within(name: str, values: Tensor, low: int, high: int) -> None:
+    """All values from `low` to `high`; nothing is read while a CUDA graph is recorded, when nothing can be."""
+    if values.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    least, most = torch.stack(torch.aminmax(values)).tolist()
+    if least < low or most > high:
+        raise SequenceError(f"{name} run from {least} to {most}, expected {low} to {high}")

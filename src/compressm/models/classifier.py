@@ -1,0 +1,122 @@
+"""Sequence classification: encoder, blocks, pooling, head; two towers compare a pair of sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, final
+
+import torch
+from jaxtyping import Float, Int, Integer
+from torch import Tensor, nn
+
+from compressm.layers import SequenceError, SSMLayer
+from compressm.models.block import Block, Blocks, build_mixers
+from compressm.models.checks import require_counts, require_lengths
+from compressm.models.dropout import Dropout, PerElement
+from compressm.models.encoder import EmbeddingEncoder, Encoder, LinearEncoder
+from compressm.models.normalisation import BatchNorm, Norm
+from compressm.models.pooling import MeanPooling, Pooling
+
+
+class ClassifierState(NamedTuple):
+    """A stream so far: the state of every layer, the pooled features and how many steps they are of."""
+
+    layers: tuple[Tensor, ...]
+    pooled: Float[Tensor, "batch width"]
+    steps: Int[Tensor, " batch"]
+
+
+@final
+class SequenceClassifier(nn.Module):
+    """Logits of `classes` for sequences of `inputs` real channels, or of tokens below `vocabulary`.
+
+    With two towers one encoder and one stack of blocks read both sequences of a pair, (batch, 2, length, ...), and a
+    multilayer perceptron compares the pooled vectors a and b by [a, b, a ⊙ b, a − b].
+    """
+
+    def __init__(
+        self,
+        layer: type[SSMLayer],
+        *,
+        depth: int,
+        width: int,
+        order: int,
+        classes: int,
+        inputs: int | None = None,
+        vocabulary: int | None = None,
+        norm: Norm = BatchNorm(),
+        dropout: Dropout = PerElement(0.1),
+        pooling: Pooling = MeanPooling(),
+        towers: int = 1,
+        layer_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        require_counts(classes=classes, at_least=2)
+        if towers not in (1, 2):
+            raise SequenceError(f"towers is {towers!r}, expected 1 or 2")
+        self.width, self.towers, self.pooling = width, towers, pooling
+        self.encoder = _encoder(inputs, vocabulary, width)
+        mixers = build_mixers(layer, depth, width, order, layer_options)
+        self.blocks = Blocks(Block(mixer, norm=norm, dropout=dropout) for mixer in mixers)
+        self.head = nn.Linear(width, classes) if towers == 1 else _comparison(width, classes)
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch *towers length inputs"] | Integer[Tensor, "batch *towers length"],
+        lengths: Int[Tensor, "batch *towers"] | None = None,
+    ) -> Float[Tensor, "batch classes"]:
+        """Steps at and after `lengths` change nothing."""
+        axes = ("batch", "length") if self.towers == 1 else ("batch", 2, "length")
+        self.encoder.check(x, axes)
+        require_lengths(lengths, x, axes)
+        if self.towers == 1:
+            return self.head(self._pooled(x, lengths))
+        pooled = self._pooled(x.flatten(0, 1), None if lengths is None else lengths.flatten())
+        return self.head(pair_features(*pooled.unflatten(0, (-1, 2)).unbind(1)))
+
+    def _pooled(self, x: Tensor, lengths: Int[Tensor, " batch"] | None) -> Float[Tensor, "batch width"]:
+        features, _ = self.blocks(self.encoder(x, lengths), lengths=lengths, keep_state=False)
+        return self.pooling(features, lengths)
+
+    def step(
+        self, x: Float[Tensor, "batch inputs"] | Integer[Tensor, " batch"], state: ClassifierState
+    ) -> tuple[Float[Tensor, "batch classes"], ClassifierState]:
+        """Logits after one more step: in evaluation mode, those of `forward` on all steps so far."""
+        self._require_one_tower()
+        self.encoder.check(x, ("batch",))
+        features, layers = self.blocks.step(self.encoder(x), state.layers)
+        steps = state.steps + 1
+        pooled = self.pooling.update(state.pooled, features, steps)
+        return self.head(pooled), ClassifierState(layers, pooled, steps)
+
+    def initial_state(self, batch: int) -> ClassifierState:
+        """What a stream begins with."""
+        self._require_one_tower()
+        require_counts(batch=batch)
+        parameter = next(self.parameters())
+        steps = torch.zeros(batch, dtype=torch.int64, device=parameter.device)
+        return ClassifierState(self.blocks.initial_state(batch), parameter.new_zeros(batch, self.width), steps)
+
+    def _require_one_tower(self) -> None:
+        if self.towers != 1:
+            raise SequenceError(f"towers is {self.towers}, expected 1: a pair of sequences is not a stream")
+
+    def extra_repr(self) -> str:
+        return f"towers={self.towers}, pooling={self.pooling}"
+
+
+def pair_features(a: Float[Tensor, "batch width"], b: Float[Tensor, "batch width"]) -> Float[Tensor, "batch features"]:
+    """[a, b, a ⊙ b, a − b]."""
+    return torch.cat([a, b, a * b, a - b], dim=-1)
+
+
+def _comparison(width: int, classes: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(4 * width, width), nn.GELU(), nn.Linear(width, classes))
+
+
+def _encoder(inputs: int | None, vocabulary: int | None, width: int) -> Encoder:
+    if inputs is not None and vocabulary is None:
+        return LinearEncoder(inputs, width)
+    if vocabulary is not None and inputs is None:
+        return EmbeddingEncoder(vocabulary, width)
+    raise SequenceError(f"inputs is {inputs} and vocabulary {vocabulary}, expected exactly one of them")

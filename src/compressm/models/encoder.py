@@ -1,0 +1,70 @@
+"""What a model reads, as features: real inputs by a linear map, tokens by an embedding."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import final
+
+import torch
+from jaxtyping import Float, Int, Integer
+from torch import Tensor, nn
+
+from compressm.layers import SequenceError
+from compressm.models.checks import require_counts, require_tensor, require_within
+from compressm.models.padding import without_padding
+
+
+class Encoder(nn.Module, ABC):
+    """From inputs with any leading axes to features of `width` channels."""
+
+    @abstractmethod
+    def check(self, x: Tensor, leading: tuple[str | int, ...]) -> None:
+        """Refuse inputs whose shape, dtype or device is not this encoder's."""
+
+    @abstractmethod
+    def forward(self, x: Tensor, lengths: Int[Tensor, " batch"] | None = None) -> Float[Tensor, "*leading width"]:
+        """Features; what stands in padding is never read."""
+
+
+@final
+class LinearEncoder(Encoder):
+    """z = W x + b for real inputs."""
+
+    def __init__(self, inputs: int, width: int) -> None:
+        super().__init__()
+        require_counts(inputs=inputs, width=width)
+        self.linear = nn.Linear(inputs, width)
+
+    def check(self, x: Tensor, leading: tuple[str | int, ...]) -> None:
+        weight = self.linear.weight
+        require_tensor("x", x, (*leading, self.linear.in_features), weight)
+        if not x.is_floating_point() or (x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type)):
+            raise SequenceError(f"x has dtype {x.dtype}, expected {weight.dtype} as the parameters have")
+
+    def forward(
+        self, x: Float[Tensor, "*leading inputs"], lengths: Int[Tensor, " batch"] | None = None
+    ) -> Float[Tensor, "*leading width"]:
+        return self.linear(without_padding(x, lengths))
+
+
+@final
+class EmbeddingEncoder(Encoder):
+    """One learned vector a token; `scale` is the standard deviation of its entries at first."""
+
+    def __init__(self, vocabulary: int, width: int, *, scale: float = 1.0) -> None:
+        super().__init__()
+        require_counts(vocabulary=vocabulary, width=width)
+        self.embedding = nn.Embedding(vocabulary, width)
+        nn.init.normal_(self.embedding.weight, std=scale)
+
+    def check(self, x: Tensor, leading: tuple[str | int, ...]) -> None:
+        require_tensor("tokens", x, leading, self.embedding.weight)
+        if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+            raise SequenceError(f"tokens have dtype {x.dtype}, expected integers")
+
+    def forward(
+        self, x: Integer[Tensor, "*leading"], lengths: Int[Tensor, " batch"] | None = None
+    ) -> Float[Tensor, "*leading width"]:
+        tokens = without_padding(x, lengths).long()
+        require_within("tokens", tokens, 0, self.embedding.num_embeddings - 1)
+        return self.embedding(tokens)

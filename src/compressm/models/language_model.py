@@ -1,0 +1,114 @@
+"""A small causal language model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import torch
+from jaxtyping import Float, Int, Integer
+from torch import Tensor, nn
+
+from compressm.layers import SequenceError, SSMLayer
+from compressm.models.block import Block, Blocks, build_mixers
+from compressm.models.checks import require_counts, require_lengths
+from compressm.models.dropout import Dropout, PerElement
+from compressm.models.encoder import EmbeddingEncoder
+from compressm.models.normalisation import LayerNorm, Norm
+from compressm.models.pooling import LastStep
+
+
+@final
+class LanguageModel(nn.Module):
+    """Logits of the next token at every step; `tied`: they are products with the tokens' own embeddings."""
+
+    def __init__(
+        self,
+        layer: type[SSMLayer],
+        *,
+        vocabulary: int,
+        depth: int,
+        width: int,
+        order: int,
+        norm: Norm = LayerNorm(),
+        dropout: Dropout = PerElement(0.0),
+        tied: bool = True,
+        layer_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        require_counts(vocabulary=vocabulary, width=width)
+        # Tied logits are products of a normed vector, of length √width, with an embedding: this makes them of size 1.
+        self.encoder = EmbeddingEncoder(vocabulary, width, scale=1 / math.sqrt(width) if tied else 1.0)
+        mixers = build_mixers(layer, depth, width, order, layer_options)
+        self.blocks = Blocks(Block(mixer, norm=norm, dropout=dropout) for mixer in mixers)
+        self.norm = norm.build(width)
+        self.head = None if tied else nn.Linear(width, vocabulary, bias=False)
+
+    def forward(
+        self,
+        tokens: Integer[Tensor, "batch length"],
+        state: Sequence[Tensor] | None = None,
+        lengths: Int[Tensor, " batch"] | None = None,
+        *,
+        keep_state: bool = True,
+    ) -> tuple[Float[Tensor, "batch length vocabulary"], tuple[Tensor, ...] | None]:
+        """Steps at and after `lengths` change nothing. Without `keep_state` the state is None, and training cheaper."""
+        features, state = self._features(tokens, state, lengths, keep_state)
+        return self._logits(features), state
+
+    def step(
+        self, tokens: Integer[Tensor, " batch"], state: Sequence[Tensor]
+    ) -> tuple[Float[Tensor, "batch vocabulary"], tuple[Tensor, ...]]:
+        """One token of a stream: in evaluation mode, what `forward` computes there."""
+        self.encoder.check(tokens, ("batch",))
+        features, after = self.blocks.step(self.encoder(tokens), state)
+        return self._logits(self.norm(features[:, None]).squeeze(1)), after
+
+    def initial_state(self, batch: int) -> tuple[Tensor, ...]:
+        """Zeros: what a stream begins with."""
+        require_counts(batch=batch)
+        return self.blocks.initial_state(batch)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompt: Integer[Tensor, "batch length"],
+        count: int,
+        *,
+        temperature: float = 1.0,
+        generator: torch.Generator | None = None,
+        lengths: Int[Tensor, " batch"] | None = None,
+    ) -> Int[Tensor, "batch count"]:
+        """`count` tokens after each prompt, drawn from softmax(logits / temperature); the likeliest at 0."""
+        require_counts(count=count)
+        if not 0 <= temperature < math.inf:
+            raise SequenceError(f"temperature is {temperature}, expected a finite number of at least 0")
+        features, state = self._features(prompt, None, lengths, keep_state=True)
+        drawn = [_draw(self._logits(LastStep()(features, lengths)), temperature, generator)]
+        while len(drawn) < count:
+            assert state is not None
+            logits, state = self.step(drawn[-1], state)
+            drawn.append(_draw(logits, temperature, generator))
+        return torch.stack(drawn, dim=1)
+
+    def _features(
+        self, tokens: Tensor, state: Sequence[Tensor] | None, lengths: Tensor | None, keep_state: bool
+    ) -> tuple[Float[Tensor, "batch length width"], tuple[Tensor, ...] | None]:
+        axes = ("batch", "length")
+        self.encoder.check(tokens, axes)
+        require_lengths(lengths, tokens, axes)
+        features, after = self.blocks(self.encoder(tokens, lengths), state, lengths, keep_state=keep_state)
+        return self.norm(features, lengths), after
+
+    def _logits(self, features: Float[Tensor, "*steps width"]) -> Float[Tensor, "*steps vocabulary"]:
+        weight = self.encoder.embedding.weight if self.head is None else self.head.weight
+        return nn.functional.linear(features, weight)
+
+
+def _draw(
+    logits: Float[Tensor, "batch vocabulary"], temperature: float, generator: torch.Generator | None
+) -> Int[Tensor, " batch"]:
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    return torch.multinomial((logits.float() / temperature).softmax(-1), 1, generator=generator).squeeze(1)

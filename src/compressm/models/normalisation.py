@@ -1,0 +1,115 @@
+"""Norms of a block: small frozen choices that build the module which does the work."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from compressm.layers import SequenceError
+from compressm.models.padding import without_padding
+
+
+class Norm(ABC):
+    """How a block normalises (batch, length, width)."""
+
+    @abstractmethod
+    def build(self, width: int) -> nn.Module:
+        """A module called as norm(x, lengths)."""
+
+
+@final
+@dataclass(frozen=True)
+class BatchNorm(Norm):
+    """Each channel over batch and time, padding left out; `momentum` is the weight of the newest batch."""
+
+    momentum: float = 0.1
+    affine: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.momentum <= 1:
+            raise SequenceError(f"momentum is {self.momentum}, expected a number above 0 and up to 1")
+
+    def build(self, width: int) -> nn.Module:
+        return PaddedBatchNorm(width, momentum=self.momentum, affine=self.affine)
+
+
+@final
+@dataclass(frozen=True)
+class LayerNorm(Norm):
+    """Each step over its channels."""
+
+    affine: bool = True
+
+    def build(self, width: int) -> nn.Module:
+        return StepNorm(width, elementwise_affine=self.affine)
+
+
+@final
+@dataclass(frozen=True)
+class NoNorm(Norm):
+    """The input as it is."""
+
+    def build(self, width: int) -> nn.Module:
+        return Unchanged()
+
+
+@final
+class PaddedBatchNorm(nn.BatchNorm1d):
+    """y = (x − μ) / √(σ² + ε) over the valid steps in training, with running averages in evaluation."""
+
+    def forward(
+        self, x: Float[Tensor, "batch length width"], lengths: Int[Tensor, " batch"] | None = None
+    ) -> Float[Tensor, "batch length width"]:
+        if not self.training or lengths is None:
+            if self.training and x.shape[:2].numel() == 1:
+                raise SequenceError(f"x is {tuple(x.shape)}: batch norm trains on at least 2 steps in all")
+            return super().forward(x.flatten(0, 1)).view_as(x)
+        clean = without_padding(x, lengths)
+        mean, variance = self._statistics(clean, lengths)
+        y = (clean - mean) * torch.rsqrt(variance + self.eps)
+        return (y if self.weight is None else y * self.weight + self.bias).to(x.dtype)
+
+    def _statistics(
+        self, x: Float[Tensor, "batch length width"], lengths: Int[Tensor, " batch"]
+    ) -> tuple[Float[Tensor, " width"], Float[Tensor, " width"]]:
+        """Mean and variance over the valid steps, after moving the running ones towards them; x is 0 elsewhere."""
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        count = lengths.sum()
+        raised = x.to(torch.promote_types(x.dtype, torch.float32))
+        mean = raised.sum((0, 1)) / count
+        variance = without_padding(raised - mean, lengths).square().sum((0, 1)) / count
+        with torch.no_grad():
+            self.num_batches_tracked += 1
+            weight = 1 / self.num_batches_tracked if self.momentum is None else self.momentum
+            # As torch does, the running variance is the unbiased one; a single valid step has none.
+            unbiased = variance * (count / (count - 1).clamp(min=1))
+            self.running_mean += weight * (mean - self.running_mean)
+            self.running_var += weight * (unbiased - self.running_var)
+        return mean, variance
+
+
+@final
+class StepNorm(nn.LayerNorm):
+    """Layer norm in the form of all norms here: padding cannot reach a valid step."""
+
+    def forward(
+        self, x: Float[Tensor, "batch length width"], lengths: Int[Tensor, " batch"] | None = None
+    ) -> Float[Tensor, "batch length width"]:
+        return super().forward(x)
+
+
+@final
+class Unchanged(nn.Module):
+    """No norm in the form of all norms here."""
+
+    def forward(
+        self, x: Float[Tensor, "batch length width"], lengths: Int[Tensor, " batch"] | None = None
+    ) -> Float[Tensor, "batch length width"]:
+        return x

@@ -1,0 +1,67 @@
+"""From features at every step to one vector a sequence, at once or as a stream."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from compressm.models.padding import without_padding
+
+
+class Pooling(ABC):
+    """A small choice that can be called, printed and compared."""
+
+    @abstractmethod
+    def __call__(
+        self, x: Float[Tensor, "batch length width"], lengths: Int[Tensor, " batch"] | None = None
+    ) -> Float[Tensor, "batch width"]:
+        """Steps at and after `lengths` do not count."""
+
+    @abstractmethod
+    def update(
+        self, pooled: Float[Tensor, "batch width"], x: Float[Tensor, "batch width"], steps: Int[Tensor, " batch"]
+    ) -> Float[Tensor, "batch width"]:
+        """What is pooled after `x`, step number `steps`, from what was pooled before it."""
+
+
+@final
+@dataclass(frozen=True)
+class MeanPooling(Pooling):
+    """The mean over the valid steps."""
+
+    def __call__(
+        self, x: Float[Tensor, "batch length width"], lengths: Int[Tensor, " batch"] | None = None
+    ) -> Float[Tensor, "batch width"]:
+        if lengths is None:
+            return x.mean(dim=1)
+        # Summed in float32 at least: a long sum leaves the range of float16.
+        total = without_padding(x, lengths).sum(1, dtype=torch.promote_types(x.dtype, torch.float32))
+        return (total / lengths[:, None]).to(x.dtype)
+
+    def update(
+        self, pooled: Float[Tensor, "batch width"], x: Float[Tensor, "batch width"], steps: Int[Tensor, " batch"]
+    ) -> Float[Tensor, "batch width"]:
+        return pooled + (x - pooled) / steps[:, None]
+
+
+@final
+@dataclass(frozen=True)
+class LastStep(Pooling):
+    """The last valid step."""
+
+    def __call__(
+        self, x: Float[Tensor, "batch length width"], lengths: Int[Tensor, " batch"] | None = None
+    ) -> Float[Tensor, "batch width"]:
+        if lengths is None:
+            return x[:, -1]
+        return x[torch.arange(x.shape[0], device=x.device), lengths - 1]
+
+    def update(
+        self, pooled: Float[Tensor, "batch width"], x: Float[Tensor, "batch width"], steps: Int[Tensor, " batch"]
+    ) -> Float[Tensor, "batch width"]:
+        return x
