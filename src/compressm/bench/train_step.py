@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from compressm.bench.timing import median_seconds, threads
 from compressm.layers import LRU
-from compressm.models import PerElement, SequenceClassifier
+from compressm.models import OneMask, SequenceClassifier
 from compressm.ops import Path
 from compressm.runs.measurement import Measurement
 
@@ -108,7 +108,7 @@ def _model(case: StepCase) -> SequenceClassifier:
         inputs=case.inputs,
         vocabulary=case.vocabulary,
         towers=case.towers,
-        dropout=PerElement(0.1),
+        dropout=OneMask(0.1),
         layer_options={"path": case.path},
     )
 

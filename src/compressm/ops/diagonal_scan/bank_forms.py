@@ -7,7 +7,7 @@ from jaxtyping import Complex, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from compressm.ops.diagonal_scan.cost import best_chunk
+from compressm.ops.diagonal_scan.cost import best_chunk, fast_length
 from compressm.ops.diagonal_scan.layer_forms import after, backwards
 from compressm.ops.diagonal_scan.pairs import complex_dtype, powers, to_complex, to_pair
 
@@ -22,8 +22,9 @@ def bank_convolution(
     """kᵢ[t] = Re(Cᵢ Λᵢᵗ Bᵢ) in two steps of about √L powers, then FFTs channel by channel."""
     length = u.shape[1]
     kernel = _responses(log_poles, (to_complex(B, 0) * to_complex(C, 0))[None], length, u.dtype)[0]
-    response = torch.fft.rfft(kernel, n=2 * length, dim=0)
-    y = torch.fft.irfft(response * torch.fft.rfft(u, n=2 * length, dim=1), n=2 * length, dim=1)[:, :length]
+    size = fast_length(2 * length - 1)
+    response = torch.fft.rfft(kernel.mT.contiguous(), n=size)
+    y = torch.fft.irfft(response * torch.fft.rfft(u.mT.contiguous(), n=size), n=size)[..., :length].mT
     if state is None:
         return y
     read = to_complex(C, 0) * to_complex(state, 1) * powers(log_poles, 1, first=1, dtype=complex_dtype(u.dtype))

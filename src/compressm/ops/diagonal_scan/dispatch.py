@@ -63,7 +63,7 @@ def lti_layer(
     )
     require_floats_on_one_device(u=u, log_poles=log_poles, B=B, C=C, state=state)
     require_lengths(lengths, sizes["batch"], sizes["length"])
-    path = path or cheapest_path(*(sizes[axis] for axis in ("batch", "length", "n", "p", "q")))
+    path = path or cheapest_path(*(sizes[axis] for axis in ("batch", "length", "n", "p", "q")), gpu=u.is_cuda)
     wanted = _working_dtype(u, path)
     with _full_precision(u):
         work = _masked(u.to(wanted), lengths)

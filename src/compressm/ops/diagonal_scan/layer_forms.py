@@ -12,7 +12,7 @@ from jaxtyping import Complex, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from compressm.ops.diagonal_scan.cost import best_chunk
+from compressm.ops.diagonal_scan.cost import best_chunk, fast_length
 from compressm.ops.diagonal_scan.pairs import complex_dtype, powers, to_complex, to_pair
 
 Recurrence = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
@@ -68,10 +68,12 @@ def convolution(
 ) -> Float[Tensor, "batch length q"]:
     """The impulse response once, then FFTs: n enters only the response, so that it is best for few channels."""
     length = u.shape[1]
+    size = fast_length(2 * length - 1)
     table = powers(log_poles, length + 1, dtype=complex_dtype(u.dtype))
-    response = torch.fft.rfft(_kernel(table[:length], B, C), n=2 * length, dim=0)
-    spectrum = torch.fft.rfft(u, n=2 * length, dim=1)
-    y = torch.fft.irfft(_filtered(response, spectrum), n=2 * length, dim=1)[:, :length]
+    # Transforms run along the last axis: along any other one they copy first.
+    response = torch.fft.rfft(_kernel(table[:length], B, C).permute(1, 2, 0).contiguous(), n=size)
+    spectrum = torch.fft.rfft(u.mT.contiguous(), n=size)
+    y = torch.fft.irfft(_filtered(response, spectrum), n=size)[..., :length].mT.contiguous()
     return y if state is None else y + _free_response(table[1:], C, state)
 
 
@@ -114,13 +116,14 @@ def backwards(
     return torch.where((position >= 0)[..., None], read, 0)
 
 
-def _filtered(response: Complex[Tensor, "f q p"], spectrum: Complex[Tensor, "b f p"]) -> Complex[Tensor, "b f q"]:
-    """Σ_p R[f, q, p] U[b, f, p] as real products of pairs: batched complex ones fall back to a slow loop on the CPU."""
-    f, q, p = response.shape
-    rows = torch.stack([response, 1j * response], dim=-1)  # what a real and an imaginary unit of input turn into
-    matrices = torch.view_as_real(rows).permute(0, 2, 3, 1, 4).reshape(f, 2 * p, 2 * q)
-    signals = torch.view_as_real(spectrum).flatten(-2).transpose(0, 1)
-    return torch.view_as_complex((signals @ matrices).reshape(f, -1, q, 2)).transpose(0, 1)
+def _filtered(response: Complex[Tensor, "q p f"], spectrum: Complex[Tensor, "b p f"]) -> Complex[Tensor, "b q f"]:
+    """Σ_p R[q, p, f] U[b, p, f] as real products of pairs: batched complex ones fall back to a slow loop on the CPU."""
+    q, p, f = response.shape
+    rows = torch.view_as_real(torch.stack([response, 1j * response]))  # what a real and an imaginary input turn into
+    matrices = rows.permute(3, 2, 0, 1, 4).reshape(f, 2 * p, 2 * q)
+    signals = torch.view_as_real(spectrum).permute(2, 0, 1, 3).flatten(-2)
+    product = (signals @ matrices).reshape(f, -1, q, 2)
+    return torch.view_as_complex(product.permute(1, 2, 0, 3).contiguous())
 
 
 def _reading(C: Float[Tensor, "2 *rest n"]) -> Float[Tensor, "*rest n2"]:
