@@ -132,3 +132,10 @@ def test_the_demo_refuses_a_bad_path_in_one_line(option):
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert f"error: {option[1]}" in line
+
+
+def test_a_training_step_is_measured_and_written(tmp_path):
+    done = run("bench", "step", "--order", "3", "--repeats", "1", "--out", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    assert [path.name for path in tmp_path.iterdir()] == ["step-cpu.json"]
+    assert "smnist" in done.output

@@ -31,6 +31,24 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
+class Task(StrEnum):
+    """The paper's tasks, by their sizes."""
+
+    smnist = "smnist"
+    scifar = "scifar"
+    listops = "listops"
+    imdb = "imdb"
+    aan = "aan"
+    pathfinder = "pathfinder"
+
+
+class Precision(StrEnum):
+    """Of the activations; parameters are float32."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
 def _count(text: str | int) -> int:
     """Typer's own check does not say what was given."""
     try:
@@ -60,14 +78,8 @@ def reduction(
     out: Annotated[Path, typer.Option(help="Folder for the result file and the picture.")] = Path("out/bench"),
 ) -> None:
     """The cost of each stage of one reduction, n = 1 … 1024."""
-    if device is Device.cuda and not torch.cuda.is_available():
-        raise typer.BadParameter("no CUDA device here; allowed: cpu", param_hint="--device")
     result, picture = (out / f"reduction-{device.value}{suffix}" for suffix in (".json", ".png"))
-    try:
-        require_writable(result)
-        require_writable(picture)
-    except PathError as error:
-        raise typer.BadParameter(str(error), param_hint="--out") from None
+    _require(device, result, picture)
     cases = [Case(n, max(1, n // 4), width) for n in order] if order else None
     with console.status("measuring") as status:
         measurement = measure_reduction(
@@ -77,6 +89,54 @@ def reduction(
     console.print(f"result: {measurement.write(result)}", soft_wrap=True)
     if sum(row["width"] == 8 and row["members"] == 1 and row["system"] == "initial" for row in measurement.rows) > 1:
         _draw(measurement, picture)
+
+
+@bench.command()
+def step(
+    device: Annotated[Device, typer.Option(help="Where to measure.")] = Device.cpu,
+    task: Annotated[
+        list[Task] | None, typer.Option(help="Sizes of which of the paper's models; again for more. Default: sMNIST.")
+    ] = None,
+    order: Annotated[
+        list[int] | None,
+        typer.Option(parser=_count, metavar="INTEGER", help="Orders n; again for more. Default: 256, 28 and 13."),
+    ] = None,
+    precision: Annotated[Precision, typer.Option(help="Of the activations.")] = Precision.float32,
+    repeats: Annotated[int, typer.Option(parser=_count, metavar="INTEGER", help="Repeats; the median counts.")] = 9,
+    out: Annotated[Path, typer.Option(help="Folder for the result file.")] = Path("out/bench"),
+) -> None:
+    """A whole training step at the paper's sizes: forward, backward and AdamW on random data."""
+    from compressm.bench.train_step import measure_steps, paper_case  # brings in torch's compiler
+
+    result = out / f"step-{device.value}.json"
+    _require(device, result)
+    sizes = [(name, n) for name in task or [Task.smnist] for n in order or [256, 28, 13]]
+    with console.status("measuring") as status:
+        measurement = measure_steps(
+            [paper_case(name.value, n, precision=precision.value) for name, n in sizes],
+            device=device.value,
+            repeats=repeats,
+            progress=lambda line: _say(status, line),
+        )
+    shown = Table(title="One training step", caption="milliseconds, median")
+    for head in ("task", "n", "parameters", "precision", "step"):
+        shown.add_column(head, justify="right", no_wrap=True)
+    for row in measurement.rows:
+        cells = (str(row[name]) for name in ("task", "order", "parameters", "precision"))
+        shown.add_row(*cells, f"{1e3 * float(row['step_s']):.3g}")
+    console.print(shown)
+    console.print(f"result: {measurement.write(result)}", soft_wrap=True)
+
+
+def _require(device: Device, *paths: Path) -> None:
+    """A device that is there and files that can be written, before anything is measured."""
+    if device is Device.cuda and not torch.cuda.is_available():
+        raise typer.BadParameter("no CUDA device here; allowed: cpu", param_hint="--device")
+    try:
+        for path in paths:
+            require_writable(path)
+    except PathError as error:
+        raise typer.BadParameter(str(error), param_hint="--out") from None
 
 
 @bench.command()

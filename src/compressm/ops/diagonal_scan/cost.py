@@ -38,13 +38,19 @@ def path_costs(batch: int, length: int, n: int, p: int, q: int) -> dict[Path, fl
     SCAN moves every state through memory, 0.06 µs each. CHUNKED does the products of SCAN and T p q more a step.
     CONVOLUTION pays n p q once for the response, whatever the batch, and FFTs a step.
     """
-    steps, chunk = batch * length, best_chunk(length)
+    steps, chunk = batch * length, layer_chunk(length, n, p, q)
     products = 12 * n * (p + q) * _FLOP
     return {
         Path.SCAN: steps * (0.06 * n + products),
         Path.CHUNKED: steps * (products + 6 * chunk * p * q * _FLOP) + 0.02 * chunk**2 * p * q + 1500,
         Path.CONVOLUTION: steps * (0.02 * (p + q) + 24 * p * q * _FLOP) + length * p * q * (12 * n * _FLOP + 0.1),
     }
+
+
+def layer_chunk(length: int, n: int, p: int, q: int) -> int:
+    """Where the T p q of a chunk's own block and the n/T of carrying states cost the same; from 8 to 64 steps."""
+    balance = round((0.06 * n / (6 * p * q * _FLOP)) ** 0.5)
+    return max(1, min(length, max(8, min(64, balance))))
 
 
 def best_chunk(length: int) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compressm.ops.diagonal_scan import bank_forms, layer_forms
 from compressm.ops.diagonal_scan.checks import require_floats_on_one_device, require_lengths, require_shapes
-from compressm.ops.diagonal_scan.cost import Path, best_chunk, cheapest_path
+from compressm.ops.diagonal_scan.cost import Path, cheapest_path, layer_chunk
 from compressm.ops.diagonal_scan.reference import bank_loop, lti_loop, recurrence_loop
 from compressm.ops.diagonal_scan.two_level import two_level_recurrence
 from compressm.ops.errors import SequenceError
@@ -82,7 +82,7 @@ def _layer(
     if path is Path.SCAN:
         return layer_forms.through_states(u, log_poles, B, C, state, _recurrence)
     if path is Path.CHUNKED:
-        chunk = best_chunk(u.shape[1])
+        chunk = layer_chunk(u.shape[1], B.shape[1], B.shape[2], C.shape[1])
         return layer_forms.chunked(u, log_poles, B, C, state, _recurrence, chunk), None
     return layer_forms.convolution(u, log_poles, B, C, state), None
 
