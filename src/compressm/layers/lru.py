@@ -74,7 +74,7 @@ class LRU(SSMLayer):
         keep_state: bool = True,
     ) -> tuple[Float[Tensor, "batch length width"], Float[Tensor, "batch 2 n"] | None]:
         y, state = self._mix(x, state, lengths, keep_state)
-        return y + self.D.to(x.dtype) * x, state
+        return torch.addcmul(y, self.D.to(x.dtype), x), state
 
     # Everything whose shape holds n is in here: what is compiled around it is never compiled again after a cut.
     @torch.compiler.disable

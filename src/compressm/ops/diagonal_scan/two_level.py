@@ -11,7 +11,7 @@ from torch import Tensor
 from compressm.ops.diagonal_scan.pairs import complex_dtype, powers, to_complex, to_pair
 
 # Inside a chunk λ is multiplied up to 31 times, which costs 31 · 6e-8 at worst; carries between chunks are float64.
-_CHUNK = 32
+_LONGEST_CHUNK = 32
 
 
 def two_level_recurrence(
@@ -56,13 +56,14 @@ def scan(
 ) -> Complex[Tensor, "batch length n"]:
     """h[t] = λ h[t−1] + x[t], without gradients."""
     batch, length, n = x.shape
-    chunks = -(-length // _CHUNK)
-    h = torch.nn.functional.pad(x, (0, 0, 0, chunks * _CHUNK - length)).reshape(batch, chunks, _CHUNK, n)
+    size = min(_LONGEST_CHUNK, round(length**0.5))  # as many steps inside a chunk as chunks, for short sequences
+    chunks = -(-length // size)
+    h = torch.nn.functional.pad(x, (0, 0, 0, chunks * size - length)).reshape(batch, chunks, size, n)
     h = h.clone() if h.data_ptr() == x.data_ptr() else h
-    table = powers(log_poles, _CHUNK, first=1, dtype=x.dtype)
-    for t in range(1, _CHUNK):
+    table = powers(log_poles, size, first=1, dtype=x.dtype)
+    for t in range(1, size):
         h[:, :, t].addcmul_(h[:, :, t - 1], table[0])
-    stride = powers(log_poles, 1, first=_CHUNK, dtype=torch.complex128)[0]
+    stride = powers(log_poles, 1, first=size, dtype=torch.complex128)[0]
     carry = state.to(torch.complex128)
     carries = []
     for k in range(chunks):
@@ -70,4 +71,4 @@ def scan(
         carry = h[:, k, -1] + stride * carry
     before = torch.stack(carries, dim=1).to(x.dtype)
     h.addcmul_(before[:, :, None], table[None, None])
-    return h.reshape(batch, chunks * _CHUNK, n)[:, :length]
+    return h.reshape(batch, chunks * size, n)[:, :length]
