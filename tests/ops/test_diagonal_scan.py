@@ -150,3 +150,21 @@ def test_the_output_has_the_precision_of_the_input(dtype):
     assert y.dtype == dtype
     assert last.dtype == torch.float32
     assert relative(y, lti_layer(u, *rest, state)[0]) < 2e-2
+
+
+@pytest.mark.parametrize("multiple", [1, 4, 8])
+def test_idle_modes_change_neither_values_nor_gradients(multiple):
+    from compressm.ops.diagonal_scan.layer_forms import padded_order, through_states
+    from compressm.ops.diagonal_scan.two_level import two_level_recurrence
+
+    u, log_poles, B, C, state = (tensor.requires_grad_() for tensor in layer(n=5))
+    padded = padded_order(log_poles, B, C, state, multiple=multiple)
+    assert padded[1].shape[1] % multiple == 0
+    y, last = through_states(u, *padded, two_level_recurrence)
+    expected, end = lti_layer(u, log_poles, B, C, state, path=Path.LOOP)
+    torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close(last[..., :5], end, rtol=1e-10, atol=1e-11)
+    grads = torch.autograd.grad(y.sum() + last.sum(), (log_poles, B, C, state))
+    wanted = torch.autograd.grad(expected.sum() + end.sum(), (log_poles, B, C, state))
+    for one, other in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)

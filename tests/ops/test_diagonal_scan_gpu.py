@@ -73,11 +73,23 @@ def test_a_new_order_compiles_no_new_kernel():
     def compiled():
         return sum(len(cache[0]) for cache in kernels._forward.device_caches.values())
 
-    linear_recurrence(normal(2, 64, 2, 48).float().cuda(), poles(48).float().cuda())
+    linear_recurrence(normal(50, 8, 2, 384).float().cuda(), poles(384).float().cuda())
     before = compiled()
-    for n in (47, 33, 16, 1):
-        linear_recurrence(normal(2, 64, 2, n).float().cuda(), poles(n).float().cuda())
+    for n in (383, 100, 33, 16, 1):  # from many programs through some to few
+        linear_recurrence(normal(50, 8, 2, n).float().cuda(), poles(n).float().cuda())
     assert compiled() == before
+
+
+@pytest.mark.parametrize("batch", [1, 20, 60])
+def test_every_launch_computes_the_definition(batch):
+    from compressm.ops.diagonal_scan.triton import _launch
+
+    x, logs = normal(batch, 150, 2, 100).float().cuda(), poles(100, slowest=1e-3).float().cuda()
+    h, last = linear_recurrence(x, logs)
+    expected, end = linear_recurrence(x.double(), logs.double(), path=Path.LOOP)
+    assert relative(h, expected) < 1e-5
+    assert relative(last, end) < 1e-5
+    assert len({_launch(size, 100) for size in (1, 20, 60)}) == 3
 
 
 def test_half_precision_stays_half_and_autocast_casts():

@@ -80,7 +80,11 @@ def _layer(
     if path is Path.LOOP:
         return lti_loop(u, log_poles, B, C, state)
     if path is Path.SCAN:
-        return layer_forms.through_states(u, log_poles, B, C, state, _recurrence)
+        n = B.shape[1]
+        if u.is_cuda:
+            log_poles, B, C, state = layer_forms.padded_order(log_poles, B, C, state, multiple=8)
+        y, last = layer_forms.through_states(u, log_poles, B, C, state, _recurrence)
+        return y, last[..., :n]
     if path is Path.CHUNKED:
         chunk = layer_chunk(u.shape[1], B.shape[1], B.shape[2], C.shape[1])
         return layer_forms.chunked(u, log_poles, B, C, state, _recurrence, chunk), None

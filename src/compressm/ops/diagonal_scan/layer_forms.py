@@ -33,6 +33,22 @@ def through_states(
     return h.flatten(-2) @ _reading(C).mT, last
 
 
+def padded_order(
+    log_poles: Float[Tensor, "2 n"],
+    B: Float[Tensor, "2 n p"],
+    C: Float[Tensor, "2 q n"],
+    state: Float[Tensor, "batch 2 n"] | None,
+    *,
+    multiple: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Idle modes up to the next multiple: a GPU multiplies matrices of odd sizes at a third of the speed."""
+    missing = -B.shape[1] % multiple
+    if missing == 0:
+        return log_poles, B, C, state
+    idle = None if state is None else pad(state, (0, missing))
+    return pad(log_poles, (0, missing), value=-1.0), pad(B, (0, 0, 0, missing)), pad(C, (0, missing)), idle
+
+
 def chunked(
     u: Float[Tensor, "batch length p"],
     log_poles: Float[Tensor, "2 n"],

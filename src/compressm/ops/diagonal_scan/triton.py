@@ -8,15 +8,26 @@ from log λ, their phase reduced in float64.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-# Measured on an H200: with one warp and 16 modes no tile spills, and enough programs run to hide the memory.
-_TILE, _MODES, _WARPS = 16, 16, 1
+
+class Launch(NamedTuple):
+    """Steps in a tile, modes and warps of a program."""
+
+    TILE: int
+    MODES: int
+    num_warps: int
+
+
+# Measured on an H200. Many programs hide the memory behind each other and want small tiles that never spill; few must
+# do it alone, with long tiles and several warps.
+_MANY, _SOME, _FEW = Launch(16, 16, 1), Launch(64, 16, 4), Launch(64, 8, 4)
 
 
 @triton.jit
@@ -187,8 +198,10 @@ class TritonRecurrence(torch.autograd.Function):
         x, log_poles, state = x.contiguous(), log_poles.contiguous(), state.contiguous()
         batch, length, _, n = x.shape
         h, last = torch.empty_like(x), torch.empty(batch, 2, n, dtype=torch.float32, device=x.device)
-        launch = {"TILE": _TILE, "MODES": _MODES, "num_warps": _WARPS}
-        _forward[_grid(batch, n)](x, log_poles, state, h, last, length, n, **launch)
+        _compile_all(x.dtype, log_poles.dtype, x.device)
+        launch = _launch(batch, n)
+        grid = (triton.cdiv(n, launch.MODES), batch)
+        _forward[grid](x, log_poles, state, h, last, length, n, **launch._asdict())
         ctx.save_for_backward(h, log_poles, state)
         return h, last
 
@@ -199,10 +212,26 @@ class TritonRecurrence(torch.autograd.Function):
         dx = torch.empty_like(h)
         dlog, dstate = (torch.empty(batch, 2, n, dtype=torch.float32, device=h.device) for _ in range(2))
         given = (grads[0].contiguous(), h, log_poles, state, grads[1].contiguous())
-        launch = {"TILE": _TILE, "MODES": _MODES, "num_warps": _WARPS}
-        _backward[_grid(batch, n)](*given, dx, dlog, dstate, length, n, **launch)
+        launch = _launch(batch, n)
+        grid = (triton.cdiv(n, launch.MODES), batch)
+        _backward[grid](*given, dx, dlog, dstate, length, n, **launch._asdict())
         return dx, dlog.sum(0).to(log_poles.dtype), dstate.to(state.dtype)
 
 
-def _grid(batch: int, n: int) -> tuple[int, int]:
-    return triton.cdiv(n, _MODES), batch
+def _launch(batch: int, n: int) -> Launch:
+    programs = batch * triton.cdiv(n, 16)
+    if programs <= 100:
+        return _FEW
+    return _SOME if programs <= 400 else _MANY
+
+
+@cache
+def _compile_all(dtype: torch.dtype, log_dtype: torch.dtype, device: torch.device) -> None:
+    """Every variant at the first use, on one step of one mode: a cut later must not wait for a compiler."""
+    x, small = torch.zeros(1, 1, 2, 1, dtype=dtype, device=device), torch.zeros(1, 2, 1, device=device)
+    logs = torch.full((2, 1), -1.0, dtype=log_dtype, device=device)
+    for launch in (_MANY, _SOME, _FEW):
+        options = launch._asdict()
+        _forward[(1, 1)](x, logs, small, torch.empty_like(x), torch.empty_like(small), 1, 1, **options)
+        outputs = (torch.empty_like(x), torch.empty_like(small), torch.empty_like(small))
+        _backward[(1, 1)](x, x, logs, small, small, *outputs, 1, 1, **options)
