@@ -18,6 +18,7 @@ class SSMLayer(nn.Module, ABC):
 
     # For every parameter that grows with the order: the axis on which the states stand.
     STATE_AXES: ClassVar[Mapping[str, int]]
+    D: nn.Parameter
 
     def __init__(self, width: int, order: int) -> None:
         super().__init__()
@@ -32,7 +33,6 @@ class SSMLayer(nn.Module, ABC):
         name, axis = next(iter(self.STATE_AXES.items()))
         return getattr(self, name).shape[axis]  # a plain tensor inside `functional_call`
 
-    @abstractmethod
     def forward(
         self,
         x: Float[Tensor, "batch length width"],
@@ -42,6 +42,18 @@ class SSMLayer(nn.Module, ABC):
         keep_state: bool = True,
     ) -> tuple[Float[Tensor, "batch length width"], Tensor | None]:
         """The whole sequence; steps at and after `lengths` change nothing. Without `keep_state` the state is None."""
+        y, state = self._mix(x, state, lengths, keep_state)
+        return torch.addcmul(y, self.D.to(x.dtype), x), state
+
+    @abstractmethod
+    def _mix(
+        self, x: Tensor, state: Tensor | None, lengths: Tensor | None, keep_state: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The recurrence without the skip D·x.
+
+        Everything whose shape holds the order is in here, behind `torch.compiler.disable`: what is compiled around it
+        is never compiled again after a cut.
+        """
 
     @abstractmethod
     def step(self, x: Float[Tensor, "batch width"], state: Tensor) -> tuple[Float[Tensor, "batch width"], Tensor]:

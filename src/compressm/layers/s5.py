@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import ClassVar, final
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from compressm.layers.base import SSMLayer
@@ -77,18 +77,6 @@ class S5(SSMLayer):
         """s B and 2 C, as pairs."""
         return self.discrete()[1:]
 
-    def forward(
-        self,
-        x: Float[Tensor, "batch length width"],
-        state: Float[Tensor, "batch 2 n"] | None = None,
-        lengths: Int[Tensor, " batch"] | None = None,
-        *,
-        keep_state: bool = True,
-    ) -> tuple[Float[Tensor, "batch length width"], Float[Tensor, "batch 2 n"] | None]:
-        y, state = self._mix(x, state, lengths, keep_state)
-        return torch.addcmul(y, self.D.to(x.dtype), x), state
-
-    # Everything whose shape holds n is in here: what is compiled around it is never compiled again after a cut.
     @torch.compiler.disable
     def _mix(
         self, x: Tensor, state: Tensor | None, lengths: Tensor | None, keep_state: bool
