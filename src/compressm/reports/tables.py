@@ -17,6 +17,10 @@ def reduction_markdown(measurement: Measurement) -> str:
         several = f"{row['members']} × " if row["members"] != 1 else ""
         cells = [f"{several}{row['order']} → {row['rank']}", str(row["width"]), str(row["system"])]
         columns = ["hankel_s", "reduction_s", *(["plain_hankel_s", "plain_reduction_s"] if compared else [])]
-        cells += [f"{1e3 * float(row[column]):.3g} ms" for column in columns]
+        cells += [_duration(float(row[column])) for column in columns]
         lines.append([*cells, f"{float(row['speedup']):.1f}"] if compared else cells)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
