@@ -68,6 +68,7 @@ OPTIONS = {
     "bench": set(),
     "bench reduction": {"--device", "--order", "--width", "--repeats", "--compare", "--no-compare", "--out"},
     "bench draw": {"result", "--picture"},
+    "bench scan": {"--device", "--repeats", "--out"},
     "bench step": {"--device", "--task", "--order", "--precision", "--repeats", "--out"},
     "bench table": {"result"},
 }

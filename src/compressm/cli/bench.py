@@ -129,6 +129,31 @@ def step(
     console.print(f"result: {measurement.write(result)}", soft_wrap=True)
 
 
+@bench.command()
+def scan(
+    device: Annotated[Device, typer.Option(help="Where to measure.")] = Device.cpu,
+    repeats: Annotated[int, typer.Option(parser=_count, metavar="INTEGER", help="Repeats; the median counts.")] = 9,
+    out: Annotated[Path, typer.Option(help="Folder for the result file.")] = Path("out/bench"),
+) -> None:
+    """One layer by every path, scan, chunks and convolution, beside the path the cost rule picks."""
+    from compressm.bench.scan_paths import PATHS, measure_paths
+
+    result = out / f"scan-{device.value}.json"
+    _require(device, result)
+    with console.status("measuring") as status:
+        measurement = measure_paths(device=device.value, repeats=repeats, progress=lambda line: _say(status, line))
+    shown = Table(title="One layer, forward and backward", caption="milliseconds, median")
+    for head in ("batch", "length", "n", "H", *(path.name.lower() for path in PATHS), "chosen"):
+        shown.add_column(head, justify="right", no_wrap=True)
+    for row in measurement.rows:
+        sizes = (str(row[name]) for name in ("batch", "length", "order", "width"))
+        times = (row.get(f"{path.name.lower()}_s") for path in PATHS)
+        cells = ("" if seconds is None else f"{1e3 * float(seconds):.3g}" for seconds in times)
+        shown.add_row(*sizes, *cells, str(row["chosen"]).lower())
+    console.print(shown)
+    console.print(f"result: {measurement.write(result)}", soft_wrap=True)
+
+
 def _require(device: Device, *paths: Path) -> None:
     """A device that is there and files that can be written, before anything is measured."""
     if device is Device.cuda and not torch.cuda.is_available():
