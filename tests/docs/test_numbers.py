@@ -40,3 +40,10 @@ def test_the_measured_times_meet_their_targets():
     for order in (256, 512, 1024):
         assert row(CPU, order, order // 4, 8)["speedup"] >= 4
     assert row(GPU, 384, 161, 512)["reduction_s"] <= 0.350
+
+
+def test_the_cost_rule_picks_a_path_that_was_measured_fastest_or_nearly():
+    measured = Measurement.read(ROOT / "benchmarks" / "results" / "scan-cpu.json")
+    for row in measured.rows:
+        times = {name.removesuffix("_s").upper(): float(row[name]) for name in row if name.endswith("_s")}
+        assert times[row["chosen"]] <= 1.25 * min(times.values()), row
