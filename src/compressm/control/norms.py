@@ -43,7 +43,7 @@ def h_infinity_norm(system: LinearSystem) -> Float[Tensor, "*bank"]:
 def h2_error(first: LinearSystem, second: LinearSystem) -> Float[Tensor, "*bank"]:
     """‖G − G'‖₂ = ‖[C, −C'] L‖_F, L Lᴴ the controllability Gramian of both side by side.
 
-    The factor comes without forming the Gramian, so that differences down to 1e-15 of the norm are seen, where
+    The factor comes without forming the Gramian, so that differences down to 1e-13 of the norm are seen, where
     tr(C P Cᴴ) would stop at 1e-8.
     """
     _require_comparable(first, second)

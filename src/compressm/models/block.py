@@ -44,7 +44,7 @@ class Block(nn.Module):
 
     def _after(self, mixed: Float[Tensor, "batch length width"]) -> Float[Tensor, "batch length width"]:
         value, gate = self.gate(self.dropout(nn.functional.gelu(mixed))).chunk(2, dim=-1)
-        # Half a row is too short to vectorise over: copied first, the sigmoid and its gradient take half the time.
+        # Half a row is too short to vectorise over on a CPU: copied first, the sigmoid and its gradient are faster.
         return self.dropout(value * torch.sigmoid(gate.contiguous()))
 
 

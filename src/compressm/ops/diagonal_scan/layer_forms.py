@@ -41,7 +41,7 @@ def padded_order(
     *,
     multiple: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Idle modes up to the next multiple: a GPU multiplies matrices of odd sizes at a third of the speed."""
+    """Idle modes up to the next multiple: matrices of odd sizes miss the fast kernels of a GPU."""
     missing = -B.shape[1] % multiple
     if missing == 0:
         return log_poles, B, C, state
