@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from pathlib import Path
 
 # Some AMX kernels for bfloat16 end in an illegal instruction on virtual machines; must be said before torch is loaded.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -10,8 +11,20 @@ import hypothesis
 import torch
 from jaxtyping import install_import_hook
 
+# Without a GPU its kernels are interpreted; must be said before they are loaded.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def checked_modules():
+    """All but the kernels, which are read as text and not called as functions."""
+    source = Path(__file__).parents[1] / "src"
+    paths = (path.relative_to(source).with_suffix("") for path in sorted(source.rglob("*.py")))
+    return [".".join(path.parts) for path in paths if path.name not in ("__init__", "triton")]
+
+
 if importlib.util.find_spec("beartype"):  # in the development extra; not on every machine with a GPU
-    install_import_hook("compressm", "beartype.beartype")
+    install_import_hook(checked_modules(), "beartype.beartype")
 
 # One thread: on a shared machine with few cores two can be ten times slower than one.
 torch.set_num_threads(1)

@@ -1,7 +1,10 @@
+import math
+
 import pytest
 import torch
 
-from compressm.ops import Path, linear_recurrence, lti_bank, lti_layer
+from compressm.ops import Path, SequenceError, linear_recurrence, lti_bank, lti_layer
+from compressm.ops.diagonal_scan.responses import power_tables
 
 LAYER_PATHS = [Path.SCAN, Path.CHUNKED, Path.CONVOLUTION]
 LENGTHS = [1, 2, 31, 32, 33, 63, 100]
@@ -98,6 +101,44 @@ def test_gradients_of_a_bank_are_those_of_its_definition():
         torch.testing.assert_close(got, wanted, rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.parametrize("path", [Path.LOOP, *LAYER_PATHS])
+def test_the_skip_of_a_layer_adds_d_times_u_to_values_and_gradients(path):
+    u, *system, state = layer(p=3, q=3)
+    D, weights = normal(3, seed=7), normal(*u.shape, seed=5)
+    check_skip(lambda u, **skip: lti_layer(u, *system, state, path=path, **skip)[0], u, D, weights)
+
+
+@pytest.mark.parametrize("path", [Path.LOOP, Path.CONVOLUTION])
+def test_the_skip_of_a_bank_adds_d_times_u_to_values_and_gradients(path):
+    u, *system, state = bank()
+    D, weights = normal(3, seed=7), normal(*u.shape, seed=5)
+    check_skip(lambda u, **skip: lti_bank(u, *system, state, path=path, **skip)[0], u, D, weights)
+
+
+def check_skip(mix, u, D, weights):
+    u, D = u.requires_grad_(), D.requires_grad_()
+    folded, added = mix(u, D=D), mix(u) + D * u
+    torch.testing.assert_close(folded, added, rtol=1e-10, atol=1e-11)
+    grads = (torch.autograd.grad((y * weights).sum(), (u, D)) for y in (folded, added))
+    for got, wanted in zip(*grads, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-10)
+
+
+def test_a_skip_needs_as_many_outputs_as_inputs():
+    u, *system, state = layer(p=3, q=2)
+    with pytest.raises(SequenceError, match="C has shape"):
+        lti_layer(u, *system, state, D=normal(3))
+
+
+@pytest.mark.parametrize("modulus", [1e-3, 0.5, 0.9])
+def test_powers_of_fast_poles_never_multiply_to_subnormal_numbers(modulus):
+    log_poles = torch.tensor([[math.log(modulus)], [1.0]])
+    near, far = power_tables(log_poles, 4096, torch.complex64)
+    products = (near[:, None] * far[None]).abs()
+    assert (products[products > 0] >= torch.finfo(torch.float32).tiny).all()
+    assert near[0] == far[0] == 1
+
+
 @pytest.fixture(scope="module")
 def long_layer():
     """Slow poles over 16384 steps: float32 numbers, and the float64 loop over the same numbers."""
@@ -155,12 +196,11 @@ def test_the_output_has_the_precision_of_the_input(dtype):
 @pytest.mark.parametrize("multiple", [1, 4, 8])
 def test_idle_modes_change_neither_values_nor_gradients(multiple):
     from compressm.ops.diagonal_scan.layer_forms import padded_order, through_states
-    from compressm.ops.diagonal_scan.two_level import two_level_recurrence
 
     u, log_poles, B, C, state = (tensor.requires_grad_() for tensor in layer(n=5))
     padded = padded_order(log_poles, B, C, state, multiple=multiple)
     assert padded[1].shape[1] % multiple == 0
-    y, last = through_states(u, *padded, two_level_recurrence)
+    y, last = through_states(u, *padded)
     expected, end = lti_layer(u, log_poles, B, C, state, path=Path.LOOP)
     torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-11)
     torch.testing.assert_close(last[..., :5], end, rtol=1e-10, atol=1e-11)

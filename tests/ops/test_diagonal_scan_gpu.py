@@ -80,16 +80,13 @@ def test_a_new_order_compiles_no_new_kernel():
     assert compiled() == before
 
 
-@pytest.mark.parametrize("batch", [1, 20, 60])
-def test_every_launch_computes_the_definition(batch):
-    from compressm.ops.diagonal_scan.triton import _launch
-
-    x, logs = normal(batch, 150, 2, 100).float().cuda(), poles(100, slowest=1e-3).float().cuda()
-    h, last = linear_recurrence(x, logs)
-    expected, end = linear_recurrence(x.double(), logs.double(), path=Path.LOOP)
-    assert relative(h, expected) < 1e-5
+@pytest.mark.parametrize("n", [13, 200])
+def test_a_layer_of_few_channels_takes_the_fast_kernels_and_is_the_definition(n):
+    u, logs, B, C, state = (tensor.float().cuda() for tensor in layer(n=n, length=500))
+    y, last = lti_layer(u, logs, B, C, state)
+    expected, end = lti_layer(*(tensor.double() for tensor in (u, logs, B, C, state)), path=Path.LOOP)
+    assert relative(y, expected) < 1e-5
     assert relative(last, end) < 1e-5
-    assert len({_launch(size, 100) for size in (1, 20, 60)}) == 3
 
 
 def test_half_precision_stays_half_and_autocast_casts():

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from compressm.layers.base import SSMLayer
 from compressm.ops import Path, SequenceError, lti_layer
+from compressm.ops.diagonal_scan import layer_dtype
+from compressm.ops.lru_system import lru_system, plain_system
 
 
 @final
@@ -58,20 +60,25 @@ class LRU(SSMLayer):
 
     def log_poles(self) -> Float[Tensor, "2 n"]:
         """(log |λ|, arg λ)."""
-        return torch.stack([-torch.exp(self.nu_log), torch.exp(self.theta_log)])
+        return plain_system(*self._parameters_of_system())[0]
 
     def matrices(self) -> tuple[Float[Tensor, "2 n width"], Float[Tensor, "2 width n"]]:
         """γ B and C, as pairs."""
-        gamma = torch.exp(self.gamma_log)[:, None]
-        return torch.stack([gamma * self.B_re, gamma * self.B_im]), torch.stack([self.C_re, self.C_im])
+        return plain_system(*self._parameters_of_system())[1:]
+
+    def _parameters_of_system(self) -> tuple[Tensor, ...]:
+        return self.nu_log, self.theta_log, self.gamma_log, self.B_re, self.B_im, self.C_re, self.C_im
 
     @torch.compiler.disable
     def _mix(
         self, x: Tensor, state: Tensor | None, lengths: Tensor | None, keep_state: bool
     ) -> tuple[Tensor, Tensor | None]:
         self._check(x, state, axes="batch length")
-        B, C = self.matrices()
-        return lti_layer(x, self.log_poles(), B, C, state, lengths, keep_state=keep_state, path=self.path)
+        system = lru_system(*self._parameters_of_system(), dtype=layer_dtype(x, self.order, self.width, self.path))
+        idle = system[0].shape[-1] - self.order
+        state = nn.functional.pad(state, (0, idle)) if state is not None and idle else state
+        y, last = lti_layer(x, *system, state, lengths, keep_state=keep_state, path=self.path)
+        return y, last if last is None else last[..., : self.order]
 
     def step(
         self, x: Float[Tensor, "batch width"], state: Float[Tensor, "batch 2 n"]

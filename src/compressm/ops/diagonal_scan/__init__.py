@@ -5,6 +5,6 @@ real tensors only. Poles come as their logarithms, (log |λ|, arg λ): powers ar
 """
 
 from compressm.ops.diagonal_scan.cost import Path
-from compressm.ops.diagonal_scan.dispatch import linear_recurrence, lti_bank, lti_layer
+from compressm.ops.diagonal_scan.dispatch import layer_dtype, linear_recurrence, lti_bank, lti_layer
 
-__all__ = ["Path", "linear_recurrence", "lti_bank", "lti_layer"]
+__all__ = ["Path", "layer_dtype", "linear_recurrence", "lti_bank", "lti_layer"]

@@ -7,9 +7,11 @@ from jaxtyping import Complex, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from compressm.ops.diagonal_scan.cost import best_chunk, fast_length
+from compressm.ops.diagonal_scan.convolution import ChannelConvolution
+from compressm.ops.diagonal_scan.cost import best_chunk
 from compressm.ops.diagonal_scan.layer_forms import after, backwards
-from compressm.ops.diagonal_scan.pairs import complex_dtype, powers, to_complex, to_pair
+from compressm.ops.diagonal_scan.pairs import complex_dtype, from_interleaved, interleaved, powers, to_complex, to_pair
+from compressm.ops.diagonal_scan.responses import power_tables
 
 
 def bank_convolution(
@@ -18,13 +20,14 @@ def bank_convolution(
     B: Float[Tensor, "2 width n"],
     C: Float[Tensor, "2 width n"],
     state: Float[Tensor, "batch 2 width n"] | None,
+    D: Float[Tensor, " width"] | None,
 ) -> Float[Tensor, "batch length width"]:
     """kᵢ[t] = Re(Cᵢ Λᵢᵗ Bᵢ) in two steps of about √L powers, then FFTs channel by channel."""
     length = u.shape[1]
     kernel = _responses(log_poles, (to_complex(B, 0) * to_complex(C, 0))[None], length, u.dtype)[0]
-    size = fast_length(2 * length - 1)
-    response = torch.fft.rfft(kernel.mT.contiguous(), n=size)
-    y = torch.fft.irfft(response * torch.fft.rfft(u.mT.contiguous(), n=size), n=size)[..., :length].mT
+    if D is not None:
+        kernel[0].add_(D)
+    y: Tensor = ChannelConvolution.apply(u, kernel)
     if state is None:
         return y
     read = to_complex(C, 0) * to_complex(state, 1) * powers(log_poles, 1, first=1, dtype=complex_dtype(u.dtype))
@@ -43,9 +46,8 @@ def bank_final_state(
     dtype, chunk = complex_dtype(u.dtype), best_chunk(length)
     count = -(-length // chunk)
     blocks = pad(backwards(u, lengths), (0, 0, 0, count * chunk - length)).reshape(batch * count, chunk, width)
-    collect = torch.view_as_real(powers(log_poles, chunk, dtype=dtype)).flatten(-2)
-    ends = blocks.permute(2, 0, 1) @ collect.transpose(0, 1)
-    ends = torch.view_as_complex(ends.reshape(width, batch, count, -1, 2))
+    collect = interleaved(powers(log_poles, chunk, dtype=dtype))
+    ends = from_interleaved(blocks.permute(2, 0, 1) @ collect.transpose(0, 1)).reshape(width, batch, count, -1)
     strides = powers(log_poles.to(torch.float64) * chunk, count, dtype=dtype)
     last = torch.einsum("wbcn,cwn->bwn", ends, strides) * to_complex(B, 0)
     if state is not None:
@@ -57,11 +59,8 @@ def _responses(
     log_poles: Float[Tensor, "2 width n"], weights: Complex[Tensor, "batch width n"], length: int, real: torch.dtype
 ) -> Float[Tensor, "batch length width"]:
     """Re Σₙ w Λᵗ for t < length, as one real product a channel: t = kT + j needs √L powers twice instead of L."""
-    dtype, chunk = complex_dtype(real), best_chunk(length)
-    count = -(-length // chunk)
+    near, far = power_tables(log_poles, length, complex_dtype(real))
     batch, width, _ = weights.shape
-    far = weights.to(dtype)[:, None] * powers(log_poles.to(torch.float64) * chunk, count, dtype=dtype)
-    near = powers(log_poles, chunk, dtype=dtype).permute(1, 2, 0)
-    left = torch.cat([far.real, -far.imag], dim=-1).permute(2, 0, 1, 3).reshape(width, batch * count, -1)
-    product = left @ torch.cat([near.real, near.imag], dim=1)
-    return product.reshape(width, batch, count * chunk)[..., :length].permute(1, 2, 0)
+    weighted = (weights.to(far.dtype)[:, None] * far).conj()
+    product = interleaved(weighted).permute(2, 0, 1, 3).flatten(1, 2) @ interleaved(near).permute(1, 2, 0)
+    return product.reshape(width, batch, -1)[..., :length].permute(1, 2, 0)

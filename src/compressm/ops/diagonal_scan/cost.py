@@ -1,14 +1,18 @@
 """Which path is cheapest for which shapes, forward and backward on one CPU core.
 
-Microseconds, fitted to a core that multiplies float32 matrices at 50 flop/ns; ratios matter, not the unit. The
-benchmark `compressm bench scan` measures every path beside the choice.
+Microseconds, fitted to 23 shapes on a core that multiplies float32 matrices at 140 flop/ns; ratios matter, not the
+unit. The benchmark `compressm bench scan` measures every path beside the choice.
 """
 
 from __future__ import annotations
 
 from enum import Enum
+from functools import cache
 
-_FLOP = 1 / 50e3
+_FLOP = 1 / 140e3
+_SHORTEST_CHUNK, _LONGEST_CHUNK = 4, 64
+NARROW = 16  # channels up to which a GPU has kernels that form B u and C h on the way
+FEW_STATES = 64  # up to which those write every state; beyond, one a chunk
 
 
 class Path(Enum):
@@ -23,11 +27,10 @@ class Path(Enum):
 def cheapest_path(batch: int, length: int, n: int, p: int, q: int, *, gpu: bool = False) -> Path:
     """The path with the smallest predicted cost.
 
-    On a GPU scans are cheap, and the convolution wins only where many states serve few channels, as in the sMNIST model
-    at n = 256 with 8 channels.
+    On a GPU few channels go in chunks, whose states never reach memory, and all else through a scan.
     """
     if gpu:
-        return Path.CONVOLUTION if p * q <= 64 and n >= 128 else Path.SCAN
+        return Path.CHUNKED if max(p, q) <= NARROW else Path.SCAN
     costs = path_costs(batch, length, n, p, q)
     return min(costs, key=lambda path: costs[path])
 
@@ -35,22 +38,33 @@ def cheapest_path(batch: int, length: int, n: int, p: int, q: int, *, gpu: bool 
 def path_costs(batch: int, length: int, n: int, p: int, q: int) -> dict[Path, float]:
     """Predicted microseconds of a training step of the layer.
 
-    SCAN moves every state through memory, 0.06 µs each. CHUNKED does the products of SCAN and T p q more a step.
-    CONVOLUTION pays n p q once for the response, whatever the batch, and FFTs a step.
+    SCAN moves every state through memory. CHUNKED does the products of SCAN and those of its chunks. CONVOLUTION pays
+    for the response once, whatever the batch, and FFTs a step.
     """
-    steps, chunk = batch * length, layer_chunk(length, n, p, q)
-    products = 12 * n * (p + q) * _FLOP
+    steps = batch * length
+    products = steps * 12 * n * (p + q) * _FLOP
+    chunks = _chunk_cost(layer_chunk(batch, length, n, p, q), batch, length, n, p, q)
+    response = 0.03 * length * p * q + 0.03 * length**0.5 * n * (p + q)
     return {
-        Path.SCAN: steps * (0.06 * n + products),
-        Path.CHUNKED: steps * (products + 6 * chunk * p * q * _FLOP) + 0.02 * chunk**2 * p * q + 1500,
-        Path.CONVOLUTION: steps * (0.02 * (p + q) + 24 * p * q * _FLOP) + length * p * q * (12 * n * _FLOP + 0.1),
+        Path.SCAN: steps * 0.015 * n + products + 1100,
+        Path.CHUNKED: chunks + products + 1300,
+        Path.CONVOLUTION: steps * 0.013 * (p + q) + response + 1100,
     }
 
 
-def layer_chunk(length: int, n: int, p: int, q: int) -> int:
-    """Where the T p q of a chunk's own block and the n/T of carrying states cost the same; from 8 to 64 steps."""
-    balance = round((0.06 * n / (6 * p * q * _FLOP)) ** 0.5)
-    return max(1, min(length, max(8, min(64, balance))))
+@cache
+def layer_chunk(batch: int, length: int, n: int, p: int, q: int) -> int:
+    """T from 4 to 64: long chunks have large blocks of their own, short ones carry many states."""
+    candidates = range(min(length, _SHORTEST_CHUNK), min(length, _LONGEST_CHUNK) + 1)
+    return min(candidates, key=lambda chunk: _chunk_cost(chunk, batch, length, n, p, q))
+
+
+def _chunk_cost(chunk: int, batch: int, length: int, n: int, p: int, q: int) -> float:
+    """What depends on T: T² p q in and for each block, n for each state carried, and a copy where T leaves a rest."""
+    blocks = batch * -(-length // chunk)
+    tables = 0.006 * chunk**2 * p * q + 0.012 * chunk * n * (p + q)
+    rest = 0.0015 * batch * length * (p + q) if length % chunk else 0.0
+    return blocks * (6 * chunk**2 * p * q * _FLOP + 0.016 * n) + tables + rest
 
 
 def best_chunk(length: int) -> int:
@@ -59,10 +73,10 @@ def best_chunk(length: int) -> int:
 
 
 def fast_length(at_least: int) -> int:
-    """The smallest 2ᵃ3ᵇ5ᶜ7ᵈ that is not below: sizes that FFTs handle well."""
-    size = max(1, at_least)
+    """The smallest multiple of 16 that is 2ᵃ3ᵇ5ᶜ7ᵈ and not below: FFTs of odd sizes take two to four times as long."""
+    size = max(16, -(-at_least // 16) * 16)
     while _without_small_primes(size) != 1:
-        size += 1
+        size += 16
     return size
 
 

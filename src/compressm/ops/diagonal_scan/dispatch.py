@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-from functools import cache
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from compressm.ops.availability import has_triton
 from compressm.ops.diagonal_scan import bank_forms, layer_forms
 from compressm.ops.diagonal_scan.checks import require_floats_on_one_device, require_lengths, require_shapes
-from compressm.ops.diagonal_scan.cost import Path, cheapest_path, layer_chunk
+from compressm.ops.diagonal_scan.chunked import chunked
+from compressm.ops.diagonal_scan.cost import FEW_STATES, NARROW, Path, cheapest_path, layer_chunk
 from compressm.ops.diagonal_scan.reference import bank_loop, lti_loop, recurrence_loop
 from compressm.ops.diagonal_scan.two_level import two_level_recurrence
 from compressm.ops.errors import SequenceError
@@ -47,10 +46,11 @@ def lti_layer(
     state: Float[Tensor, "batch 2 n"] | None = None,
     lengths: Int[Tensor, " batch"] | None = None,
     *,
+    D: Float[Tensor, " p"] | None = None,
     keep_state: bool = True,
     path: Path | None = None,
 ) -> tuple[Float[Tensor, "batch length q"], Float[Tensor, "batch 2 n"] | None]:
-    """y = Re(C h) with h driven by B u, and the state at the end of each sequence (None if `keep_state` is False).
+    """y = Re(C h) + D ⊙ u with h driven by B u, and the state at each sequence's end (None without `keep_state`).
 
     Steps at and after `lengths` neither count nor matter: their y is 0.
     """
@@ -58,37 +58,70 @@ def lti_layer(
         u=(u, ("batch", "length", "p")),
         log_poles=(log_poles, (2, "n")),
         B=(B, (2, "n", "p")),
-        C=(C, (2, "q", "n")),
+        C=(C, (2, "q" if D is None else "p", "n")),
         state=(state, ("batch", 2, "n")),
+        D=(D, ("p",)),
     )
-    require_floats_on_one_device(u=u, log_poles=log_poles, B=B, C=C, state=state)
+    sizes["q"] = C.shape[1]
+    require_floats_on_one_device(u=u, log_poles=log_poles, B=B, C=C, state=state, D=D)
     require_lengths(lengths, sizes["batch"], sizes["length"])
     path = path or cheapest_path(*(sizes[axis] for axis in ("batch", "length", "n", "p", "q")), gpu=u.is_cuda)
-    wanted = _working_dtype(u, path)
+    wanted = layer_dtype(u, sizes["n"], sizes["q"], path)
     with _full_precision(u):
-        work = _masked(u.to(wanted), lengths)
+        work = _masked(u if _fits_narrow_kernels(u, sizes["q"], path) else u.to(wanted), lengths)
         B, C, state = B.to(wanted), C.to(wanted), None if state is None else _raised(state)
-        y, last = _layer(path, work, log_poles, B, C, state)
+        y, last = _layer(path, work, log_poles, B, C, state, None if D is None else D.to(wanted))
         if keep_state and (last is None or lengths is not None):
             last = layer_forms.final_state(_raised(work), log_poles, _raised(B), state, lengths)
         return _masked(y, lengths).to(u.dtype), last if keep_state else None
 
 
 def _layer(
+    path: Path, u: Tensor, log_poles: Tensor, B: Tensor, C: Tensor, state: Tensor | None, D: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    if path is Path.CONVOLUTION:
+        return layer_forms.convolution(u, log_poles, B, C, state, D), None
+    if path is Path.CHUNKED and not _fits_narrow_kernels(u, C.shape[1], path):
+        chunk = layer_chunk(*u.shape[:2], B.shape[1], B.shape[2], C.shape[1])
+        return chunked(u, log_poles, B, C, state, D, chunk), None
+    y, last = _without_skip(path, u, log_poles, B, C, state)
+    return y if D is None else torch.addcmul(y, D.to(y.dtype), u), last
+
+
+def _without_skip(
     path: Path, u: Tensor, log_poles: Tensor, B: Tensor, C: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     if path is Path.LOOP:
         return lti_loop(u, log_poles, B, C, state)
     if path is Path.SCAN:
-        n = B.shape[1]
-        if u.is_cuda:
-            log_poles, B, C, state = layer_forms.padded_order(log_poles, B, C, state, multiple=8)
-        y, last = layer_forms.through_states(u, log_poles, B, C, state, _recurrence)
-        return y, last[..., :n]
-    if path is Path.CHUNKED:
-        chunk = layer_chunk(u.shape[1], B.shape[1], B.shape[2], C.shape[1])
-        return layer_forms.chunked(u, log_poles, B, C, state, _recurrence, chunk), None
-    return layer_forms.convolution(u, log_poles, B, C, state), None
+        if _runs_kernels(u):
+            return _scan_on_gpu(u, log_poles, B, C, state)
+        return layer_forms.through_states(u, log_poles, B, C, state)
+    return _narrow_on_gpu(u, log_poles, B, C, state), None
+
+
+def _narrow_on_gpu(u: Tensor, log_poles: Tensor, B: Tensor, C: Tensor, state: Tensor | None) -> Tensor:
+    """Few states are cheapest written down; many are never formed, but for one a chunk."""
+    if B.shape[1] <= FEW_STATES:
+        from compressm.ops.narrow_layer.triton import NarrowLayer
+
+        return NarrowLayer.apply(u, log_poles, B, C, state)
+    from compressm.ops.chunked_layer.triton import ChunkedLayer
+
+    return ChunkedLayer.apply(u.float(), log_poles, B, C, state).to(u.dtype)
+
+
+def _scan_on_gpu(
+    u: Tensor, log_poles: Tensor, B: Tensor, C: Tensor, state: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Drive, scan, read; the conjugates h̄ are read by C as it is: Re(C h) = [C_re, C_im] · [h̄_re, h̄_im]."""
+    from compressm.ops.diagonal_scan.triton import triton_recurrence
+
+    n = B.shape[1]
+    log_poles, B, C, state = layer_forms.padded_order(log_poles, B, C, state, multiple=8)
+    x = (u @ B.flatten(0, 1).mT).reshape(*u.shape[:2], 2, -1)
+    h, last = triton_recurrence(x, log_poles, state, conjugate=True)
+    return h.flatten(-2) @ C.transpose(0, 1).flatten(1).mT, last[..., :n]
 
 
 @torch.compiler.disable
@@ -100,6 +133,7 @@ def lti_bank(
     state: Float[Tensor, "batch 2 width n"] | None = None,
     lengths: Int[Tensor, " batch"] | None = None,
     *,
+    D: Float[Tensor, " width"] | None = None,
     keep_state: bool = True,
     path: Path | None = None,
 ) -> tuple[Float[Tensor, "batch length width"], Float[Tensor, "batch 2 width n"] | None]:
@@ -111,8 +145,9 @@ def lti_bank(
         B=(B, bank),
         C=(C, bank),
         state=(state, ("batch", *bank)),
+        D=(D, ("width",)),
     )
-    require_floats_on_one_device(u=u, log_poles=log_poles, B=B, C=C, state=state)
+    require_floats_on_one_device(u=u, log_poles=log_poles, B=B, C=C, state=state, D=D)
     require_lengths(lengths, sizes["batch"], sizes["length"])
     if path not in (None, Path.LOOP, Path.CONVOLUTION):
         raise SequenceError(f"path is {path}, a bank is computed by {Path.LOOP} or {Path.CONVOLUTION}")
@@ -121,15 +156,16 @@ def lti_bank(
         B, C, state = B.to(work.dtype), C.to(work.dtype), None if state is None else _raised(state)
         if path is Path.LOOP:
             y = bank_loop(work, log_poles, B, C, state)[0]
+            y = y if D is None else y + D * work
         else:
-            y = bank_forms.bank_convolution(work, log_poles, B, C, state)
+            y = bank_forms.bank_convolution(work, log_poles, B, C, state, D)
         last = bank_forms.bank_final_state(work, log_poles, B, state, lengths) if keep_state else None
         return _masked(y, lengths).to(u.dtype), last
 
 
 def _recurrence(x: Tensor, log_poles: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
     """The scan of this device: Triton on a GPU, two loops elsewhere and for float64."""
-    if x.is_cuda and x.dtype != torch.float64 and has_triton():
+    if _runs_kernels(x):
         from compressm.ops.diagonal_scan.triton import triton_recurrence
 
         return triton_recurrence(x, log_poles, state)
@@ -137,18 +173,21 @@ def _recurrence(x: Tensor, log_poles: Tensor, state: Tensor | None) -> tuple[Ten
     return h.to(x.dtype), last
 
 
-@cache
-def has_triton() -> bool:
-    """Whether the kernels can be compiled here."""
-    return importlib.util.find_spec("triton") is not None
+def layer_dtype(u: Tensor, n: int, q: int, path: Path | None = None) -> torch.dtype:
+    """In which `lti_layer` multiplies by B and C: half precision only where a GPU scans, with sums in float32."""
+    batch, length, p = u.shape
+    path = path or cheapest_path(batch, length, n, p, q, gpu=u.is_cuda)
+    if not (path is Path.SCAN and _runs_kernels(u)):
+        return _raised(u).dtype
+    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else u.dtype
 
 
-def _working_dtype(u: Tensor, path: Path) -> torch.dtype:
-    """Half precision stays only where the GPU scans: products then run on its matrix units, sums are float32."""
-    scanning = u.is_cuda and path is Path.SCAN and has_triton()
-    if scanning and torch.is_autocast_enabled("cuda"):
-        return torch.get_autocast_dtype("cuda")
-    return u.dtype if scanning else _raised(u).dtype
+def _runs_kernels(u: Tensor) -> bool:
+    return u.is_cuda and u.dtype != torch.float64 and has_triton()
+
+
+def _fits_narrow_kernels(u: Tensor, q: int, path: Path) -> bool:
+    return path is Path.CHUNKED and _runs_kernels(u) and max(u.shape[2], q) <= NARROW
 
 
 def _raised(tensor: Tensor) -> Tensor:

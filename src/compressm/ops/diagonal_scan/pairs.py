@@ -21,6 +21,16 @@ def to_pair(number: Complex[Tensor, "..."], axis: int) -> Float[Tensor, "..."]:
     return torch.stack([number.real, number.imag], dim=axis)
 
 
+def interleaved(number: Complex[Tensor, "*rest n"]) -> Float[Tensor, "*rest n2"]:
+    """Real and imaginary parts side by side, as complex numbers lie in memory: products with them need no copies."""
+    return torch.view_as_real(number.resolve_conj()).flatten(-2)
+
+
+def from_interleaved(pairs: Float[Tensor, "*rest n2"]) -> Complex[Tensor, "*rest n"]:
+    """The inverse of `interleaved`."""
+    return torch.view_as_complex(pairs.unflatten(-1, (-1, 2)))
+
+
 def complex_dtype(real: torch.dtype) -> torch.dtype:
     """complex128 for float64, complex64 for everything else."""
     return torch.complex128 if real == torch.float64 else torch.complex64

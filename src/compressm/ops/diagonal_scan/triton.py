@@ -1,237 +1,343 @@
-"""The recurrence on the GPU: one pass over memory forward, one backward.
+"""The recurrence on the GPU, forward and backward in time, in segments that run side by side.
 
-A program owns a block of modes of one sequence and walks through time in tiles. Inside a tile
-h[t] = λᵗ Σ_{s≤t} λ⁻ˢ x[s], one multiplication, a running sum, one multiplication; between tiles a carry in float64, so
-that slow poles keep their phase. Sums are float32, inputs and outputs any float. Powers of λ are formed in the kernel
-from log λ, their phase reduced in float64.
+A thread owns a mode in one segment of one sequence and walks through it step by step, a few steps of memory ahead. A
+first kernel reduces every segment to what it leaves at its end; the second begins each segment with what all before it
+left. Inside a span of steps λ is multiplied up in float32; from span to span the state is carried in float64 by powers
+formed from log λ, so that slow poles keep their phase. Inputs and outputs are any float. The backward pass is the same
+walk from the end with λ̄.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from compressm.ops.column_sums.triton import column_sums
 
-class Launch(NamedTuple):
-    """Steps in a tile, modes and warps of a program."""
-
-    TILE: int
-    MODES: int
-    num_warps: int
-
-
-# Measured on an H200. Many programs hide the memory behind each other and want small tiles that never spill; few must
-# do it alone, with long tiles and several warps.
-_MANY, _SOME, _FEW = Launch(16, 16, 1), Launch(64, 16, 4), Launch(64, 8, 4)
+# Measured on an H200.
+_MODES = 64  # of a program, one a thread
+_ROWS = 8  # steps that are loaded before the first of them is used
+_SPAN = 64  # steps between two states in float64: at most 64 · 6e-8 is lost inside
+_THREADS = 160_000  # that a launch should have where the sequence is long enough
+_SEGMENTS = 128  # at most: each looks back at all before it
 
 
 @triton.jit
-def _powers(log_modulus, phase, exponent, SIGN: tl.constexpr):
-    """λ^exponent (λ̄ for SIGN −1) as float32 pairs: turns counted in float64, sine and cosine in float32."""
-    turns = phase * exponent * 0.15915494309189535
-    angle = ((turns - tl.floor(turns + 0.5)) * 6.283185307179586).to(tl.float32)
-    modulus = tl.exp((log_modulus * exponent).to(tl.float32))
-    return modulus * tl.cos(angle), SIGN * modulus * tl.sin(angle)
+def _poles(logs, mode, n):
+    log_modulus = tl.load(logs + mode, mask=mode < n, other=-1.0).to(tl.float64)
+    return log_modulus, tl.load(logs + n + mode, mask=mode < n, other=0.0).to(tl.float64)
 
 
-@triton.jit
-def _then(a_re, a_im, x_re, x_im, b_re, b_im, y_re, y_im):
-    """First h ← a h + x, then h ← b h + y."""
-    return (
-        b_re * a_re - b_im * a_im,
-        b_re * a_im + b_im * a_re,
-        b_re * x_re - b_im * x_im + y_re,
-        b_re * x_im + b_im * x_re + y_im,
-    )
+@triton.jit(do_not_specialize=["n", "segment"])
+def _powers(logs, table, n, segment, STRIDE: tl.constexpr, SPAN: tl.constexpr, MODES: tl.constexpr):
+    """λ, λ^SPAN and λ^segment in float64, (3, 2, n): sines in float64 are too slow to form in every program.
 
-
-@triton.jit
-def _tile_scan(x_re, x_im, up_re, up_im, down_re, down_im, one_re, one_im, scaled):
-    """h[t] = λ h[t−1] + x[t] from h = 0 inside a tile; by running sums of λ⁻ˢ x[s] where λ⁻ˢ stays below 1e30."""
-    if scaled:
-        s_re = tl.cumsum(x_re * up_re - x_im * up_im, 0)
-        s_im = tl.cumsum(x_re * up_im + x_im * up_re, 0)
-        l_re, l_im = s_re * down_re - s_im * down_im, s_re * down_im + s_im * down_re
-    else:
-        a_re, a_im = one_re[None, :] + 0.0 * x_re, one_im[None, :] + 0.0 * x_re
-        _, _, l_re, l_im = tl.associative_scan((a_re, a_im, x_re, x_im), 0, _then)
-    return l_re, l_im
-
-
-@triton.jit(do_not_specialize=["length", "n"])
-def _forward(x, log_poles, state, h, last, length, n, TILE: tl.constexpr, MODES: tl.constexpr):
-    batch = tl.program_id(1).to(tl.int64)
+    With a STRIDE, of λ^STRIDE instead of λ.
+    """
     mode = tl.program_id(0) * MODES + tl.arange(0, MODES)
-    row = tl.arange(0, TILE)
-    inside = mode < n
-    log_modulus = tl.load(log_poles + mode, mask=inside, other=-1.0).to(tl.float64)
-    phase = tl.load(log_poles + n + mode, mask=inside, other=0.0).to(tl.float64)
-    step = row.to(tl.float64)[:, None]
-    up_re, up_im = _powers(log_modulus[None, :], phase[None, :], -step, 1)
-    down_re, down_im = _powers(log_modulus[None, :], phase[None, :], step, 1)
-    one_re, one_im = _powers(log_modulus, phase, 1.0, 1)
-    scaled = tl.min(log_modulus) * TILE > -69.0
-    size = tl.exp(log_modulus * TILE)
-    s_re, s_im = size * tl.cos(phase * TILE), size * tl.sin(phase * TILE)
-    at_state = batch * 2 * n + mode
-    c_re = tl.load(state + at_state, mask=inside, other=0.0).to(tl.float64)
-    c_im = tl.load(state + at_state + n, mask=inside, other=0.0).to(tl.float64)
-    # The carry enters as λ h: then every row of a tile takes it times λᵗ, the powers already there.
-    q_re, q_im = tl.exp(log_modulus) * tl.cos(phase), tl.exp(log_modulus) * tl.sin(phase)
-    at = batch * length * 2 * n + row[:, None].to(tl.int64) * (2 * n) + mode[None, :]
-    live = (row < length)[:, None] & inside[None, :]
-    next_re, next_im = tl.load(x + at, mask=live, other=0.0), tl.load(x + at + n, mask=live, other=0.0)
-    for start in range(0, length, TILE):
-        x_re, x_im = next_re.to(tl.float32), next_im.to(tl.float32)
-        # The next tile is on its way while this one is summed.
-        coming = ((start + TILE + row) < length)[:, None] & inside[None, :]
-        next_re = tl.load(x + at + TILE * 2 * n, mask=coming, other=0.0)
-        next_im = tl.load(x + at + TILE * 2 * n + n, mask=coming, other=0.0)
-        l_re, l_im = _tile_scan(x_re, x_im, up_re, up_im, down_re, down_im, one_re, one_im, scaled)
-        k_re, k_im = (
-            (q_re * c_re - q_im * c_im).to(tl.float32)[None, :],
-            (q_re * c_im + q_im * c_re).to(tl.float32)[None, :],
-        )
-        h_re, h_im = l_re + down_re * k_re - down_im * k_im, l_im + down_re * k_im + down_im * k_re
-        tl.store(h + at, h_re.to(h.dtype.element_ty), mask=live)
-        tl.store(h + at + n, h_im.to(h.dtype.element_ty), mask=live)
-        if start + TILE >= length:
-            end = (start + row == length - 1)[:, None]
-            tl.store(last + at_state, tl.sum(tl.where(end, h_re, 0.0), 0), mask=inside)
-            tl.store(last + at_state + n, tl.sum(tl.where(end, h_im, 0.0), 0), mask=inside)
-        final = (row == TILE - 1)[:, None]
-        t_re = tl.sum(tl.where(final, l_re, 0.0), 0) + s_re * c_re - s_im * c_im
-        c_im = tl.sum(tl.where(final, l_im, 0.0), 0) + s_re * c_im + s_im * c_re
-        c_re = t_re
-        live, at = coming, at + TILE * 2 * n
+    log_modulus, phase = _poles(logs, mode, n)
+    k = tl.program_id(1)
+    exponent = STRIDE * tl.where(k == 0, 1, tl.where(k == 1, SPAN, segment)).to(tl.float64)
+    modulus, at = tl.exp(log_modulus * exponent), table + k * 2 * n + mode
+    tl.store(at, modulus * tl.cos(phase * exponent), mask=mode < n)
+    tl.store(at + n, modulus * tl.sin(phase * exponent), mask=mode < n)
 
 
-@triton.jit(do_not_specialize=["length", "n"])
-def _backward(dh, h, log_poles, state, dlast, dx, dlog, dstate, length, n, TILE: tl.constexpr, MODES: tl.constexpr):
-    """g[t] = dh[t] + λ̄ g[t+1] from the end, and Σ conj(g[t]) λ h[t−1] on the way."""
-    batch = tl.program_id(1).to(tl.int64)
+@triton.jit
+def _power(table, k: tl.constexpr, mode, n, SIGN: tl.constexpr):
+    """One row of the table, conjugated for SIGN −1."""
+    at = table + k * 2 * n + mode
+    return tl.load(at, mask=mode < n, other=0.0), SIGN * tl.load(at + n, mask=mode < n, other=0.0)
+
+
+@triton.jit
+def _times(a_re, a_im, b_re, b_im):
+    return a_re * b_re - a_im * b_im, a_re * b_im + a_im * b_re
+
+
+@triton.jit
+def _rows(source, at, stride, n, start, stop, inside, FLIP: tl.constexpr, ROWS: tl.constexpr):
+    """Real and imaginary parts of the next steps; 0 from `stop` on."""
+    re, im = (), ()
+    for k in tl.static_range(ROWS):
+        live = inside & (start + k < stop)
+        re += (tl.load(source + at + k * stride, mask=live, other=0.0).to(tl.float32),)
+        im += (FLIP * tl.load(source + at + k * stride + n, mask=live, other=0.0).to(tl.float32),)
+    return re, im
+
+
+@triton.jit
+def _carried(c_re, c_im, ends, table, earlier, batch, mode, n, SIGN: tl.constexpr):
+    """The state at the start of a segment: what came in, and what the `earlier` segments left."""
+    s_re, s_im = _power(table, 2, mode, n, SIGN)
+    stride = tl.num_programs(2).to(tl.int64) * 2 * n
+    at = batch * 2 * n + mode
+    for start in range(0, earlier, 8):
+        e_re, e_im = _rows(ends, at, stride, n, start, earlier, mode < n, 1, 8)
+        for k in tl.static_range(8):
+            t_re, t_im = _times(s_re, s_im, c_re, c_im)
+            c_re = tl.where(start + k < earlier, t_re + e_re[k].to(tl.float64), c_re)
+            c_im = tl.where(start + k < earlier, t_im + e_im[k].to(tl.float64), c_im)
+        at += 8 * stride
+    return c_re, c_im
+
+
+@triton.jit
+def _next_span(c_re, c_im, l_re, l_im, s_re, s_im):
+    """The state after a span: what was carried in, a span later, and what the span left."""
+    c_re, c_im = _times(s_re, s_im, c_re, c_im)
+    return c_re + l_re.to(tl.float64), c_im + l_im.to(tl.float64)
+
+
+@triton.jit(do_not_specialize=["length", "n", "segment"])
+def _ends(x, table, last, ends, length, n, segment, SIGN: tl.constexpr, FLIP: tl.constexpr,
+          HAS_LAST: tl.constexpr, MODES: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr):  # fmt: skip
+    """What each whole segment leaves, begun with nothing: (segments − 1, batch, 2, n).
+
+    SIGN −1 walks from the end, where `last` enters beside the first step.
+    """
+    batch, batches = tl.program_id(2).to(tl.int64), tl.num_programs(2)
     mode = tl.program_id(0) * MODES + tl.arange(0, MODES)
-    row = tl.arange(0, TILE)
     inside = mode < n
-    log_modulus = tl.load(log_poles + mode, mask=inside, other=-1.0).to(tl.float64)
-    phase = tl.load(log_poles + n + mode, mask=inside, other=0.0).to(tl.float64)
-    step = row.to(tl.float64)[:, None]
-    up_re, up_im = _powers(log_modulus[None, :], phase[None, :], -step, -1)
-    down_re, down_im = _powers(log_modulus[None, :], phase[None, :], step, -1)
-    one_re, one_im = _powers(log_modulus, phase, 1.0, -1)
-    scaled = tl.min(log_modulus) * TILE > -69.0
-    size = tl.exp(log_modulus * TILE)
-    s_re, s_im = size * tl.cos(phase * TILE), -size * tl.sin(phase * TILE)
-    q_re, q_im = tl.exp(log_modulus) * tl.cos(phase), -tl.exp(log_modulus) * tl.sin(phase)
+    q_re, q_im = _power(table, 0, mode, n, SIGN)
+    s_re, s_im = _power(table, 1, mode, n, SIGN)
+    o_re, o_im = q_re.to(tl.float32), q_im.to(tl.float32)
     c_re, c_im = tl.zeros((MODES,), tl.float64), tl.zeros((MODES,), tl.float64)
-    sum_re, sum_im = tl.zeros((MODES,), tl.float32), tl.zeros((MODES,), tl.float32)
+    v_re, v_im = tl.zeros((MODES,), tl.float32), tl.zeros((MODES,), tl.float32)
+    if HAS_LAST:
+        v_re = tl.load(last + batch * 2 * n + mode, mask=inside, other=0.0).to(tl.float32)
+        v_im = tl.load(last + batch * 2 * n + n + mode, mask=inside, other=0.0).to(tl.float32)
+    first = tl.program_id(1) * segment
+    stop, stride = first + segment, SIGN * 2 * n
+    at = (batch * length + (first if SIGN == 1 else length - 1 - first)) * (2 * n) + mode
+    for span in range(first, stop, SPAN):
+        l_re, l_im = tl.zeros((MODES,), tl.float32), tl.zeros((MODES,), tl.float32)
+        for start in range(span, span + SPAN, ROWS):
+            x_re, x_im = _rows(x, at, stride, n, start, stop, inside, FLIP, ROWS)
+            for k in tl.static_range(ROWS):
+                l_re, l_im = _times(o_re, o_im, l_re, l_im)
+                l_re, l_im = l_re + x_re[k], l_im + x_im[k]
+                if HAS_LAST:
+                    begin = start + k == 0
+                    l_re, l_im = tl.where(begin, l_re + v_re, l_re), tl.where(begin, l_im + v_im, l_im)
+            at += ROWS * stride
+        c_re, c_im = _next_span(c_re, c_im, l_re, l_im, s_re, s_im)
+    to = ends + (tl.program_id(1).to(tl.int64) * batches + batch) * 2 * n + mode
+    tl.store(to, c_re.to(tl.float32), mask=inside)
+    tl.store(to + n, c_im.to(tl.float32), mask=inside)
+
+
+@triton.jit(do_not_specialize=["length", "n", "segment"])
+def _forward(x, table, state, ends, h, last, length, n, segment, HAS_STATE: tl.constexpr, EXCLUSIVE: tl.constexpr,
+             FLIP: tl.constexpr, MODES: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr):  # fmt: skip
+    """h[t] = l[t] + λᵗ c: the recurrence since the span began, and the state before it. EXCLUSIVE stores h[t − 1]."""
+    batch = tl.program_id(2).to(tl.int64)
+    mode = tl.program_id(0) * MODES + tl.arange(0, MODES)
+    inside = mode < n
+    q_re, q_im = _power(table, 0, mode, n, 1)
+    s_re, s_im = _power(table, 1, mode, n, 1)
+    o_re, o_im = q_re.to(tl.float32), q_im.to(tl.float32)
+    c_re, c_im = tl.zeros((MODES,), tl.float64), tl.zeros((MODES,), tl.float64)
     at_state = batch * 2 * n + mode
-    e_re = tl.load(dlast + at_state, mask=inside, other=0.0).to(tl.float32)
-    e_im = tl.load(dlast + at_state + n, mask=inside, other=0.0).to(tl.float32)
-    z_re = tl.load(state + at_state, mask=inside, other=0.0).to(tl.float32)
-    z_im = tl.load(state + at_state + n, mask=inside, other=0.0).to(tl.float32)
-    time = length - 1 - row
-    at = batch * length * 2 * n + time[:, None].to(tl.int64) * (2 * n) + mode[None, :]
-    live, earlier = (time >= 0)[:, None] & inside[None, :], (time >= 1)[:, None] & inside[None, :]
-    next_re, next_im = tl.load(dh + at, mask=live, other=0.0), tl.load(dh + at + n, mask=live, other=0.0)
-    before_re, before_im = (
-        tl.load(h + at - 2 * n, mask=earlier, other=0.0),
-        tl.load(h + at - n, mask=earlier, other=0.0),
-    )
-    for start in range(0, length, TILE):
-        d_re, d_im, h_re, h_im = (
-            next_re.to(tl.float32),
-            next_im.to(tl.float32),
-            before_re.to(tl.float32),
-            before_im.to(tl.float32),
-        )
-        back = at - TILE * 2 * n
-        coming, earlier = (time >= TILE)[:, None] & inside[None, :], (time >= TILE + 1)[:, None] & inside[None, :]
-        next_re, next_im = tl.load(dh + back, mask=coming, other=0.0), tl.load(dh + back + n, mask=coming, other=0.0)
-        before_re = tl.load(h + back - 2 * n, mask=earlier, other=0.0)
-        before_im = tl.load(h + back - n, mask=earlier, other=0.0)
-        ending, begin = (time == length - 1)[:, None], (time == 0)[:, None]
-        d_re, d_im = tl.where(ending, d_re + e_re[None, :], d_re), tl.where(ending, d_im + e_im[None, :], d_im)
-        l_re, l_im = _tile_scan(d_re, d_im, up_re, up_im, down_re, down_im, one_re, one_im, scaled)
-        k_re, k_im = (
-            (q_re * c_re - q_im * c_im).to(tl.float32)[None, :],
-            (q_re * c_im + q_im * c_re).to(tl.float32)[None, :],
-        )
-        g_re = tl.where(live, l_re + down_re * k_re - down_im * k_im, 0.0)
-        g_im = tl.where(live, l_im + down_re * k_im + down_im * k_re, 0.0)
-        tl.store(dx + at, g_re.to(dx.dtype.element_ty), mask=live)
-        tl.store(dx + at + n, g_im.to(dx.dtype.element_ty), mask=live)
-        h_re, h_im = tl.where(begin, z_re[None, :], h_re), tl.where(begin, z_im[None, :], h_im)
-        sum_re += tl.sum(g_re * h_re + g_im * h_im, 0)
-        sum_im += tl.sum(g_re * h_im - g_im * h_re, 0)
-        if start + TILE >= length:
-            w_re, w_im = tl.sum(tl.where(begin, g_re, 0.0), 0), tl.sum(tl.where(begin, g_im, 0.0), 0)
-            tl.store(dstate + at_state, one_re * w_re - one_im * w_im, mask=inside)
-            tl.store(dstate + at_state + n, one_re * w_im + one_im * w_re, mask=inside)
-        final = (row == TILE - 1)[:, None]
-        t_re = tl.sum(tl.where(final, l_re, 0.0), 0) + s_re * c_re - s_im * c_im
-        c_im = tl.sum(tl.where(final, l_im, 0.0), 0) + s_re * c_im + s_im * c_re
-        c_re = t_re
-        live, at, time = coming, back, time - TILE
+    if HAS_STATE:
+        c_re = tl.load(state + at_state, mask=inside, other=0.0).to(tl.float64)
+        c_im = tl.load(state + at_state + n, mask=inside, other=0.0).to(tl.float64)
+    c_re, c_im = _carried(c_re, c_im, ends, table, tl.program_id(1), batch, mode, n, 1)
+    first = tl.program_id(1) * segment
+    stop = tl.minimum(first + segment, length)
+    at = (batch * length + first) * (2 * n) + mode
+    for span in range(first, stop, SPAN):
+        l_re, l_im = tl.zeros((MODES,), tl.float32), tl.zeros((MODES,), tl.float32)
+        f_re, f_im = c_re.to(tl.float32), c_im.to(tl.float32)
+        for start in range(span, tl.minimum(span + SPAN, stop), ROWS):
+            x_re, x_im = _rows(x, at, 2 * n, n, start, stop, inside, 1, ROWS)
+            for k in tl.static_range(ROWS):
+                e_re, e_im, live = l_re + f_re, l_im + f_im, inside & (start + k < stop)
+                l_re, l_im = _times(o_re, o_im, l_re, l_im)
+                l_re, l_im = l_re + x_re[k], l_im + x_im[k]
+                f_re, f_im = _times(o_re, o_im, f_re, f_im)
+                h_re, h_im = l_re + f_re, l_im + f_im
+                # A branch is cheaper here than two selections; in the backward pass it is the other way round.
+                if start + k == length - 1:
+                    tl.store(last + at_state, h_re, mask=inside)
+                    tl.store(last + at_state + n, h_im, mask=inside)
+                if EXCLUSIVE:
+                    h_re, h_im = e_re, e_im
+                tl.store(h + at + k * 2 * n, h_re.to(h.dtype.element_ty), mask=live)
+                tl.store(h + at + k * 2 * n + n, (FLIP * h_im).to(h.dtype.element_ty), mask=live)
+            at += ROWS * 2 * n
+        c_re, c_im = _next_span(c_re, c_im, l_re, l_im, s_re, s_im)
+
+
+@triton.jit(do_not_specialize=["length", "n", "segment"])
+def _backward(dh, h, table, state, dlast, ends, dx, dlog, dstate, length, n, segment, HAS_STATE: tl.constexpr,
+              HAS_LAST: tl.constexpr, EXCLUSIVE: tl.constexpr, FLIP: tl.constexpr, MODES: tl.constexpr,
+              ROWS: tl.constexpr, SPAN: tl.constexpr):  # fmt: skip
+    """g[t] = dh[t] + λ̄ g[t+1] from the end, and Σ conj(g[t]) λ h[t−1] on the way, one row of `dlog` a segment.
+
+    EXCLUSIVE: h holds h[t − 1] at t and dh its gradient, so that the gradient of x[t] is g[t + 1].
+    """
+    batch, batches = tl.program_id(2).to(tl.int64), tl.num_programs(2)
+    mode = tl.program_id(0) * MODES + tl.arange(0, MODES)
+    inside = mode < n
+    q_re, q_im = _power(table, 0, mode, n, -1)
+    s_re, s_im = _power(table, 1, mode, n, -1)
+    o_re, o_im = q_re.to(tl.float32), q_im.to(tl.float32)
+    at_state, earlier = batch * 2 * n + mode, tl.program_id(1)
+    c_re, c_im = tl.zeros((MODES,), tl.float64), tl.zeros((MODES,), tl.float64)
+    v_re, v_im = tl.zeros((MODES,), tl.float32), tl.zeros((MODES,), tl.float32)
+    if HAS_LAST:
+        v_re = tl.load(dlast + at_state, mask=inside, other=0.0).to(tl.float32)
+        v_im = tl.load(dlast + at_state + n, mask=inside, other=0.0).to(tl.float32)
+    c_re, c_im = _carried(c_re, c_im, ends, table, earlier, batch, mode, n, -1)
+    sum_re, sum_im = tl.zeros((MODES,), tl.float32), tl.zeros((MODES,), tl.float32)
+    w_re, w_im = tl.zeros((MODES,), tl.float32), tl.zeros((MODES,), tl.float32)
+    first = earlier * segment
+    stop = tl.minimum(first + segment, length)
+    known = stop if EXCLUSIVE else tl.minimum(stop, length - 1)
+    at = (batch * length + length - 1 - first) * (2 * n) + mode
+    for span in range(first, stop, SPAN):
+        l_re, l_im = tl.zeros((MODES,), tl.float32), tl.zeros((MODES,), tl.float32)
+        f_re, f_im = c_re.to(tl.float32), c_im.to(tl.float32)
+        for start in range(span, tl.minimum(span + SPAN, stop), ROWS):
+            d_re, d_im = _rows(dh, at, -2 * n, n, start, stop, inside, FLIP, ROWS)
+            # The state one step earlier; before the first one stands the state that came in, or nothing.
+            b_re, b_im = _rows(h, at - (0 if EXCLUSIVE else 2 * n), -2 * n, n, start, known, inside, FLIP, ROWS)
+            for k in tl.static_range(ROWS):
+                e_re, e_im, live = l_re + f_re, l_im + f_im, inside & (start + k < stop)
+                l_re, l_im = _times(o_re, o_im, l_re, l_im)
+                l_re, l_im = l_re + d_re[k], l_im + d_im[k]
+                if HAS_LAST:
+                    begin = start + k == 0
+                    l_re, l_im = tl.where(begin, l_re + v_re, l_re), tl.where(begin, l_im + v_im, l_im)
+                f_re, f_im = _times(o_re, o_im, f_re, f_im)
+                g_re, g_im = l_re + f_re, l_im + f_im
+                end = start + k == length - 1
+                w_re, w_im = tl.where(end, g_re, w_re), tl.where(end, g_im, w_im)
+                if EXCLUSIVE:
+                    g_re, g_im = e_re, e_im
+                tl.store(dx + at - k * 2 * n, g_re.to(dx.dtype.element_ty), mask=live)
+                tl.store(dx + at - k * 2 * n + n, g_im.to(dx.dtype.element_ty), mask=live)
+                sum_re += g_re * b_re[k] + g_im * b_im[k]
+                sum_im += g_re * b_im[k] - g_im * b_re[k]
+            at -= ROWS * 2 * n
+        c_re, c_im = _next_span(c_re, c_im, l_re, l_im, s_re, s_im)
+    if stop == length:
+        if HAS_STATE and not EXCLUSIVE:
+            z_re = tl.load(state + at_state, mask=inside, other=0.0).to(tl.float32)
+            z_im = tl.load(state + at_state + n, mask=inside, other=0.0).to(tl.float32)
+            sum_re += w_re * z_re + w_im * z_im
+            sum_im += w_re * z_im - w_im * z_re
+            w_re, w_im = _times(o_re, o_im, w_re, w_im)
+        tl.store(dstate + at_state, w_re, mask=inside)
+        tl.store(dstate + at_state + n, w_im, mask=inside)
     # ∂L/∂log|λ| = Re, ∂L/∂arg λ = −Im of the sum times λ.
-    tl.store(dlog + at_state, one_re * sum_re + one_im * sum_im, mask=inside)
-    tl.store(dlog + at_state + n, one_im * sum_re - one_re * sum_im, mask=inside)
+    to = dlog + (earlier.to(tl.int64) * batches + batch) * 2 * n + mode
+    tl.store(to, o_re * sum_re + o_im * sum_im, mask=inside)
+    tl.store(to + n, o_im * sum_re - o_re * sum_im, mask=inside)
 
 
-def triton_recurrence(x: Tensor, log_poles: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """All h, in the dtype of x, and the last, in float32."""
-    if state is None:
-        state = x.new_zeros(x.shape[0], 2, x.shape[-1], dtype=torch.float32)
-    return TritonRecurrence.apply(x, log_poles, state)
+def triton_recurrence(
+    x: Tensor, log_poles: Tensor, state: Tensor | None = None, *, conjugate: bool = False
+) -> tuple[Tensor, Tensor]:
+    """All h (or their conjugates), in the dtype of x, and the last h, in float32."""
+    return TritonRecurrence.apply(x, log_poles, state, conjugate)
 
 
 class TritonRecurrence(torch.autograd.Function):
     """The gradients are those of `TwoLevelRecurrence`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, log_poles: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        x, log_poles, state = x.contiguous(), log_poles.contiguous(), state.contiguous()
-        batch, length, _, n = x.shape
-        h, last = torch.empty_like(x), torch.empty(batch, 2, n, dtype=torch.float32, device=x.device)
+    def forward(ctx: Any, x: Tensor, log_poles: Tensor, state: Tensor | None, conjugate: bool) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        x, state = x.contiguous(), None if state is None else state.contiguous()
         _compile_all(x.dtype, log_poles.dtype, x.device)
-        launch = _launch(batch, n)
-        grid = (triton.cdiv(n, launch.MODES), batch)
-        _forward[grid](x, log_poles, state, h, last, length, n, **launch._asdict())
-        ctx.save_for_backward(h, log_poles, state)
+        walk = Walk(x, log_poles.contiguous(), flip=-1 if conjugate else 1)
+        h, last = walk.forward(x, state)
+        ctx.save_for_backward(h, walk.table, state)
+        ctx.walk, ctx.log_dtype = walk, log_poles.dtype
         return h, last
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        h, log_poles, state = ctx.saved_tensors
-        batch, length, _, n = h.shape
-        dx = torch.empty_like(h)
-        dlog, dstate = (torch.empty(batch, 2, n, dtype=torch.float32, device=h.device) for _ in range(2))
-        given = (grads[0].contiguous(), h, log_poles, state, grads[1].contiguous())
-        launch = _launch(batch, n)
-        grid = (triton.cdiv(n, launch.MODES), batch)
-        _backward[grid](*given, dx, dlog, dstate, length, n, **launch._asdict())
-        return dx, dlog.sum(0).to(log_poles.dtype), dstate.to(state.dtype)
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        h, _, state = ctx.saved_tensors
+        dh = torch.zeros_like(h) if grads[0] is None else grads[0].contiguous()
+        dlast = None if grads[1] is None else grads[1].contiguous()
+        dx, dlog, dstate = ctx.walk.backward(dh, h, state, dlast)
+        return dx, dlog.to(ctx.log_dtype), None if state is None else dstate.to(state.dtype), None
 
 
-def _launch(batch: int, n: int) -> Launch:
-    programs = batch * triton.cdiv(n, 16)
-    if programs <= 100:
-        return _FEW
-    return _SOME if programs <= 400 else _MANY
+class Walk:
+    """Sizes and powers of one recurrence, which its two passes share.
+
+    flip −1 stores conjugates of h; `exclusive` stores the h before every step; a step is `stride` times λ.
+    """
+
+    def __init__(self, x: Tensor, logs: Tensor, *, flip: int = 1, exclusive: bool = False, stride: int = 1) -> None:
+        self.batch, self.length, _, self.n = x.shape
+        self.segments, self.segment = _segments(self.batch, self.length, self.n)
+        self.options = {"FLIP": flip, "EXCLUSIVE": exclusive}
+        self.table = torch.empty(3, 2, self.n, dtype=torch.float64, device=x.device)
+        sizes = {"STRIDE": stride, "SPAN": _SPAN, "MODES": 32, "num_warps": 1}
+        _powers[(triton.cdiv(self.n, 32), 3)](logs, self.table, self.n, self.segment, **sizes)
+
+    def forward(self, x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Every h and the last."""
+        h, last = torch.empty_like(x), x.new_empty(self.batch, 2, self.n, dtype=torch.float32)
+        ends = self._ends(x, sign=1, flip=1)
+        given = (x, self.table, last if state is None else state, ends, h, last, *self._sizes())
+        _forward[self._grid(self.segments)](*given, HAS_STATE=state is not None, **self.options, **_SIZES)
+        return h, last
+
+    def backward(
+        self, dh: Tensor, h: Tensor, state: Tensor | None, dlast: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """∂L/∂x, ∂L/∂log λ (2, n), and ∂L/∂state."""
+        ends = self._ends(dh, sign=-1, flip=self.options["FLIP"], last=dlast)
+        dx, dlog = torch.empty_like(h), ends.new_empty(self.segments, self.batch, 2, self.n)
+        dstate = ends.new_empty(self.batch, 2, self.n)
+        given = (dh, h, self.table, *(dstate if tensor is None else tensor for tensor in (state, dlast)), ends)
+        _backward[self._grid(self.segments)](*given, dx, dlog, dstate, *self._sizes(), HAS_STATE=state is not None,
+                                             HAS_LAST=dlast is not None, **self.options, **_SIZES)  # fmt: skip
+        return dx, column_sums(dlog.flatten(2).flatten(0, 1)).view(2, self.n), dstate
+
+    def _ends(self, x: Tensor, *, sign: int, flip: int, last: Tensor | None = None) -> Tensor:
+        ends = x.new_empty(max(1, self.segments - 1), self.batch, 2, self.n, dtype=torch.float32)
+        if self.segments > 1:
+            given = (x, self.table, ends if last is None else last, ends, *self._sizes())
+            _ends[self._grid(self.segments - 1)](*given, SIGN=sign, FLIP=flip, HAS_LAST=last is not None, **_SIZES)
+        return ends
+
+    def _grid(self, segments: int) -> tuple[int, int, int]:
+        return triton.cdiv(self.n, _MODES), segments, self.batch
+
+    def _sizes(self) -> tuple[int, int, int]:
+        return self.length, self.n, self.segment
+
+
+_SIZES: dict[str, Any] = {"MODES": _MODES, "ROWS": _ROWS, "SPAN": _SPAN, "num_warps": _MODES // 32}
+
+
+def _segments(batch: int, length: int, n: int) -> tuple[int, int]:
+    """How many segments, and steps in each: whole spans."""
+    wanted = max(1, min(_SEGMENTS, _THREADS // (batch * n)))
+    segment = triton.cdiv(triton.cdiv(length, _SPAN), wanted) * _SPAN
+    return triton.cdiv(length, segment), segment
 
 
 @cache
 def _compile_all(dtype: torch.dtype, log_dtype: torch.dtype, device: torch.device) -> None:
-    """Every variant at the first use, on one step of one mode: a cut later must not wait for a compiler."""
-    x, small = torch.zeros(1, 1, 2, 1, dtype=dtype, device=device), torch.zeros(1, 2, 1, device=device)
+    """Every variant at the first use, on one mode: a cut later must not wait for a compiler."""
+    x, small = torch.zeros(1, 2 * _SPAN, 2, 1, dtype=dtype, device=device), torch.zeros(1, 2, 1, device=device)
     logs = torch.full((2, 1), -1.0, dtype=log_dtype, device=device)
-    for launch in (_MANY, _SOME, _FEW):
-        options = launch._asdict()
-        _forward[(1, 1)](x, logs, small, torch.empty_like(x), torch.empty_like(small), 1, 1, **options)
-        outputs = (torch.empty_like(x), torch.empty_like(small), torch.empty_like(small))
-        _backward[(1, 1)](x, x, logs, small, small, *outputs, 1, 1, **options)
+    for flip in (1, -1):
+        walk = Walk(x, logs, flip=flip)
+        for state in (None, small):
+            walk.forward(x, state)
+            for dlast in (None, small):
+                walk.backward(x, x, state, dlast)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from jaxtyping import Complex, Float
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from compressm.ops.diagonal_scan.pairs import complex_dtype, powers, to_complex, to_pair
+from compressm.ops.diagonal_scan.pairs import powers, to_complex, to_pair
 
 # Inside a chunk λ is multiplied up to 31 times, which costs 31 · 6e-8 at worst; carries between chunks are float64.
 _LONGEST_CHUNK = 32
@@ -19,11 +22,19 @@ def two_level_recurrence(
     log_poles: Float[Tensor, "2 n"],
     state: Float[Tensor, "batch 2 n"] | None = None,
 ) -> tuple[Float[Tensor, "batch length 2 n"], Float[Tensor, "batch 2 n"]]:
-    """All h and the last; the gradient runs the same recurrence backwards in time."""
-    if state is None:
-        state = x.new_zeros(x.shape[0], 2, x.shape[-1])
-    history: Tensor = TwoLevelRecurrence.apply(x, log_poles, state)
+    """All h and the last, as pairs."""
+    start = None if state is None else to_complex(state, -2)
+    history = to_pair(recurrence(to_complex(x, -2), log_poles, start), -2)
     return history, history[:, -1]
+
+
+def recurrence(
+    x: Complex[Tensor, "batch length n"], log_poles: Float[Tensor, "2 n"], state: Complex[Tensor, "batch n"] | None
+) -> Complex[Tensor, "batch length n"]:
+    """All h; the gradient runs the same recurrence backwards in time."""
+    start = x.new_zeros(x.shape[0], x.shape[-1]) if state is None else state.to(x.dtype)
+    history: Tensor = TwoLevelRecurrence.apply(x, log_poles, start)
+    return history
 
 
 class TwoLevelRecurrence(torch.autograd.Function):
@@ -31,44 +42,55 @@ class TwoLevelRecurrence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, log_poles: Tensor, state: Tensor) -> Tensor:
-        dtype = complex_dtype(x.dtype)
-        before = to_complex(state, -2).to(dtype)
-        h = scan(to_complex(x, -2).to(dtype), log_poles, before)
-        ctx.save_for_backward(h, log_poles, before)
-        ctx.real = x.dtype
-        return to_pair(h, -2).to(x.dtype)
+        h = x.clone(memory_format=torch.contiguous_format)
+        h[:, 0].addcmul_(state, powers(log_poles, 1, first=1, dtype=h.dtype)[0])
+        accumulate_(h, log_poles)
+        ctx.save_for_backward(h, log_poles, state)
+        return h
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        h, log_poles, before = ctx.saved_tensors
+        h, log_poles, state = ctx.saved_tensors
         poles = powers(log_poles, 1, first=1, dtype=h.dtype)[0]
-        mirrored = log_poles * log_poles.new_tensor([1.0, -1.0])[:, None]
-        given = to_complex(grads[0], -2).to(h.dtype).flip(1)
-        g = scan(given, mirrored, torch.zeros_like(before)).flip(1)
-        previous = torch.cat([before[:, None], h[:, :-1]], dim=1)
-        pull = (g.conj() * previous).sum((0, 1)) * poles
-        grad_logs = torch.stack([pull.real, -pull.imag]).to(log_poles.dtype)
-        return to_pair(g, -2).to(ctx.real), grad_logs, to_pair(poles.conj() * g[:, 0], -2).to(ctx.real)
+        g = grads[0].clone(memory_format=torch.contiguous_format)
+        accumulate_(g, mirrored(log_poles), backwards=True)
+        pull = (g[:, 1:].conj() * h[:, :-1]).sum((0, 1)) + (g[:, 0].conj() * state).sum(0)
+        return g, logarithmic(pull * poles).to(log_poles.dtype), poles.conj() * g[:, 0]
 
 
-def scan(
-    x: Complex[Tensor, "batch length n"], log_poles: Float[Tensor, "2 n"], state: Complex[Tensor, "batch n"]
-) -> Complex[Tensor, "batch length n"]:
-    """h[t] = λ h[t−1] + x[t], without gradients."""
-    batch, length, n = x.shape
+def accumulate_(
+    h: Complex[Tensor, "batch length n"], log_poles: Float[Tensor, "2 n"], *, backwards: bool = False
+) -> None:
+    """h[t] += λ h[t−1] for t = 1, 2, … in place; `backwards`, h[t] += λ h[t+1] from the end."""
+    length = h.shape[1]
     size = min(_LONGEST_CHUNK, round(length**0.5))  # as many steps inside a chunk as chunks, for short sequences
-    chunks = -(-length // size)
-    h = torch.nn.functional.pad(x, (0, 0, 0, chunks * size - length)).reshape(batch, chunks, size, n)
-    h = h.clone() if h.data_ptr() == x.data_ptr() else h
-    table = powers(log_poles, size, first=1, dtype=x.dtype)
-    for t in range(1, size):
-        h[:, :, t].addcmul_(h[:, :, t - 1], table[0])
-    stride = powers(log_poles, 1, first=size, dtype=torch.complex128)[0]
-    carry = state.to(torch.complex128)
-    carries = []
-    for k in range(chunks):
-        carries.append(carry)
-        carry = h[:, k, -1] + stride * carry
-    before = torch.stack(carries, dim=1).to(x.dtype)
-    h.addcmul_(before[:, :, None], table[None, None])
-    return h.reshape(batch, chunks * size, n)[:, :length]
+    left = length % size
+    table = powers(log_poles, size, first=1, dtype=torch.complex128)
+    near, order = table.to(h.dtype), slice(None, None, -1 if backwards else None)
+    chunks = (h[:, left:] if backwards else h[:, : length - left]).unflatten(1, (-1, size))
+    _chain_(chunks.unbind(2)[order], near[0])
+    ends = chunks[:, :, 0 if backwards else -1].to(torch.complex128, copy=True)
+    _chain_(ends.unbind(1)[order], table[-1])
+    carries = ends.to(h.dtype)[:, :, None]
+    if backwards:
+        chunks[:, :-1].addcmul_(carries[:, 1:], near.flip(0))
+    else:
+        chunks[:, 1:].addcmul_(carries[:, :-1], near)
+    remainder = h[:, : left + 1] if backwards else h[:, length - left - 1 :]
+    _chain_(remainder.unbind(1)[order], near[0])
+
+
+def _chain_(steps: Sequence[Tensor], pole: Tensor) -> None:
+    for before, after in pairwise(steps):
+        after.addcmul_(before, pole)
+
+
+def mirrored(log_poles: Float[Tensor, "2 *modes"]) -> Float[Tensor, "2 *modes"]:
+    """The logarithms of λ̄."""
+    return torch.stack([log_poles[0], -log_poles[1]])
+
+
+def logarithmic(pull: Complex[Tensor, " n"]) -> Float[Tensor, "2 n"]:
+    """∂L/∂(log |λ|, arg λ) from Σ conj(g) λ ∂h/∂λ."""
+    return torch.stack([pull.real, -pull.imag])

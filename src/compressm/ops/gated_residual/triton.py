@@ -1,0 +1,286 @@
+"""The gated residual on the GPU, every elementwise stage one pass over memory, forward and backward.
+
+Wide: `activate`, a product by cuBLAS, `gate`. Narrow: all in one kernel, the product in registers. Sums over rows go to
+memory as one row of `partial` a program, which are then added in a fixed order: the same input gives the same bits.
+
+A wide kernel's work is cut into items, a tile of rows of one repeat of the flags; a program takes a run of them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _tail(x):
+    """1 − Φ(|x|) within 1e-7 and φ(x) (Abramowitz and Stegun 26.2.17): half the work of `tl.erf`."""
+    bell = tl.exp2(x * x * -0.7213475204444817)
+    a = 1.0 + 0.2316418882 * tl.abs(x)
+    # 1 / a: a root is one instruction, a division many.
+    t = tl.rsqrt(a * a)
+    sum = 0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145)))
+    return t * sum * bell, 0.3989422804014327 * bell
+
+
+@triton.jit
+def _gelu(x, scale):
+    """scale x Φ(x)."""
+    tail, _ = _tail(x)
+    return scale * (tl.maximum(x, 0.0) - tl.abs(x) * tail)
+
+
+@triton.jit
+def _gelu_slope(x):
+    """Φ(x) + x φ(x)."""
+    tail, bell = _tail(x)
+    return tl.where(x >= 0.0, 1.0 - tail, tail) + x * bell
+
+
+@triton.jit
+def _sigmoid(x):
+    a = 1.0 + tl.exp2(x * -1.4426950408889634)
+    return tl.rsqrt(a * a)
+
+
+@triton.jit
+def _column(pointer, col, inside):
+    return tl.load(pointer + col, mask=inside, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _loaded(pointer, at, live):
+    return tl.load(pointer + at, mask=live, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _kept(value, keep, at, live, VECTOR: tl.constexpr):
+    """0 where the flag is."""
+    if keep is not None:
+        # Flags of one byte in the layout of the values, or every tile would be sorted anew in shared memory.
+        flag = tl.load(tl.max_contiguous(keep + at, [1, VECTOR]), mask=live, other=0)
+        value = tl.where(flag != 0, value, 0.0)
+    return value
+
+
+@triton.jit
+def _next(start, repeat, repeats, ROWS: tl.constexpr):
+    """The same rows of the mask in the next repeat; after the last, the next rows."""
+    repeat += 1
+    last = repeat == repeats
+    return tl.where(last, start + ROWS, start), tl.where(last, 0, repeat)
+
+
+@triton.jit(do_not_specialize=["period", "repeats", "items"])
+def activate(
+    y, u, D, keep, z, period, repeats, items, scale,
+    H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """z = k ⊙ gelu(y + D ⊙ u)."""
+    worker, row = tl.program_id(0) // tl.cdiv(H, COLS), tl.arange(0, ROWS)
+    col = tl.program_id(0) % tl.cdiv(H, COLS) * COLS + tl.arange(0, COLS)
+    inside, at = col < H, row[:, None] * H + col[None, :]
+    share = tl.cdiv(items, tl.num_programs(0) // tl.cdiv(H, COLS))
+    start, repeat = worker * share // repeats * ROWS, worker * share % repeats
+    weight = _column(D, col, inside) if u is not None else 0.0
+    for _ in tl.range(worker * share, tl.minimum(worker * share + share, items), num_stages=STAGES):
+        here = start.to(tl.int64) + repeat.to(tl.int64) * period
+        live = (row < period - start)[:, None] & inside[None, :]
+        value = _loaded(y + here * H, at, live)
+        if u is not None:
+            value += weight * _loaded(u + here * H, at, live)
+        value = _gelu(value, scale)
+        if keep is not None:
+            value = _kept(value, keep + start.to(tl.int64) * H, at, live, VECTOR)
+        tl.store(z + here * H + at, value.to(z.dtype.element_ty), mask=live)
+        start, repeat = _next(start, repeat, repeats, ROWS)
+
+
+@triton.jit(do_not_specialize=["period", "repeats", "items"])
+def gate(
+    vg, x, bias, keep, out, period, repeats, items, scale,
+    H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """out = x + k ⊙ v ⊙ sigmoid(g), the bias of v and g added here."""
+    worker, row = tl.program_id(0) // tl.cdiv(H, COLS), tl.arange(0, ROWS)
+    col = tl.program_id(0) % tl.cdiv(H, COLS) * COLS + tl.arange(0, COLS)
+    inside, at, two = col < H, row[:, None] * H + col[None, :], row[:, None] * (2 * H) + col[None, :]
+    share = tl.cdiv(items, tl.num_programs(0) // tl.cdiv(H, COLS))
+    start, repeat = worker * share // repeats * ROWS, worker * share % repeats
+    v_bias, g_bias = _column(bias, col, inside), _column(bias + H, col, inside)
+    for _ in tl.range(worker * share, tl.minimum(worker * share + share, items), num_stages=STAGES):
+        here = start.to(tl.int64) + repeat.to(tl.int64) * period
+        live = (row < period - start)[:, None] & inside[None, :]
+        v = _loaded(vg + here * (2 * H), two, live) + v_bias
+        g = _loaded(vg + here * (2 * H) + H, two, live) + g_bias
+        value = scale * v * _sigmoid(g)
+        if keep is not None:
+            value = _kept(value, keep + start.to(tl.int64) * H, at, live, VECTOR)
+        value += _loaded(x + here * H, at, live)
+        tl.store(out + here * H + at, value.to(out.dtype.element_ty), mask=live)
+        start, repeat = _next(start, repeat, repeats, ROWS)
+
+
+@triton.jit(do_not_specialize=["steps", "period", "repeats", "items"])
+def gate_backward(
+    dout, vg, bias, keep, dvg, partial, steps, period, repeats, items, scale, SHARED: tl.constexpr,
+    H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dv = k ⊙ dout ⊙ s, dg = k ⊙ dout ⊙ v ⊙ s (1 − s), and their sums over the rows of each program.
+
+    SHARED: one row of `dout` stands for so many steps.
+    """
+    worker, row = tl.program_id(0) // tl.cdiv(H, COLS), tl.arange(0, ROWS)
+    col = tl.program_id(0) % tl.cdiv(H, COLS) * COLS + tl.arange(0, COLS)
+    inside, at, two = col < H, row[:, None] * H + col[None, :], row[:, None] * (2 * H) + col[None, :]
+    share = tl.cdiv(items, tl.num_programs(0) // tl.cdiv(H, COLS))
+    start, repeat = worker * share // repeats * ROWS, worker * share % repeats
+    v_bias, g_bias = _column(bias, col, inside), _column(bias + H, col, inside)
+    v_sum = tl.zeros((ROWS, COLS), tl.float32)
+    g_sum = tl.zeros((ROWS, COLS), tl.float32)
+    for _ in tl.range(worker * share, tl.minimum(worker * share + share, items), num_stages=STAGES):
+        here = start.to(tl.int64) + repeat.to(tl.int64) * period
+        live = (row < period - start)[:, None] & inside[None, :]
+        if SHARED:
+            d = scale * _loaded(dout, ((here + row) // steps)[:, None] * H + col[None, :], live)
+        else:
+            d = scale * _loaded(dout + here * H, at, live)
+        if keep is not None:
+            d = _kept(d, keep + start.to(tl.int64) * H, at, live, VECTOR)
+        v = _loaded(vg + here * (2 * H), two, live) + v_bias
+        s = _sigmoid(_loaded(vg + here * (2 * H) + H, two, live) + g_bias)
+        dv = d * s
+        dg = dv * v * (1.0 - s)
+        tl.store(dvg + here * (2 * H) + two, dv.to(dvg.dtype.element_ty), mask=live)
+        tl.store(dvg + here * (2 * H) + H + two, dg.to(dvg.dtype.element_ty), mask=live)
+        v_sum += dv
+        g_sum += dg
+        start, repeat = _next(start, repeat, repeats, ROWS)
+    to = partial + worker * (3 * H) + col
+    tl.store(to, tl.sum(v_sum, 0), mask=inside)
+    tl.store(to + H, tl.sum(g_sum, 0), mask=inside)
+
+
+@triton.jit(do_not_specialize=["period", "repeats", "items"])
+def activate_backward(
+    dz, y, u, D, keep, dy, du, partial, period, repeats, items, scale,
+    H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dy = k ⊙ dz ⊙ gelu'(y + D ⊙ u), du = D ⊙ dy where wanted, and Σ dy ⊙ u over the rows of each program."""
+    worker, row = tl.program_id(0) // tl.cdiv(H, COLS), tl.arange(0, ROWS)
+    col = tl.program_id(0) % tl.cdiv(H, COLS) * COLS + tl.arange(0, COLS)
+    inside, at = col < H, row[:, None] * H + col[None, :]
+    share = tl.cdiv(items, tl.num_programs(0) // tl.cdiv(H, COLS))
+    start, repeat = worker * share // repeats * ROWS, worker * share % repeats
+    weight = _column(D, col, inside) if u is not None else 0.0
+    total = tl.zeros((ROWS, COLS), tl.float32)
+    for _ in tl.range(worker * share, tl.minimum(worker * share + share, items), num_stages=STAGES):
+        here = start.to(tl.int64) + repeat.to(tl.int64) * period
+        live = (row < period - start)[:, None] & inside[None, :]
+        d = scale * _loaded(dz + here * H, at, live)
+        if keep is not None:
+            d = _kept(d, keep + start.to(tl.int64) * H, at, live, VECTOR)
+        value = _loaded(y + here * H, at, live)
+        if u is not None:
+            other = _loaded(u + here * H, at, live)
+            d *= _gelu_slope(value + weight * other)
+            total += d * other
+        else:
+            d *= _gelu_slope(value)
+        tl.store(dy + here * H + at, d.to(dy.dtype.element_ty), mask=live)
+        if du is not None:
+            tl.store(du + here * H + at, (d * weight).to(du.dtype.element_ty), mask=live)
+        start, repeat = _next(start, repeat, repeats, ROWS)
+    if u is not None:
+        tl.store(partial + worker * (3 * H) + 2 * H + col, tl.sum(total, 0), mask=inside)
+
+
+@triton.jit
+def _block(weight, col, H: tl.constexpr, PACK: tl.constexpr):
+    """Half of the weight, once for each of the rows that lie in one."""
+    live = (col // H == (col // H)[:, None]) & (col < PACK * H)
+    return tl.load(weight + (col % H)[:, None] * H + col % H, mask=live, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["rows", "period"])
+def narrow(
+    y, u, D, x, weight, bias, keep_in, keep_out, out, vg, rows, period, scale,
+    H: tl.constexpr, PACK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """All of it, `PACK` rows of H in a row of PACK H: the matrix units take no less than 16."""
+    row, col = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLS)
+    inside, channel = col < PACK * H, col % H
+    live = (row < rows)[:, None] & inside[None, :]
+    at = row[:, None] * (PACK * H) + col[None, :]
+    flags = (row % period)[:, None] * (PACK * H) + col[None, :]
+    old, value = _loaded(x, at, live), _loaded(y, at, live)
+    if u is not None:
+        value += _column(D, channel, inside) * _loaded(u, at, live)
+    z = _kept(_gelu(value, scale), keep_in, flags, live, VECTOR)
+    v = tl.dot(z, tl.trans(_block(weight, col, H, PACK)), input_precision=PRECISION)
+    g = tl.dot(z, tl.trans(_block(weight + H * H, col, H, PACK)), input_precision=PRECISION)
+    v += _column(bias, channel, inside)
+    g += _column(bias + H, channel, inside)
+    if vg is not None:
+        tl.store(vg + at, v.to(vg.dtype.element_ty), mask=live)
+        tl.store(vg + rows * (PACK * H) + at, g.to(vg.dtype.element_ty), mask=live)
+    value = old + _kept(scale * v * _sigmoid(g), keep_out, flags, live, VECTOR)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit(do_not_specialize=["steps", "rows", "period"])
+def narrow_backward(
+    dout, vg, y, u, D, weight, keep_in, keep_out, dy, du, partial, steps, rows, period, scale, SHARED: tl.constexpr,
+    H: tl.constexpr, PACK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dy, du where wanted, and each program's dW, db and dD as `PACK` rows of `partial`."""
+    program, col = tl.program_id(0), tl.arange(0, COLS)
+    inside, channel = col < PACK * H, col % H
+    skip = _column(D, channel, inside) if u is not None else 0.0
+    v_weight, g_weight = _block(weight, col, H, PACK), _block(weight + H * H, col, H, PACK)
+    v_square = tl.zeros((COLS, COLS), tl.float32)
+    g_square = tl.zeros((COLS, COLS), tl.float32)
+    v_sum = tl.zeros((ROWS, COLS), tl.float32)
+    g_sum = tl.zeros((ROWS, COLS), tl.float32)
+    skip_sum = tl.zeros((ROWS, COLS), tl.float32)
+    for tile in tl.range(program, tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=1):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        live = (row < rows)[:, None] & inside[None, :]
+        at = row[:, None] * (PACK * H) + col[None, :]
+        flags = (row % period)[:, None] * (PACK * H) + col[None, :]
+        v, g = _loaded(vg, at, live), _loaded(vg + rows * (PACK * H), at, live)
+        if SHARED:
+            d = _loaded(dout, (row[:, None] * PACK + (col // H)[None, :]) // steps * H + channel[None, :], live)
+        else:
+            d = _loaded(dout, at, live)
+        value = _loaded(y, at, live)
+        if u is not None:
+            other = _loaded(u, at, live)
+            value += skip * other
+        s = _sigmoid(g)
+        dv = _kept(scale * d, keep_out, flags, live, VECTOR) * s
+        dg = dv * v * (1.0 - s)
+        d = tl.dot(dv, v_weight, input_precision=PRECISION)
+        d = tl.dot(dg, g_weight, acc=d, input_precision=PRECISION)
+        d = _kept(scale * d, keep_in, flags, live, VECTOR) * _gelu_slope(value)
+        tl.store(dy + at, d.to(dy.dtype.element_ty), mask=live)
+        if du is not None:
+            tl.store(du + at, (d * skip).to(du.dtype.element_ty), mask=live)
+        z = _kept(_gelu(value, scale), keep_in, flags, live, VECTOR)
+        v_square = tl.dot(tl.trans(dv), z, acc=v_square, input_precision=PRECISION)
+        g_square = tl.dot(tl.trans(dg), z, acc=g_square, input_precision=PRECISION)
+        v_sum += dv
+        g_sum += dg
+        if u is not None:
+            skip_sum += d * other
+    to = partial + (program * PACK + col // H) * (2 * H * H + 3 * H)
+    square = (to + channel * H)[:, None] + channel[None, :]
+    same = ((col // H)[:, None] == (col // H)[None, :]) & inside[:, None] & inside[None, :]
+    tl.store(square, v_square, mask=same)
+    tl.store(square + H * H, g_square, mask=same)
+    to += 2 * H * H + channel
+    tl.store(to, tl.sum(v_sum, 0), mask=inside)
+    tl.store(to + H, tl.sum(g_sum, 0), mask=inside)
+    tl.store(to + 2 * H, tl.sum(skip_sum, 0), mask=inside)

@@ -1,0 +1,16 @@
+"""Where hand-written kernels take over from torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compressm.ops.availability import has_triton
+
+_DEVICES = ("cuda",)
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def kernels_serve(x: Tensor) -> bool:
+    """On a GPU, up to float32, where Triton is; a compiler that traces fuses plain torch by itself."""
+    return not torch.compiler.is_compiling() and x.device.type in _DEVICES and x.dtype in _DTYPES and has_triton()

@@ -1,0 +1,60 @@
+"""Where kernels are tested: on a GPU, or on the CPU by Triton's interpreter."""
+
+import importlib.util
+
+import pytest
+import torch
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+MARK = pytest.mark.gpu if GPU else pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton")
+
+
+def _repair_interpreter():
+    """NumPy 2.4 makes no number of an array of one element, by which Triton 3.6 reads the bounds of loops."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched
+
+
+if not GPU and importlib.util.find_spec("triton"):
+    _repair_interpreter()
+
+
+def normal(*shape, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).to(DEVICE)
+
+
+@pytest.fixture
+def nan_memory(monkeypatch):
+    """Fresh memory is full of NaN: what a kernel leaves unwritten shows."""
+    for name in ("empty", "empty_like"):
+        allocate = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *args, _allocate=allocate, **kwargs: _nan(_allocate(*args, **kwargs)))
+    fresh = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *args, **kwargs: _nan(fresh(*args, **kwargs)))
+
+
+@pytest.fixture
+def few_programs(monkeypatch):
+    """Every program takes several tiles, as at sizes that a test cannot have."""
+    from compressm.ops.launch import Launch
+
+    workers = Launch.workers
+    monkeypatch.setattr(Launch, "workers", lambda launch, tiles: workers(launch._replace(programs=3), tiles))
+
+
+def _nan(tensor):
+    return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+
+
+def relative(got, wanted):
+    """Largest error over the largest entry."""
+    return ((got.double() - wanted.double()).abs().max() / wanted.double().abs().max().clamp_min(1e-30)).item()

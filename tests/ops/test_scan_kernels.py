@@ -1,0 +1,170 @@
+"""The kernels of recurrences and layers against the definition, on a GPU or in Triton's interpreter."""
+
+import pytest
+import torch
+
+from compressm.ops.diagonal_scan.reference import lti_loop, recurrence_loop
+from compressm.ops.lru_system import plain_system
+from tests.kernels import DEVICE, MARK, nan_memory, normal, relative
+
+__all__ = ["nan_memory"]
+
+pytestmark = MARK
+
+TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 3e-2}
+
+
+def poles(n, *, slowest=1e-4, fastest=None):
+    draw = torch.rand(2, n, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    logs = torch.stack([-slowest - 0.1 * draw[0], 6.28 * draw[1]])
+    if fastest is not None:
+        logs[0, 0] = -fastest
+    return logs.float().to(DEVICE)
+
+
+def gradients(outputs, weights, inputs):
+    total = sum((value.to(weight) * weight).sum() for value, weight in zip(outputs, weights, strict=True))
+    return torch.autograd.grad(total, [tensor for tensor in inputs if tensor is not None], allow_unused=True)
+
+
+def check_against(function, definition, inputs, tolerance):
+    """Outputs and gradients of `function` in float32 against those of `definition` in float64."""
+    leaves = [None if tensor is None else tensor.clone().requires_grad_() for tensor in inputs]
+    exact = [None if tensor is None else tensor.double().requires_grad_() for tensor in inputs]
+    got, wanted = function(*leaves), definition(*exact)
+    weights = [normal(*value.shape, seed=50 + k, dtype=torch.float64) for k, value in enumerate(wanted)]
+    pairs = [*zip(got, wanted, strict=True)]
+    pairs += zip(gradients(got, weights, leaves), gradients(wanted, weights, exact), strict=True)
+    for k, (one, other) in enumerate(pairs):
+        assert one.shape == other.shape
+        # Gradients that cancel to almost nothing have no relative error.
+        assert relative(one, other) < tolerance or (one - other).abs().max() < 1e-6, k
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    ("batch", "length", "n"), [(2, 1, 1), (1, 63, 5), (2, 64, 64), (1, 65, 70), (2, 200, 33), (1, 300, 3)]
+)
+@pytest.mark.parametrize("given", [True, False], ids=["state", "zeros"])
+def test_a_recurrence_is_the_definition(dtype, batch, length, n, given, nan_memory):
+    from compressm.ops.diagonal_scan.triton import triton_recurrence
+
+    state = normal(batch, 2, n, seed=1) if given else None
+    inputs = (normal(batch, length, 2, n, dtype=dtype), poles(n, fastest=9.0 if n > 1 else None), state)
+    check_against(triton_recurrence, recurrence_loop, inputs, TOLERANCE[dtype])
+
+
+def test_conjugates_of_all_states():
+    from compressm.ops.diagonal_scan.triton import triton_recurrence
+
+    sign = torch.tensor([1.0, -1.0], device=DEVICE)[:, None]
+
+    def conjugated(*inputs):
+        h, last = recurrence_loop(*inputs)
+        return h * sign, last
+
+    inputs = (normal(2, 140, 2, 6), poles(6), normal(2, 2, 6, seed=1))
+    check_against(lambda *inputs: triton_recurrence(*inputs, conjugate=True), conjugated, inputs, 5e-6)
+
+
+@pytest.mark.parametrize("used", [0, 1], ids=["all states", "the last state"])
+def test_one_of_both_outputs_may_be_left_unused(used):
+    from compressm.ops.diagonal_scan.triton import triton_recurrence
+
+    inputs = (normal(2, 150, 2, 4), poles(4), normal(2, 2, 4, seed=1))
+    check_against(lambda *i: (triton_recurrence(*i)[used],), lambda *i: (recurrence_loop(*i)[used],), inputs, 5e-6)
+
+
+def test_many_segments_look_back_at_all_before_them(monkeypatch):
+    from compressm.ops.diagonal_scan import triton
+
+    monkeypatch.setattr(triton, "_THREADS", 10**9)
+    assert triton._segments(1, 1300, 2) == (21, 64)
+    check_against(triton.triton_recurrence, recurrence_loop, (normal(1, 1300, 2, 2), poles(2), None), 1e-5)
+
+
+LAYERS = [
+    # batch, length, n, p, q
+    (2, 37, 5, 3, 2),
+    (3, 16, 16, 8, 8),
+    (2, 100, 40, 1, 16),
+    (1, 300, 3, 8, 8),
+    (1, 1, 1, 1, 1),
+]
+
+
+@pytest.mark.parametrize("sizes", LAYERS, ids=str)
+@pytest.mark.parametrize("given", [True, False], ids=["state", "zeros"])
+@pytest.mark.parametrize("form", ["narrow", "chunked"])
+def test_a_layer_of_few_channels(form, sizes, given, nan_memory):
+    if form == "narrow":
+        from compressm.ops.narrow_layer.triton import NarrowLayer as Layer
+    else:
+        from compressm.ops.chunked_layer.triton import ChunkedLayer as Layer
+    batch, length, n, p, q = sizes
+    state = normal(batch, 2, n, seed=4) if given else None
+    matrices = normal(2, n, p, seed=2), normal(2, q, n, seed=3)
+    inputs = (normal(batch, length, p), poles(n), *matrices, state)
+    check_against(lambda *i: (Layer.apply(*i),), lambda *i: (lti_loop(*i)[0],), inputs, 5e-6)
+
+
+def test_a_layer_of_few_channels_reads_half_precision():
+    from compressm.ops.narrow_layer.triton import NarrowLayer
+
+    inputs = (normal(2, 50, 4, dtype=torch.bfloat16), poles(5), normal(2, 5, 4, seed=2), normal(2, 3, 5, seed=3), None)
+    assert NarrowLayer.apply(*inputs).dtype == torch.bfloat16
+    check_against(lambda *i: (NarrowLayer.apply(*i),), lambda *i: (lti_loop(*i)[0],), inputs, 3e-2)
+
+
+@pytest.mark.parametrize(("n", "p", "q"), [(13, 8, 8), (57, 70, 3), (1, 1, 1), (16, 5, 20)])
+def test_the_system_of_a_linear_recurrent_unit(n, p, q, nan_memory):
+    from compressm.ops.lru_system.triton import LRUSystem
+
+    shapes = ((n,), (n,), (n,), (n, p), (n, p), (q, n), (q, n))
+    inputs = [normal(*shape, seed=k) for k, shape in enumerate(shapes)]
+
+    def kept(*parameters):
+        logs, B, C = LRUSystem.apply(*parameters, torch.float32)
+        assert logs.shape[1] % 8 == 0
+        assert B[:, n:].abs().sum() == C[..., n:].abs().sum() == 0
+        assert (logs[0, n:] < 0).all()
+        return logs[:, :n], B[:, :n], C[..., :n]
+
+    check_against(kept, plain_system, inputs, 1e-6)
+
+
+def test_the_system_comes_in_the_precision_asked_for():
+    from compressm.ops.lru_system.triton import LRUSystem
+
+    parameters = [normal(*shape) for shape in ((4,), (4,), (4,), (4, 3), (4, 3), (2, 4), (2, 4))]
+    logs, B, C = LRUSystem.apply(*parameters, torch.bfloat16)
+    assert (logs.dtype, B.dtype, C.dtype) == (torch.float32, torch.bfloat16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("rows", "inputs", "width"), [(7, 1, 8), (300, 3, 200), (33, 5, 1)])
+def test_a_linear_map_of_few_inputs(rows, inputs, width, dtype, nan_memory):
+    from compressm.ops.few_inputs.triton import LinearOfFew
+
+    x = normal(3, rows, inputs, dtype=dtype)
+    parameters = normal(width, inputs, seed=1), normal(width, seed=2)
+    check_against(
+        lambda weight, bias: (LinearOfFew.apply(x, weight, bias, dtype),),
+        lambda weight, bias: (torch.nn.functional.linear(x.double(), weight, bias),),
+        parameters,
+        TOLERANCE[dtype],
+    )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("length", "width"), [(1, 1), (300, 8), (1100, 33)])
+def test_a_mean_over_time(length, width, dtype, monkeypatch):
+    from compressm.ops.time_mean import dispatch
+
+    monkeypatch.setattr("compressm.ops.kernels._DEVICES", (DEVICE.type,))
+    x = normal(3, length, width, dtype=dtype)
+    assert dispatch.kernels_serve(x)
+    check_against(lambda x: (dispatch.time_mean(x),), lambda x: (x.mean(1),), (x,), TOLERANCE[dtype])
+    x.requires_grad_()
+    (gradient,) = torch.autograd.grad(dispatch.time_mean(x).sum(), x)
+    assert length == 1 or gradient.stride(1) == 0
