@@ -69,7 +69,7 @@ def test_changing_the_orders_compiles_nothing_again(case, compiled):
 
 @pytest.mark.parametrize("case", CASES)
 def test_six_blocks_share_what_is_compiled(case, compiled):
-    """Encoder, head and three pieces of a block: before the recurrence, its feedthrough, after it."""
+    """Encoder, head and two pieces of a block: before the recurrence and after it."""
     assert compiled[case]["first"] <= 8
 
 

@@ -40,10 +40,14 @@ class SSMLayer(nn.Module, ABC):
         lengths: Int[Tensor, " batch"] | None = None,
         *,
         keep_state: bool = True,
+        skip: bool = True,
     ) -> tuple[Float[Tensor, "batch length width"], Tensor | None]:
-        """The whole sequence; steps at and after `lengths` change nothing. Without `keep_state` the state is None."""
+        """The whole sequence; steps at and after `lengths` change nothing.
+
+        Without `keep_state` the state is None; without `skip` D·x is left to the caller.
+        """
         y, state = self._mix(x, state, lengths, keep_state)
-        return torch.addcmul(y, self.D.to(x.dtype), x), state
+        return torch.addcmul(y, self.D.to(x.dtype), x) if skip else y, state
 
     @abstractmethod
     def _mix(

@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast, final
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from compressm.layers import SequenceError, SSMLayer
 from compressm.models.checks import require_counts
 from compressm.models.dropout import Dropout, PerElement
-from compressm.models.normalisation import BatchNorm, Norm
+from compressm.models.normalisation import BatchNorm, Norm, forked
+from compressm.ops.gated_residual import gated_residual
 
 
 @final
 class Block(nn.Module):
-    """x + dropout(GLU(dropout(GELU(mixer(norm(x)))))) with GLU(z) = W₁z ⊙ sigmoid(W₂z)."""
+    """x + dropout(GLU(dropout(GELU(mixer(norm(x)))))) with GLU(z) = W₁z ⊙ sigmoid(W₂z).
+
+    What stands around the mixer is two operations with gradients of their own, on a GPU a few kernels; the mixer is
+    called as a module, while of the gate only weight and bias are read.
+    """
 
     def __init__(self, mixer: SSMLayer, *, norm: Norm = BatchNorm(), dropout: Dropout = PerElement(0.0)) -> None:
         super().__init__()
@@ -34,18 +38,20 @@ class Block(nn.Module):
         *,
         keep_state: bool = True,
     ) -> tuple[Float[Tensor, "batch length width"], Tensor | None]:
-        mixed, state = self.ssm(self.norm(x, lengths), state, lengths, keep_state=keep_state)
-        return x + self._after(mixed), state
+        u, link, x = forked(self.norm, x, lengths, self.ssm.D)
+        y, state = self.ssm(u, state, lengths, keep_state=keep_state, skip=False)
+        return self._after(y, x, u=u, D=self.ssm.D, link=link), state
 
     def step(self, x: Float[Tensor, "batch width"], state: Tensor) -> tuple[Float[Tensor, "batch width"], Tensor]:
         """One step of a stream: in evaluation mode, what `forward` computes there."""
         mixed, state = self.ssm.step(self.norm(x[:, None]).squeeze(1), state)
-        return x + self._after(mixed[:, None]).squeeze(1), state
+        return self._after(mixed[:, None], x[:, None]).squeeze(1), state
 
-    def _after(self, mixed: Float[Tensor, "batch length width"]) -> Float[Tensor, "batch length width"]:
-        value, gate = self.gate(self.dropout(nn.functional.gelu(mixed))).chunk(2, dim=-1)
-        # Half a row is too short to vectorise over on a CPU: copied first, the sigmoid and its gradient are faster.
-        return self.dropout(value * torch.sigmoid(gate.contiguous()))
+    def _after(
+        self, y: Float[Tensor, "batch length width"], x: Float[Tensor, "batch length width"], **skip: Tensor | None
+    ) -> Float[Tensor, "batch length width"]:
+        keep, rate = self.dropout.keep(x, 2), self.dropout.rate
+        return gated_residual(y, x, self.gate.weight, self.gate.bias, keep=keep, rate=rate, **skip)
 
 
 @final

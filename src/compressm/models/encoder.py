@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from compressm.layers import SequenceError
 from compressm.models.checks import require_counts, require_tensor, require_within
 from compressm.models.padding import without_padding
+from compressm.ops.few_inputs import linear_of_few
 
 
 class Encoder(nn.Module, ABC):
@@ -44,7 +45,7 @@ class LinearEncoder(Encoder):
     def forward(
         self, x: Float[Tensor, "*leading inputs"], lengths: Int[Tensor, " batch"] | None = None
     ) -> Float[Tensor, "*leading width"]:
-        return self.linear(without_padding(x, lengths))
+        return linear_of_few(without_padding(x, lengths), self.linear.weight, self.linear.bias)
 
 
 @final

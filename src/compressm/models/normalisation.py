@@ -12,6 +12,20 @@ from torch import Tensor, nn
 
 from compressm.layers import SequenceError
 from compressm.models.padding import without_padding
+from compressm.ops.batch_norm import Normalised, RunningStatistics, batch_norm
+from compressm.ops.kernels import kernels_serve
+
+
+def forked(
+    norm: nn.Module,
+    x: Float[Tensor, "batch length width"],
+    lengths: Int[Tensor, " batch"] | None,
+    D: Float[Tensor, " width"],
+) -> Normalised:
+    """u = norm(x) and what `gated_residual` needs beside it, for a block that goes on with u, D ⊙ u and x."""
+    if isinstance(norm, PaddedBatchNorm) and norm.training and lengths is None and kernels_serve(x):
+        return norm.fork(x, D)
+    return Normalised(norm(x, lengths), None, x)
 
 
 class Norm(ABC):
@@ -73,6 +87,14 @@ class PaddedBatchNorm(nn.BatchNorm1d):
         mean, variance = self._statistics(clean, lengths)
         y = (clean - mean) * torch.rsqrt(variance + self.eps)
         return (y if self.weight is None else y * self.weight + self.bias).to(x.dtype)
+
+    def fork(self, x: Float[Tensor, "batch length width"], D: Float[Tensor, " width"]) -> Normalised:
+        """Training without padding, by kernels that take the gradients of u, D ⊙ u and x together."""
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        running = RunningStatistics(self.running_mean, self.running_var, self.num_batches_tracked, self.momentum)
+        return batch_norm(x, self.weight, self.bias, running, eps=self.eps, skip=D)
 
     def _statistics(
         self, x: Float[Tensor, "batch length width"], lengths: Int[Tensor, " batch"]

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from compressm.models.padding import without_padding
+from compressm.ops.time_mean import time_mean
 
 
 class Pooling(ABC):
@@ -38,7 +39,7 @@ class MeanPooling(Pooling):
         self, x: Float[Tensor, "batch length width"], lengths: Int[Tensor, " batch"] | None = None
     ) -> Float[Tensor, "batch width"]:
         if lengths is None:
-            return x.mean(dim=1)
+            return time_mean(x)
         # Summed in float32 at least: a long sum leaves the range of float16.
         total = without_padding(x, lengths).sum(1, dtype=torch.promote_types(x.dtype, torch.float32))
         return (total / lengths[:, None]).to(x.dtype)

@@ -1,0 +1,138 @@
+"""A block by kernels computes, learns and tracks what the plain one does."""
+
+import copy
+
+import pytest
+import torch
+
+from compressm.layers import LRU, S5
+from compressm.models import BatchNorm, Block, LayerNorm, NoNorm, OneMask, PerElement
+from tests.kernels import DEVICE, GPU, MARK, normal, relative
+
+pytestmark = MARK
+
+TOLERANCE = 2e-4  # of float32, through an LRU of order 5
+
+
+@pytest.fixture(autouse=True)
+def _kernels_serve_here(monkeypatch):
+    monkeypatch.setattr("compressm.ops.kernels._DEVICES", (DEVICE.type,))
+
+
+def make(width=6, norm=BatchNorm(), dropout=OneMask(0.3), layer=LRU):  # noqa: B008
+    torch.manual_seed(0)
+    return Block(layer(width, order=5), norm=norm, dropout=dropout).to(DEVICE)
+
+
+def trained(block, x, lengths=None):
+    """Output, gradients and buffers after one forward and backward pass with the masks of one seed."""
+    x = x.clone().requires_grad_()
+    torch.manual_seed(1)
+    out, _ = block(x, lengths=lengths, keep_state=False)
+    valid = slice(None) if lengths is None else torch.arange(x.shape[1], device=DEVICE) < lengths[:, None]
+    (out[valid] * normal(*x.shape, seed=2).to(x)[valid]).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in block.named_parameters()}
+    return {"out": out[valid].detach(), "x": x.grad, **gradients, **dict(block.named_buffers())}
+
+
+def check_against_the_plain_block(block, x, lengths=None):
+    plain = copy.deepcopy(block).double()
+    got, wanted = trained(block, x, lengths), trained(plain, x.double(), lengths)
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert got[name].dtype == (torch.int64 if "tracked" in name else torch.float32), name
+        assert relative(got[name], value) < TOLERANCE, name
+
+
+@pytest.mark.parametrize("norm", [BatchNorm(), BatchNorm(affine=False), LayerNorm(), NoNorm()], ids=repr)
+@pytest.mark.parametrize("width", [6, 40])
+def test_it_learns_what_the_plain_block_does(norm, width):
+    check_against_the_plain_block(make(width, norm), normal(3, 12, width, seed=1))
+
+
+@pytest.mark.parametrize("dropout", [PerElement(0.3), PerElement(0.0)], ids=repr)
+@pytest.mark.parametrize("layer", [LRU, S5])
+def test_it_does_so_with_any_dropout_and_layer(dropout, layer):
+    check_against_the_plain_block(make(dropout=dropout, layer=layer), normal(3, 12, 6, seed=1))
+
+
+def test_it_does_so_with_padding():
+    check_against_the_plain_block(make(), normal(3, 12, 6, seed=1), torch.tensor([12, 5, 1], device=DEVICE))
+
+
+def test_it_does_so_with_frozen_statistics():
+    block = make()
+    block(normal(3, 12, 6))
+    check_against_the_plain_block(block.eval(), normal(3, 12, 6, seed=1))
+
+
+@pytest.mark.parametrize("frozen", ["ssm.", "norm.", "gate.", "ssm.D"])
+def test_what_is_frozen_changes_no_other_gradient(frozen):
+    x, free, part = normal(3, 12, 6, seed=1), make(), make()
+    for name, parameter in part.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen))
+    wanted = trained(free, x)
+    for name, value in trained(part, x).items():
+        if value is None:
+            assert name.startswith(frozen)
+        else:
+            assert relative(value, wanted[name]) < 1e-6, name
+
+
+def test_a_stream_equals_the_sequence():
+    block, x = make(), normal(3, 12, 6, seed=1)
+    block(x)
+    y, last = block.eval()(x)
+    state = block.ssm.initial_state(3)
+    for t in range(x.shape[1]):
+        stepped, state = block.step(x[:, t], state)
+        torch.testing.assert_close(stepped, y[:, t], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(state, last, rtol=1e-4, atol=1e-5)
+
+
+def test_hooks_on_the_layer_see_its_input():
+    block, x, seen = make(), normal(3, 12, 6, seed=1), []
+    block.ssm.register_forward_hook(lambda module, args, output: seen.append(args[0]))
+    block(x)
+    normalised = (x - x.mean((0, 1))) / x.var((0, 1), correction=0).sqrt()
+    torch.testing.assert_close(seen[0], normalised, rtol=1e-3, atol=1e-4)
+
+
+def test_a_graph_that_is_kept_gives_the_same_gradients_again():
+    block, x = make(), normal(3, 12, 6, seed=1).requires_grad_()
+    out, _ = block(x)
+    first, second = (torch.autograd.grad(out.sum(), x, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.skipif(not GPU, reason="autocast of a GPU")
+@pytest.mark.parametrize("width", [8, 128])
+def test_under_autocast_it_stays_close_to_the_plain_block(width):
+    block, x = make(width), normal(3, 65, width, seed=1)
+    plain = copy.deepcopy(block).double()
+    with torch.autocast("cuda", torch.bfloat16):
+        got = trained(block, x)
+    for name, value in trained(plain, x.double()).items():
+        assert relative(got[name], value) < 5e-2, name
+
+
+@pytest.mark.parametrize("width", [8, 40])
+def test_a_gradient_that_is_the_same_at_every_step_is_not_written_out_and_counts_the_same(width):
+    from compressm.ops.batch_norm.triton import FusedBatchNorm
+    from compressm.ops.gated_residual.fused import NarrowGatedResidual, WideGatedResidual
+
+    gated = NarrowGatedResidual if width <= 32 else WideGatedResidual
+    y, x, row = normal(3, 20, width), normal(3, 20, width, seed=1), normal(3, width, seed=2)
+    weight, bias, scale = normal(2 * width, width, seed=3), normal(2 * width, seed=4), normal(width, seed=5)
+
+    def gradients(dout):
+        leaves = [tensor.clone().requires_grad_() for tensor in (y, x, weight, bias, scale)]
+        running = torch.zeros(width, device=x.device), torch.ones(width, device=x.device)
+        count = torch.zeros((), dtype=torch.int64, device=x.device)
+        u, _, kept = FusedBatchNorm.apply(leaves[1], leaves[4], None, None, *running, count, 0.1, 1e-5)
+        out = gated.apply(leaves[0] + u, kept, leaves[2], leaves[3], None, None, None, None, 0.0, torch.float32)
+        return torch.autograd.grad(out, leaves, dout)
+
+    shared = gradients(row[:, None].expand(3, 20, width))
+    for one, other in zip(shared, gradients(row[:, None].repeat(1, 20, 1)), strict=True):
+        assert relative(one, other) < 1e-6
