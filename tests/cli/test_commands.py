@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 import compressm
-import compressm.cli.bench
 from compressm.cli import main
 from compressm.cli.app import app
+from compressm.cli.bench import reduction
 from compressm.cli.paths import PICTURES
 
 RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "reduction-cpu.json"
@@ -78,7 +78,7 @@ def plain(done):
 @pytest.mark.parametrize("out", ["/proc/nope", "a file", "a file/below"])
 def test_a_folder_that_cannot_be_written_is_refused_before_measuring(tmp_path, monkeypatch, out):
     (tmp_path / "a file").touch()
-    monkeypatch.setattr(compressm.cli.bench, "measure_reduction", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr(reduction, "measure_reduction", lambda *_, **__: pytest.fail("measured"))
     monkeypatch.chdir(tmp_path)
     done = run("bench", "reduction", "--order", "2", "--out", out)
     assert done.exit_code == 2
@@ -111,7 +111,7 @@ def test_ctrl_c_says_so_and_exits_130(tmp_path, monkeypatch, capsys):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(compressm.cli.bench, "measure_reduction", interrupt)
+    monkeypatch.setattr(reduction, "measure_reduction", interrupt)
     monkeypatch.setattr(sys, "argv", ["compressm", "bench", "reduction", "--out", str(tmp_path)])
     with pytest.raises(SystemExit) as end:
         main()
@@ -132,10 +132,3 @@ def test_the_demo_refuses_a_bad_path_in_one_line(option):
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert f"error: {option[1]}" in line
-
-
-def test_a_training_step_is_measured_and_written(tmp_path):
-    done = run("bench", "step", "--order", "3", "--repeats", "1", "--out", str(tmp_path))
-    assert done.exit_code == 0, done.output
-    assert [path.name for path in tmp_path.iterdir()] == ["step-cpu.json"]
-    assert "smnist" in done.output

@@ -2,7 +2,6 @@ import pytest
 
 from compressm.reports.reduction_cost import draw_reduction_cost
 from compressm.reports.reduction_error import ReductionCurve, draw_reduction_error
-from compressm.reports.tables import reduction_markdown
 from compressm.runs.measurement import Measurement, MeasurementError
 
 
@@ -14,12 +13,8 @@ def test_a_picture_of_errors_is_written_whole(tmp_path):
 
 
 def test_a_measurement_without_a_curve_is_refused(tmp_path):
-    lonely = Measurement("reduction", "t", 1, [{"order": 4, "system": "initial", "width": 8, "members": 1}])
+    row = {"order": 4, "rank": 1, "system": "initial", "width": 8, "members": 1, "device": "cpu"}
+    lonely = Measurement("reduction", "t", 1, [{**row, "hankel_s": 0.1, "reduction_s": 0.2}])
     with pytest.raises(MeasurementError, match="1 rows"):
         draw_reduction_cost(lonely, tmp_path / "cost.png")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_table_of_something_else_is_refused():
-    with pytest.raises(MeasurementError, match="scan"):
-        reduction_markdown(Measurement("scan", "t", 1, []))

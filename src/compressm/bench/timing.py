@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -9,17 +10,43 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
+# Waiting for a GPU costs some 20 µs, more than a small kernel: a sample is as many calls in a row as fill this.
+_SAMPLE_S = 5e-3
 
-def median_seconds(work: Callable[[], object], *, repeats: int, device: torch.device | None = None) -> float:
-    """The median wall-clock time of `work` after one call to warm up; waits for the GPU where there is one."""
-    times = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
+
+def median_seconds(
+    work: Callable[[], object], *, repeats: int, device: torch.device | None = None, within: float = math.inf
+) -> float:
+    """The median wall-clock time of a call of `work` after one to warm up, of `repeats` or what fits in `within` s.
+
+    On a GPU calls follow each other without waiting, as steps of a training do, until a sample is 5 ms long.
+    """
+    return statistics.median(_samples(work, repeats, device, within))
+
+
+def best_seconds(work: Callable[[], object], *, repeats: int, device: torch.device | None = None) -> float:
+    """The shortest instead: what a device can do, whatever else it is doing."""
+    return min(_samples(work, repeats, device, math.inf))
+
+
+def _samples(work: Callable[[], object], repeats: int, device: torch.device | None, within: float) -> list[float]:
+    gpu = device is not None and device.type == "cuda"
+    begin = time.perf_counter()
+    _sample(work, 1, gpu)
+    calls = min(100, math.ceil(_SAMPLE_S / _sample(work, 1, gpu))) if gpu else 1
+    times = [_sample(work, calls, gpu)]
+    while len(times) < repeats and time.perf_counter() - begin < within:
+        times.append(_sample(work, calls, gpu))
+    return times
+
+
+def _sample(work: Callable[[], object], calls: int, gpu: bool) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
         work()
-        if device is not None and device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+    if gpu:
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / calls
 
 
 @contextmanager

@@ -1,62 +1,28 @@
 """One whole training step at the sizes of the paper's models, on random data: forward, backward and AdamW.
 
-On a GPU the regions around the SSM layers are compiled and the step is one CUDA graph; on the CPU it runs as it is.
+On a GPU the step is one CUDA graph; on the CPU it runs as it is. Beside each stands its floor (`floors.py`).
 """
 
 from __future__ import annotations
 
+import gc
+import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from compressm.bench.capture import Captured, capture
+from compressm.bench.ceilings import Ceilings, measure_ceilings
+from compressm.bench.floors import floor
+from compressm.bench.precision import products_in
+from compressm.bench.step_cases import StepCase, default_cases
 from compressm.bench.timing import median_seconds, threads
 from compressm.layers import LRU
 from compressm.models import OneMask, SequenceClassifier
-from compressm.ops import Path
-from compressm.runs.measurement import Measurement
-
-
-@dataclass(frozen=True)
-class StepCase:
-    """A row of the paper's table of hyper-parameters (tab:hyperparameters) at some order."""
-
-    task: str
-    depth: int
-    width: int
-    order: int
-    batch: int
-    length: int
-    inputs: int | None
-    vocabulary: int | None
-    classes: int
-    towers: int = 1
-    precision: str = "float32"
-    path: Path | None = None
-
-
-def paper_case(task: str, order: int, *, precision: str = "float32", path: Path | None = None) -> StepCase:
-    """The sizes of a task of the paper."""
-    depth, width, batch, length, inputs, vocabulary, classes, towers = {
-        "smnist": (1, 8, 50, 784, 1, None, 10, 1),
-        "scifar": (6, 512, 50, 1024, 3, None, 10, 1),
-        "listops": (6, 128, 32, 2048, None, 18, 10, 1),
-        "imdb": (1, 256, 32, 4096, None, 257, 2, 1),
-        "aan": (6, 128, 64, 4000, None, 257, 2, 2),
-        "pathfinder": (6, 192, 64, 1024, 1, None, 2, 1),
-    }[task]
-    return StepCase(task, depth, width, order, batch, length, inputs, vocabulary, classes, towers, precision, path)
-
-
-CPU_CASES = (paper_case("smnist", 256), paper_case("smnist", 28), paper_case("smnist", 13))
-GPU_CASES = (
-    paper_case("smnist", 256),
-    paper_case("smnist", 13),
-    paper_case("scifar", 384, precision="bfloat16"),
-    paper_case("scifar", 57, precision="bfloat16"),
-)
+from compressm.runs.measurement import Measurement, Row
 
 
 def measure_steps(
@@ -68,38 +34,65 @@ def measure_steps(
 ) -> Measurement:
     """Time one step of each case; on the CPU with one thread."""
     where = torch.device(device)
-    rows: list[dict[str, float | int | str]] = []
+    rows: list[Row] = []
     with threads(1 if where.type == "cpu" else torch.get_num_threads()):
-        for case in cases if cases is not None else (CPU_CASES if where.type == "cpu" else GPU_CASES):
+        ceilings = ceilings_here(where, progress)
+        for case in cases if cases is not None else default_cases(where.type):
             progress(f"{case.task}, n = {case.order}, {case.precision}")
-            rows.append(_row(case, where, repeats))
+            row: Row = {
+                "task": case.task,
+                "order": case.order,
+                "precision": case.precision,
+                "path": case.path.name if case.path else "chosen",
+                "compiled": case.compiled,
+                "device": where.type,
+            }
+            rows.append(row | measure_step(case, where, repeats, ceilings(case.precision)))
         return Measurement("step", "One training step: forward, backward, AdamW", repeats, rows)
 
 
-def _row(case: StepCase, device: torch.device, repeats: int) -> dict[str, float | int | str]:
+def ceilings_here(device: torch.device, progress: Callable[[str], None]) -> Callable[[str], Ceilings]:
+    """From a precision to the ceilings of `device`, each measured when it is first asked for."""
+
+    @cache
+    def of(precision: str) -> Ceilings:
+        progress(f"ceilings of this device in {precision}")
+        return measure_ceilings(device, precision)
+
+    return of
+
+
+def measure_step(
+    case: StepCase, device: torch.device, repeats: int, ceilings: Ceilings, *, within: float = math.inf
+) -> Row:
+    """The time of a step, its floor and what both are made of; on a GPU also its peak of memory and its kernels."""
+    gc.collect()  # what the case before left behind would count as memory of this one
     torch.manual_seed(0)
-    model = _model(case).to(device)
-    x, target = _batch(case, device)
-    step = captured_step(model, x, target, case) if device.type == "cuda" else eager_step(model, x, target, case)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    seconds = median_seconds(step, repeats=repeats, device=device)
-    row: dict[str, float | int | str] = {
-        "task": case.task,
-        "order": case.order,
-        "precision": case.precision,
-        "path": case.path.name if case.path else "chosen",
-        "device": device.type,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+    model = build_model(case).to(device)
+    x, target = build_batch(case, device)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    with products_in(case.precision):
+        step = (captured_step if device.type == "cuda" else eager_step)(model, x, target, case)
+        seconds = median_seconds(step, repeats=repeats, device=device, within=within)
+    least = floor(case, parameters, ceilings)
+    row: Row = {
+        "parameters": parameters,
         "step_s": seconds,
+        "floor_s": least.seconds,
+        "flops": least.work.flops,
+        "bytes": least.work.bytes,
+        "states": least.form,
+        "ceiling_flops": ceilings.flops,
+        "ceiling_bytes": ceilings.bytes,
     }
-    if device.type == "cuda":
-        row["peak_bytes"] = torch.cuda.max_memory_allocated()
+    if isinstance(step, Captured):
+        row |= {"peak_bytes": step.peak_bytes, "kernels": step.kernels, "launch_s": ceilings.launch}
     return row
 
 
-def _model(case: StepCase) -> SequenceClassifier:
-    return SequenceClassifier(
+def build_model(case: StepCase) -> SequenceClassifier:
+    """As the case says; where it is compiled, block by block: the regions around the SSM layers."""
+    model = SequenceClassifier(
         LRU,
         depth=case.depth,
         width=case.width,
@@ -108,12 +101,17 @@ def _model(case: StepCase) -> SequenceClassifier:
         inputs=case.inputs,
         vocabulary=case.vocabulary,
         towers=case.towers,
-        dropout=OneMask(0.1),
+        dropout=OneMask(case.dropout),
         layer_options={"path": case.path},
     )
+    if case.compiled:
+        for block in model.blocks:
+            block.compile()
+    return model
 
 
-def _batch(case: StepCase, device: torch.device) -> tuple[Tensor, Tensor]:
+def build_batch(case: StepCase, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Random inputs and targets."""
     shape = (case.batch, case.length) if case.towers == 1 else (case.batch, case.towers, case.length)
     if case.vocabulary is None:
         x = torch.randn(*shape, case.inputs or 1, device=device)
@@ -138,18 +136,6 @@ def eager_step(model: SequenceClassifier, x: Tensor, target: Tensor, case: StepC
     return step
 
 
-def captured_step(model: SequenceClassifier, x: Tensor, target: Tensor, case: StepCase) -> Callable[[], None]:
-    """The same step as one CUDA graph, with the regions around the SSM layers compiled."""
-    for block in model.blocks:
-        block.compile()
-    step = eager_step(model, x, target, case)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
+def captured_step(model: SequenceClassifier, x: Tensor, target: Tensor, case: StepCase) -> Captured:
+    """The same step as one CUDA graph."""
+    return capture(eager_step(model, x, target, case))

@@ -14,6 +14,7 @@ from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
 from compressm.runs.atomic import replacing
+from compressm.runs.measurement import Measurement
 
 # Okabe and Ito's palette.
 BLUE, ORANGE, GREEN, RED, PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#7F7F7F"
@@ -42,3 +43,11 @@ def picture(
                 figure.savefig(scratch, dpi=160)
         finally:
             plt.close(figure)
+
+
+def where_measured(measurement: Measurement) -> str:
+    """Machine, threads, version, date and commit, for below a picture."""
+    environment = measurement.environment
+    machine = environment.processor if measurement.rows[0]["device"] == "cpu" else environment.accelerator
+    threads = f"{environment.threads} thread(s)"
+    return f"{machine}, {threads}, torch {environment.torch}, {environment.date[:10]}, {environment.commit}"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from compressm.reports.canvas import BLUE, GREEN, GREY, ORANGE, RED, picture
-from compressm.runs.measurement import Measurement, MeasurementError
+from compressm.reports.canvas import BLUE, GREEN, GREY, ORANGE, RED, picture, where_measured
+from compressm.reports.reduction_tables import require_reduction
+from compressm.runs.measurement import Measurement, MeasurementError, Row
 
 _CURVES = (
     ("gramians_s", "Gramians", GREEN, "-"),
@@ -20,6 +21,7 @@ _CURVES = (
 
 def draw_reduction_cost(measurement: Measurement, path: Path | str) -> Path:
     """One curve a stage; the systems are LRU layers at initialisation with 8 channels, reduced to a quarter."""
+    require_reduction(measurement)
     rows = _single_layers(measurement)
     orders = [float(row["order"]) for row in rows]
     with picture(path, size=(7.0, 4.6)) as figure:
@@ -35,11 +37,11 @@ def draw_reduction_cost(measurement: Measurement, path: Path | str) -> Path:
         axes.minorticks_off()
         axes.legend(fontsize=8)
         small: dict[str, Any] = {"fontsize": 7, "color": GREY, "transform": axes.transAxes}
-        axes.text(0, -0.16, _caption(measurement, rows), ha="left", va="top", **small)
+        axes.text(0, -0.16, where_measured(measurement), ha="left", va="top", **small)
     return Path(path)
 
 
-def _single_layers(measurement: Measurement) -> list[dict[str, float | int | str]]:
+def _single_layers(measurement: Measurement) -> list[Row]:
     wanted = ("initial", 8, 1)
     rows = [row for row in measurement.rows if (row.get("system"), row.get("width"), row.get("members")) == wanted]
     if len(rows) < 2:
@@ -54,12 +56,3 @@ def _guides(axes, orders: list[float], top: float) -> None:
         line = [height * top * (order / ends[-1]) ** power for order in ends]
         axes.plot(ends, line, color=GREY, lw=1, ls="--")
         axes.annotate("n²" if power == 2 else "n³", (ends[0], line[0]), color=GREY, ha="right", va="center")
-
-
-def _caption(measurement: Measurement, rows: list[dict[str, float | int | str]]) -> str:
-    environment = measurement.environment
-    machine = environment.processor if rows[0]["device"] == "cpu" else environment.accelerator
-    measured = (
-        f"{environment.threads} thread(s), torch {environment.torch}, {environment.date[:10]}, {environment.commit}"
-    )
-    return f"{machine}, {measured}"

@@ -1,26 +1,34 @@
-"""Measurements as Markdown."""
+"""Measurements as tables."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from compressm.reports.grid import Grid
+from compressm.reports.reduction_tables import reduction_grids
+from compressm.reports.scan_tables import peer_grids, scan_grids
+from compressm.reports.step_tables import growth_grids, step_grids
 from compressm.runs.measurement import Measurement, MeasurementError
 
-
-def reduction_markdown(measurement: Measurement) -> str:
-    """One row a size, milliseconds, for `compressm bench reduction`."""
-    if measurement.name != "reduction" or not measurement.rows:
-        raise MeasurementError(f"{measurement.name} is not a result of `compressm bench reduction`")
-    compared = all("plain_reduction_s" in row for row in measurement.rows)
-    heads = ["n → r", "channels", "system", "σ alone", "whole reduction"]
-    heads += ["σ, plain formulas", "whole, plain formulas", "ratio"] if compared else []
-    lines = [heads, ["---:"] * len(heads)]
-    for row in measurement.rows:
-        several = f"{row['members']} × " if row["members"] != 1 else ""
-        cells = [f"{several}{row['order']} → {row['rank']}", str(row["width"]), str(row["system"])]
-        columns = ["hankel_s", "reduction_s", *(["plain_hankel_s", "plain_reduction_s"] if compared else [])]
-        cells += [_duration(float(row[column])) for column in columns]
-        lines.append([*cells, f"{float(row['speedup']):.1f}"] if compared else cells)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+_GRIDS: dict[str, Callable[[Measurement], list[Grid]]] = {
+    "reduction": reduction_grids,
+    "step": step_grids,
+    "growth": growth_grids,
+    "scan": scan_grids,
+    "peers": peer_grids,
+}
 
 
-def _duration(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+def grids(measurement: Measurement) -> list[Grid]:
+    """The tables of a result of any `compressm bench NAME`."""
+    if measurement.name not in _GRIDS:
+        raise MeasurementError(f"no table for results named {measurement.name!r}, only for {', '.join(_GRIDS)}")
+    return _GRIDS[measurement.name](measurement)
+
+
+def markdown(measurement: Measurement) -> str:
+    """One table as it is, several with their titles."""
+    tables = grids(measurement)
+    if len(tables) == 1:
+        return tables[0].markdown()
+    return "\n\n".join(f"{table.title} ({table.caption}):\n\n{table.markdown()}" for table in tables)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from compressm.runs.atomic import replacing
 from compressm.runs.environment import Environment
+
+Row = dict[str, float | int | str]
 
 
 class MeasurementError(ValueError):
@@ -22,7 +25,7 @@ class Measurement:
     name: str
     title: str
     repeats: int
-    rows: list[dict[str, float | int | str]]
+    rows: list[Row]
     environment: Environment = field(default_factory=Environment.here)
 
     def write(self, path: Path | str) -> Path:
@@ -44,6 +47,18 @@ class Measurement:
             raise MeasurementError(f"{path}: {error.strerror}; expected a result of `compressm bench`") from None
         except (json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
             raise MeasurementError(f"{path} is not a result of `compressm bench`: {error}") from None
+
+    def require(self, name: str, *, needed: Iterable[str], words: Iterable[str]) -> None:
+        """A result of `compressm bench NAME`: rows with the columns `needed`, text in `words` and numbers elsewhere."""
+        if self.name != name or not self.rows:
+            raise MeasurementError(f"{self.name} is not a result of `compressm bench {name}` with rows")
+        for k, row in enumerate(self.rows):
+            if missing := [column for column in needed if column not in row]:
+                raise MeasurementError(f"not a result of `compressm bench {name}`: row {k} lacks {', '.join(missing)}")
+            for column, value in row.items():
+                if isinstance(value, str) != (column in words):
+                    expected = "text" if column in words else "a number"
+                    raise MeasurementError(f"row {k} has {value!r} as {column}, expected {expected}")
 
 
 def _require_types(stored: Any) -> None:

@@ -1,0 +1,261 @@
+"""Other people's scans for h[t] = λ h[t−1] + x[t] with complex λ, each in the layout it likes best.
+
+A peer gets its inputs prepared outside the clock, λ repeated at every step where it wants that. Packages are imported
+only here and only when asked for; none is a dependency. Those on PyPI that were looked at:
+
+- complex λ: accelerated-scan (`accelerated_scan.complex`, Triton, GPU only), assoc-scan and s5-pytorch (trees of
+  PyTorch operations), philtorch (compiled; its wheels on PyPI are for CPUs).
+- real λ: fla-core (`fla.ops.hgrn`, Triton, GPU only) and mambapy (`pscan`, PyTorch; its gradient lacks the conjugate
+  that complex λ needs). They run here on two real channels a mode: with λ = |λ| e^{iθ}, h[t] e^{−iθt} obeys the same
+  recurrence with |λ|. The rotation before and after is theirs to pay; θ gets no gradient.
+- left out: mamba-ssm, lrnnx, fpscan, torchlpc, flashfftconv and `accelerated_scan.warp` need nvcc to install;
+  torch-discounted-cumsum does too and has one real λ; pscan and torch-scan are about other things; hax is for JAX.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor
+
+from compressm.ops import linear_recurrence
+
+Scan = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """x of shape (batch, length, n), complex, and (log |λ|, arg λ) of shape (2, n)."""
+
+    x: Tensor
+    log_poles: Tensor
+
+    @cached_property
+    def poles(self) -> Tensor:
+        """λ, complex64 from float64."""
+        return torch.exp(torch.complex(*self.log_poles.double())).to(torch.complex64)
+
+
+class Peer(ABC):
+    """One way to compute the recurrence."""
+
+    name: str
+    gpu_only: bool = False
+    precisions: ClassVar[tuple[str, ...]] = ("float32",)
+
+    @abstractmethod
+    def scan(self, problem: Problem) -> Scan:
+        """From (poles, inputs) in its layout to every h; raises ImportError where its package is not here."""
+
+    @abstractmethod
+    def poles(self, problem: Problem) -> Tensor:
+        """λ, in its layout: what the gradient is taken of, beside x."""
+
+    @abstractmethod
+    def pack(self, z: Tensor) -> Tensor:
+        """(batch, length, n), complex, into its layout."""
+
+    @abstractmethod
+    def unpack(self, own: Tensor) -> Tensor:
+        """The inverse of `pack`."""
+
+
+@final
+@dataclass(frozen=True)
+class Ours(Peer):
+    """`compressm.ops.linear_recurrence`: pairs, and λ as its logarithm."""
+
+    name: str = "compressm"
+    precisions: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")
+
+    def scan(self, problem: Problem) -> Scan:
+        return lambda log_poles, x: linear_recurrence(x, log_poles)[0]
+
+    def poles(self, problem: Problem) -> Tensor:
+        return problem.log_poles
+
+    def pack(self, z: Tensor) -> Tensor:
+        return torch.stack([z.real, z.imag], dim=2)
+
+    def unpack(self, own: Tensor) -> Tensor:
+        return torch.complex(*own.float().unbind(2))
+
+
+@final
+@dataclass(frozen=True)
+class ComplexPeer(Peer):
+    """(batch, length, n), or (batch, n, length) where `time_last`; λ at every step, or once where `constant`."""
+
+    name: str
+    load: Callable[[], Scan]
+    time_last: bool = False
+    constant: bool = False
+    gpu_only: bool = False
+
+    def scan(self, problem: Problem) -> Scan:
+        return self.load()
+
+    def poles(self, problem: Problem) -> Tensor:
+        return problem.poles if self.constant else self.pack(problem.poles.expand_as(problem.x))
+
+    def pack(self, z: Tensor) -> Tensor:
+        return (z.mT if self.time_last else z).contiguous()
+
+    def unpack(self, own: Tensor) -> Tensor:
+        return own.mT if self.time_last else own
+
+
+@final
+@dataclass(frozen=True)
+class PairPeer(Peer):
+    """(2, batch, n, length): real and imaginary parts as two real channels, λ at every step."""
+
+    name: str
+    load: Callable[[], Scan]
+    gpu_only: bool = True
+    precisions: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")
+
+    def scan(self, problem: Problem) -> Scan:
+        return self.load()
+
+    def poles(self, problem: Problem) -> Tensor:
+        return self.pack(problem.poles.expand_as(problem.x))
+
+    def pack(self, z: Tensor) -> Tensor:
+        return torch.stack([z.real.mT, z.imag.mT])
+
+    def unpack(self, own: Tensor) -> Tensor:
+        return torch.complex(*own.float().mT)
+
+
+@final
+@dataclass(frozen=True)
+class RotatedPeer(Peer):
+    """A scan with real λ: (log |λ|, z) of shape (batch, length, n, 2), where z[t] = e^{−iθt} x[t]."""
+
+    name: str
+    load: Callable[[], Scan]
+    gpu_only: bool = False
+
+    def scan(self, problem: Problem) -> Scan:
+        real_scan = self.load()
+        steps = torch.arange(problem.x.shape[1], dtype=torch.float64, device=problem.x.device)[:, None]
+        angles = steps * problem.log_poles[1].double()
+        turns = torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
+
+        def scan(log_modulus: Tensor, x: Tensor) -> Tensor:
+            real = torch.view_as_real(x * turns.conj())
+            return torch.view_as_complex(real_scan(log_modulus, real).contiguous()) * turns
+
+        return scan
+
+    def poles(self, problem: Problem) -> Tensor:
+        return problem.log_poles[0][:, None].expand(*problem.x.shape, 2).contiguous()
+
+    def pack(self, z: Tensor) -> Tensor:
+        return z.contiguous()
+
+    def unpack(self, own: Tensor) -> Tensor:
+        return own
+
+
+def _loop() -> Scan:
+    def scan(poles: Tensor, x: Tensor) -> Tensor:
+        h, history = torch.zeros_like(x[:, 0]), []
+        for step in x.unbind(1):
+            h = poles * h + step
+            history.append(h)
+        return torch.stack(history, dim=1)
+
+    return scan
+
+
+def _torch_tree() -> Scan:
+    from torch._higher_order_ops.associative_scan import associative_scan
+
+    def then(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return second[0] * first[0], second[0] * first[1] + second[1]
+
+    return lambda poles, x: associative_scan(then, (poles, x), 1, combine_mode="generic")[1]
+
+
+def _torch_compiled() -> Scan:
+    import torch._dynamo
+    from torch._higher_order_ops.associative_scan import associative_scan
+
+    def then(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        (a, b, x, y), (c, d, u, v) = first, second
+        return c * a - d * b, c * b + d * a, c * x - d * y + u, c * y + d * x + v
+
+    def scan(poles: Tensor, x: Tensor) -> Tensor:
+        h: Any = associative_scan(then, (poles[0], poles[1], x[0], x[1]), 2, combine_mode="pointwise")
+        return torch.stack(h[2:])
+
+    # Every shape anew: kept ones would count against the limit of recompilations, and past it the scan is not compiled.
+    torch._dynamo.reset()
+    return torch.compile(scan, dynamic=False)
+
+
+def _accelerated_scan() -> Scan:
+    from accelerated_scan.complex import scan
+
+    return scan
+
+
+def _assoc_scan() -> Scan:
+    from assoc_scan import AssocScan
+
+    return AssocScan()
+
+
+def _s5() -> Scan:
+    from s5.jax_compat import associative_scan
+    from s5.s5_model import binary_operator
+
+    return lambda poles, x: associative_scan(binary_operator, (poles, x), axis=1)[1]
+
+
+def _philtorch() -> Scan:
+    from philtorch.lti import linear_recurrence as recurrence
+
+    def scan(poles: Tensor, x: Tensor) -> Tensor:
+        start = torch.zeros((), dtype=x.dtype, device=x.device)
+        return recurrence(poles.repeat(len(x)), start, x.flatten(0, 1)).view_as(x)
+
+    return scan
+
+
+def _mambapy() -> Scan:
+    from mambapy.pscan import pscan
+
+    return lambda log_modulus, x: pscan(torch.exp(log_modulus), x)
+
+
+def _hgrn(name: str) -> Callable[[], Scan]:
+    def load() -> Scan:
+        from fla.ops import hgrn
+
+        kernel = getattr(hgrn, name)
+        return lambda log_modulus, x: kernel(x.flatten(2), log_modulus.flatten(2))[0].view_as(x)
+
+    return load
+
+
+PEERS: tuple[Peer, ...] = (
+    Ours(),
+    ComplexPeer("PyTorch loop", _loop, constant=True),
+    ComplexPeer("torch scan, eager", _torch_tree),
+    PairPeer("torch scan, compiled", _torch_compiled),
+    ComplexPeer("accelerated-scan", _accelerated_scan, time_last=True, gpu_only=True),
+    ComplexPeer("assoc-scan", _assoc_scan),
+    ComplexPeer("s5-pytorch", _s5),
+    ComplexPeer("philtorch", _philtorch, time_last=True, constant=True),
+    RotatedPeer("mambapy", _mambapy),
+    RotatedPeer("fla-core, chunks", _hgrn("chunk_hgrn"), gpu_only=True),
+    RotatedPeer("fla-core, recurrent", _hgrn("fused_recurrent_hgrn"), gpu_only=True),
+)

@@ -1,0 +1,19 @@
+"""`compressm bench`: measure on this machine."""
+
+from __future__ import annotations
+
+import typer
+
+from compressm.cli.bench import growth, reduction, results, scan, step
+
+bench = typer.Typer(help="Measure speed on this machine; results are JSON files with a picture.", no_args_is_help=True)
+for command in (
+    reduction.reduction,
+    step.step,
+    growth.growth,
+    scan.scan,
+    scan.peers,
+    results.table,
+    results.draw,
+):
+    bench.command()(command)

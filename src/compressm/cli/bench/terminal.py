@@ -1,0 +1,57 @@
+"""What a benchmark says while it measures and when it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from compressm.reports.grid import Grid
+from compressm.reports.tables import grids
+from compressm.runs.measurement import Measurement
+
+console = Console()
+
+
+@contextmanager
+def measuring() -> Iterator[Callable[[str], None]]:
+    """A spinner on a terminal, plain lines elsewhere."""
+    with console.status("measuring") as status:
+
+        def say(line: str) -> None:
+            if console.is_terminal:
+                status.update(f"measuring {line}")
+            else:
+                console.print(line)
+
+        yield say
+
+
+def report(measurement: Measurement, result: Path, *, tables: list[Table] | None = None) -> None:
+    """Show its tables and write its file."""
+    for table in tables or [_rich(grid) for grid in grids(measurement)]:
+        console.print(table)
+    console.print(f"result: {measurement.write(result)}", soft_wrap=True)
+
+
+def draw_picture(measurement: Measurement, path: Path) -> None:
+    """Draw it and say where it is."""
+    from compressm.reports.pictures import draw  # matplotlib takes a second to import
+
+    console.print(f"picture: {draw(measurement, path)}", soft_wrap=True)
+
+
+def _rich(grid: Grid) -> Table:
+    table = Table(title=escape(grid.title), caption=escape(grid.caption))
+    for head in grid.heads:
+        if head == "note":
+            table.add_column(head, min_width=12)
+        else:
+            table.add_column(head, justify="right", no_wrap=True)
+    for row in grid.rows:
+        table.add_row(*(escape(cell) for cell in row))
+    return table

@@ -1,0 +1,22 @@
+"""Measurements as pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from compressm.reports.growth_curves import draw_growth
+from compressm.reports.reduction_cost import draw_reduction_cost
+from compressm.runs.measurement import Measurement, MeasurementError
+
+_PICTURES: dict[str, Callable[[Measurement, Path], Path]] = {
+    "reduction": draw_reduction_cost,
+    "growth": draw_growth,
+}
+
+
+def draw(measurement: Measurement, path: Path) -> Path:
+    """The picture of a result, where its kind has one."""
+    if measurement.name not in _PICTURES:
+        raise MeasurementError(f"no picture for results named {measurement.name!r}, only for {', '.join(_PICTURES)}")
+    return _PICTURES[measurement.name](measurement, path)

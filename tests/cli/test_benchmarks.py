@@ -1,0 +1,122 @@
+"""Every benchmark of the command line on its smallest case, and its result file shown again."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from compressm.bench import growth as growth_bench
+from compressm.bench import peers as peers_bench
+from compressm.bench import scan_paths, train_step
+from compressm.bench.ceilings import Ceilings
+from compressm.bench.step_cases import StepCase
+
+from .test_commands import plain, run
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+TINY = StepCase(task="tiny", depth=1, width=4, order=2, batch=2, length=8, inputs=1, classes=2)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(train_step, "measure_ceilings", lambda *_: Ceilings(1e10, 1e10, 0.0))
+    monkeypatch.setattr(growth_bench, "MIDDLE", TINY)
+    monkeypatch.setattr(growth_bench, "RANGES", {"order": (2, 4), "length": (8,), "width": (4,)})
+    for module, function, shapes in (
+        (peers_bench, "measure_peers", [(2, 5, 3)]),
+        (scan_paths, "measure_paths", [(2, 16, 3, 2)]),
+    ):
+        measure = getattr(module, function)
+        monkeypatch.setattr(module, function, lambda measure=measure, shapes=shapes, **rest: measure(shapes, **rest))
+
+
+def test_a_training_step_is_measured_beside_its_floor_and_written(tmp_path):
+    done = run("bench", "step", "--order", "3", "--repeats", "1", "--out", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    assert [path.name for path in tmp_path.iterdir()] == ["step-cpu.json"]
+    assert "smnist" in done.output
+    assert "floor" in done.output
+    table = run("bench", "table", str(tmp_path / "step-cpu.json"))
+    assert "| smnist | 3 | float32 |" in table.output
+
+
+def test_growth_is_one_result_with_a_table_an_axis_and_one_picture(tmp_path, small):
+    done = run("bench", "growth", "--repeats", "1", "--out", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["growth-cpu.json", "growth-cpu.png"]
+    for axis in ("order", "length", "width"):
+        assert f"against the {axis}" in plain(done)
+    picture = tmp_path / "again.svg"
+    assert run("bench", "draw", str(tmp_path / "growth-cpu.json"), "--picture", str(picture)).exit_code == 0
+    assert "batch 2, n = 2, H = 4" in picture.read_text()
+    assert "| n | float32 | floor |" in run("bench", "table", str(tmp_path / "growth-cpu.json")).output
+
+
+def test_one_axis_of_growth_can_be_asked_for_alone(tmp_path, small):
+    done = run("bench", "growth", "--axis", "order", "--repeats", "1", "--out", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    rows = json.loads((tmp_path / "growth-cpu.json").read_text())["rows"]
+    assert [(row["axis"], row["order"]) for row in rows] == [("order", 2), ("order", 4)]
+
+
+def test_peers_are_listed_with_their_reason_where_they_do_not_run(tmp_path, small):
+    done = run("bench", "peers", "--repeats", "1", "--out", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    assert "h[t] = λ h[t−1] + x[t]" in done.output
+    assert "PyTorch loop" in done.output
+    assert "needs a GPU" in run("bench", "table", str(tmp_path / "peers-cpu.json")).output
+
+
+def test_paths_of_a_layer_are_listed_beside_the_choice(tmp_path, small):
+    done = run("bench", "scan", "--repeats", "1", "--out", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    assert "chosen" in done.output
+    assert "| 2 | 16 | 3 | 2 |" in run("bench", "table", str(tmp_path / "scan-cpu.json")).output
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.name)
+def test_every_committed_result_has_a_table(path):
+    done = run("bench", "table", str(path))
+    assert done.exit_code == 0, done.output
+    assert done.output.splitlines()[0].startswith("|") or "(median" in done.output.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("bench", "growth", "--axis", "depth"), "'depth' is not one of 'order', 'length', 'width'"),
+        (("bench", "growth", "--precision", "float8"), "'float8' is not one of"),
+        (("bench", "step", "--task", "mnist"), "'mnist' is not one of 'smnist'"),
+        (("bench", "peers", "--repeats", "0"), "0 is too small, expected at least 1"),
+        (("bench", "draw", str(RESULTS / "scan-cpu.json")), "no picture for results named 'scan', only for reduction"),
+    ],
+)
+def test_a_bad_value_says_what_was_given_and_exits_2(arguments, said):
+    done = run(*arguments)
+    assert done.exit_code == 2
+    assert said in plain(done)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"step_s": "fast"}, "row 0 has 'fast' as step_s, expected a number"),
+        ({"task": 5}, "row 0 has 5 as task, expected text"),
+    ],
+)
+def test_a_result_with_other_values_is_refused_by_name(tmp_path, change, said):
+    stored = json.loads((RESULTS / "step-cpu.json").read_text())
+    stored["rows"][0] |= change
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps(stored))
+    done = run("bench", "table", str(path))
+    assert done.exit_code == 2
+    assert said in plain(done)
+
+
+def test_a_result_of_an_unknown_kind_is_refused_by_name(tmp_path):
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps({**json.loads((RESULTS / "step-cpu.json").read_text()), "name": "cooking"}))
+    done = run("bench", "table", str(path))
+    assert done.exit_code == 2
+    assert "no table for results named 'cooking'" in plain(done)
