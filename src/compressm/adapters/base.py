@@ -1,0 +1,161 @@
+"""A module read as linear systems: one small class a kind of module, and discovery in any model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from compressm.adapters.errors import AdapterError
+from compressm.control import DiagonalSystem
+
+Module = TypeVar("Module", bound=nn.Module)
+Adapter = TypeVar("Adapter", bound="type[SSMAdapter[Any]]")
+
+
+class SSMAdapter(ABC, Generic[Module]):
+    """What a kind of module is as a system, and which parameter values make it another system.
+
+    The conventions of `DiagonalSystem`: h[k] = λ h[k−1] + B u[k], and the module's output is Re(C h[k]), to which a
+    skip D·u may be added. A module with one system for all channels is one system of order n; a module with a system
+    a channel is a bank of H systems with one input and one output each. The order counts stored complex modes.
+    """
+
+    @abstractmethod
+    def read(self, module: Module) -> DiagonalSystem:
+        """The system whose simulation is the module's output without the skip D·u, in complex128.
+
+        Differentiable with respect to the module's parameters; they are converted to float64 before anything is
+        computed from them.
+        """
+
+    @abstractmethod
+    def encode(self, module: Module, system: DiagonalSystem) -> dict[str, Tensor]:
+        """Values in float64, by parameter name, that make the module the given system, of whatever order.
+
+        Differentiable with respect to the system's poles, B and C. The module is asked for what the system leaves
+        open (a step size, a rule of discretisation) and is not changed: `write` does that. Parameters without a name
+        among the values stay as they are.
+        """
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+_ADAPTERS: dict[type[nn.Module], SSMAdapter[Any]] = {}
+
+# Wrappers that keep what they wrap as `module`; a model's own child of that name is not to lose it.
+_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
+# Names that only wrappers use: torch.compile, activation checkpoints.
+_WRAPPED = {"_orig_mod", "_checkpoint_wrapped_module"}
+
+
+def adapts(kind: type[nn.Module]) -> Callable[[Adapter], Adapter]:
+    """Say that the decorated adapter is the one for `kind` and for its subclasses without an adapter of their own.
+
+    The last one said for a class holds.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise AdapterError(f"@adapts takes a class of nn.Module, got {kind!r}")
+
+    def register(adapter: Adapter) -> Adapter:
+        if not (isinstance(adapter, type) and issubclass(adapter, SSMAdapter)):
+            raise AdapterError(f"@adapts({kind.__name__}) decorates a class of SSMAdapter, got {adapter!r}")
+        missing = sorted(adapter.__abstractmethods__)
+        if missing:
+            raise AdapterError(f"{adapter.__name__} has no {' and no '.join(missing)}: an adapter reads and encodes")
+        _ADAPTERS[kind] = adapter()
+        return adapter
+
+    return register
+
+
+def adapter_for(module: nn.Module) -> SSMAdapter[Any] | None:
+    """The adapter of the module's class or of its nearest ancestor that has one."""
+    _require_module("adapter_for", module)
+    return next((_ADAPTERS[kind] for kind in type(module).__mro__ if kind in _ADAPTERS), None)
+
+
+def find(
+    model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None = None
+) -> dict[str, tuple[nn.Module, SSMAdapter[Any]]]:
+    """Every module of the model that has an adapter, by name, in the order of `named_modules`; "" is the model itself.
+
+    A module used in several places is there once. Names are those of the model inside DistributedDataParallel or
+    torch.compile. What stands inside an adapted module belongs to it. `filter_fn(module, name)` says which to take.
+    """
+    _require_module("find", model)
+    if filter_fn is not None and not callable(filter_fn):
+        raise AdapterError(f"filter_fn is {filter_fn!r}, expected a function of a module and its name")
+    modules = dict(model.named_modules())
+    found: dict[str, tuple[nn.Module, SSMAdapter[Any]]] = {}
+    inside: str | None = None
+    for path, module in modules.items():
+        adapter = adapter_for(module)
+        if adapter is None or (inside is not None and path.startswith(inside)):
+            continue
+        name = _clean(path, modules)
+        if filter_fn is None or filter_fn(module, name):
+            found[name] = (module, adapter)
+            inside = f"{path}." if path else ""
+    return found
+
+
+def state_axes(module: nn.Module, adapter: SSMAdapter[Any] | None = None) -> dict[str, int]:
+    """For every parameter that grows with the order, the axis on which the states stand.
+
+    Found by encoding a system with one mode more and looking which axes became longer.
+    """
+    adapter = adapter or adapter_for(module)
+    if adapter is None:
+        raise AdapterError(f"{type(module).__name__} has no adapter; write one with @adapts({type(module).__name__})")
+    with torch.no_grad():
+        values = adapter.encode(module, _with_a_mode_twice(adapter.read(module)))
+    axes = {name: _grown_axes(module, name, value) for name, value in values.items()}
+    several = [name for name, grown in axes.items() if len(grown) > 1]
+    if several:
+        raise AdapterError(f"{', '.join(several)}: states stand on axes {axes[several[0]]}, expected one axis")
+    return {name: grown[0] for name, grown in axes.items() if grown}
+
+
+def parameter_of(module: nn.Module, name: str) -> nn.Parameter:
+    """The parameter of that name; the error lists those there are."""
+    parameters: Mapping[str, nn.Parameter] = dict(module.named_parameters(remove_duplicate=False))
+    if name not in parameters:
+        raise AdapterError(f"{type(module).__name__} has no parameter {name!r}; it has {', '.join(parameters)}")
+    return parameters[name]
+
+
+def _grown_axes(module: nn.Module, name: str, value: Tensor) -> list[int]:
+    shape = parameter_of(module, name).shape
+    if len(shape) != value.ndim:
+        raise AdapterError(f"encode gives {name} the shape {tuple(value.shape)}, the parameter's is {tuple(shape)}")
+    return [axis for axis, (old, new) in enumerate(zip(shape, value.shape, strict=True)) if old != new]
+
+
+def _with_a_mode_twice(system: DiagonalSystem) -> DiagonalSystem:
+    poles, B, C = system.poles, system.B, system.C
+    return DiagonalSystem(
+        torch.cat([poles, poles[..., :1]], dim=-1),
+        torch.cat([B, B[..., :1, :]], dim=-2),
+        torch.cat([C, C[..., :1]], dim=-1),
+    )
+
+
+def _clean(path: str, modules: Mapping[str, nn.Module]) -> str:
+    """The name without the parts that wrappers add."""
+    kept, walked = [], ""
+    for part in path.split("."):
+        wrapped = part in _WRAPPED or (part == "module" and isinstance(modules[walked], _WRAPPERS))
+        kept += [] if wrapped else [part]
+        walked = f"{walked}.{part}" if walked else part
+    return ".".join(kept)
+
+
+def _require_module(function: str, module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise AdapterError(f"{function} takes an nn.Module, got {type(module).__name__}")

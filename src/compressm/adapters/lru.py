@@ -1,0 +1,56 @@
+"""The LRU as a system: λ = exp(−exp(ν) + i exp(θ)), B scaled by γ."""
+
+from __future__ import annotations
+
+import math
+from typing import final
+
+import torch
+from torch import Tensor
+
+from compressm.adapters.base import SSMAdapter, adapts
+from compressm.adapters.poles import log_poles
+from compressm.adapters.validation import encodable, finite_doubles
+from compressm.control import DiagonalSystem
+from compressm.layers import LRU
+
+# Of 1 − |λ|: a phase of 0 has no logarithm, and this one moves the peak of the mode's response by 1e-3 of it at most.
+_LEAST_PHASE = 1e-3
+
+
+@adapts(LRU)
+@final
+class LRUAdapter(SSMAdapter[LRU]):
+    """One system for all channels; γ is part of B when read, and √(1 − |λ|²) when written.
+
+    Phases are stored in (0, 2π): a pole in the lower half disc has one above π. A phase below 1e-3 (1 − |λ|) is stored
+    as that, because log 0 is not finite and an optimizer's relative steps would never lead away from it.
+    """
+
+    def read(self, module: LRU) -> DiagonalSystem:
+        nu_log, theta_log, gamma_log, B_re, B_im, C_re, C_im = finite_doubles(module, LRU.STATE_AXES)
+        logarithms = torch.complex(-torch.exp(nu_log), torch.exp(theta_log))
+        B = torch.exp(gamma_log)[:, None] * torch.complex(B_re, B_im)
+        return DiagonalSystem.from_log_poles(logarithms, B, torch.complex(C_re, C_im))
+
+    def encode(self, module: LRU, system: DiagonalSystem) -> dict[str, Tensor]:
+        B, C = encodable(module, system, bank=(), channels=module.width)
+        log_modulus, phase = log_poles(system)
+        gamma_log = torch.log(-torch.expm1(2 * log_modulus)) / 2
+        B = torch.exp(-gamma_log)[:, None] * B
+        return {
+            "nu_log": torch.log(-log_modulus),
+            "theta_log": torch.log(_stored_phase(log_modulus, phase)),
+            "gamma_log": gamma_log,
+            "B_re": B.real,
+            "B_im": B.imag,
+            "C_re": C.real,
+            "C_im": C.imag,
+        }
+
+
+def _stored_phase(log_modulus: Tensor, phase: Tensor) -> Tensor:
+    # Not 2π itself, to which a phase of −1e-17 rounds.
+    lower = (phase + 2 * math.pi).clamp_max(math.nextafter(2 * math.pi, 0))
+    least = -_LEAST_PHASE * torch.expm1(log_modulus.detach())
+    return torch.where(phase < 0, lower, torch.maximum(phase, least))

@@ -1,0 +1,277 @@
+"""What every adapter promises: each function measures one promise on a trial and says what it found."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.autograd.gradcheck import GradcheckError
+
+from compressm.adapters.base import SSMAdapter, state_axes
+from compressm.adapters.trial import Finding, Trial, channels, diagonal, difference, make_seeded, simulated
+from compressm.adapters.writing import write
+from compressm.control import DiagonalSystem, ShapeError, balanced_truncation, fold
+
+
+def reading(trial: Trial) -> Iterator[Finding]:
+    """Simulating what was read gives the module's output, but for a skip D·u, which an impulse tells."""
+    module = trial.module()
+    system, u = trial.read(module), trial.noise(module)
+    count = channels(system)
+    impulses = u.new_zeros(count, trial.length, count)
+    impulses[torch.arange(count), 0, torch.arange(count)] = 1
+    y = trial.output(module, impulses)
+    response = simulated(system, impulses)
+    if y.shape != response.shape:
+        raise ShapeError(f"the module's output has shape {tuple(y.shape)}, the system's {tuple(response.shape)}")
+    skip = (y - response)[:, 0]
+    yield Finding(
+        "after an impulse the system read does what the module does",
+        difference(y[:, 1:], response[:, 1:]),
+        trial.tolerance,
+    )
+    y = trial.output(module, u)
+    simulation = simulated(system, u) + u.double() @ skip
+    yield Finding("the system read simulates to the module's output", difference(y, simulation), trial.tolerance)
+
+
+def encoding(trial: Trial) -> Iterator[Finding]:
+    """encode(read) leaves the output as it was; encode itself leaves the module alone."""
+    module, twin = trial.module(), trial.module()
+    u = trial.noise(module)
+    before = trial.output(module, u)
+    values = trial.encode(module, trial.read(module))
+    wrong = [name for name, value in values.items() if value.dtype != torch.float64]
+    yield Finding.none_of(wrong, "encode gives float64")
+    yield Finding.none_of(_changed(module, twin), "encode leaves the module alone")
+    write(module, values)
+    yield Finding("encode(read) keeps the output", difference(before, trial.output(module, u)), trial.tolerance)
+    for folded in (False, True):
+        yield _stores(trial, folded)
+
+
+def _stores(trial: Trial, folded: bool) -> Finding:
+    """What was encoded is what the module then computes, beside the skip it had."""
+    module = trial.module()
+    u, system = trial.noise(module), trial.read(module)
+    skip = trial.output(module, u) - simulated(system, u)
+    truncation = trial.cut(module, trial.half(module), folded=folded)
+    expected = simulated(diagonal(truncation), u) + skip
+    kind = "folded" if folded else "unfolded"
+    return Finding(
+        f"the module becomes the system encoded, {kind}", difference(expected, trial.output(module, u)), trial.tolerance
+    )
+
+
+def dead_states(trial: Trial) -> Iterator[Finding]:
+    """One state without input and one without output are removed, and the output is as it was."""
+    module = trial.module()
+    system = trial.read(module)
+    B, C = system.B.clone(), system.C.clone()
+    B[..., 0, :], C[..., 1] = 0, 0
+    write(module, trial.encode(module, DiagonalSystem(system.poles, B, C)))
+    u = trial.noise(module)
+    before = trial.output(module, u)
+    trial.cut(module, system.order - 2, folded=False)
+    yield Finding(
+        "removing an uncontrollable and an unobservable state keeps the output",
+        difference(before, trial.output(module, u)),
+        trial.tolerance,
+    )
+
+
+def bound(trial: Trial) -> Iterator[Finding]:
+    """‖y − y_r‖₂ ≤ 2 Σ σ of the dropped states ‖u‖₂, measured on the module's own output."""
+    for order in sorted({1, trial.half(trial.module())}):
+        yield _within_bound(trial, order)
+
+
+def _within_bound(trial: Trial, order: int) -> Finding:
+    whole, cut = trial.module(), trial.module()
+    truncation = trial.cut(cut, order)
+    assert truncation.error_bound is not None
+
+    def full(u: Tensor) -> Tensor:
+        return trial.run(whole, u)
+
+    def error(u: Tensor) -> Tensor:
+        return trial.run(whole, u) - trial.run(cut, u)
+
+    # Over time, and over the channels of one system; a bank has a bound a channel.
+    axes = (1,) if truncation.system.bank else (1, 2)
+    u = trial.noise(whole)
+    excess = (_gain(error, u, axes) - trial.tolerance * _gain(full, u, axes)).clamp_min(0)
+    ratio = torch.where(excess > 0, excess / truncation.error_bound, 0).max().item()
+    return Finding(f"at order {order} the gain of the error is within its bound", ratio, 1.0)
+
+
+def _gain(function: Callable[[Tensor], Tensor], u: Tensor, axes: tuple[int, ...]) -> Float[Tensor, "batch *bank"]:
+    """‖f(u)‖₂ / ‖u‖₂ of a linear f, for an input that ten steps of a power iteration with fᵀf have made louder."""
+    for _ in range(10):
+        u = (u / torch.linalg.vector_norm(u, dim=axes, keepdim=True)).detach().requires_grad_()
+        y = function(u)
+        (u,) = torch.autograd.grad(y.square().sum() / 2, u)
+    return torch.linalg.vector_norm(y.detach().double(), dim=axes)
+
+
+def parameters(trial: Trial) -> Iterator[Finding]:
+    """A cut changes the sizes of state axes, and nothing else: not even which of the parameters are frozen."""
+    for frozen in (False, True):
+        module = trial.original()
+        for parameter in module.parameters():
+            parameter.requires_grad_(not frozen)
+            parameter.__dict__["_optim"] = {"lr": 1e-3}
+        axes, order = state_axes(module, trial.adapter), trial.order(module)
+        before = {name: (id(parameter), *_traits(parameter)) for name, parameter in module.named_parameters()}
+        shapes = {name: _shape(parameter, axes.get(name)) for name, parameter in module.named_parameters()}
+        rank = diagonal(trial.cut(module, trial.half(module))).order
+        now = dict(module.named_parameters())
+        lost = [name for name, parameter in now.items() if (id(parameter), *_traits(parameter)) != before[name]]
+        kind = "frozen" if frozen else "trained"
+        yield Finding.none_of(lost, f"{kind} parameters keep identity, dtype, device, requires_grad and attributes")
+        bent = [name for name, parameter in now.items() if _shape(parameter, axes.get(name)) != shapes[name]]
+        yield Finding.none_of(bent, "only axes of states change their sizes")
+        missed = float(abs(trial.order(module) - rank))
+        yield Finding(f"after a cut from {order} to {rank} states the order read is {rank}", missed, 0.0)
+
+
+def _traits(parameter: nn.Parameter) -> tuple[object, ...]:
+    return parameter.dtype, parameter.device, parameter.requires_grad, parameter.layout, dict(vars(parameter))
+
+
+def _shape(parameter: nn.Parameter, state_axis: int | None) -> list[int]:
+    return [size for axis, size in enumerate(parameter.shape) if axis != state_axis]
+
+
+def training(trial: Trial) -> Iterator[Finding]:
+    """A step before a cut, and one after it while the loss of the first is alive, each moving every weight."""
+    module = trial.original().train()
+    u = trial.noise(module, next(module.parameters()).dtype)
+    held, *before = _train(trial, module, u)
+    yield Finding.none_of(before, "a training step moves every weight")
+    trial.cut(module, trial.half(module))
+    loss, *after = _train(trial, module, u)
+    yield Finding.none_of(after, "so does one after a cut, with the loss of before still referenced")
+    losses = (value.item() for value in (held, loss))
+    yield Finding.none_of((str(value) for value in losses if not math.isfinite(value)), "losses are finite")
+
+
+def _train(trial: Trial, module: nn.Module, u: Tensor) -> tuple[Tensor, *tuple[str, ...]]:
+    """The loss, with its graph, and the names of the parameters that a step of Adam did not move."""
+    optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
+    before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    loss = (trial.run(module, u) - u.roll(1, dims=1).mean(-1, keepdim=True)).square().mean()
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    trained = ((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
+    return loss, *(name for name, parameter in trained if bool((parameter == before[name]).all()))
+
+
+def saving(trial: Trial) -> Iterator[Finding]:
+    """The state dict of a cut module fills another one of the same order; a copy of the module is that module."""
+    module = trial.original().eval()
+    u = trial.noise(module, next(module.parameters()).dtype)
+    rank = diagonal(trial.cut(module, trial.half(module))).order
+    expected = trial.output(module, u)
+    other = copy.deepcopy(make_seeded(trial.make, trial.seed + 1)).eval()
+    trial.cut(other, rank)
+    other.load_state_dict(module.state_dict())
+    yield Finding("the state dict round-trips after a cut", difference(expected, trial.output(other, u)), 0.0)
+    copied = copy.deepcopy(module)
+    yield Finding("a copy of a cut module is the same", difference(expected, trial.output(copied, u)), 0.0)
+
+
+def streaming(trial: Trial) -> Iterator[Finding]:
+    """Step by step the output is that of the whole sequence, after a cut."""
+    if trial.stream is None:
+        return
+    module = trial.module()
+    u = trial.noise(module)
+    trial.cut(module, trial.half(module))
+    with torch.no_grad():
+        streamed = trial.stream(module, u).double()
+    yield Finding(
+        "after a cut steps equal the sequence", difference(trial.output(module, u), streamed), trial.tolerance
+    )
+
+
+def derivatives(trial: Trial) -> Iterator[Finding]:
+    """The derivatives of read and encode are those of finite differences."""
+    module = trial.module(torch.float64)
+    names, tensors = zip(*((name, p.detach().clone()) for name, p in module.named_parameters()), strict=True)
+
+    def read(*values: Tensor) -> Tensor:
+        swapped = {f"module.{name}": value for name, value in zip(names, values, strict=True)}
+        return torch.func.functional_call(_Reading(module, trial.adapter), swapped, ())
+
+    yield _gradients("read", read, tensors)
+    for folded in (False, True):
+        system = trial.read(module)
+        system = diagonal(balanced_truncation(fold(system) if folded else system, trial.half(module)).diagonalise())
+        yield _gradients(
+            f"encode of {'a folded' if folded else 'an unfolded'} system",
+            _encode_near(trial, module, system),
+            (torch.zeros_like(system.poles), system.B, system.C),
+        )
+
+
+def _encode_near(trial: Trial, module: nn.Module, system: DiagonalSystem) -> Callable[..., Tensor]:
+    """Poles move in units of 1 − |λ|²: a difference of 1e-6 is not small where |λ| is 1 − 1e-5."""
+
+    def encode(moves: Tensor, B: Tensor, C: Tensor) -> Tensor:
+        values = trial.encode(module, DiagonalSystem(system.poles + system.decay * moves, B, C))
+        return _in_one(*values.values())
+
+    return encode
+
+
+class _Reading(nn.Module):
+    """`functional_call` swaps the parameters of a module while its forward runs: here, while it is read."""
+
+    def __init__(self, module: nn.Module, adapter: SSMAdapter[nn.Module]) -> None:
+        super().__init__()
+        self.module, self.adapter = module, adapter
+
+    def forward(self) -> Tensor:
+        system = self.adapter.read(self.module)
+        return _in_one(system.poles, system.B, system.C)
+
+
+def _in_one(*tensors: Tensor) -> Tensor:
+    """As one vector: of several results torch would not check those that carry no gradient."""
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def _gradients(what: str, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Finding:
+    inputs = tuple(tensor.requires_grad_() for tensor in inputs)
+    promise = f"{what} has the derivatives of finite differences"
+    if not function(*inputs).requires_grad:
+        return Finding.none_of(["it carries no gradient"], promise)
+    try:
+        # In fast mode: one random direction for each input.
+        torch.autograd.gradcheck(function, inputs, rtol=1e-3, atol=1e-4, fast_mode=True)
+    except GradcheckError as error:
+        return Finding.none_of([" ".join(str(error).split())[:300]], promise)
+    return Finding.none_of([], promise)
+
+
+def _changed(module: nn.Module, twin: nn.Module) -> list[str]:
+    other = twin.state_dict()
+    return [name for name, value in module.state_dict().items() if not torch.equal(value, other[name])]
+
+
+PROMISES: tuple[Callable[[Trial], Iterator[Finding]], ...] = (
+    reading,
+    encoding,
+    dead_states,
+    bound,
+    parameters,
+    training,
+    saving,
+    streaming,
+    derivatives,
+)

@@ -1,0 +1,41 @@
+"""S4D as a bank of systems, one a channel: continuous-time poles a, sampled at the channel's step."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import Tensor
+
+from compressm.adapters.base import SSMAdapter, adapts
+from compressm.adapters.poles import continuous_poles
+from compressm.adapters.validation import encodable, finite_doubles
+from compressm.control import DiagonalSystem
+from compressm.layers import S4D
+
+
+@adapts(S4D)
+@final
+class S4DAdapter(SSMAdapter[S4D]):
+    """A bank of `width` systems with one input and one output: the layer's discretisation of (a, 1), and 2 C.
+
+    The input matrix of the layer is 1, so that the products of B and C are what is stored. Each channel keeps its step
+    (`log_step` has no axis of states); a is found from λ as for S5.
+    """
+
+    def read(self, module: S4D) -> DiagonalSystem:
+        log_A_real, A_imag, C_re, C_im, log_step = finite_doubles(module, [*S4D.STATE_AXES, "log_step"])
+        step = torch.exp(log_step)[:, None].expand_as(A_imag)
+        logarithms, scale = module.discretisation(torch.stack([-torch.exp(log_A_real), A_imag]), step)
+        C = 2 * torch.complex(C_re, C_im)
+        return DiagonalSystem.from_log_poles(
+            torch.complex(*logarithms), torch.complex(*scale)[..., None], C[..., None, :]
+        )
+
+    def encode(self, module: S4D, system: DiagonalSystem) -> dict[str, Tensor]:
+        B, C = encodable(module, system, bank=(module.width,), channels=1)
+        step = torch.exp(module.log_step.detach().double())[:, None].expand_as(system.poles)
+        a = continuous_poles(module.discretisation, system, step)
+        _, scale = module.discretisation(a, step)
+        C = C[..., 0, :] * B[..., 0] / (2 * torch.complex(*scale))
+        return {"log_A_real": torch.log(-a[0]), "A_imag": a[1], "C_re": C.real, "C_im": C.imag}

@@ -1,0 +1,71 @@
+"""S5 as a system: continuous-time poles a, sampled at a step Δ a mode, each mode a conjugate pair."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from compressm.adapters.base import SSMAdapter, adapts
+from compressm.adapters.poles import continuous_poles
+from compressm.adapters.validation import encodable, finite_doubles
+from compressm.control import DiagonalSystem
+from compressm.layers import S5
+
+
+@adapts(S5)
+@final
+class S5Adapter(SSMAdapter[S5]):
+    """One system for all channels: the layer's own discretisation of (a, B) at steps Δ, and 2 C for the pairs.
+
+    A discrete pole leaves its step open: any Δ > 0 with a = log λ / Δ will do. A new mode gets the step of the old mode
+    whose pole is nearest to its own (or to its conjugate). Why: Δ sets how far a step of an optimizer on Im a turns the
+    phase, Δ·lr, and how large the stored B is, about 1/Δ. In a layer slow poles are those with small steps; the nearest
+    one keeps a new slow mode's phase as steady against its narrow resonance as it was, and a and B of the sizes the
+    optimizer knows. With one mean step for all, a mode at Δ = 1e-3 among others at 1e-1 would turn ten times as fast.
+    And a mode that is left as it was keeps its step, so that encoding what was read changes nothing.
+
+    With ZOH Im a is arg λ / Δ for arg λ in (−π, π]: frequencies above the sampling rate come back as the slowest with
+    the same samples. With the bilinear rule poles below 1e-7 are stored as 1e-7, the least the layer can tell from 0.
+    """
+
+    def read(self, module: S5) -> DiagonalSystem:
+        log_A_real, A_imag, log_step, B_re, B_im, C_re, C_im = finite_doubles(module, S5.STATE_AXES)
+        logarithms, scale = module.discretisation(torch.stack([-torch.exp(log_A_real), A_imag]), torch.exp(log_step))
+        B = torch.complex(*scale)[:, None] * torch.complex(B_re, B_im)
+        return DiagonalSystem.from_log_poles(torch.complex(*logarithms), B, 2 * torch.complex(C_re, C_im))
+
+    def encode(self, module: S5, system: DiagonalSystem) -> dict[str, Tensor]:
+        B, C = encodable(module, system, bank=(), channels=module.width)
+        with torch.no_grad():
+            log_step = module.log_step.double()[_nearest(system, self.read(module))]
+        a = continuous_poles(module.discretisation, system, torch.exp(log_step))
+        _, scale = module.discretisation(a, torch.exp(log_step))
+        B, C = B / torch.complex(*scale)[:, None], C / 2
+        return {
+            "log_A_real": torch.log(-a[0]),
+            "A_imag": a[1],
+            "log_step": log_step,
+            "B_re": B.real,
+            "B_im": B.imag,
+            "C_re": C.real,
+            "C_im": C.imag,
+        }
+
+
+def _nearest(new: DiagonalSystem, old: DiagonalSystem) -> Int[Tensor, " r"]:
+    """For each new pole the old one at the least hyperbolic distance in the upper half disc, the first among equals.
+
+    |λ − μ| / |1 − λ μ̄| weighs a difference by how narrow the resonances are; with |1 − λ μ̄|² = |λ − μ|² +
+    (1 − |λ|²)(1 − |μ|²) the nearest μ is that with the least |λ − μ|² / (1 − |μ|²), in which nothing cancels.
+    """
+    (x, y), (u, v) = _upper(new), _upper(old)
+    square = (x[:, None] - u) ** 2 + (y[:, None] - v) ** 2
+    return (square / old.decay).argsort(dim=-1, stable=True)[:, 0]
+
+
+def _upper(system: DiagonalSystem) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+    poles = system.poles.detach().to(torch.complex128)
+    return poles.real, poles.imag.abs()

@@ -1,0 +1,79 @@
+"""The one place that changes a module: new values, possibly of another order, in the same parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from compressm.adapters.base import parameter_of
+from compressm.adapters.errors import AdapterError
+from compressm.control import PrecisionError, ShapeError
+from compressm.control.validation import require_finite
+from compressm.layers import SSMLayer
+
+
+def write(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Give the named parameters new values; everything is checked before anything is changed.
+
+    Each parameter stays the same object with its dtype, device, `requires_grad`, hooks and attributes; its gradient,
+    which belongs to the old values, is dropped.
+    """
+    parameters = {name: parameter_of(module, name) for name in values}
+    _require_distinct(parameters)
+    prepared = {name: _prepare(name, parameter, values[name]) for name, parameter in parameters.items()}
+    _require_one_order(module, prepared)
+    for name, parameter in parameters.items():
+        _replace_data(parameter, prepared[name])
+
+
+def _replace_data(parameter: nn.Parameter, data: Tensor) -> None:
+    parameter.grad = None
+    # A loss of before that is still referenced holds a gradient accumulator of the old shape, with which the next
+    # backward fails ("invalid gradient ... expected shape"); a change of dtype makes torch forget it.
+    other = torch.float16 if parameter.dtype != torch.float16 else torch.float32
+    parameter.data = torch.empty(0, dtype=other, device=parameter.device)
+    parameter.data = data
+
+
+def _prepare(name: str, parameter: nn.Parameter, value: Tensor) -> Tensor:
+    """A copy as the parameter stores it."""
+    if not isinstance(value, Tensor):
+        raise AdapterError(f"the value of {name} is a {type(value).__name__}, expected a tensor")
+    if value.ndim != parameter.ndim or value.numel() == 0:
+        raise ShapeError(
+            f"the value of {name} has shape {tuple(value.shape)}, expected as many axes as the parameter's "
+            f"{tuple(parameter.shape)}, each of size 1 at least"
+        )
+    if value.is_complex() and not parameter.is_complex():
+        raise PrecisionError(f"the value of {name} is {value.dtype}, the parameter is {parameter.dtype}")
+    value = value.detach()
+    require_finite(name, value)
+    stored = value.to(parameter.device, parameter.dtype, copy=True, memory_format=torch.contiguous_format)
+    require_finite(f"in {parameter.dtype} {name}", stored)
+    return stored
+
+
+def _require_distinct(parameters: Mapping[str, nn.Parameter]) -> None:
+    names: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        other = names.setdefault(id(parameter), name)
+        if other != name:
+            raise AdapterError(f"{other} and {name} are one parameter: give it one value")
+
+
+def _require_one_order(module: nn.Module, prepared: Mapping[str, Tensor]) -> None:
+    """All parameters of a layer of ours agree on the order afterwards, and on nothing else do they change."""
+    if not isinstance(module, SSMLayer):
+        return
+    orders = {}
+    for name, parameter in module.named_parameters(recurse=False):
+        shape, before = list(prepared.get(name, parameter).shape), list(parameter.shape)
+        if name in module.STATE_AXES:
+            axis = module.STATE_AXES[name]
+            orders[name], before[axis] = shape[axis], shape[axis]
+        if shape != before:
+            raise ShapeError(f"the value of {name} has shape {tuple(shape)}, expected {tuple(before)}")
+    if len(set(orders.values())) > 1:
+        raise ShapeError("the orders would disagree: " + ", ".join(f"{name} {order}" for name, order in orders.items()))
