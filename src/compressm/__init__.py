@@ -11,10 +11,10 @@ from compressm import control
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "control", "layers", "models"]
+__all__ = ["__version__", "adapters", "control", "layers", "models"]
 
 # Loaded when first used: layers bring in torch's compiler, which takes longer to import than all the rest.
-_LATER = {"layers", "models"}
+_LATER = {"adapters", "layers", "models"}
 
 
 def __getattr__(name: str) -> ModuleType:

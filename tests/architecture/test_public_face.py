@@ -6,10 +6,10 @@ import pytest
 import typer
 
 import compressm
-from compressm import control
+from compressm import adapters, control
 from compressm.cli.app import app
 
-NAMES = {"__version__", "control", "layers", "models"}
+NAMES = {"__version__", "adapters", "control", "layers", "models"}
 
 CONTROL_NAMES = {
     "ControlError",
@@ -63,13 +63,41 @@ CONTROL_NAMES = {
     "trajectories",
 }
 
+ADAPTER_NAMES = {
+    "AdapterError",
+    "ConformanceError",
+    "Finding",
+    "LRUAdapter",
+    "S4DAdapter",
+    "S5Adapter",
+    "SSMAdapter",
+    "adapter_for",
+    "adapts",
+    "check_adapter",
+    "continuous_poles",
+    "find",
+    "state_axes",
+    "write",
+}
+
 OPTIONS = {
     "": {"--version", "--install-completion", "--show-completion"},
     "bench": set(),
     "bench reduction": {"--device", "--order", "--width", "--repeats", "--compare", "--no-compare", "--out"},
     "bench draw": {"result", "--picture"},
+    "bench growth": {"--device", "--axis", "--precision", "--compile", "--no-compile", "--repeats", "--out"},
+    "bench peers": {"--device", "--repeats", "--out"},
     "bench scan": {"--device", "--repeats", "--out"},
-    "bench step": {"--device", "--task", "--order", "--precision", "--repeats", "--out"},
+    "bench step": {
+        "--device",
+        "--task",
+        "--order",
+        "--precision",
+        "--compile",
+        "--no-compile",
+        "--repeats",
+        "--out",
+    },
     "bench table": {"result"},
 }
 
@@ -83,9 +111,14 @@ def test_the_control_core_has_these_names():
     assert list(control.__all__) == sorted(control.__all__)
 
 
-@pytest.mark.parametrize("name", sorted(CONTROL_NAMES))
+def test_the_adapters_have_these_names():
+    assert set(adapters.__all__) == ADAPTER_NAMES
+    assert list(adapters.__all__) == sorted(adapters.__all__)
+
+
+@pytest.mark.parametrize("name", sorted(CONTROL_NAMES | ADAPTER_NAMES))
 def test_every_public_name_is_documented(name):
-    assert inspect.getdoc(getattr(control, name))
+    assert inspect.getdoc(getattr(control if name in CONTROL_NAMES else adapters, name))
 
 
 def commands(command, path=()):

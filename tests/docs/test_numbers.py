@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from compressm.reports.tables import reduction_markdown
+from compressm.reports.tables import markdown
 from compressm.runs.measurement import Measurement
 
 ROOT = Path(__file__).parents[2]
@@ -17,7 +17,7 @@ def row(measurement, order, rank, width, kind="initial"):
 
 
 def test_the_table_in_the_readme_is_the_measured_one():
-    assert reduction_markdown(CPU) in (ROOT / "README.md").read_text()
+    assert markdown(CPU) in (ROOT / "README.md").read_text()
 
 
 def test_the_gpu_figure_in_the_readme_is_the_measured_one():
