@@ -10,7 +10,8 @@ walk from the end with λ̄.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,9 +20,20 @@ from torch import Tensor
 
 from compressm.ops.column_sums.triton import column_sums
 
-# Measured on an H200.
-_MODES = 64  # of a program, one a thread
-_ROWS = 8  # steps that are loaded before the first of them is used
+
+class Launch(NamedTuple):
+    """Modes of a program, steps that are loaded before the first of them is used, and warps."""
+
+    MODES: int
+    ROWS: int
+    num_warps: int
+
+
+# Measured on an H200: up to `_FEW` modes, and beyond.
+_FEW = 64
+_FORWARD = {True: Launch(64, 8, 2), False: Launch(64, 8, 2)}
+_ENDS = {True: Launch(64, 8, 2), False: Launch(128, 8, 2)}
+_BACKWARD = {True: Launch(64, 8, 2), False: Launch(128, 4, 2)}
 _SPAN = 64  # steps between two states in float64: at most 64 · 6e-8 is lost inside
 _THREADS = 160_000  # that a launch should have where the sequence is long enough
 _SEGMENTS = 128  # at most: each looks back at all before it
@@ -291,7 +303,8 @@ class Walk:
         h, last = torch.empty_like(x), x.new_empty(self.batch, 2, self.n, dtype=torch.float32)
         ends = self._ends(x, sign=1, flip=1)
         given = (x, self.table, last if state is None else state, ends, h, last, *self._sizes())
-        _forward[self._grid(self.segments)](*given, HAS_STATE=state is not None, **self.options, **_SIZES)
+        grid, sizes = self._plan(_FORWARD, self.segments)
+        _forward[grid](*given, HAS_STATE=state is not None, **self.options, **sizes)
         return h, last
 
     def backward(
@@ -302,25 +315,25 @@ class Walk:
         dx, dlog = torch.empty_like(h), ends.new_empty(self.segments, self.batch, 2, self.n)
         dstate = ends.new_empty(self.batch, 2, self.n)
         given = (dh, h, self.table, *(dstate if tensor is None else tensor for tensor in (state, dlast)), ends)
-        _backward[self._grid(self.segments)](*given, dx, dlog, dstate, *self._sizes(), HAS_STATE=state is not None,
-                                             HAS_LAST=dlast is not None, **self.options, **_SIZES)  # fmt: skip
+        grid, sizes = self._plan(_BACKWARD, self.segments)
+        _backward[grid](*given, dx, dlog, dstate, *self._sizes(), HAS_STATE=state is not None,
+                        HAS_LAST=dlast is not None, **self.options, **sizes)  # fmt: skip
         return dx, column_sums(dlog.flatten(2).flatten(0, 1)).view(2, self.n), dstate
 
     def _ends(self, x: Tensor, *, sign: int, flip: int, last: Tensor | None = None) -> Tensor:
         ends = x.new_empty(max(1, self.segments - 1), self.batch, 2, self.n, dtype=torch.float32)
         if self.segments > 1:
             given = (x, self.table, ends if last is None else last, ends, *self._sizes())
-            _ends[self._grid(self.segments - 1)](*given, SIGN=sign, FLIP=flip, HAS_LAST=last is not None, **_SIZES)
+            grid, sizes = self._plan(_ENDS, self.segments - 1)
+            _ends[grid](*given, SIGN=sign, FLIP=flip, HAS_LAST=last is not None, **sizes)
         return ends
 
-    def _grid(self, segments: int) -> tuple[int, int, int]:
-        return triton.cdiv(self.n, _MODES), segments, self.batch
+    def _plan(self, launches: dict[bool, Launch], segments: int) -> tuple[tuple[int, int, int], dict[str, int]]:
+        launch = launches[self.n <= _FEW]
+        return (triton.cdiv(self.n, launch.MODES), segments, self.batch), {**launch._asdict(), "SPAN": _SPAN}
 
     def _sizes(self) -> tuple[int, int, int]:
         return self.length, self.n, self.segment
-
-
-_SIZES: dict[str, Any] = {"MODES": _MODES, "ROWS": _ROWS, "SPAN": _SPAN, "num_warps": _MODES // 32}
 
 
 def _segments(batch: int, length: int, n: int) -> tuple[int, int]:
@@ -332,11 +345,10 @@ def _segments(batch: int, length: int, n: int) -> tuple[int, int]:
 
 @cache
 def _compile_all(dtype: torch.dtype, log_dtype: torch.dtype, device: torch.device) -> None:
-    """Every variant at the first use, on one mode: a cut later must not wait for a compiler."""
-    x, small = torch.zeros(1, 2 * _SPAN, 2, 1, dtype=dtype, device=device), torch.zeros(1, 2, 1, device=device)
-    logs = torch.full((2, 1), -1.0, dtype=log_dtype, device=device)
-    for flip in (1, -1):
-        walk = Walk(x, logs, flip=flip)
+    """Every variant at the first use, on a short sequence: a cut later must not wait for a compiler."""
+    for n, flip in product((1, _FEW + 1), (1, -1)):
+        x, small = torch.zeros(1, 2 * _SPAN, 2, n, dtype=dtype, device=device), torch.zeros(1, 2, n, device=device)
+        walk = Walk(x, torch.full((2, n), -1.0, dtype=log_dtype, device=device), flip=flip)
         for state in (None, small):
             walk.forward(x, state)
             for dlast in (None, small):
