@@ -25,12 +25,27 @@ def test_the_gpu_figure_in_the_readme_is_the_measured_one():
     assert f"go to 161 in {milliseconds:.0f} ms" in (ROOT / "README.md").read_text()
 
 
+STEPS = Measurement.read(ROOT / "benchmarks" / "results" / "step-cuda.json")
+
+
+def test_the_table_of_steps_in_the_readme_is_the_measured_one():
+    assert markdown(STEPS) in (ROOT / "README.md").read_text()
+
+
+def test_steps_that_met_their_targets_still_do():
+    measured = {(row["task"], row["order"], row["precision"]): 1e3 * float(row["step_s"]) for row in STEPS.rows}
+    assert measured["smnist", 256, "tf32"] <= 0.20
+    assert measured["smnist", 13, "float32"] <= 0.15
+    assert measured["scifar", 384, "bfloat16"] <= 8
+
+
 def test_results_name_a_machine_and_a_clean_commit():
-    for measurement in (CPU, GPU):
+    for measurement in (CPU, GPU, STEPS):
         assert measurement.environment.processor
         assert len(measurement.environment.commit) == 12
     assert CPU.environment.threads == 1
     assert "H200" in GPU.environment.accelerator
+    assert "H200" in STEPS.environment.accelerator
 
 
 def test_the_measured_times_meet_their_targets():
