@@ -31,6 +31,18 @@ def test_a_block_computes_its_equation(norm):
 
 
 @pytest.mark.parametrize("norm", NORMS, ids=repr)
+def test_hooks_on_the_layer_see_its_input_and_may_change_its_output(norm):
+    block, x, seen = make(norm).eval(), sequence(), []
+    handle = block.ssm.register_forward_hook(lambda module, args, output: seen.append(args[0]))
+    block(x)
+    torch.testing.assert_close(seen[0], block.norm(x))
+    handle.remove()
+    block.ssm.register_forward_hook(lambda module, args, output: (torch.zeros_like(output[0]), output[1]))
+    value, gate = block.gate.bias.chunk(2)
+    torch.testing.assert_close(block(x)[0], x + value * torch.sigmoid(gate))
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=repr)
 def test_forward_equals_repeated_steps(norm):
     block, x = make(norm).eval(), sequence()
     state = torch.randn_like(block.ssm.initial_state(3))

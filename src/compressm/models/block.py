@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast, final
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -13,6 +14,7 @@ from compressm.models.checks import require_counts
 from compressm.models.dropout import Dropout, PerElement
 from compressm.models.normalisation import BatchNorm, Norm, forked
 from compressm.ops.gated_residual import gated_residual
+from compressm.ops.kernels import kernels_serve
 
 
 @final
@@ -39,8 +41,11 @@ class Block(nn.Module):
         keep_state: bool = True,
     ) -> tuple[Float[Tensor, "batch length width"], Tensor | None]:
         u, link, x = forked(self.norm, x, lengths, self.ssm.D)
-        y, state = self.ssm(u, state, lengths, keep_state=keep_state, skip=False)
-        return self._after(y, x, u=u, D=self.ssm.D, link=link), state
+        # Kernels and compilers take D ⊙ u on their way through what follows; elsewhere the layer has it for nothing.
+        inside = not (torch.compiler.is_compiling() or kernels_serve(u))
+        y, state = self.ssm(u, state, lengths, keep_state=keep_state, skip=inside)
+        skip = {} if inside else {"u": u, "D": self.ssm.D, "link": link}
+        return self._after(y, x, **skip), state
 
     def step(self, x: Float[Tensor, "batch width"], state: Tensor) -> tuple[Float[Tensor, "batch width"], Tensor]:
         """One step of a stream: in evaluation mode, what `forward` computes there."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-from jaxtyping import Complex, Float, Int
+from jaxtyping import Complex, Float
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -37,7 +36,9 @@ def chunk_matrices(modes: Modes, D: Float[Tensor, " q"] | None) -> ChunkMatrices
     responses = (interleaved(B) @ read[:-1].flatten(0, 1).mT).reshape(p, T, q).transpose(0, 1)
     if D is not None:
         responses[0].diagonal().add_(D)
-    own = pad(responses, (0, 0, 0, 0, 0, 1))[_lags(T, B.device)].transpose(1, 2).reshape(T * p, T * q)
+    # Windows of T lags, from zeros before the first on: the last begins at lag 0.
+    windows = pad(responses, (0, 0, 0, 0, T - 1, 0)).unfold(0, T, 1)
+    own = windows.permute(0, 1, 3, 2).flip(0).reshape(T * p, T * q)
     return ChunkMatrices(collect, own, read[1:].flatten(0, 1))
 
 
@@ -45,9 +46,9 @@ def pulled_back(modes: Modes, grads: ChunkMatrices) -> tuple[Modes, Float[Tensor
     """∂L/∂(powers, B, C) and ∂L/∂K[0], whose diagonal is ∂L/∂D, from the gradients of the matrices."""
     powers, B, C = modes
     T, p, q = len(powers) - 1, len(B), len(C)
-    blocks = grads.own.reshape(T, p, T, q).transpose(1, 2).reshape(T * T, p * q)
-    by_lag = blocks.new_zeros(T + 1, p * q).index_add_(0, _lags(T, B.device).flatten(), blocks)
-    responses = by_lag[:T].reshape(T, p, q)
+    causal = grads.own.reshape(T, p, T, q).permute(1, 3, 0, 2).triu()
+    # Read in rows of T + 1, what stands t − s beside the diagonal stands in column t − s.
+    responses = pad(causal.reshape(p, q, T * T), (0, T)).view(p, q, T, T + 1).sum(2)[..., :T].permute(2, 0, 1)
     rows = responses.mT.reshape(T * q, p)
     read = pad(grads.emit.reshape(T, q, -1), (0, 0, 0, 0, 1, 0))
     read[:-1].view(T * q, -1).addmm_(rows, interleaved(B))
@@ -58,10 +59,3 @@ def pulled_back(modes: Modes, grads: ChunkMatrices) -> tuple[Modes, Float[Tensor
     grad_powers[:-1] += (collected * B.conj()).sum(1)
     grad_B = (collected * powers[:-1, None].conj()).sum(0) + from_interleaved(from_responses)
     return Modes(grad_powers, grad_B, (reading * powers[:, None].conj()).sum(0)), responses[0]
-
-
-def _lags(T: int, device: torch.device) -> Int[Tensor, "T T"]:
-    """t − s in row s and column t, and T where the output comes before the input."""
-    steps = torch.arange(T, device=device)
-    lag = steps - steps[:, None]
-    return torch.where(lag >= 0, lag, T)

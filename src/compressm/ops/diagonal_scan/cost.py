@@ -11,6 +11,7 @@ from functools import cache
 
 _FLOP = 1 / 140e3
 _SHORTEST_CHUNK, _LONGEST_CHUNK = 4, 64
+_COLUMNS = 16  # of a product at a time: fewer take as long
 NARROW = 16  # channels up to which a GPU has kernels that form B u and C h on the way
 FEW_STATES = 64  # up to which those write every state; beyond, one a chunk
 
@@ -62,9 +63,10 @@ def layer_chunk(batch: int, length: int, n: int, p: int, q: int) -> int:
 def _chunk_cost(chunk: int, batch: int, length: int, n: int, p: int, q: int) -> float:
     """What depends on T: T² p q in and for each block, n for each state carried, and a copy where T leaves a rest."""
     blocks = batch * -(-length // chunk)
-    tables = 0.006 * chunk**2 * p * q + 0.012 * chunk * n * (p + q)
+    columns = -(-chunk * q // _COLUMNS) * _COLUMNS
+    tables = 0.006 * chunk**2 * p * q + 0.016 * chunk * n * (p + q)
     rest = 0.0015 * batch * length * (p + q) if length % chunk else 0.0
-    return blocks * (6 * chunk**2 * p * q * _FLOP + 0.016 * n) + tables + rest
+    return blocks * (6 * chunk * p * columns * _FLOP + 0.012 * n) + tables + rest
 
 
 def best_chunk(length: int) -> int:

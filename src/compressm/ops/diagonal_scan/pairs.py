@@ -28,7 +28,7 @@ def interleaved(number: Complex[Tensor, "*rest n"]) -> Float[Tensor, "*rest n2"]
 
 def from_interleaved(pairs: Float[Tensor, "*rest n2"]) -> Complex[Tensor, "*rest n"]:
     """The inverse of `interleaved`."""
-    return torch.view_as_complex(pairs.unflatten(-1, (-1, 2)))
+    return torch.view_as_complex(pairs.reshape(*pairs.shape[:-1], -1, 2))
 
 
 def complex_dtype(real: torch.dtype) -> torch.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -44,7 +45,7 @@ class TwoLevelRecurrence(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, log_poles: Tensor, state: Tensor) -> Tensor:
         h = x.clone(memory_format=torch.contiguous_format)
         h[:, 0].addcmul_(state, powers(log_poles, 1, first=1, dtype=h.dtype)[0])
-        accumulate_(h, log_poles)
+        accumulate_(h, short_powers(log_poles, h.shape[1]))
         ctx.save_for_backward(h, log_poles, state)
         return h
 
@@ -54,21 +55,30 @@ class TwoLevelRecurrence(torch.autograd.Function):
         h, log_poles, state = ctx.saved_tensors
         poles = powers(log_poles, 1, first=1, dtype=h.dtype)[0]
         g = grads[0].clone(memory_format=torch.contiguous_format)
-        accumulate_(g, mirrored(log_poles), backwards=True)
+        accumulate_(g, short_powers(log_poles, g.shape[1]).conj_physical(), backwards=True)
         pull = (g[:, 1:].conj() * h[:, :-1]).sum((0, 1)) + (g[:, 0].conj() * state).sum(0)
         return g, logarithmic(pull * poles).to(log_poles.dtype), poles.conj() * g[:, 0]
 
 
+def short_powers(log_poles: Float[Tensor, "2 n"], length: int) -> Complex[Tensor, "size n"]:
+    """λ, λ², … over one chunk of a sequence."""
+    return powers(log_poles, _chunk_size(length), first=1, dtype=torch.complex128)
+
+
+@cache
+def _chunk_size(length: int) -> int:
+    """With the fewest steps one after the other: inside a chunk, between chunks, and after the last whole one."""
+    return min(range(1, _LONGEST_CHUNK + 1), key=lambda size: size + length // size + length % size)
+
+
 def accumulate_(
-    h: Complex[Tensor, "batch length n"], log_poles: Float[Tensor, "2 n"], *, backwards: bool = False
+    h: Complex[Tensor, "batch length n"], table: Complex[Tensor, "size n"], *, backwards: bool = False
 ) -> None:
-    """h[t] += λ h[t−1] for t = 1, 2, … in place; `backwards`, h[t] += λ h[t+1] from the end."""
-    length = h.shape[1]
-    size = min(_LONGEST_CHUNK, round(length**0.5))  # as many steps inside a chunk as chunks, for short sequences
+    """h[t] += λ h[t−1] for t = 1, 2, … in place, by `short_powers` of λ; `backwards`, h[t] += λ h[t+1] from the end."""
+    length, size = h.shape[1], len(table)
     left = length % size
-    table = powers(log_poles, size, first=1, dtype=torch.complex128)
     near, order = table.to(h.dtype), slice(None, None, -1 if backwards else None)
-    chunks = (h[:, left:] if backwards else h[:, : length - left]).unflatten(1, (-1, size))
+    chunks = (h[:, left:] if backwards else h[:, : length - left]).view(len(h), -1, size, h.shape[2])
     _chain_(chunks.unbind(2)[order], near[0])
     ends = chunks[:, :, 0 if backwards else -1].to(torch.complex128, copy=True)
     _chain_(ends.unbind(1)[order], table[-1])
@@ -84,11 +94,6 @@ def accumulate_(
 def _chain_(steps: Sequence[Tensor], pole: Tensor) -> None:
     for before, after in pairwise(steps):
         after.addcmul_(before, pole)
-
-
-def mirrored(log_poles: Float[Tensor, "2 *modes"]) -> Float[Tensor, "2 *modes"]:
-    """The logarithms of λ̄."""
-    return torch.stack([log_poles[0], -log_poles[1]])
 
 
 def logarithmic(pull: Complex[Tensor, " n"]) -> Float[Tensor, "2 n"]:

@@ -1,4 +1,4 @@
-"""One function: plain torch, or kernels where a GPU is."""
+"""One function: kernels where a GPU is, on a CPU a gradient written out, plain torch for the rest."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from torch import Tensor
 
 from compressm.ops.diagonal_scan.checks import require_floats_on_one_device, require_shapes
 from compressm.ops.errors import SequenceError
-from compressm.ops.gated_residual.reference import plain_gated_residual
+from compressm.ops.gated_residual.explicit import ExplicitGatedResidual
+from compressm.ops.gated_residual.reference import factors, plain_gated_residual, with_skip
 from compressm.ops.kernels import kernels_serve
 
 # Up to here the whole product fits into the registers of one program.
@@ -36,7 +37,10 @@ def gated_residual(
         return plain_gated_residual(y, x, weight, bias, u, D, link, keep, rate)
     _check(y, x, weight, bias, u, D, link, keep, rate)
     if not kernels_serve(y):
-        return plain_gated_residual(y, x, weight, bias, u, D, link, keep, rate)
+        if not _on_cpu_in_one_dtype(y, x, weight, bias):
+            return plain_gated_residual(y, x, weight, bias, u, D, link, keep, rate)
+        scales = None if keep is None else factors(keep, rate, y.dtype)
+        return ExplicitGatedResidual.apply(with_skip(y, u, D, link), x, weight, bias, scales)
     from compressm.ops.gated_residual.fused import NarrowGatedResidual, WideGatedResidual
 
     u = u if link is None or u is None else u.detach()
@@ -45,6 +49,15 @@ def gated_residual(
     chosen = NarrowGatedResidual if narrow else WideGatedResidual
     bias, D = bias.contiguous(), None if D is None else D.contiguous()
     return chosen.apply(y, x, weight, bias, u, D, link, keep, rate, _working_dtype(y))
+
+
+def _on_cpu_in_one_dtype(*tensors: Tensor) -> bool:
+    """In float32 or float64, which autocast does not narrow."""
+    return (
+        all(tensor.device.type == "cpu" for tensor in tensors)
+        and {tensor.dtype for tensor in tensors} in ({torch.float32}, {torch.float64})
+        and not torch.is_autocast_enabled("cpu")
+    )
 
 
 def _working_dtype(y: Tensor) -> torch.dtype:

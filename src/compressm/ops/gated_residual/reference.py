@@ -1,4 +1,4 @@
-"""The definition, in plain torch; what runs on the CPU."""
+"""The definition, in plain torch."""
 
 from __future__ import annotations
 
@@ -21,13 +21,22 @@ def plain_gated_residual(
 ) -> Float[Tensor, "batch length width"]:
     """x + k₂ ⊙ v ⊙ sigmoid(g) with (v, g) = W z + b and z = k₁ ⊙ gelu(y + D ⊙ u), k dropout."""
     first, second = (None, None) if keep is None else keep
-    if u is not None and D is not None:
-        y = torch.addcmul(y, D.to(u.dtype), u if link is None else u.detach())
-    if link is not None:
-        y = y + link
+    y = with_skip(y, u, D, link)
     value, gate = functional.linear(dropped(functional.gelu(y), first, rate), weight, bias).chunk(2, dim=-1)
     # Half a row is too short to vectorise over on a CPU: copied first, the sigmoid and its gradient are faster.
     return (x + dropped(value * torch.sigmoid(gate.contiguous()), second, rate)).to(x.dtype)
+
+
+def with_skip(
+    y: Float[Tensor, "batch length width"],
+    u: Float[Tensor, "batch length width"] | None,
+    D: Float[Tensor, " width"] | None,
+    link: Float[Tensor, "batch length width"] | None,
+) -> Float[Tensor, "batch length width"]:
+    """y + D ⊙ u, where a link takes the gradient to u."""
+    if u is not None and D is not None:
+        y = torch.addcmul(y, D.to(u.dtype), u if link is None else u.detach())
+    return y if link is None else y + link
 
 
 def dropped(
@@ -36,5 +45,10 @@ def dropped(
     """z / (1 − rate) where `keep` is true, 0 elsewhere."""
     if keep is None:
         return z
+    return (z * factors(keep, rate, z.dtype)).to(z.dtype)
+
+
+def factors(keep: Bool[Tensor, "*rest"], rate: float, dtype: torch.dtype) -> Float[Tensor, "*rest"]:
+    """1 / (1 − rate) where `keep` is true, 0 elsewhere."""
     # In float32: 1 / 0.9 in bfloat16 would be off by 0.2 % everywhere.
-    return (z * (keep.to(torch.promote_types(z.dtype, torch.float32)) * (1 / (1 - rate)))).to(z.dtype)
+    return keep.to(torch.promote_types(dtype, torch.float32)).mul_(1 / (1 - rate))
