@@ -5,21 +5,87 @@ balanced, truncated and written back, and training goes on at the smaller size.
 """
 
 import importlib
-from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from compressm import control
 
+if TYPE_CHECKING:
+    from compressm import adapters, compression, layers, models
+    from compressm.compression import (
+        PAPER,
+        Budget,
+        Compressor,
+        Cut,
+        EnergyTolerance,
+        ErrorBound,
+        HankelTracker,
+        KeepFraction,
+        Largest,
+        Measured,
+        Random,
+        Restart,
+        Restored,
+        Rollback,
+        Slice,
+        Smallest,
+        TargetOrder,
+        Transport,
+        WhiteNoise,
+        compress_,
+        during_warmup,
+        every,
+        inspect,
+        load_model,
+        save_model,
+    )
+
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "adapters", "control", "layers", "models"]
+__all__ = [
+    "PAPER",
+    "Budget",
+    "Compressor",
+    "Cut",
+    "EnergyTolerance",
+    "ErrorBound",
+    "HankelTracker",
+    "KeepFraction",
+    "Largest",
+    "Measured",
+    "Random",
+    "Restart",
+    "Restored",
+    "Rollback",
+    "Slice",
+    "Smallest",
+    "TargetOrder",
+    "Transport",
+    "WhiteNoise",
+    "__version__",
+    "adapters",
+    "compress_",
+    "compression",
+    "control",
+    "during_warmup",
+    "every",
+    "inspect",
+    "layers",
+    "load_model",
+    "models",
+    "save_model",
+]
 
 # Loaded when first used: layers bring in torch's compiler, which takes longer to import than all the rest.
-_LATER = {"adapters", "layers", "models"}
+_LATER = {"adapters", "compression", "layers", "models"}
+# The other names above are those of `compressm.compression`.
+_OF_COMPRESSION = set(__all__) - _LATER - {"__version__", "control"}
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> Any:
     if name in _LATER:
         return importlib.import_module(f"compressm.{name}")
+    if name in _OF_COMPRESSION:
+        return getattr(importlib.import_module("compressm.compression"), name)
     raise AttributeError(f"module 'compressm' has no attribute {name!r}")
 
 

@@ -18,7 +18,7 @@ ALLOWED = {
     "layers": {"ops"},
     "models": {"layers", "ops"},
     "adapters": {"control", "layers"},
-    "compression": {"control", "adapters", "layers", "models"},
+    "compression": {"control", "adapters", "layers", "models", "ops"},
     "baselines": {"control", "adapters"},
     "training": {"compression", "data", "runs", "models"},
     "integrations": {"compression"},

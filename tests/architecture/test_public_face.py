@@ -6,10 +6,39 @@ import pytest
 import typer
 
 import compressm
-from compressm import adapters, control
+from compressm import adapters, compression, control
 from compressm.cli.app import app
 
-NAMES = {"__version__", "adapters", "control", "layers", "models"}
+# Of `compressm.compression`, without its name in front.
+SHORT_NAMES = {
+    "PAPER",
+    "Compressor",
+    "HankelTracker",
+    "Measured",
+    "Restart",
+    "Rollback",
+    "Slice",
+    "Transport",
+    "WhiteNoise",
+    "compress_",
+    "inspect",
+    "Budget",
+    "Cut",
+    "EnergyTolerance",
+    "ErrorBound",
+    "KeepFraction",
+    "Largest",
+    "Random",
+    "Restored",
+    "Smallest",
+    "TargetOrder",
+    "during_warmup",
+    "every",
+    "load_model",
+    "save_model",
+}
+
+NAMES = {"__version__", "adapters", "compression", "control", "layers", "models"} | SHORT_NAMES
 
 CONTROL_NAMES = {
     "ControlError",
@@ -80,6 +109,23 @@ ADAPTER_NAMES = {
     "write",
 }
 
+COMPRESSION_NAMES = SHORT_NAMES | {
+    "Gramian",
+    "Moments",
+    "Checkpoint",
+    "CompressionError",
+    "Inspection",
+    "LayerPolicy",
+    "SavingError",
+    "Selection",
+    "as_schedule",
+    "choose_orders",
+    "load_checkpoint",
+    "plan_text",
+    "savable",
+    "save_checkpoint",
+}
+
 OPTIONS = {
     "": {"--version", "--install-completion", "--show-completion"},
     "bench": set(),
@@ -116,9 +162,21 @@ def test_the_adapters_have_these_names():
     assert list(adapters.__all__) == sorted(adapters.__all__)
 
 
-@pytest.mark.parametrize("name", sorted(CONTROL_NAMES | ADAPTER_NAMES))
+def test_compression_has_these_names():
+    assert set(compression.__all__) == COMPRESSION_NAMES
+    assert len(compression.__all__) == len(COMPRESSION_NAMES)
+
+
+@pytest.mark.parametrize("name", sorted(SHORT_NAMES))
+def test_a_short_name_is_that_of_compression(name):
+    assert getattr(compressm, name) is getattr(compression, name)
+    assert name in dir(compressm)
+
+
+@pytest.mark.parametrize("name", sorted(CONTROL_NAMES | ADAPTER_NAMES | COMPRESSION_NAMES))
 def test_every_public_name_is_documented(name):
-    assert inspect.getdoc(getattr(control if name in CONTROL_NAMES else adapters, name))
+    package = next(package for package in (control, adapters, compression) if name in package.__all__)
+    assert inspect.getdoc(getattr(package, name))
 
 
 def commands(command, path=()):

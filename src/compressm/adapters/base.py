@@ -38,8 +38,8 @@ class SSMAdapter(ABC, Generic[Module]):
         """Values in float64, by parameter name, that make the module the given system, of whatever order.
 
         Differentiable with respect to the system's poles, B and C. The module is asked for what the system leaves
-        open (a step size, a rule of discretisation) and is not changed: `write` does that. Parameters without a name
-        among the values stay as they are.
+        open (a step size, a rule of discretisation) and is not changed: `write` does that. What was read is encoded as
+        the values that are there. Parameters without a name among the values stay as they are.
         """
 
     def __repr__(self) -> str:
@@ -98,7 +98,7 @@ def find(
         adapter = adapter_for(module)
         if adapter is None or (inside is not None and path.startswith(inside)):
             continue
-        name = _clean(path, modules)
+        name = plain_name(path, modules)
         if filter_fn is None or filter_fn(module, name):
             found[name] = (module, adapter)
             inside = f"{path}." if path else ""
@@ -146,11 +146,11 @@ def _with_a_mode_twice(system: DiagonalSystem) -> DiagonalSystem:
     )
 
 
-def _clean(path: str, modules: Mapping[str, nn.Module]) -> str:
-    """The name without the parts that wrappers add."""
+def plain_name(path: str, modules: Mapping[str, nn.Module]) -> str:
+    """The name of a module, or of what it holds, without the parts that wrappers add."""
     kept, walked = [], ""
     for part in path.split("."):
-        wrapped = part in _WRAPPED or (part == "module" and isinstance(modules[walked], _WRAPPERS))
+        wrapped = part in _WRAPPED or (part == "module" and isinstance(modules.get(walked), _WRAPPERS))
         kept += [] if wrapped else [part]
         walked = f"{walked}.{part}" if walked else part
     return ".".join(kept)

@@ -32,7 +32,7 @@ def check_adapter(
     """Measure all that an adapter promises on what `make_module()` returns; `ConformanceError` names what is broken.
 
     - Reading simulates to the module's own output, but for a skip D·u.
-    - encode(read) keeps the output, and encode alone changes nothing.
+    - encode(read) gives the values back and keeps the output, and encode alone changes nothing.
     - Removing a state without input and one without output keeps the output.
     - A truncated module is the truncated system, and the gain of its error is within the bound.
     - dtype, device, `requires_grad` and attributes of parameters survive; only axes of states change their sizes.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compressm.adapters.base import SSMAdapter, adapts
-from compressm.adapters.poles import log_poles
+from compressm.adapters.poles import log_poles, old_modes, same_turn
 from compressm.adapters.validation import encodable, finite_doubles
 from compressm.control import DiagonalSystem
 from compressm.layers import LRU
@@ -21,10 +21,12 @@ _LEAST_PHASE = 1e-3
 @adapts(LRU)
 @final
 class LRUAdapter(SSMAdapter[LRU]):
-    """One system for all channels; γ is part of B when read, and √(1 − |λ|²) when written.
+    """One system for all channels; γ is part of B when read, and √(1 − |λ|²) when a new mode is written.
 
-    Phases are stored in (0, 2π): a pole in the lower half disc has one above π. A phase below 1e-3 (1 − |λ|) is stored
-    as that, because log 0 is not finite and an optimizer's relative steps would never lead away from it.
+    A mode whose pole was there before (or its conjugate) keeps the γ it has learned, and encoding what was read changes
+    no parameter. Phases of new modes are stored in (0, 2π): a pole in the lower half disc has one above π. A phase
+    below 1e-3 (1 − |λ|) is stored as that, because log 0 is not finite and an optimizer's relative steps would never
+    lead away from it.
     """
 
     def read(self, module: LRU) -> DiagonalSystem:
@@ -36,11 +38,17 @@ class LRUAdapter(SSMAdapter[LRU]):
     def encode(self, module: LRU, system: DiagonalSystem) -> dict[str, Tensor]:
         B, C = encodable(module, system, bank=(), channels=module.width)
         log_modulus, phase = log_poles(system)
-        gamma_log = torch.log(-torch.expm1(2 * log_modulus)) / 2
+        with torch.no_grad():
+            known, place, mirrored = old_modes(system, self.read(module))
+            old_gamma, old_phase = module.gamma_log.double()[place], torch.exp(module.theta_log.double()[place])
+        gamma_log = torch.where(known, old_gamma, torch.log(-torch.expm1(2 * log_modulus)) / 2)
+        turned = same_turn(phase, old_phase, known & ~mirrored)
+        kept = known & ~mirrored & (turned.detach() > 0)
+        phase = torch.where(kept, turned, _stored_phase(log_modulus, phase))
         B = torch.exp(-gamma_log)[:, None] * B
         return {
             "nu_log": torch.log(-log_modulus),
-            "theta_log": torch.log(_stored_phase(log_modulus, phase)),
+            "theta_log": torch.log(phase),
             "gamma_log": gamma_log,
             "B_re": B.real,
             "B_im": B.imag,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import singledispatch
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from compressm.adapters.errors import AdapterError
@@ -20,6 +20,8 @@ from compressm.layers import ZOH, Bilinear, Discretisation
 SMALLEST_POLE = 1e-30
 # Bilinear layers compute |λ|² as 1 − (1 − |λ|²), which below 1.5e-8 is rounding, and there they hold |λ| fixed.
 SMALLEST_BILINEAR_POLE = 1e-7
+# Of 1 − |λ|²: poles nearer than this are one pole, rounded twice.
+_SAME = 1e-9
 
 
 def log_poles(system: DiagonalSystem) -> tuple[Float[Tensor, "*bank n"], Float[Tensor, "*bank n"]]:
@@ -58,6 +60,51 @@ def _(rule: Bilinear, system: DiagonalSystem, step: Tensor) -> Tensor:
     decay = _with_value(1 - re * re - im * im, system.decay.detach())
     square = (1 + re) ** 2 + im**2
     return torch.stack([-2 * decay, 4 * im]) / (square * step)
+
+
+def old_modes(
+    new: DiagonalSystem, old: DiagonalSystem
+) -> tuple[Bool[Tensor, "*bank r"], Int[Tensor, "*bank r"], Bool[Tensor, "*bank r"]]:
+    """For each new mode: whether an old one has its pole or the conjugate of it, which one, and if it is conjugated.
+
+    Among several with the same pole it is the one at the same place, or else the first: encoding what was read finds
+    every mode where it was, so that what a pole leaves open (a gain, a step, a turn of the phase) stays as it was.
+    """
+    poles, others = (system.poles.detach().to(torch.complex128) for system in (new, old))
+    distance = (_upper(poles)[..., :, None] - _upper(others)[..., None, :]).abs() / old.decay.detach()[..., None, :]
+    same = distance <= _SAME
+    place = same.to(torch.int8).argmax(-1)
+    here = torch.arange(new.order, device=place.device).expand_as(place)
+    beside = torch.diagonal(same, dim1=-2, dim2=-1)
+    beside = torch.nn.functional.pad(beside, (0, new.order - beside.shape[-1]))
+    place = torch.where(beside, here, place)
+    mirrored = (poles - others.gather(-1, place)).abs() > _SAME * old.decay.detach().gather(-1, place)
+    return same.any(-1), place, mirrored
+
+
+def with_old_frequencies(
+    rule: Discretisation,
+    a: Float[Tensor, "2 *bank n"],
+    old: Float[Tensor, "*bank n"],
+    step: Float[Tensor, "*bank n"],
+    kept: Bool[Tensor, "*bank n"],
+) -> Float[Tensor, "2 *bank n"]:
+    """a with the old Im a among all those that ZOH samples to the same pole, where the mode was kept."""
+    if not isinstance(rule, ZOH):
+        return a
+    return torch.stack([a[0], same_turn(a[1] * step, old * step, kept) / step])
+
+
+def same_turn(
+    phase: Float[Tensor, "*bank n"], old: Float[Tensor, "*bank n"], kept: Bool[Tensor, "*bank n"]
+) -> Float[Tensor, "*bank n"]:
+    """The phase as many times 2π away as the old one was, where it was kept."""
+    turns = torch.round((old - phase.detach()) / (2 * torch.pi))
+    return phase + torch.where(kept, turns, 0) * (2 * torch.pi)
+
+
+def _upper(poles: Tensor) -> Tensor:
+    return torch.complex(poles.real, poles.imag.abs())
 
 
 def _away_from_zero(system: DiagonalSystem, least: float) -> Tensor:

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.gradcheck import GradcheckError
 
-from compressm.adapters.base import SSMAdapter, state_axes
+from compressm.adapters.base import SSMAdapter, parameter_of, state_axes
 from compressm.adapters.trial import Finding, Trial, channels, diagonal, difference, make_seeded, simulated
 from compressm.adapters.writing import write
 from compressm.control import DiagonalSystem, ShapeError, balanced_truncation, fold
@@ -40,7 +40,7 @@ def reading(trial: Trial) -> Iterator[Finding]:
 
 
 def encoding(trial: Trial) -> Iterator[Finding]:
-    """encode(read) leaves the output as it was; encode itself leaves the module alone."""
+    """encode(read) is what was there, values and output; encode itself leaves the module alone."""
     module, twin = trial.module(), trial.module()
     u = trial.noise(module)
     before = trial.output(module, u)
@@ -48,6 +48,9 @@ def encoding(trial: Trial) -> Iterator[Finding]:
     wrong = [name for name, value in values.items() if value.dtype != torch.float64]
     yield Finding.none_of(wrong, "encode gives float64")
     yield Finding.none_of(_changed(module, twin), "encode leaves the module alone")
+    # An optimizer's moments belong to the values that are there: derivatives are to be taken at them.
+    moved = max(difference(parameter_of(module, name).detach(), value.detach()) for name, value in values.items())
+    yield Finding("encode(read) gives the values back", moved, trial.tolerance)
     write(module, values)
     yield Finding("encode(read) keeps the output", difference(before, trial.output(module, u)), trial.tolerance)
     for folded in (False, True):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compressm.adapters.base import SSMAdapter, adapts
-from compressm.adapters.poles import continuous_poles
+from compressm.adapters.poles import continuous_poles, old_modes, with_old_frequencies
 from compressm.adapters.validation import encodable, finite_doubles
 from compressm.control import DiagonalSystem
 from compressm.layers import S4D
@@ -20,7 +20,7 @@ class S4DAdapter(SSMAdapter[S4D]):
     """A bank of `width` systems with one input and one output: the layer's discretisation of (a, 1), and 2 C.
 
     The input matrix of the layer is 1, so that the products of B and C are what is stored. Each channel keeps its step
-    (`log_step` has no axis of states); a is found from λ as for S5.
+    (`log_step` has no axis of states); a is found from λ as for S5, and encoding what was read changes nothing.
     """
 
     def read(self, module: S4D) -> DiagonalSystem:
@@ -35,7 +35,11 @@ class S4DAdapter(SSMAdapter[S4D]):
     def encode(self, module: S4D, system: DiagonalSystem) -> dict[str, Tensor]:
         B, C = encodable(module, system, bank=(module.width,), channels=1)
         step = torch.exp(module.log_step.detach().double())[:, None].expand_as(system.poles)
+        with torch.no_grad():
+            known, place, mirrored = old_modes(system, self.read(module))
+            old_imag = module.A_imag.double().gather(-1, place)
         a = continuous_poles(module.discretisation, system, step)
+        a = with_old_frequencies(module.discretisation, a, old_imag, step, known & ~mirrored)
         _, scale = module.discretisation(a, step)
         C = C[..., 0, :] * B[..., 0] / (2 * torch.complex(*scale))
         return {"log_A_real": torch.log(-a[0]), "A_imag": a[1], "C_re": C.real, "C_im": C.imag}

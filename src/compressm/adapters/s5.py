@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from compressm.adapters.base import SSMAdapter, adapts
-from compressm.adapters.poles import continuous_poles
+from compressm.adapters.poles import continuous_poles, old_modes, with_old_frequencies
 from compressm.adapters.validation import encodable, finite_doubles
 from compressm.control import DiagonalSystem
 from compressm.layers import S5
@@ -25,10 +25,11 @@ class S5Adapter(SSMAdapter[S5]):
     phase, Δ·lr, and how large the stored B is, about 1/Δ. In a layer slow poles are those with small steps; the nearest
     one keeps a new slow mode's phase as steady against its narrow resonance as it was, and a and B of the sizes the
     optimizer knows. With one mean step for all, a mode at Δ = 1e-3 among others at 1e-1 would turn ten times as fast.
-    And a mode that is left as it was keeps its step, so that encoding what was read changes nothing.
+    And a mode that is left as it was keeps its step and its Im a, so that encoding what was read changes nothing.
 
-    With ZOH Im a is arg λ / Δ for arg λ in (−π, π]: frequencies above the sampling rate come back as the slowest with
-    the same samples. With the bilinear rule poles below 1e-7 are stored as 1e-7, the least the layer can tell from 0.
+    With ZOH Im a of a new mode is arg λ / Δ for arg λ in (−π, π], of all with the same samples the slowest; a mode
+    whose pole was there before may have a frequency above the sampling rate, and keeps it. With the bilinear rule poles
+    below 1e-7 are stored as 1e-7, the least the layer can tell from 0.
     """
 
     def read(self, module: S5) -> DiagonalSystem:
@@ -40,8 +41,12 @@ class S5Adapter(SSMAdapter[S5]):
     def encode(self, module: S5, system: DiagonalSystem) -> dict[str, Tensor]:
         B, C = encodable(module, system, bank=(), channels=module.width)
         with torch.no_grad():
-            log_step = module.log_step.double()[_nearest(system, self.read(module))]
+            old = self.read(module)
+            known, place, mirrored = old_modes(system, old)
+            place = torch.where(known, place, _nearest(system, old))
+            log_step, old_imag = module.log_step.double()[place], module.A_imag.double()[place]
         a = continuous_poles(module.discretisation, system, torch.exp(log_step))
+        a = with_old_frequencies(module.discretisation, a, old_imag, torch.exp(log_step), known & ~mirrored)
         _, scale = module.discretisation(a, torch.exp(log_step))
         B, C = B / torch.complex(*scale)[:, None], C / 2
         return {

@@ -12,6 +12,7 @@ from compressm.adapters.errors import AdapterError
 from compressm.control import PrecisionError, ShapeError
 from compressm.control.validation import require_finite
 from compressm.layers import SSMLayer
+from compressm.layers.replacing import replace_data
 
 
 def write(module: nn.Module, values: Mapping[str, Tensor]) -> None:
@@ -20,21 +21,17 @@ def write(module: nn.Module, values: Mapping[str, Tensor]) -> None:
     Each parameter stays the same object with its dtype, device, `requires_grad`, hooks and attributes; its gradient,
     which belongs to the old values, is dropped.
     """
+    for parameter, data in prepared(module, values):
+        replace_data(parameter, data)
+
+
+def prepared(module: nn.Module, values: Mapping[str, Tensor]) -> list[tuple[nn.Parameter, Tensor]]:
+    """The parameters that `write` would change, each with its new data; all is checked and nothing changed."""
     parameters = {name: parameter_of(module, name) for name in values}
     _require_distinct(parameters)
-    prepared = {name: _prepare(name, parameter, values[name]) for name, parameter in parameters.items()}
-    _require_one_order(module, prepared)
-    for name, parameter in parameters.items():
-        _replace_data(parameter, prepared[name])
-
-
-def _replace_data(parameter: nn.Parameter, data: Tensor) -> None:
-    parameter.grad = None
-    # A loss of before that is still referenced holds a gradient accumulator of the old shape, with which the next
-    # backward fails ("invalid gradient ... expected shape"); a change of dtype makes torch forget it.
-    other = torch.float16 if parameter.dtype != torch.float16 else torch.float32
-    parameter.data = torch.empty(0, dtype=other, device=parameter.device)
-    parameter.data = data
+    copies = {name: _prepare(name, parameter, values[name]) for name, parameter in parameters.items()}
+    _require_one_order(module, copies)
+    return [(parameter, copies[name]) for name, parameter in parameters.items()]
 
 
 def _prepare(name: str, parameter: nn.Parameter, value: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from compressm.control import validation
@@ -24,15 +25,22 @@ def fold(system: DiagonalSystem) -> DiagonalSystem:
     _require_diagonal("fold", system)
     if not system.poles.is_complex():
         return system
+    below = lower_half(system)
     if system.log_poles is not None:
-        log_poles, below = _folded_logarithms(system.log_poles)
+        log_poles = _folded_logarithms(system.log_poles)[0]
         poles = torch.exp(log_poles)
     else:
-        log_poles, below = None, system.poles.imag < 0
-        poles = torch.where(below, system.poles.conj(), system.poles)
+        log_poles, poles = None, torch.where(below, system.poles.conj(), system.poles)
     B = torch.where(below[..., :, None], system.B.conj(), system.B)
     C = torch.where(below[..., None, :], system.C.conj(), system.C)
     return DiagonalSystem._unchecked(poles, log_poles, B, C)
+
+
+def lower_half(system: DiagonalSystem) -> Bool[Tensor, "*bank n"]:
+    """The modes that `fold` conjugates."""
+    if not system.poles.is_complex():
+        return torch.zeros_like(system.poles, dtype=torch.bool)
+    return system.poles.imag < 0 if system.log_poles is None else _folded_logarithms(system.log_poles)[1]
 
 
 def _folded_logarithms(log_poles: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from compressm.layers.arguments import keeps_arguments
 from compressm.layers.base import SSMLayer
 from compressm.layers.discretisation import ZOH, Discretisation, random_log_steps, require_discretisation
 from compressm.layers.initialisation import Initialisation, Lin
@@ -18,6 +19,7 @@ from compressm.ops import Path, SequenceError, lti_bank
 
 
 @final
+@keeps_arguments
 class S4D(SSMLayer):
     """hᵢ' = aᵢ hᵢ + uᵢ, yᵢ = 2 Re(Cᵢ hᵢ) + Dᵢ uᵢ for every channel i, a = −exp(log_A_real) + i A_imag.
 
@@ -68,10 +70,10 @@ class S4D(SSMLayer):
 
     @torch.compiler.disable
     def _mix(
-        self, x: Tensor, state: Tensor | None, lengths: Tensor | None, keep_state: bool
+        self, x: Tensor, state: Tensor | None, lengths: Tensor | None, keep_state: bool, D: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         self._check(x, state, axes="batch length")
-        return lti_bank(x, *self.discrete(), state, lengths, keep_state=keep_state, path=self.path)
+        return lti_bank(x, *self.discrete(), state, lengths, D=D, keep_state=keep_state, path=self.path)
 
     def step(
         self, x: Float[Tensor, "batch width"], state: Float[Tensor, "batch 2 width n"]

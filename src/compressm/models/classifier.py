@@ -10,6 +10,7 @@ from jaxtyping import Float, Int, Integer
 from torch import Tensor, nn
 
 from compressm.layers import SequenceError, SSMLayer
+from compressm.layers.arguments import keeps_arguments
 from compressm.models.block import Block, Blocks, build_mixers
 from compressm.models.checks import require_counts, require_lengths
 from compressm.models.dropout import Dropout, PerElement
@@ -27,6 +28,7 @@ class ClassifierState(NamedTuple):
 
 
 @final
+@keeps_arguments
 class SequenceClassifier(nn.Module):
     """Logits of `classes` for sequences of `inputs` real channels, or of tokens below `vocabulary`.
 

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int, Integer
 from torch import Tensor, nn
 
 from compressm.layers import SequenceError, SSMLayer
+from compressm.layers.arguments import keeps_arguments
 from compressm.models.block import Block, Blocks, build_mixers
 from compressm.models.checks import require_counts, require_lengths
 from compressm.models.dropout import Dropout, PerElement
@@ -20,6 +21,7 @@ from compressm.models.pooling import LastStep
 
 
 @final
+@keeps_arguments
 class LanguageModel(nn.Module):
     """Logits of the next token at every step; `tied`: they are products with the tokens' own embeddings."""
 

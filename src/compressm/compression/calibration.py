@@ -1,0 +1,162 @@
+"""What each SSM layer sees when the model runs on real data: hooks on its input, its recurrence gives the states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from compressm.compression.distributed import summed_over_processes
+from compressm.compression.errors import CompressionError
+from compressm.compression.gramian import Measured
+from compressm.control import DiagonalSystem, StateCovariance
+from compressm.ops import linear_recurrence
+
+Calibrate = Callable[[nn.Module], object]
+
+_KEPT_SEQUENCES = 8  # of the first batch, on which a cut's error is measured
+_STATE_BYTES = 1 << 28  # of all states at once
+_NO_POLE = -700.0  # log |λ| of a pole at 0
+
+
+@dataclass
+class Seen:
+    """Of one layer: the covariance of its states, and some of its inputs with how much of them counts."""
+
+    covariance: StateCovariance = field(default_factory=StateCovariance)
+    inputs: Float[Tensor, "batch length channels"] | None = None
+    lengths: Tensor | None = None
+    passes: int = 0
+
+    def gramian(self) -> Tensor:
+        """E[h hᴴ] over all processes."""
+        shared = StateCovariance()
+        assert self.covariance.total is not None
+        assert self.covariance.count is not None
+        shared.total = summed_over_processes(self.covariance.total)
+        shared.count = summed_over_processes(self.covariance.count)
+        return shared.gramian()
+
+
+def listen(
+    model: nn.Module,
+    calibrate: Calibrate,
+    layers: Mapping[str, tuple[nn.Module, DiagonalSystem]],
+    choice: Measured,
+) -> dict[str, Seen]:
+    """Run `calibrate(model)` once, in evaluation mode and without gradients, and keep what the layers saw.
+
+    The states are those of the systems given, one a layer: in their coordinates E[h hᴴ] will be needed.
+    """
+    seen = {name: Seen() for name in layers}
+    with _listening(layers, seen, choice), _evaluating(model):
+        calibrate(model)
+    missed = [name for name, what in seen.items() if what.passes == 0]
+    if missed:
+        raise CompressionError(
+            f"calibrate did not run {', '.join(repr(name) for name in missed)}: it must call the model that it is given"
+        )
+    return seen
+
+
+@contextmanager
+def _listening(
+    layers: Mapping[str, tuple[nn.Module, DiagonalSystem]], seen: Mapping[str, Seen], choice: Measured
+) -> Iterator[None]:
+    handles = []
+    try:
+        for name, (module, system) in layers.items():
+            hook = _hook(name, system, seen[name], choice)
+            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _hook(name: str, system: DiagonalSystem, seen: Seen, choice: Measured) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if seen.passes >= choice.batches:
+            return
+        x = args[0] if args else next(iter(kwargs.values()))
+        lengths = kwargs.get("lengths", args[2] if len(args) > 2 else None)
+        if not isinstance(x, Tensor) or x.ndim != 3:
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise CompressionError(f"{name!r} was called with {got}, expected (batch, length, channels)")
+        u = x.detach().to(torch.float64)
+        _accumulate(seen.covariance, system, u, lengths, choice.stride)
+        if seen.inputs is None:
+            seen.inputs = u[:_KEPT_SEQUENCES].clone()
+            seen.lengths = None if lengths is None else lengths[:_KEPT_SEQUENCES].clone()
+        seen.passes += 1
+
+    return hook
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """As an evaluation: no dropout, no new statistics, no gradients, and random numbers as if it had not been."""
+    modes = {module: module.training for module in model.modules()}
+    devices = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
+    try:
+        model.eval()
+        with torch.no_grad(), torch.random.fork_rng(devices=list(devices)):
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _accumulate(
+    covariance: StateCovariance, system: DiagonalSystem, u: Tensor, lengths: Tensor | None, stride: int
+) -> None:
+    """Add the states of all sequences, at every `stride`-th step that counts, some sequences at a time."""
+    length, modes = u.shape[1], system.poles.numel()
+    first = min(stride, length) - 1
+    share = max(1, _STATE_BYTES // (16 * length * modes))
+    for start in range(0, len(u), share):
+        h = states(system, u[start : start + share])[:, first::stride]
+        steps = torch.arange(first, length, stride, device=u.device).expand(len(h), -1)
+        mask = None if lengths is None else steps < lengths[start : start + share, None].to(u.device)
+        # (batch, steps, *bank, n) to (*bank, samples, n).
+        samples = h.flatten(0, 1).movedim(0, -2)
+        kept = None if mask is None else mask.flatten().expand(samples.shape[:-1])
+        covariance.add(samples, kept)
+
+
+def states(system: DiagonalSystem, u: Float[Tensor, "batch length channels"]) -> Tensor:
+    """Every state of a system, or of a bank with one channel each, in complex128: (batch, length, *bank, n)."""
+    poles = system.poles.to(torch.complex128)
+    logs = system.log_poles if system.log_poles is not None else torch.log(poles)
+    modulus = torch.nan_to_num(logs.real, neginf=_NO_POLE)
+    B = system.B.to(torch.complex128)
+    driven = u @ B.mT.real if not system.bank else u[..., None] * B[..., 0].real
+    turned = u @ B.mT.imag if not system.bank else u[..., None] * B[..., 0].imag
+    x = torch.stack([driven.flatten(2), turned.flatten(2)], dim=2)
+    h, _ = linear_recurrence(x, torch.stack([modulus.flatten(), torch.nan_to_num(logs.imag).flatten()]))
+    return torch.complex(h[:, :, 0], h[:, :, 1]).reshape(*h.shape[:2], *poles.shape)
+
+
+def outputs(system: DiagonalSystem, u: Float[Tensor, "batch length channels"]) -> Tensor:
+    """Re(C h), the layer's output without its skip."""
+    h = states(system, u)
+    if system.bank:
+        return (h * system.C[..., 0, :]).sum(-1).real
+    return (h @ system.C.mT.to(h.dtype)).real
+
+
+def relative_change(old: DiagonalSystem, new: DiagonalSystem, seen: Seen) -> float:
+    """‖y_new − y_old‖ / ‖y_old‖ of the layer's output on the inputs that were kept, over all processes."""
+    assert seen.inputs is not None
+    before, after = outputs(old, seen.inputs), outputs(new, seen.inputs)
+    if seen.lengths is not None:
+        counts = torch.arange(before.shape[1], device=before.device) < seen.lengths[:, None].to(before.device)
+        before, after = before * counts[..., None], after * counts[..., None]
+    parts = torch.stack([(after - before).square().sum(), before.square().sum()])
+    changed, whole = summed_over_processes(parts).tolist()
+    return (changed / whole) ** 0.5 if whole > 0 else 0.0

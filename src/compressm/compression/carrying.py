@@ -1,0 +1,220 @@
+"""What an optimizer has learned about the parameters of a module, carried through a cut of that module.
+
+Gradients go θ → s by the transpose of `encode`, through the change of basis, and s' → θ' by the transpose of `read`;
+updates go the other way round. Squares go by the squared entries of the same maps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from compressm.adapters import SSMAdapter, state_axes
+from compressm.adapters.base import parameter_of
+from compressm.compression.basis import BasisChange, Triple
+from compressm.compression.linearisation import Encoding, Reading, Values
+from compressm.compression.spread import Spread
+from compressm.control import DiagonalSystem
+
+_POLES, _B, _C = range(3)
+
+
+@final
+@dataclass(frozen=True)
+class ModuleChange:
+    """A module as it still is, the system it will be, and the parameter values that make it that."""
+
+    module: nn.Module
+    adapter: SSMAdapter[Any]
+    old: DiagonalSystem
+    new: DiagonalSystem
+    basis: BasisChange
+    values: Values
+
+    @classmethod
+    def to(
+        cls,
+        module: nn.Module,
+        adapter: SSMAdapter[Any],
+        old: DiagonalSystem,
+        new: DiagonalSystem,
+        basis: BasisChange,
+    ) -> ModuleChange:
+        """With the values that the adapter gives the new system."""
+        with torch.no_grad():
+            values = adapter.encode(module, new)
+        return cls(module, adapter, old, new, basis, values)
+
+    @cached_property
+    def axes(self) -> dict[str, int]:
+        """The axis of the states, of every parameter that has one."""
+        if self.new.order == self.old.order:  # no axis changes, and the adapter has to be asked
+            return state_axes(self.module, self.adapter)
+        shapes = {name: (parameter_of(self.module, name).shape, value.shape) for name, value in self.values.items()}
+        changed = {name: [a != b for a, b in zip(*pair, strict=True)] for name, pair in shapes.items()}
+        return {name: axes.index(True) for name, axes in changed.items() if any(axes)}
+
+    @cached_property
+    def encoding(self) -> Encoding:
+        """At the old system, where it gives the values that are there."""
+        return Encoding.at(self.adapter, self.module, self.old)
+
+    @cached_property
+    def reading(self) -> Reading:
+        """At the new values."""
+        return Reading.at(self.adapter, self.module, self.values)
+
+    @cached_property
+    def old_reading(self) -> Reading:
+        """At the values that are there."""
+        return Reading.at(self.adapter, self.module, {name: parameter_of(self.module, name) for name in self.values})
+
+    @cached_property
+    def new_encoding(self) -> Encoding:
+        """At the new system, as the module stores it."""
+        return Encoding.at(self.adapter, self.module, self.reading.system)
+
+    @cached_property
+    def stored_basis(self) -> BasisChange:
+        """From the old system to the new one as the module stores it."""
+        return self.basis.onto(self.new, self.reading.system)
+
+    @cached_property
+    def kinds(self) -> dict[str, list[int]]:
+        """Which of poles, B and C each parameter has a part in."""
+        kinds: dict[str, list[int]] = {name: [] for name in self.values}
+        for kind, output in enumerate(self.reading.jacobian.outputs):
+            probe: list[Tensor | None] = [None] * 3
+            probe[kind] = torch.ones_like(output)
+            found = self.reading.jacobian.transposed(probe)
+            for name, gradient in zip(self.reading.names, found, strict=True):
+                kinds[name] += [] if gradient is None else [kind]
+        return kinds
+
+    @cached_property
+    def redundant(self) -> set[str]:
+        """Parameters that a system leaves open, as the LRU's γ, whose work B could do."""
+        ones = {name: torch.ones_like(value) for name, value in zip(*self._encoded(), strict=True)}
+        gradients = {name: self.encoding.gradient({name: one}) for name, one in ones.items()}
+        return {name for name, g in gradients.items() if not any(bool(part.any()) for part in (g.poles, g.B, g.C))}
+
+    def _encoded(self) -> tuple[Sequence[str], Sequence[Tensor]]:
+        return self.encoding.names, self.encoding.jacobian.outputs
+
+
+def carry_gradient(change: ModuleChange, moments: Values) -> dict[str, Tensor]:
+    """The first moments of gradients with respect to the new parameters; a name left out counts as zeros."""
+    return change.reading.gradient(change.stored_basis.gradient(change.encoding.gradient(moments)))
+
+
+def carry_update(change: ModuleChange, moments: Values) -> dict[str, Tensor]:
+    """Steps in the new parameters from steps in the old ones."""
+    return change.new_encoding.vector(change.stored_basis.vector(change.old_reading.vector(moments)))
+
+
+def carry_gradient_squares(change: ModuleChange, squares: Values) -> dict[str, Tensor]:
+    """E[g²] of the new parameters, if no two old ones vary together.
+
+    A parameter speaks for the first of poles, B and C that it has a part in, and hears from that one: what S5's poles
+    do to B as well cancels in sums, and would count twice in sums of squares. What a system leaves open (γ) hears from
+    all that it has a part in.
+    """
+    spreads = _through(change.stored_basis.dual(), [_spread(change, kind, squares, _pulled) for kind in range(3)])
+    heard = {name: change.kinds[name] if name in change.redundant else change.kinds[name][:1] for name in squares}
+    factors = [[] if spread is None else _with_factors(change, kind, spread) for kind, spread in enumerate(spreads)]
+    results = {}
+    for name, kinds in heard.items():
+        results[name] = torch.zeros_like(change.values[name])
+        along = change.values[name].shape == change.new.poles.shape
+        direction = change.reading.vector({name: torch.ones_like(results[name])}) if along else None
+        for kind in kinds:
+            spread = spreads[kind]
+            if direction is not None and spread is not None:
+                results[name] += spread.along(_by_mode(direction)[kind]).sum(-1)
+            elif spread is not None:
+                results[name] += torch.stack([gradient[name] ** 2 for gradient in factors[kind]]).sum(0)
+    return results
+
+
+def carry_update_squares(change: ModuleChange, squares: Values) -> dict[str, Tensor]:
+    """The same for the squares of updates; what a system leaves open gets the mean of what it had."""
+    spreads = _through(change.stored_basis, [_spread(change, kind, squares, _pushed) for kind in range(3)])
+    results = {name: torch.zeros_like(change.values[name]) for name in squares}
+    for kind, spread in enumerate(spreads):
+        if spread is None:
+            continue
+        for factor in spread.factors():
+            moved = change.new_encoding.vector(_only(kind, factor, change.reading.system))
+            for name in squares:
+                results[name] += moved[name] ** 2 if change.kinds[name][:1] == [kind] else 0
+    for name in change.redundant & squares.keys():
+        results[name] = torch.full_like(results[name], float(squares[name].mean()))
+    return results
+
+
+Source = Callable[[ModuleChange, str, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+def _spread(change: ModuleChange, kind: int, squares: Values, source: Source) -> Spread | None:
+    """Of poles, B or C of the old system, from the parameters that speak for it."""
+    speaking = [name for name in squares if change.kinds[name][:1] == [kind]]
+    sources = []
+    for name in speaking:
+        root = torch.sqrt(squares[name])
+        part = source(change, name, root)[kind]
+        # Where one tensor holds real and imaginary parts, on an axis more, each is a source of its own: once with equal
+        # and once with opposite signs their product is zero on the average.
+        if root.ndim > (change.old.poles, change.old.B, change.old.C)[kind].ndim:
+            sources += [part / 2**0.5, source(change, name, root * _checkerboard(root))[kind] / 2**0.5]
+        else:
+            sources.append(part)
+    return Spread.of(sources) if sources else None
+
+
+def _pulled(change: ModuleChange, name: str, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _by_mode(change.encoding.gradient({name: root}))
+
+
+def _pushed(change: ModuleChange, name: str, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _by_mode(change.old_reading.vector({name: root}))
+
+
+def _through(basis: BasisChange, spreads: Sequence[Spread | None]) -> list[Spread | None]:
+    maps = (basis.mixing(), basis.left.mH, basis.right.mT)
+    return [
+        None if spread is None else spread.conjugated(basis.old_conjugated).through(z).conjugated(basis.new_conjugated)
+        for z, spread in zip(maps, spreads, strict=True)
+    ]
+
+
+def _with_factors(change: ModuleChange, kind: int, spread: Spread) -> list[dict[str, Tensor]]:
+    """∂/∂θ' of the two sources of a spread."""
+    return [change.reading.gradient(_only(kind, factor, change.reading.system)) for factor in spread.factors()]
+
+
+def _only(kind: int, factor: Tensor, system: DiagonalSystem) -> Triple:
+    parts = [torch.zeros_like(part) for part in (system.poles, system.B, system.C)]
+    parts[kind] = _from_mode(kind, factor)
+    return Triple(*(part.to(torch.complex128) for part in parts))
+
+
+def _by_mode(triple: Triple) -> tuple[Tensor, Tensor, Tensor]:
+    """With the modes on the last axis but one."""
+    return triple.poles[..., None], triple.B, triple.C.mT
+
+
+def _from_mode(kind: int, entries: Tensor) -> Tensor:
+    return entries[..., 0] if kind == _POLES else entries if kind == _B else entries.mT
+
+
+def _checkerboard(like: Tensor) -> Tensor:
+    index = torch.zeros_like(like)
+    for axis, size in enumerate(like.shape):
+        steps = torch.arange(size, device=like.device, dtype=like.dtype)
+        index = index + steps.reshape([-1 if other == axis else 1 for other in range(like.ndim)])
+    return 1 - 2 * (index % 2)

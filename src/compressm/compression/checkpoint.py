@@ -1,0 +1,187 @@
+"""Training on disk: all that it takes to go on, bit for bit on the CPU, before, between or after cuts."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, final, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from compressm.compression.errors import NoSuchFileError, SavingError
+from compressm.compression.fitting import expected_shapes, require_fit, require_orders
+from compressm.compression.naming import keyed_state, module_versions, orders_of, plain_state
+from compressm.compression.plain import plain
+from compressm.compression.random_state import random_state, set_random_state
+from compressm.compression.sealing import require_sealed, seal
+from compressm.compression.whole_files import replacing
+from compressm.layers.replacing import replace_data
+
+CHECKPOINT_VERSION = 1
+
+_FORMAT = "compressm checkpoint"
+_PARTS = ("model", "orders", "versions", "optimizer", "groups", "scheduler", "compressor", "random", "step", "extra")
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What can be stopped and go on: a scheduler, a compressor."""
+
+    def state_dict(self) -> Any:
+        """Tensors, numbers, text, and containers of them."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """The inverse."""
+
+
+@final
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where training was, and what else was saved with it."""
+
+    step: int
+    extra: Any
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    scheduler: Stateful | None = None,
+    compressor: Stateful | None = None,
+    step: int = 0,
+    extra: Any = None,
+) -> None:
+    """Write the state of all that is given, with that of the random number generators, into one file.
+
+    `extra` is anything made of tensors, numbers and text. Either the new checkpoint is there afterwards, or what was
+    there before. To be called between steps: gradients are not saved. Of several processes each has random numbers of
+    its own, and a file of its own if they are to go on exactly.
+    """
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise SavingError(f"step is {step!r}, expected an integer of at least 0")
+    if Path(path).is_dir():
+        raise SavingError(f"{path} is a directory, expected the name of a file")
+    contents = {
+        "format": _FORMAT,
+        "version": CHECKPOINT_VERSION,
+        "model": plain_state(model),
+        "orders": orders_of(model),
+        "versions": module_versions(model),
+        "optimizer": _state_of(optimizer),
+        "groups": None if optimizer is None else _groups(model, optimizer),
+        "scheduler": _state_of(scheduler),
+        "compressor": _state_of(compressor),
+        "random": random_state(),
+        "step": step,
+        "extra": extra,
+    }
+    stored = {name: plain(value, name) for name, value in contents.items()}
+    with replacing(Path(path)) as scratch:
+        torch.save(stored, scratch)
+        # torch writes the checksums of its records and does not look at them: it would load weights with flipped bits.
+        seal(scratch)
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    scheduler: Stateful | None = None,
+    compressor: Stateful | None = None,
+) -> Checkpoint:
+    """Give everything the state it was saved with, and the random number generators theirs.
+
+    The model may be as it was built, with larger orders: its layers take those of the file, and its parameters stay
+    the same objects. What does not fit model or optimizer is refused before anything is changed.
+    """
+    contents = _read(Path(path))
+    try:
+        _require_parts(contents, optimizer=optimizer, scheduler=scheduler, compressor=compressor)
+        if optimizer is not None:
+            _require_same_groups(contents["groups"], _groups(model, optimizer))
+        _load_model(model, contents)
+    except SavingError as error:
+        raise SavingError(f"{path}: {error}") from error
+    # The compressor after what it changes, random numbers last: nobody may draw from them before training goes on.
+    for part, name in ((optimizer, "optimizer"), (scheduler, "scheduler"), (compressor, "compressor")):
+        if part is not None:
+            part.load_state_dict(contents[name]["state"])
+    set_random_state(contents["random"])
+    return Checkpoint(contents["step"], contents["extra"])
+
+
+def _state_of(part: Stateful | Optimizer | None) -> dict[str, Any] | None:
+    return None if part is None else {"kind": type(part).__name__, "state": part.state_dict()}
+
+
+def _groups(model: nn.Module, optimizer: Optimizer) -> list[list[str | None]]:
+    """The parameters of every group by name; None for one that is not the model's."""
+    names: dict[int, str] = {}
+    for name, value in plain_state(model).items():
+        names.setdefault(id(value), name)
+    return [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise NoSuchFileError(f"{path} does not exist: load_checkpoint takes the file that save_checkpoint wrote")
+    require_sealed(path)
+    try:
+        contents = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError) as error:
+        # Without torch's own words, which advise to run what is in the file.
+        raise SavingError(f"{path} holds more than tensors and plain values") from error
+    if not isinstance(contents, dict) or contents.get("format") != _FORMAT:
+        found = ", ".join(map(str, contents)) if isinstance(contents, dict) else type(contents).__name__
+        raise SavingError(f"{path} was not written by save_checkpoint: it holds {found:.200}")
+    if contents.get("version") != CHECKPOINT_VERSION:
+        version = contents.get("version")
+        raise SavingError(f"{path} has version {version!r}, this compressm reads version {CHECKPOINT_VERSION}")
+    missing = [name for name in _PARTS if name not in contents]
+    if missing:
+        raise SavingError(f"{path} has no {' and no '.join(missing)}")
+    return contents
+
+
+def _require_parts(contents: Mapping[str, Any], **given: object) -> None:
+    """For everything given, the state of one of its kind."""
+    for name, part in given.items():
+        if part is None:
+            continue
+        stored = contents[name]
+        if stored is None:
+            raise SavingError(f"it was saved without a {name}")
+        if stored["kind"] != type(part).__name__:
+            raise SavingError(f"it was saved with the {name} {stored['kind']}, this one is a {type(part).__name__}")
+
+
+def _require_same_groups(saved: list[list[str | None]], here: list[list[str | None]]) -> None:
+    """The optimizer's state goes by position: another order of parameters would give them each other's."""
+    if [len(group) for group in saved] != [len(group) for group in here]:
+        sizes = [len(group) for group in saved], [len(group) for group in here]
+        raise SavingError(f"the optimizer was saved with groups of {sizes[0]} parameters, this one has {sizes[1]}")
+    pairs = [pair for groups in zip(saved, here, strict=True) for pair in zip(*groups, strict=True)]
+    other = next(((then, now) for then, now in pairs if then != now), None)
+    if other is not None:
+        raise SavingError(f"the optimizer was saved with {other[0]!r} where this one has {other[1]!r}")
+
+
+def _load_model(model: nn.Module, contents: Mapping[str, Any]) -> None:
+    tensors: dict[str, Tensor] = contents["model"]
+    require_fit(tensors, expected_shapes(model, require_orders(model, contents["orders"])))
+    state = plain_state(model)
+    for name, value in state.items():
+        if value.dtype != tensors[name].dtype:
+            raise SavingError(f"{name} was saved as {tensors[name].dtype}, the model's is {value.dtype}")
+    for name, value in state.items():
+        if isinstance(value, nn.Parameter) and value.shape != tensors[name].shape:
+            replace_data(value, value.new_empty(tensors[name].shape))
+    model.load_state_dict(keyed_state(model, tensors, contents["versions"]))

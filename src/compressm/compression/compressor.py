@@ -1,0 +1,137 @@
+"""The compressor: at the steps of its schedule it shrinks the SSM layers of a model, with the optimizer's state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from compressm.compression.calibration import Calibrate
+from compressm.compression.cutting import Cutter
+from compressm.compression.errors import CompressionError
+from compressm.compression.gramian import Gramian, WhiteNoise
+from compressm.compression.moments import Moments, Slice, Transport
+from compressm.compression.planning import Options
+from compressm.compression.policies import Policy
+from compressm.compression.record import Cut, Event, Restored
+from compressm.compression.rollback import Rollback, Watch
+from compressm.compression.schedule import as_schedule
+from compressm.compression.selection import Largest, Selection
+
+# The paper's own arithmetic, spelled out once.
+PAPER: Mapping[str, Any] = {"gramian": WhiteNoise(), "fold": False, "moments": Slice()}
+
+
+class Compressor:
+    """Shrinks a model in the middle of its training; call `step(step)` after every optimizer step.
+
+    Parameters keep their identity and the optimizer its groups; only sizes change. Everything of a cut is computed
+    before anything is changed: an error leaves model and optimizer as they were.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        *,
+        when: Iterable[int],
+        keep: Policy,
+        calibrate: Calibrate | None = None,
+        gramian: Gramian | None = None,
+        fold: bool = True,
+        select: Selection = Largest(),
+        gate: float = 0.95,
+        round_to: int = 1,
+        moments: Moments = Transport(),
+        guard: Rollback | None = None,
+        filter_fn: Callable[[nn.Module, str], bool] | None = None,
+        overrides: Mapping[str, Policy] | None = None,
+        follow: Sequence[nn.Module] = (),
+        scheduler: Any = None,
+    ) -> None:
+        self._schedule = as_schedule(when)
+        options = Options(keep, calibrate, gramian, fold, select, gate, round_to, filter_fn, overrides)
+        self._cutter = Cutter(model, optimizer, options, moments, tuple(follow))
+        self._cutter.check()
+        self._watch = None if guard is None else Watch(guard, model, optimizer, scheduler, follow)
+        self._ended = False
+        self.history: list[Event] = []
+
+    @property
+    def schedule(self) -> list[int]:
+        """The steps at which it cuts."""
+        return list(self._schedule)
+
+    def step(self, step: int) -> list[Event]:
+        """What happened at this step: the cuts made, a restored model, or nothing."""
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise CompressionError(f"step is {step!r}, expected the number of the training step, an integer from 0")
+        events: list[Event] = []
+        if self._watch is not None:
+            restored = self._watch.settle(step)
+            if restored is not None:
+                self._ended = True
+                events.append(restored)
+        if step in self._schedule and not self._ended:
+            events += self._cut(step)
+        self.history += events
+        return events
+
+    def _cut(self, step: int) -> list[Cut]:
+        plan = self._cutter.plan(salt=step)
+        if plan.cuts and self._watch is not None:
+            self._watch.begin(step)
+        return self._cutter.apply(plan, step)
+
+    def preview(self) -> list[Cut]:
+        """The cuts that would be made now; nothing is changed."""
+        return self._cutter.describe(self._cutter.plan(salt=0), step=0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """To go on where it stopped: tensors, numbers and strings only."""
+        return {
+            "schedule": list(self._schedule),
+            "ended": self._ended,
+            "history": [event.as_dict() for event in self.history],
+            "watch": None if self._watch is None else self._watch.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse; the schedule must be the one it was saved with."""
+        if list(state["schedule"]) != list(self._schedule):
+            raise CompressionError(
+                f"the saved schedule is {list(state['schedule'])!r:.80}, this one's {list(self._schedule)!r:.80}"
+            )
+        self._ended = bool(state["ended"])
+        self.history = [_event(stored) for stored in state["history"]]
+        if self._watch is not None and state["watch"] is not None:
+            self._watch.load_state_dict(state["watch"])
+
+
+def _event(stored: Mapping[str, Any]) -> Event:
+    return Cut.from_dict(stored) if "module" in stored else Restored.from_dict(stored)
+
+
+def compress_(
+    model: nn.Module,
+    *,
+    keep: Policy,
+    optimizer: Optimizer | None = None,
+    calibrate: Calibrate | None = None,
+    gramian: Gramian | None = None,
+    fold: bool = True,
+    select: Selection = Largest(),
+    gate: float = 1.0,
+    round_to: int = 1,
+    moments: Moments = Transport(),
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    overrides: Mapping[str, Policy] | None = None,
+    follow: Sequence[nn.Module] = (),
+) -> list[Cut]:
+    """Cut once, in place; the options are those of `Compressor`, but every order that falls is taken (gate 1)."""
+    options = Options(keep, calibrate, gramian, fold, select, gate, round_to, filter_fn, overrides)
+    cutter = Cutter(model, optimizer, options, moments, tuple(follow))
+    cutter.check()
+    return cutter.apply(cutter.plan(salt=0), step=0)

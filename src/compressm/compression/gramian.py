@@ -1,0 +1,36 @@
+"""Which controllability Gramian a cut goes by: the exact one of white noise, or that of data a layer really sees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from compressm.compression.errors import CompressionError
+
+
+class Gramian:
+    """A small choice that can be printed and compared."""
+
+
+@final
+@dataclass(frozen=True)
+class WhiteNoise(Gramian):
+    """P of the paper: exact, for inputs that are white noise. Cuts come with an error bound."""
+
+
+@final
+@dataclass(frozen=True)
+class Measured(Gramian):
+    """P = E[h hᴴ] over the states on real data, at every `stride`-th step of the first `batches` passes of each layer.
+
+    Q stays exact, so that what is cut is stable for any data. There is no a-priori bound; `measured_error` of a cut
+    says what it changed on the same data.
+    """
+
+    batches: int = 4
+    stride: int = 8
+
+    def __post_init__(self) -> None:
+        for name, value in (("batches", self.batches), ("stride", self.stride)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise CompressionError(f"Measured: {name} is {value!r}, expected an integer of at least 1")

@@ -1,0 +1,108 @@
+"""What a model's spectra say: how many states each layer would keep at a few tolerances, and what that could cost."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch import Tensor
+
+from compressm.compression.errors import CompressionError
+from compressm.compression.policies import EnergyTolerance
+from compressm.compression.spectra import Spectra, checked_spectra, largest_bounds
+
+# The range of the paper's tables, from its harshest cut of CIFAR10 to its gentlest of sMNIST.
+TAUS = (0.15, 0.05, 0.01, 0.001)
+
+
+@final
+@dataclass(frozen=True, repr=False, eq=False)
+class Inspection:
+    """Spectra and present orders by module; recommended orders and their bounds by tolerance τ, then by module.
+
+    A recommended order keeps 1 − τ of the Hankel energy (`EnergyTolerance`). Its bound is the H∞ bound 2 Σ of the
+    dropped σ, the largest over the channels of a bank, and None where the spectrum gives none.
+    """
+
+    spectra: dict[str, Tensor]
+    orders: dict[str, int]
+    recommended: dict[float, dict[str, int]]
+    bounds: dict[float, dict[str, float | None]]
+
+    @classmethod
+    def of(cls, spectra: Spectra, *, taus: Sequence[float] = TAUS, without_bound: Collection[str] = ()) -> Inspection:
+        """From Hankel singular values; `without_bound` names the modules whose Gramians are not exact."""
+        spectra = checked_spectra(spectra)
+        policies = [EnergyTolerance(tau) for tau in taus]
+        if not policies:
+            raise CompressionError("taus are empty, expected at least one tolerance from 0 to below 1")
+        unknown = sorted(set(without_bound) - set(spectra))
+        if unknown:
+            raise CompressionError(f"without_bound names {', '.join(unknown)}; there are {', '.join(spectra)}")
+        recommended = {policy.tau: policy(spectra) for policy in policies}
+        curves = {name: largest_bounds(sigma) for name, sigma in spectra.items() if name not in without_bound}
+        bounds = {
+            tau: {name: float(curves[name][n]) if name in curves else None for name, n in orders.items()}
+            for tau, orders in recommended.items()
+        }
+        return cls(spectra, {name: sigma.shape[-1] for name, sigma in spectra.items()}, recommended, bounds)
+
+    @property
+    def taus(self) -> tuple[float, ...]:
+        return tuple(self.recommended)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Numbers, text and None only: {"taus": [...], "modules": {name: {...}}}, lists in the order of the taus."""
+        modules = {
+            name: {
+                "order": self.orders[name],
+                "sigma": sigma.tolist(),
+                "recommended": [self.recommended[tau][name] for tau in self.taus],
+                "bounds": [self.bounds[tau][name] for tau in self.taus],
+            }
+            for name, sigma in self.spectra.items()
+        }
+        return {"taus": list(self.taus), "modules": modules}
+
+    def __repr__(self) -> str:
+        rows = [self._heads(), *self._rows()]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]
+        lines.insert(1, ["-" * width for width in widths])
+        return "\n".join(["  ".join(line).rstrip() for line in lines] + ["", self._caption()])
+
+    def _repr_html_(self) -> str:
+        heads = "".join(f"<th>{html.escape(head)}</th>" for head in self._heads())
+        rows = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in self._rows()]
+        body = "".join(f"<tr>{row}</tr>" for row in rows)
+        caption = f"<caption>{html.escape(self._caption())}</caption>"
+        return f"<table>{caption}<thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+
+    def _heads(self) -> list[str]:
+        return ["module", "states", "largest σ", *(f"τ = {tau:g}" for tau in self.taus)]
+
+    def _rows(self) -> list[list[str]]:
+        rows = [
+            [
+                name or "the model",
+                str(n),
+                f"{float(self.spectra[name].max()):.3g}",
+                *(_kept(self.recommended[tau][name], self.bounds[tau][name]) for tau in self.taus),
+            ]
+            for name, n in self.orders.items()
+        ]
+        if len(rows) > 1:
+            totals = [str(sum(self.recommended[tau].values())) for tau in self.taus]
+            rows.append(["together", str(sum(self.orders.values())), "", *totals])
+        return rows
+
+    def _caption(self) -> str:
+        bounded = any(bound is not None for by_module in self.bounds.values() for bound in by_module.values())
+        meaning = " (error <= bound on the layer's H∞ error)" if bounded else ""
+        return f"States that keep 1 - τ of the Hankel energy{meaning}."
+
+
+def _kept(order: int, bound: float | None) -> str:
+    return str(order) if bound is None else f"{order} (error <= {bound:.2g})"

@@ -1,0 +1,153 @@
+"""What a model is made of, as JSON and back: only classes of ours and those said to be `savable` are ever built."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any, TypeAlias, TypeVar
+
+from torch import nn
+
+from compressm.compression.errors import SavingError
+from compressm.layers import LRU, S4D, S5, ZOH, Bilinear, Inv, Legs, Lin
+from compressm.layers.arguments import arguments_of, keeps_arguments
+from compressm.models import (
+    BatchNorm,
+    LanguageModel,
+    LastStep,
+    LayerNorm,
+    MeanPooling,
+    NoNorm,
+    OneMask,
+    PerElement,
+    SequenceClassifier,
+)
+from compressm.ops import Path
+
+Kind = TypeVar("Kind", bound=type[Any])
+Stored: TypeAlias = Any  # what JSON can hold
+
+_OURS: tuple[type[Any], ...] = (
+    *(LRU, S4D, S5, ZOH, Bilinear, Inv, Legs, Lin, Path),
+    *(SequenceClassifier, LanguageModel),
+    *(BatchNorm, LayerNorm, NoNorm, PerElement, OneMask, MeanPooling, LastStep),
+)
+# Modules of torch that people put in the place of others, and the attributes they are built from.
+_OF_TORCH: Mapping[type[nn.Module], tuple[str, ...]] = {
+    nn.Linear: ("in_features", "out_features"),
+    nn.Embedding: ("num_embeddings", "embedding_dim"),
+    nn.Identity: (),
+}
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (*_OURS, *_OF_TORCH)}
+
+# What a constructor of ours, of torch or of others answers to values that it cannot take.
+_REFUSALS = (TypeError, ValueError, LookupError, AttributeError, RuntimeError, ArithmeticError)
+
+
+def savable(kind: Kind) -> Kind:
+    """Say that saved models may be made of this class: a module, a frozen dataclass or an Enum of your own.
+
+    A module then keeps the arguments it is built with, and must build under `torch.device("meta")`. Files hold the
+    class by name: whoever loads them has imported it before.
+    """
+    if not (isinstance(kind, type) and (issubclass(kind, nn.Module | Enum) or is_dataclass(kind))):
+        raise SavingError(f"@savable takes a class of nn.Module, a dataclass or an Enum, got {kind!r}")
+    if issubclass(kind, nn.Module):
+        keeps_arguments(kind)
+    _KINDS[f"{kind.__module__}.{kind.__qualname__}"] = kind
+    return kind
+
+
+def encode(value: object, where: str) -> Stored:
+    """The value as JSON can hold it: an object as its kind and arguments, a class as its name."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int | float) and not isinstance(value, Enum):
+        return _finite(value, where)
+    if isinstance(value, list | tuple):
+        return [encode(item, f"{where}[{k}]") for k, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        return _named(value, where)
+    if isinstance(value, type):
+        return {"class": _name_of(value, value, where)}
+    name = _name_of(type(value), value, where)
+    return {"kind": name} | _named(_arguments(value, where), name)
+
+
+def decode(stored: Stored, where: str) -> Any:
+    """The inverse; objects are built anew."""
+    if isinstance(stored, list):
+        return [decode(item, f"{where}[{k}]") for k, item in enumerate(stored)]
+    if not isinstance(stored, dict):
+        return stored
+    if set(stored) == {"class"}:
+        return _kind_of(stored["class"], where)
+    values = {name: decode(value, name) for name, value in stored.items() if name != "kind"}
+    if "kind" not in stored:
+        return values
+    kind = _kind_of(stored["kind"], where)
+    try:
+        return kind[values["name"]] if issubclass(kind, Enum) else kind(**values)
+    except _REFUSALS as error:
+        raise SavingError(f"{where} cannot be built: {stored!r:.200} gives {type(error).__name__}: {error}") from error
+
+
+def is_known(kind: type[Any]) -> bool:
+    """Whether files may name the class."""
+    return kind in _KINDS.values()
+
+
+def _arguments(value: Any, where: str) -> Mapping[str, object]:
+    """By name, what the object is built from."""
+    if isinstance(value, Enum):
+        return {"name": value.name}
+    if type(value) in _OF_TORCH:
+        given = {name: getattr(value, name) for name in _OF_TORCH[type(value)]}
+        return given | {"bias": value.bias is not None} if isinstance(value, nn.Linear) else given
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in fields(value) if field.init}
+    kept = arguments_of(value)
+    if kept is None:
+        raise SavingError(
+            f"{where} is a {type(value).__name__} that was built before its class was savable: decorate the class"
+        )
+    return kept
+
+
+def _named(values: Mapping[Any, object], where: str) -> dict[str, Stored]:
+    odd = [name for name in values if not isinstance(name, str) or name in ("kind", "class")]
+    if odd:
+        raise SavingError(f"{where} has the key {odd[0]!r}, expected text other than 'kind' and 'class'")
+    return {name: encode(value, f"{where}.{name}" if where else name) for name, value in values.items()}
+
+
+def _finite(value: int | float, where: str) -> int | float:
+    if not math.isfinite(value):
+        raise SavingError(f"{where} is {value}, expected a finite number")
+    return int(value) if isinstance(value, int) else float(value)
+
+
+def _name_of(kind: type[Any], value: object, where: str) -> str:
+    name = next((name for name, known in _KINDS.items() if known is kind), None)
+    if name is None:
+        raise SavingError(
+            f"{where} is {_shown(value)}, and {kind.__module__}.{kind.__qualname__} is no class that a file may name: "
+            "decorate it with @compressm.compression.savable, or save model.state_dict() with safetensors and build "
+            "the model yourself"
+        )
+    return name
+
+
+def _shown(value: object) -> str:
+    return f"a {type(value).__name__}" if isinstance(value, nn.Module) else f"{value!r:.80}"
+
+
+def _kind_of(name: object, where: str) -> type[Any]:
+    if not isinstance(name, str) or name not in _KINDS:
+        raise SavingError(
+            f"{where} is of the kind {name!r:.80}, which is not known here: import what defines it, with "
+            f"@compressm.compression.savable, before loading; known are {', '.join(sorted(_KINDS))}"
+        )
+    return _KINDS[name]

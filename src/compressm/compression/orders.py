@@ -1,0 +1,86 @@
+"""From spectra to the orders of the next cut: policies, overrides by name, the gate, sizes that run fast."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+from torch import Tensor
+
+from compressm.compression.checks import require_count, require_number
+from compressm.compression.errors import CompressionError
+from compressm.compression.policies import Policy
+from compressm.compression.spectra import Spectra, checked_spectra
+
+# Of one state: 0.55 * 100 = 55.00000000000001, yet 55 of 100 states are not fewer than 55 %.
+_ROUNDING = 1e-9
+
+
+def choose_orders(
+    spectra: Spectra,
+    keep: Policy,
+    *,
+    overrides: Mapping[str, Policy] | None = None,
+    gate: float = 0.95,
+    round_to: int = 1,
+) -> dict[str, int]:
+    """The order that each layer is to have; its present one, n, where it is left alone.
+
+    `overrides` maps patterns of module names ("blocks.0.*", as in `fnmatch`) to policies. The first pattern that
+    matches a name decides; a policy is asked once, about all layers that fell to it, so that a `Budget` is shared by
+    those and no others. Orders are rounded up to multiples of `round_to`, and then a layer is cut only if r < gate·n
+    (the paper: 95 %). Both only ever keep more than the policy said.
+    """
+    spectra = checked_spectra(spectra)
+    gate = require_number("gate", gate, 0, 1, above=True)
+    round_to = require_count("round_to", round_to)
+    orders: dict[str, int] = {}
+    for policy, names in _shares(spectra, keep, overrides or {}):
+        orders |= _asked(policy, {name: spectra[name] for name in names})
+    return {name: _gated(orders[name], sigma.shape[-1], gate, round_to) for name, sigma in spectra.items()}
+
+
+def _gated(order: int, n: int, gate: float, round_to: int) -> int:
+    rounded = min(n, math.ceil(order / round_to) * round_to)
+    return rounded if rounded < gate * n - _ROUNDING else n
+
+
+def _shares(spectra: Spectra, keep: Policy, overrides: Mapping[str, Policy]) -> list[tuple[Policy, list[str]]]:
+    """Each policy with the names that fall to it; those that get none are left out."""
+    if not isinstance(overrides, Mapping):
+        raise CompressionError(f"overrides are {overrides!r:.100}, expected {{pattern of module names: policy}}")
+    _require_policy("keep", keep)
+    for pattern, policy in overrides.items():
+        _require_policy(f"overrides[{pattern!r}]", policy)
+        if not isinstance(pattern, str) or not any(fnmatchcase(name, pattern) for name in spectra):
+            raise CompressionError(
+                f"overrides: {pattern!r} matches no module; there are {', '.join(map(repr, spectra))}"
+            )
+    shares: list[tuple[Policy, list[str]]] = [(policy, []) for policy in (*overrides.values(), keep)]
+    for name in spectra:
+        matching = (k for k, pattern in enumerate(overrides) if fnmatchcase(name, pattern))
+        shares[next(matching, -1)][1].append(name)
+    return [(policy, names) for policy, names in shares if names]
+
+
+def _require_policy(what: str, policy: object) -> None:
+    if isinstance(policy, type) or not callable(policy):
+        raise CompressionError(
+            f"{what} is {policy!r:.100}, expected a policy such as EnergyTolerance(0.05), or a function from"
+            " {module: spectrum} to {module: order}"
+        )
+
+
+def _asked(policy: Policy, spectra: dict[str, Tensor]) -> dict[str, int]:
+    """What the policy answers: an order from 1 to n for every layer, and nothing else."""
+    orders = policy(dict(spectra))
+    if not isinstance(orders, Mapping):
+        raise CompressionError(f"{policy!r:.100} returned {orders!r:.100}, expected {{module: order}}")
+    for problem, names in (("no order for", spectra.keys() - orders), ("orders for unknown", orders.keys() - spectra)):
+        if names:
+            raise CompressionError(f"{policy!r:.100} returned {problem} {', '.join(sorted(map(repr, names)))}")
+    return {
+        name: require_count(f"{policy!r:.100}: the order of {name!r}", orders[name], high=sigma.shape[-1])
+        for name, sigma in spectra.items()
+    }

@@ -1,0 +1,154 @@
+"""From the spectra of all layers to the orders to keep: small frozen callables.
+
+A spectrum holds Hankel singular values, falling, of shape (n,) for one system or (channels, n) for a bank whose
+systems share one order. A policy of one's own is any function from {module: spectrum} to {module: order}. Where the
+spectra do not decide, at a tie or where all values are zero, more is kept; an order is never above n nor below 1.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from compressm.compression.checks import require_count, require_number
+from compressm.compression.errors import CompressionError
+from compressm.compression.spectra import Spectra, checked_spectra, largest_bounds, summed_tails
+
+Policy = Callable[[Mapping[str, Tensor]], Mapping[str, int]]
+
+# Of one state: what a product like 0.145 * 100 = 14.499999999999998 is off by.
+_ROUNDING = 1e-9
+
+
+class LayerPolicy(ABC):
+    """A policy that looks at one layer at a time."""
+
+    def __call__(self, spectra: Spectra) -> dict[str, int]:
+        return {name: self.order(sigma) for name, sigma in checked_spectra(spectra).items()}
+
+    @abstractmethod
+    def order(self, sigma: Float[Tensor, "*channels n"]) -> int:
+        """How many states to keep, from 1 to n."""
+
+
+@final
+@dataclass(frozen=True)
+class EnergyTolerance(LayerPolicy):
+    """The smallest r with Σ_{i≤r} σᵢ ≥ (1 − τ) Σ σᵢ (sec:algorithm); a bank by the energy of all its channels."""
+
+    tau: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tau", require_number("EnergyTolerance: tau", self.tau, 0, 1, below=True))
+
+    def order(self, sigma: Float[Tensor, "*channels n"]) -> int:
+        """The smallest r whose tail holds at most τ of the energy; all n if there is none."""
+        tails = summed_tails(sigma)
+        return _first_within(tails, self.tau * float(tails[0]))
+
+
+@final
+@dataclass(frozen=True)
+class ErrorBound(LayerPolicy):
+    """The smallest r with 2 Σ_{i>r} σᵢ ≤ eps·σ₁, or ≤ eps if not `relative`; a bank by its worst channel and largest σ.
+
+    With exact Gramians the left side bounds the H∞ error of the cut; with measured ones it is a rule like any other.
+    """
+
+    eps: float
+    relative: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "eps", require_number("ErrorBound: eps", self.eps, 0))
+        if not isinstance(self.relative, bool):
+            raise CompressionError(f"ErrorBound: relative is {self.relative!r}, expected True or False")
+
+    def order(self, sigma: Float[Tensor, "*channels n"]) -> int:
+        """The smallest r whose bound, the largest over the channels, is met."""
+        scale = float(sigma.max()) if self.relative else 1.0
+        return _first_within(largest_bounds(sigma), self.eps * scale)
+
+
+@final
+@dataclass(frozen=True)
+class KeepFraction(LayerPolicy):
+    """ρ of the states that there are now, rounded half up."""
+
+    rho: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rho", require_number("KeepFraction: rho", self.rho, 0, 1, above=True))
+
+    def order(self, sigma: Float[Tensor, "*channels n"]) -> int:
+        """⌊ρn + ½⌋, at least 1."""
+        return max(1, math.floor(self.rho * sigma.shape[-1] + 0.5 + _ROUNDING))
+
+
+@final
+@dataclass(frozen=True)
+class TargetOrder(LayerPolicy):
+    """n states in every layer; a layer with fewer keeps what it has."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "n", require_count("TargetOrder: n", self.n))
+
+    def order(self, sigma: Float[Tensor, "*channels n"]) -> int:
+        """The target, or the order that there is."""
+        return min(self.n, sigma.shape[-1])
+
+
+@final
+@dataclass(frozen=True)
+class Budget:
+    """`total_states` for all layers, shared out so that their error bounds 2 Σ_{i>r} σᵢ have the smallest sum.
+
+    All of the budget is used; a bank counts its shared order once and is judged by its worst channel. Of equally good
+    allocations the one that keeps most in the first layers is taken, then in the second, and so on.
+    """
+
+    total_states: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "total_states", require_count("Budget: total_states", self.total_states))
+
+    def __call__(self, spectra: Spectra) -> dict[str, int]:
+        """At least one state in every layer; a budget above all states there are keeps all."""
+        spectra = checked_spectra(spectra)
+        if self.total_states < len(spectra):
+            raise CompressionError(
+                f"Budget: total_states is {self.total_states} for {len(spectra)} layers, expected at least one for each"
+            )
+        costs = [largest_bounds(sigma)[1:] for sigma in spectra.values()]
+        total = min(self.total_states, sum(len(cost) for cost in costs))
+        return dict(zip(spectra, _allocate(costs, total), strict=True))
+
+
+def _first_within(losses: Float[Tensor, " m"], allowed: float) -> int:
+    """The smallest r >= 1 with losses[r] <= allowed, of losses that fall with r; n if there is nothing to lose."""
+    n = len(losses) - 1
+    if losses[0] == 0:
+        return n
+    return min(max(1, int((losses > allowed).sum())), n)
+
+
+def _allocate(costs: Sequence[Float[Tensor, " _"]], total: int) -> list[int]:
+    """Orders r with Σ r = total and the smallest Σ costs[layer][r − 1].
+
+    The costs of one channel are convex in r, for σ falls; so is the largest over the channels of a bank, as a maximum
+    of convex functions. For convex costs the state that gains most is always the next to keep (Fox 1966).
+    """
+    # Convex up to rounding; the running minimum makes it so, and a layer's states are taken in their order.
+    gains = [(cost[:-1] - cost[1:]).cummin(0).values for cost in costs]
+    layers = torch.cat([torch.full_like(gain, layer, dtype=torch.int64) for layer, gain in enumerate(gains)])
+    best_first = torch.cat(gains).argsort(descending=True, stable=True)
+    taken = layers[best_first[: total - len(costs)]]
+    return [1 + count for count in torch.bincount(taken, minlength=len(costs)).tolist()]

@@ -1,0 +1,131 @@
+"""The only place that changes models and optimizers: all cuts of a step, or none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from compressm.adapters.base import parameter_of
+from compressm.adapters.writing import prepared
+from compressm.compression.carrying import ModuleChange
+from compressm.compression.errors import CompressionError
+from compressm.compression.linearisation import Values
+from compressm.compression.moments import Moments
+from compressm.compression.optimizer_state import carried_states, is_scalar, parameter_state, require_supported
+from compressm.layers.replacing import replace_data
+
+
+@final
+@dataclass(frozen=True)
+class PreparedCut:
+    """New values for parameters of one module, and new optimizer state for those that have one, by parameter name."""
+
+    name: str
+    module: nn.Module
+    values: Values
+    states: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def prepare_cut(name: str, change: ModuleChange, optimizer: Any | None, moments: Moments) -> PreparedCut:
+    """All that a cut will write, computed; nothing is changed."""
+    require_plain_parameters(name, change.module)
+    states = {} if optimizer is None else carried_states(change, optimizer, moments)
+    return PreparedCut(name, change.module, change.values, states)
+
+
+def apply_cuts(cuts: Sequence[PreparedCut], optimizer: Any | None = None) -> None:
+    """Check every cut, then make them all; whatever goes wrong, model and optimizer are afterwards as they were.
+
+    Parameters stay the same objects in the same groups, with hooks and attributes; their gradients are dropped. The
+    optimizer's dictionaries stay the same too, with new tensors in them.
+    """
+    writes = [write for cut in cuts for write in _checked_values(cut)]
+    _require_disjoint(cuts)
+    states = [state for cut in cuts for state in _checked_states(cut, optimizer)]
+    undo_values = [(parameter, parameter.data, parameter.grad) for parameter, _ in writes]
+    undo_states = [(held, dict(held)) for held, _ in states]
+    try:
+        for parameter, data in writes:
+            replace_data(parameter, data)
+        for held, new in states:
+            held.update(new)
+    except BaseException:
+        for parameter, data, gradient in undo_values:
+            replace_data(parameter, data)
+            parameter.grad = gradient
+        for held, before in undo_states:
+            held.clear()
+            held.update(before)
+        raise
+
+
+def require_plain_parameters(name: str, module: nn.Module) -> None:
+    """Refuse parameters whose data is not all here, or not numbers: those of FSDP, DTensors, quantised ones."""
+    # What torch's FSDP writes on the modules inside it.
+    if getattr(module, "_is_fsdp_managed_module", False):
+        raise CompressionError(f"{name or 'the model'} is sharded by FSDP, which cannot be cut; cut before wrapping")
+    for entry, parameter in module.named_parameters():
+        kinds = {type(parameter.data), type(parameter)}
+        others = kinds - {Tensor, nn.Parameter}
+        if any(kind.__name__ == "DTensor" for kind in others):
+            raise CompressionError(
+                f"{name}.{entry} is a DTensor, as of FSDP or tensor parallelism, which cannot be cut; cut before that"
+            )
+        if type(parameter.data) is not Tensor:
+            raise CompressionError(f"{name}.{entry} holds a {type(parameter.data).__name__}, expected a plain tensor")
+
+
+def _checked_values(cut: PreparedCut) -> list[tuple[nn.Parameter, Tensor]]:
+    require_plain_parameters(cut.name, cut.module)
+    return prepared(cut.module, cut.values)
+
+
+def _require_disjoint(cuts: Sequence[PreparedCut]) -> None:
+    """A parameter that two layers share cannot be cut for both."""
+    owners: dict[int, str] = {}
+    for cut in cuts:
+        for name in cut.values:
+            parameter, mine = parameter_of(cut.module, name), f"{cut.name}.{name}"
+            if id(parameter) in owners:
+                raise CompressionError(
+                    f"{owners[id(parameter)]} and {mine} are one parameter, which cannot be cut twice at once"
+                )
+            owners[id(parameter)] = mine
+
+
+def _checked_states(cut: PreparedCut, optimizer: Any | None) -> list[tuple[dict[str, Any], Mapping[str, Any]]]:
+    """The optimizer's own dictionaries, each with what is to be written into it."""
+    if optimizer is None:
+        if cut.states:
+            raise CompressionError(f"{cut.name} was prepared with an optimizer, and is applied without one")
+        return []
+    parameters = {name: parameter_of(cut.module, name) for name in cut.values}
+    if cut.states:
+        require_supported(optimizer, {name: parameters[name] for name in cut.states})
+    found = []
+    for name, parameter in parameters.items():
+        held, new = parameter_state(optimizer, parameter) or {}, cut.states.get(name, {})
+        resized = parameter.shape != cut.values[name].shape
+        if held.keys() != new.keys() and (resized or new):
+            raise CompressionError(f"the optimizer's state of {cut.name}.{name} has changed since the cut was prepared")
+        for key, entry in new.items():
+            _require_fit(f"{key!r} of {cut.name}.{name}", held[key], entry, parameter, cut.values[name])
+        found += [(held, new)] if new else []
+    return found
+
+
+def _require_fit(said: str, old: Any, new: Any, parameter: nn.Parameter, value: Tensor) -> None:
+    if not isinstance(old, Tensor):
+        if isinstance(new, Tensor):
+            raise CompressionError(f"{said} would become a tensor, it is {old!r}")
+        return
+    shape = old.shape if is_scalar(old, parameter) else value.shape
+    if not isinstance(new, Tensor) or (new.shape, new.dtype, new.device) != (shape, old.dtype, old.device):
+        got = f"{tuple(new.shape)} {new.dtype} {new.device}" if isinstance(new, Tensor) else repr(new)
+        raise CompressionError(f"{said} would become {got}, expected {tuple(shape)} {old.dtype} {old.device}")
+    if not bool(torch.isfinite(new).all()):
+        raise CompressionError(f"{said} would hold entries that are not finite")

@@ -1,0 +1,35 @@
+"""Files that are either whole or not there, also after a crash of the machine."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A scratch path beside `path` whose file takes its place if, and only if, the block ends without an error."""
+    target = path.resolve()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = target.with_name(f".{target.stem}.{uuid.uuid4().hex}{target.suffix}")
+    try:
+        yield scratch
+        _to_disk(scratch)
+        os.replace(scratch, target)
+        _to_disk(target.parent)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def _to_disk(path: Path) -> None:
+    """A renamed file whose contents are still in memory would be empty after a power cut."""
+    if path.is_dir() and os.name == "nt":
+        return  # where a directory cannot be opened
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,141 @@
+"""What layers see: states against simulation, padding, modes, random numbers, layers that are never run."""
+
+import pytest
+import torch
+
+from compressm.adapters import adapter_for
+from compressm.compression.calibration import listen, outputs, relative_change, states
+from compressm.compression.errors import CompressionError
+from compressm.compression.gramian import Measured
+from compressm.control import balanced_truncation, controllability_gramian, fold
+from compressm.layers import LRU, S4D, S5
+from compressm.models import OneMask, SequenceClassifier
+
+
+def system_of(layer):
+    return adapter_for(layer).read(layer).detach()
+
+
+def make(kind=LRU, depth=2, **options):
+    torch.manual_seed(0)
+    return SequenceClassifier(
+        kind, depth=depth, width=4, order=6, inputs=3, classes=5, dropout=OneMask(0.2), layer_options=options
+    )
+
+
+def layers_of(model, *, folded=True):
+    found = {f"blocks.{k}.ssm": block.ssm for k, block in enumerate(model.blocks)}
+    return {name: (layer, fold(system_of(layer)) if folded else system_of(layer)) for name, layer in found.items()}
+
+
+@pytest.mark.parametrize("kind", [LRU, S5, S4D])
+def test_states_and_outputs_are_those_of_the_layer(kind):
+    torch.manual_seed(1)
+    layer, u = kind(4, order=5).double(), torch.randn(3, 40, 4, dtype=torch.float64)
+    system = system_of(layer)
+    y, _ = layer(u, skip=False)
+    assert torch.allclose(outputs(system, u), y, atol=1e-10)
+    assert torch.allclose(outputs(fold(system), u), y, atol=1e-10)
+    assert states(system, u).shape == (3, 40, *system.poles.shape)
+
+
+@pytest.mark.parametrize("kind", [LRU, S4D])
+def test_the_measured_gramian_of_white_noise_is_the_exact_one(kind):
+    torch.manual_seed(2)
+    options = {"r_min": 0.2, "r_max": 0.7} if kind is LRU else {}
+    layer = kind(2, order=3, **options).double()
+    system = system_of(layer)
+    if kind is S4D:
+        layer.log_step.data += 2  # short memories, so that few steps tell
+        system = system_of(layer)
+    model = torch.nn.Sequential(layer)
+    noise = torch.randn(64, 2000, 2, dtype=torch.float64)
+    seen = listen(model, lambda model: model(noise), {"0": (layer, system)}, Measured(batches=1, stride=1))
+    exact = controllability_gramian(system)
+    assert ((seen["0"].gramian() - exact).norm() / exact.norm()) < 0.05
+
+
+def test_padding_never_counts():
+    model, lengths = make(), torch.tensor([7, 20])
+    x = torch.randn(2, 20, 3)
+    garbage = x.clone()
+    garbage[0, 7:] = 1e3
+    choice = Measured(stride=3)
+    one, other = (
+        listen(model, lambda model, data=data: model(data, lengths), layers_of(model), choice) for data in (x, garbage)
+    )
+    for name in one:
+        assert torch.allclose(one[name].gramian(), other[name].gramian(), rtol=1e-9)
+
+
+def test_nothing_of_the_training_is_disturbed():
+    model = make()
+    model.train()
+    model.blocks[1].eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    listen(model, lambda model: model(torch.randn(2, 10, 3)), layers_of(model), Measured())
+    assert torch.equal(torch.rand(3), expected)
+    assert model.training
+    assert model.blocks[0].training
+    assert not model.blocks[1].training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(block.ssm._forward_pre_hooks for block in model.blocks)
+
+
+def test_an_error_in_calibrate_leaves_no_hook_behind():
+    model = make()
+
+    def broken(model):
+        model(torch.randn(2, 10, 3))
+        raise RuntimeError("no data")
+
+    with pytest.raises(RuntimeError, match="no data"):
+        listen(model, broken, layers_of(model), Measured())
+    assert not any(block.ssm._forward_pre_hooks for block in model.blocks)
+    assert model.training
+
+
+def test_only_the_first_batches_count():
+    model = make()
+    batches = [torch.randn(2, 10, 3) for _ in range(3)]
+
+    def run(count):
+        def calibrate(model):
+            for batch in batches[:count]:
+                model(batch)
+
+        return listen(model, calibrate, layers_of(model), Measured(batches=2))
+
+    for name, what in run(3).items():
+        assert what.passes == 2
+        assert torch.equal(what.gramian(), run(2)[name].gramian())
+
+
+def test_a_layer_that_was_not_run_is_named():
+    model = make()
+    with pytest.raises(CompressionError, match=r"blocks\.0\.ssm.*blocks\.1\.ssm"):
+        listen(model, lambda model: None, layers_of(model), Measured())
+
+
+@pytest.mark.parametrize("options", [{"batches": 0}, {"stride": 0}, {"batches": True}])
+def test_measured_refuses_numbers_that_mean_nothing(options):
+    with pytest.raises(CompressionError, match="expected an integer of at least 1"):
+        Measured(**options)
+
+
+def test_the_measured_error_is_the_relative_change_of_the_output():
+    model = make()
+    model.eval()
+    x = torch.randn(4, 30, 3)
+    seen = listen(model, lambda model: model(x), layers_of(model), Measured())["blocks.0.ssm"]
+    system = system_of(model.blocks[0].ssm)
+    cut = balanced_truncation(fold(system), 3).diagonalise().system
+    u = model.blocks[0].norm(model.encoder(x)).detach().double()
+    before, after = system.simulate(u + 0j).real, cut.simulate(u + 0j).real
+    expected = float((after - before).norm() / before.norm())
+    assert relative_change(system, cut, seen) == pytest.approx(expected, rel=1e-6)
+    assert relative_change(system, system, seen) == 0

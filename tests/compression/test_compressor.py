@@ -1,0 +1,224 @@
+"""The compressor in a training loop: every layer kind, optimizer and option; events, previews, rollback, resuming."""
+
+import copy
+
+import pytest
+import torch
+
+from compressm.compression.compressor import PAPER, Compressor, compress_
+from compressm.compression.errors import CompressionError
+from compressm.compression.moments import Restart, Slice, Transport
+from compressm.compression.policies import Budget, EnergyTolerance, KeepFraction, TargetOrder
+from compressm.compression.record import Cut, Restored
+from compressm.compression.rollback import Rollback
+from compressm.compression.selection import Random, Smallest
+from compressm.layers import LRU, S4D, S5
+from compressm.models import SequenceClassifier
+
+
+def make(kind=LRU, depth=2, order=12, seed=0):
+    torch.manual_seed(seed)
+    return SequenceClassifier(kind, depth=depth, width=4, order=order, inputs=3, classes=5)
+
+
+def batches(count, seed=7):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(8, 24, 3, generator=generator), torch.randint(5, (8,), generator=generator)) for _ in range(count)
+    ]
+
+
+def train(model, optimizer, compressor, data, first=1):
+    events, losses = [], []
+    for step, (x, target) in enumerate(data, start=first):
+        loss = torch.nn.functional.cross_entropy(model(x), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss)  # a live graph of the old shapes must not disturb what follows
+        events += compressor.step(step)
+    return events, [float(loss.detach()) for loss in losses]
+
+
+def orders(model):
+    return [block.ssm.order for block in model.blocks]
+
+
+@pytest.mark.parametrize("kind", [LRU, S5, S4D])
+@pytest.mark.parametrize("moments", [Transport(), Restart(), Slice()], ids=repr)
+def test_training_goes_on_through_cuts(kind, moments):
+    model = make(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    compressor = Compressor(model, optimizer, when=[3, 6], keep=KeepFraction(0.5), moments=moments)
+    events, losses = train(model, optimizer, compressor, batches(9))
+    assert [(event.step, event.module, event.order, event.rank) for event in events] == [
+        (3, "blocks.0.ssm", 12, 6),
+        (3, "blocks.1.ssm", 12, 6),
+        (6, "blocks.0.ssm", 6, 3),
+        (6, "blocks.1.ssm", 6, 3),
+    ]
+    assert orders(model) == [3, 3]
+    assert all(loss < 10 for loss in losses)
+    assert held == [id(p) for group in optimizer.param_groups for p in group["params"]]
+    for parameter, state in optimizer.state.items():
+        assert state["exp_avg"].shape == parameter.shape
+        assert torch.isfinite(state["exp_avg_sq"]).all()
+    assert compressor.history == events
+
+
+@pytest.mark.parametrize("kind", [LRU, S5, S4D])
+def test_a_cut_changes_the_output_within_its_bound(kind):
+    model = make(kind, depth=1)
+    layer, u = model.blocks[0].ssm, torch.randn(6, 400, 4)
+    before, _ = layer(u)
+    (cut,) = compress_(model, keep=TargetOrder(6))
+    after, _ = layer(u)
+    gain = (after - before).detach().flatten(1).norm(dim=1) / u.flatten(1).norm(dim=1)
+    assert float(gain.max()) <= cut.error_bound * 1.001
+    assert "12 -> 6 states" in str(cut)
+
+
+def test_with_data_a_cut_says_what_it_changed_there():
+    model = make()
+    x = torch.randn(4, 30, 3)
+    cuts = compress_(model, keep=TargetOrder(6), calibrate=lambda model: model(x))
+    assert all(cut.error_bound is None and 0 < cut.measured_error < 1 for cut in cuts)
+
+
+def test_a_preview_changes_nothing_and_tells_what_will_happen():
+    model = make()
+    optimizer = torch.optim.Adam(model.parameters())
+    compressor = Compressor(model, optimizer, when=[1], keep=EnergyTolerance(0.1))
+    before = copy.deepcopy(model.state_dict())
+    preview = compressor.preview()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    made = compressor.step(1)
+    assert [(cut.module, cut.rank) for cut in preview] == [(cut.module, cut.rank) for cut in made]
+
+
+def test_paper_mode_is_one_word():
+    model = make()
+    optimizer = torch.optim.Adam(model.parameters())
+    compressor = Compressor(model, optimizer, when=[2], keep=KeepFraction(0.5), **PAPER)
+    events, _ = train(model, optimizer, compressor, batches(3))
+    assert orders(model) == [6, 6]
+    assert all(event.error_bound is not None for event in events)
+
+
+@pytest.mark.parametrize("select", [Smallest(), Random(1)], ids=repr)
+def test_the_ablations_of_selection_run_and_are_worse_than_the_largest(select):
+    best = compress_(make(), keep=TargetOrder(6))
+    other = compress_(make(), keep=TargetOrder(6), select=select)
+    assert all(one.error_bound < two.error_bound for one, two in zip(best, other, strict=True))
+
+
+def test_one_budget_is_shared_by_all_layers():
+    model = make(depth=3)
+    compress_(model, keep=Budget(20))
+    assert sum(orders(model)) == 20
+
+
+def test_a_model_that_follows_shrinks_alongside():
+    model = make()
+    average = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in average.parameters():
+            parameter.add_(1e-4 * torch.randn_like(parameter))
+    x = torch.randn(4, 30, 3)
+    compress_(model, keep=TargetOrder(6), follow=[average])
+    assert orders(average) == orders(model) == [6, 6]
+    model.eval(), average.eval()
+    assert torch.allclose(model(x), average(x), atol=0.05)
+    for one, other in zip(model.parameters(), average.parameters(), strict=True):
+        assert torch.allclose(one, other, atol=0.05)
+
+
+def test_a_harmful_cut_is_taken_back_bit_for_bit_and_ends_cutting():
+    model = make()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    scores = iter([1.0, 0.5])
+    compressor = Compressor(
+        model, optimizer, when=[2, 8], keep=KeepFraction(0.5), guard=Rollback(lambda: next(scores), drop=0.01, settle=2)
+    )
+    data = batches(9)
+    events, _ = train(model, optimizer, compressor, data[:1])
+    x, target = data[1]
+    torch.nn.functional.cross_entropy(model(x), target).backward()
+    optimizer.step()
+    kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    events = compressor.step(2)
+    assert orders(model) == [6, 6]
+    more, _ = train(model, optimizer, compressor, data[2:3], first=3)
+    (restored,) = compressor.step(4)
+    assert isinstance(restored, Restored)
+    assert restored.orders == {"blocks.0.ssm": 12, "blocks.1.ssm": 12}
+    assert all(torch.equal(value, kept[0][name]) for name, value in model.state_dict().items())
+    for key, state in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(torch.as_tensor(v), torch.as_tensor(kept[1]["state"][key][k])) for k, v in state.items())
+    assert compressor.step(8) == []
+    assert all(isinstance(event, Cut) for event in events + more)
+
+
+def test_an_error_in_the_middle_leaves_everything_as_it_was(monkeypatch):
+    model = make()
+    optimizer = torch.optim.Adam(model.parameters())
+    compressor = Compressor(model, optimizer, when=[1], keep=KeepFraction(0.5))
+    train(model, optimizer, compressor, batches(2), first=5)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    model.blocks[1].ssm.nu_log.data[0] = torch.inf
+    with pytest.raises(ValueError, match="nu_log"):
+        compressor.step(1)
+    model.blocks[1].ssm.nu_log.data[0] = before[0]["blocks.1.ssm.nu_log"][0]
+    assert orders(model) == [12, 12]
+    assert all(torch.equal(value, before[0][name]) for name, value in model.state_dict().items())
+
+
+def test_resuming_between_cuts_is_bit_identical():
+    def run(split):
+        model = make()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        compressor = Compressor(model, optimizer, when=[2, 5], keep=KeepFraction(0.5))
+        data = batches(7)
+        train(model, optimizer, compressor, data[:split])
+        if split < 7:
+            state = copy.deepcopy((model.state_dict(), optimizer.state_dict(), compressor.state_dict()))
+            random = torch.get_rng_state()  # dropout draws from it
+            model = make(seed=3)
+            model.load_state_dict(state[0])
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            optimizer.load_state_dict(state[1])
+            compressor = Compressor(model, optimizer, when=[2, 5], keep=KeepFraction(0.5))
+            compressor.load_state_dict(state[2])
+            torch.set_rng_state(random)
+            train(model, optimizer, compressor, data[split:], first=split + 1)
+        return model.state_dict(), len(compressor.history)
+
+    whole, count = run(7)
+    for split in (1, 3, 6):
+        state, events = run(split)
+        assert events == count == 4
+        assert all(torch.equal(value, whole[name]) for name, value in state.items())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"when": []}, "never"),
+        ({"model": torch.nn.Linear(2, 2)}, "no SSM layer"),
+        ({"optimizer": torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))])}, "does not hold"),
+    ],
+)
+def test_bad_input_is_refused_at_once(change, message):
+    model = make()
+    given = {"model": model, "optimizer": torch.optim.Adam(model.parameters()), "when": [1], "keep": KeepFraction(0.5)}
+    with pytest.raises(CompressionError, match=message):
+        Compressor(**{**given, **change})
+
+
+def test_another_schedule_cannot_be_resumed():
+    model = make()
+    one = Compressor(model, when=[1, 2], keep=KeepFraction(0.5))
+    other = Compressor(model, when=[1, 3], keep=KeepFraction(0.5))
+    with pytest.raises(CompressionError, match="schedule"):
+        other.load_state_dict(one.state_dict())
