@@ -12,7 +12,16 @@ from compressm.ops.packed import packed_row, packed_weight, steps_a_row
 
 RATE = 0.3
 # Width, batch, length, rows of flags: several steps a row, one, one of an odd number of tokens, rows of one channel.
-CASES = [(8, 3, 16, 1), (8, 3, 16, 3), (8, 3, 13, 1), (8, 3, 16, None), (1, 2, 9, 2), (5, 2, 12, 1), (130, 2, 3, 1)]
+CASES = [
+    (8, 3, 16, 1),
+    (8, 3, 16, 3),
+    (8, 3, 13, 1),
+    (8, 3, 16, None),
+    (8, 2, 2048, 1),
+    (1, 2, 9, 2),
+    (5, 2, 12, 1),
+    (130, 2, 3, 1),
+]
 
 
 def normal(*shape, seed=0):

@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+MANY = 4096  # steps from which a packed product, with its zeros, saves more than its weight takes to write
+
 
 def steps_a_row(columns: int, width: int, steps: int) -> int:
     """As many as fit into `columns` and divide `steps`; at least one."""

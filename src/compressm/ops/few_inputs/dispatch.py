@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from compressm.ops.kernels import kernels_serve
-from compressm.ops.packed import packed_row, packed_weight, steps_a_row
+from compressm.ops.packed import MANY, packed_row, packed_weight, steps_a_row
 
 FEW = 8
 # On a CPU one channel to 8 takes a third of the time in rows of four steps; to 16 it is fast, and so are few steps.
-_NARROW, _COLUMNS, _MANY = 16, 32, 4096
+_NARROW, _COLUMNS = 16, 32
 
 
 def linear_of_few(
@@ -30,7 +30,7 @@ def linear_of_few(
 
 
 def _is_slow_on_a_cpu(x: Tensor, weight: Tensor) -> bool:
-    long = len(weight) < _NARROW and x.numel() >= _MANY * x.shape[-1]
+    long = len(weight) < _NARROW and x.numel() >= MANY * x.shape[-1]
     plain = x.device.type == "cpu" and x.dtype == weight.dtype and not torch.is_autocast_enabled("cpu")
     return long and plain
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import gelu
 
-from compressm.ops.packed import packed_row, packed_weight, steps_a_row
+from compressm.ops.packed import MANY, packed_row, packed_weight, steps_a_row
 
 # Columns of a row that meets every step: of 8 it takes twice as long as of 16 steps side by side.
 _ROW = 128
@@ -94,7 +94,8 @@ def _through_the_product(
     dv: Float[Tensor, "tokens width"], dg: Float[Tensor, "tokens width"], weight: Float[Tensor, "twice width"]
 ) -> Float[Tensor, "rows columns"]:
     """Wᵀ(∂L/∂v, ∂L/∂g)."""
-    steps = steps_a_row(_VECTOR, *reversed(dv.shape))
+    tokens, width = dv.shape
+    steps = steps_a_row(_VECTOR, width, tokens) if tokens >= MANY else 1
     W_v, W_g = (packed_weight(half, steps) for half in weight.chunk(2))
     dv, dg = dv.view(-1, len(W_v)), dg.view(-1, len(W_g))
     return (dv @ W_v).addmm_(dg, W_g) if len(W_g) % _VECTOR == 0 else (dv @ W_v).add_(dg @ W_g)
