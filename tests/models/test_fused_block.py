@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compressm.layers import LRU, S5
-from compressm.models import BatchNorm, Block, LayerNorm, NoNorm, OneMask, PerElement
+from compressm.models import BatchNorm, Block, Blocks, LayerNorm, NoNorm, OneMask, PerElement
 from tests.kernels import DEVICE, GPU, MARK, normal, relative
 
 pytestmark = MARK
@@ -79,6 +79,84 @@ def test_what_is_frozen_changes_no_other_gradient(frozen):
             assert relative(value, wanted[name]) < 1e-6, name
 
 
+@pytest.fixture
+def scanned(monkeypatch):
+    """As on a GPU: wide layers scan, and learn through the links of the norm before them."""
+    from compressm.ops import Path
+    from compressm.ops.diagonal_scan import dispatch
+    from compressm.ops.driven_scan import triton
+
+    calls = []
+    apply = triton.DrivenRecurrence.apply
+    monkeypatch.setattr(dispatch, "_runs_kernels", lambda u: u.dtype != torch.float64)
+    monkeypatch.setattr(dispatch, "cheapest_path", lambda *_, gpu: Path.SCAN)
+    monkeypatch.setattr(triton, "compile_walks", lambda *_: None)
+    monkeypatch.setattr(triton.DrivenRecurrence, "apply", lambda *args: calls.append(args) or apply(*args))
+    return calls
+
+
+@pytest.mark.parametrize("norm", [BatchNorm(), BatchNorm(affine=False)], ids=repr)
+@pytest.mark.parametrize("layer", [LRU, S5])
+def test_it_learns_the_same_where_sums_come_along_with_gradients(norm, layer, scanned):
+    check_against_the_plain_block(make(40, norm, layer=layer), normal(3, 12, 40, seed=1))
+    assert len(scanned) == 1
+
+
+@pytest.mark.parametrize("change", [lambda u: 2 * u, lambda u: u.view_as(u)], ids=["twice", "the same"])
+def test_a_hook_may_change_what_the_layer_is_given(change, scanned):
+    def hooked(block):
+        block.ssm.register_forward_pre_hook(lambda module, args: (change(args[0]), *args[1:]))
+        return block
+
+    x, block = normal(3, 12, 40, seed=1), make(40)
+    plain = hooked(copy.deepcopy(block).double())
+    got, wanted = trained(hooked(block), x), trained(plain, x.double())
+    assert not scanned
+    for name, value in wanted.items():
+        assert relative(got[name], value) < TOLERANCE, name
+
+
+def test_a_penalty_on_what_the_layer_is_given_is_learned_from_too():
+    def penalised(block, x):
+        seen = []
+        handle = block.ssm.register_forward_hook(lambda module, args, output: seen.append(args[0]))
+        x = x.clone().requires_grad_()
+        torch.manual_seed(1)
+        out, _ = block(x, keep_state=False)
+        handle.remove()
+        return torch.autograd.grad(out.square().sum() + (seen[0] ** 3).sum(), [x, *block.parameters()])
+
+    x, block = normal(3, 12, 40, seed=1), make(40)
+    plain = copy.deepcopy(block).double()
+    for got, wanted in zip(penalised(block, x), penalised(plain, x.double()), strict=True):
+        assert relative(got, wanted) < TOLERANCE
+
+
+def stacked(width=40, depth=3, norm=BatchNorm()):  # noqa: B008
+    return Blocks([make(width, norm, PerElement(0.0)) for _ in range(depth)])
+
+
+@pytest.mark.parametrize("norm", [BatchNorm(), BatchNorm(momentum=1.0, affine=False)], ids=repr)
+def test_a_stack_leaves_moments_for_the_norms_between_its_blocks(norm, monkeypatch):
+    from compressm.ops.batch_norm import triton
+
+    read = []
+    apply = triton.FusedBatchNorm.apply
+    monkeypatch.setattr(triton.FusedBatchNorm, "apply", lambda *args: read.append(args[-1] is not None) or apply(*args))
+    check_against_the_plain_block(stacked(norm=norm), 5 + normal(3, 12, 40, seed=1))
+    assert read == [False, True, True]
+
+
+def test_what_is_written_into_between_blocks_is_measured_anew():
+    def changed(block, args, output):
+        output[0].mul_(2)
+        return output
+
+    blocks = stacked()
+    blocks[0].register_forward_hook(changed)
+    check_against_the_plain_block(blocks, normal(3, 12, 40, seed=1))
+
+
 def test_a_stream_equals_the_sequence():
     block, x = make(), normal(3, 12, 6, seed=1)
     block(x)
@@ -90,12 +168,14 @@ def test_a_stream_equals_the_sequence():
     torch.testing.assert_close(state, last, rtol=1e-4, atol=1e-5)
 
 
-def test_hooks_on_the_layer_see_its_input():
+def test_hooks_on_the_layer_see_its_input_and_its_whole_output():
     block, x, seen = make(), normal(3, 12, 6, seed=1), []
-    block.ssm.register_forward_hook(lambda module, args, output: seen.append(args[0]))
+    block.ssm.register_forward_hook(lambda module, args, output: seen.append((args[0], output[0])))
     block(x)
+    u, y = seen[0]
     normalised = (x - x.mean((0, 1))) / x.var((0, 1), correction=0).sqrt()
-    torch.testing.assert_close(seen[0], normalised, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(u, normalised, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(y, copy.deepcopy(block.ssm)(u)[0], rtol=1e-4, atol=1e-4)
 
 
 def test_a_graph_that_is_kept_gives_the_same_gradients_again():
@@ -129,8 +209,8 @@ def test_a_gradient_that_is_the_same_at_every_step_is_not_written_out_and_counts
         leaves = [tensor.clone().requires_grad_() for tensor in (y, x, weight, bias, scale)]
         running = torch.zeros(width, device=x.device), torch.ones(width, device=x.device)
         count = torch.zeros((), dtype=torch.int64, device=x.device)
-        u, _, kept = FusedBatchNorm.apply(leaves[1], leaves[4], None, None, *running, count, 0.1, 1e-5)
-        out = gated.apply(leaves[0] + u, kept, leaves[2], leaves[3], None, None, None, None, 0.0, torch.float32)
+        u, kept, *_ = FusedBatchNorm.apply(leaves[1], leaves[4], None, None, *running, count, 0.1, 1e-5)
+        out = gated.apply(leaves[0] + u, kept, leaves[2], leaves[3], *[None] * 5, 0.0, torch.float32)
         return torch.autograd.grad(out, leaves, dout)
 
     shared = gradients(row[:, None].expand(3, 20, width))

@@ -8,6 +8,7 @@ from compressm.ops.few_inputs import linear_of_few
 from compressm.ops.gated_residual import dispatch, gated_residual
 from compressm.ops.gated_residual.explicit import ExplicitGatedResidual
 from compressm.ops.gated_residual.reference import plain_gated_residual
+from compressm.ops.link import Link
 from compressm.ops.packed import packed_row, packed_weight, steps_a_row
 
 RATE = 0.3
@@ -123,12 +124,13 @@ def test_nothing_that_is_given_is_changed_and_a_kept_graph_gives_the_same_again(
 
 def test_a_link_takes_the_gradient_of_the_skip():
     (y, x, weight, bias, u, D), _ = given(8, 2, 6, None)
-    leaf, link = u.clone().requires_grad_(), torch.zeros_like(u, requires_grad=True)
+    leaf = u.clone().requires_grad_()
+    link = Link(leaf, torch.zeros_like(u, requires_grad=True))
     dout = arriving("full", 2, 6, 8)
     gated_residual(y, x, weight, bias, u=leaf, D=D, link=link).backward(dout)
     (_, wanted), _ = both([y, x, weight, bias, u, D], None, dout, (4,))
     assert leaf.grad is None
-    torch.testing.assert_close(D * link.grad, wanted[0])
+    torch.testing.assert_close(D * link.carrier.grad, wanted[0])
 
 
 def test_a_second_derivative_is_refused():

@@ -6,6 +6,7 @@ import torch
 from compressm.ops import SequenceError
 from compressm.ops.gated_residual import dropped, gated_residual
 from compressm.ops.gated_residual.reference import plain_gated_residual
+from compressm.ops.link import Link
 from tests.kernels import DEVICE, GPU, MARK, few_programs, nan_memory, normal, relative
 
 __all__ = ["few_programs", "nan_memory"]
@@ -33,7 +34,8 @@ def by_kernels(inputs, keep=None, link=None, dtype=None):
 
     function = NarrowGatedResidual if inputs["y"].shape[-1] <= 32 else WideGatedResidual
     tensors = [inputs.get(name) for name in NAMES]
-    return function.apply(*tensors, link, keep, RATE, dtype or inputs["y"].dtype)
+    carrier, totals = (None, None) if link is None else link[1:]
+    return function.apply(*tensors, carrier, totals, keep, RATE, dtype or inputs["y"].dtype)
 
 
 def with_gradients(call, inputs, dout, wanted=NAMES):
@@ -75,11 +77,20 @@ def test_what_is_kept_is_scaled_and_the_rest_is_zero(rows):
 def test_a_link_takes_the_gradient_of_the_skip():
     inputs = {name: value.double() for name, value in given(2, 5, 3).items()}
     dout = normal(2, 5, 3, seed=7)
-    u, link = inputs["u"].clone().requires_grad_(), torch.zeros_like(inputs["u"], requires_grad=True)
+    u = inputs["u"].clone().requires_grad_()
+    link = Link(u, *(torch.zeros(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 5, 3), (2, 3))))
     plain = exact(inputs, None, dout)
     plain_gated_residual(*(inputs[name] for name in NAMES[:4]), u, inputs["D"], link, None, 0.0).backward(dout)
     assert u.grad is None
-    torch.testing.assert_close(inputs["D"] * link.grad, plain["u"])
+    check_link(link, plain["y"], inputs["u"], 1e-12)
+    torch.testing.assert_close(inputs["D"] * link.carrier.grad, plain["u"])
+
+
+def check_link(link, gradient, u, tolerance):
+    """A gradient arrived, with its sums."""
+    sums = torch.stack([gradient.double().sum((0, 1)), (gradient.double() * u.double()).sum((0, 1))])
+    assert relative(link.carrier.grad, gradient) < tolerance
+    assert relative(link.totals.grad, sums) < tolerance
 
 
 @pytest.mark.parametrize(
@@ -177,10 +188,13 @@ def test_memory_may_be_laid_out_in_any_way(width):
 @pytest.mark.parametrize("width", [5, 64])
 def test_a_link_takes_the_gradient_of_the_skip_in_the_kernels_too(width):
     inputs, dout = given(2, 9, width), normal(2, 9, width, seed=7)
-    link = torch.zeros(1, device=DEVICE).expand(2, 9, width).requires_grad_()
+    carrier = torch.zeros(1, device=DEVICE).expand(2, 9, width).requires_grad_()
+    link = Link(inputs["u"], carrier, torch.zeros(2, width, device=DEVICE, requires_grad=True) if width > 32 else None)
     got = with_gradients(lambda leaves: by_kernels(leaves, None, link), inputs, dout, ("y", "D"))
-    assert torch.equal(link.grad, got["y"])
-    assert relative(link.grad * inputs["D"], exact(inputs, None, dout)["u"]) < 5e-6
+    assert torch.equal(carrier.grad, got["y"])
+    assert relative(carrier.grad * inputs["D"], exact(inputs, None, dout)["u"]) < 5e-6
+    if width > 32:
+        check_link(link, got["y"], inputs["u"], 5e-6)
 
 
 @MARK

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from compressm.ops.diagonal_scan.reference import lti_loop, recurrence_loop
+from compressm.ops.link import Link
 from compressm.ops.lru_system import plain_system
 from tests.kernels import DEVICE, GPU, MARK, nan_memory, normal, relative
 
@@ -30,7 +31,8 @@ def short_spans(monkeypatch):
         monkeypatch.setattr("compressm.ops.narrow_layer.triton._SPAN", 8)
         sizes = {"MODES": 32, "ROWS": 2, "SPAN": 8, "num_warps": 1}
         monkeypatch.setattr("compressm.ops.narrow_layer.triton._SIZES", sizes)
-        monkeypatch.setattr("compressm.ops.diagonal_scan.triton._compile_all", lambda *_: None)
+        for module in ("diagonal_scan", "driven_scan"):
+            monkeypatch.setattr(f"compressm.ops.{module}.triton.compile_walks", lambda *_: None)
 
 
 def gradients(outputs, weights, inputs):
@@ -90,6 +92,27 @@ def test_many_segments_look_back_at_all_before_them(monkeypatch, short_spans):
     monkeypatch.setattr(triton, "_THREADS", 10**9)
     assert triton._segments(1, 300, 2)[0] == -(-300 // triton._SPAN)
     check_against(triton.triton_recurrence, recurrence_loop, (normal(1, 300, 2, 2), poles(2), None), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("batch", "length", "n", "p"), [(2, 1, 1, 1), (2, 40, 8, 5), (1, 17, 70, 33)])
+@pytest.mark.parametrize("given", [True, False], ids=["state", "zeros"])
+def test_a_driven_recurrence_sends_gradients_with_their_sums(dtype, batch, length, n, p, given, short_spans):
+    from compressm.ops.driven_scan.triton import driven_recurrence
+
+    u = normal(batch, length, p, dtype=dtype)
+
+    def by_kernels(log_poles, B, state, carrier, totals):
+        return driven_recurrence(Link(u, carrier, totals), log_poles, B, state, conjugate=False)
+
+    def defined(log_poles, B, state, carrier, totals):
+        x = torch.einsum("blp,knp->blkn", u.double() + carrier + totals[0] + totals[1] * u.double(), B)
+        return recurrence_loop(x, log_poles, state)
+
+    B = normal(2, n, p, seed=1, dtype=dtype) / p**0.5
+    state, zeros = normal(batch, 2, n, seed=2) if given else None, torch.zeros(2, p, device=DEVICE)
+    inputs = (poles(n), B, state, torch.zeros_like(u), zeros)
+    check_against(by_kernels, defined, inputs, TOLERANCE[dtype])
 
 
 LAYERS = [
@@ -179,7 +202,8 @@ def test_a_mean_over_time(length, width, dtype, monkeypatch):
     assert length == 1 or gradient.stride(1) == 0
 
 
-def test_every_variant_is_compiled_at_the_first_use(monkeypatch):
+@pytest.mark.parametrize("learning", [True, False])
+def test_few_and_many_modes_are_compiled_at_the_first_use(learning, monkeypatch):
     from compressm.ops.diagonal_scan import triton
 
     built = []
@@ -189,9 +213,9 @@ def test_every_variant_is_compiled_at_the_first_use(monkeypatch):
         def forward(self, x, state):
             built.append(("forward", state is not None))
 
-        def backward(self, dh, h, state, dlast):
-            built.append(("backward", state is not None, dlast is not None))
+        def backward(self, dh, h, state, dlast, *, summed):
+            built.append(("backward", state is not None, dlast, summed))
 
-    triton._compile_all.__wrapped__(torch.float32, torch.float32, DEVICE)
-    assert {(1, 1), (1, -1), (65, 1), (65, -1)} <= set(built)
-    assert {("backward", a, b) for a in (True, False) for b in (True, False)} <= set(built)
+    triton.compile_walks.__wrapped__(torch.float32, torch.float32, DEVICE, -1, True, learning, True)
+    backward = [("backward", True, None, True)] if learning else []
+    assert built == [(1, -1), ("forward", True), *backward, (65, -1), ("forward", True), *backward]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from compressm.layers.replacing import replace_data
 from compressm.ops import SequenceError
+from compressm.ops.link import Link
 
 
 class SSMLayer(nn.Module, ABC):
@@ -42,19 +43,29 @@ class SSMLayer(nn.Module, ABC):
         *,
         keep_state: bool = True,
         skip: bool = True,
+        drive: Link | None = None,
     ) -> tuple[Float[Tensor, "batch length width"], Tensor | None]:
         """The whole sequence; steps at and after `lengths` change nothing.
 
-        Without `keep_state` the state is None; without `skip` D·x is left to the caller.
+        Without `keep_state` the state is None; without `skip` D·x is left to the caller. A norm that gave x takes its
+        gradient through `drive`.
         """
         # Off a GPU D is added to the first response, which costs nothing; in padding D·x stays as it was.
         inside = skip and lengths is None and isinstance(x, Tensor) and not x.is_cuda
-        y, state = self._mix(x, state, lengths, keep_state, self.D if inside else None)
+        # A hook may have changed x: then its gradient goes the common way.
+        drive = drive if drive is not None and drive.u is x else None
+        y, state = self._mix(x, state, lengths, keep_state, self.D if inside else None, drive)
         return torch.addcmul(y, self.D.to(x.dtype), x) if skip and not inside else y, state
 
     @abstractmethod
     def _mix(
-        self, x: Tensor, state: Tensor | None, lengths: Tensor | None, keep_state: bool, D: Tensor | None
+        self,
+        x: Tensor,
+        state: Tensor | None,
+        lengths: Tensor | None,
+        keep_state: bool,
+        D: Tensor | None,
+        drive: Link | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The recurrence, with the skip D·x where D is given.
 

@@ -14,6 +14,7 @@ from compressm.layers.arguments import keeps_arguments
 from compressm.layers.base import SSMLayer
 from compressm.ops import Path, SequenceError, lti_layer
 from compressm.ops.diagonal_scan import layer_dtype
+from compressm.ops.link import Link
 from compressm.ops.lru_system import lru_system, plain_system
 
 
@@ -73,13 +74,19 @@ class LRU(SSMLayer):
 
     @torch.compiler.disable
     def _mix(
-        self, x: Tensor, state: Tensor | None, lengths: Tensor | None, keep_state: bool, D: Tensor | None
+        self,
+        x: Tensor,
+        state: Tensor | None,
+        lengths: Tensor | None,
+        keep_state: bool,
+        D: Tensor | None,
+        drive: Link | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         self._check(x, state, axes="batch length")
         system = lru_system(*self._parameters_of_system(), dtype=layer_dtype(x, self.order, self.width, self.path))
         idle = system[0].shape[-1] - self.order
         state = nn.functional.pad(state, (0, idle)) if state is not None and idle else state
-        y, last = lti_layer(x, *system, state, lengths, D=D, keep_state=keep_state, path=self.path)
+        y, last = lti_layer(x, *system, state, lengths, D=D, keep_state=keep_state, path=self.path, drive=drive)
         return y, last if last is None else last[..., : self.order]
 
     def step(

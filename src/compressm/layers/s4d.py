@@ -16,6 +16,7 @@ from compressm.layers.discretisation import ZOH, Discretisation, random_log_step
 from compressm.layers.initialisation import Initialisation, Lin
 from compressm.layers.pairs import exponential, times
 from compressm.ops import Path, SequenceError, lti_bank
+from compressm.ops.link import Link
 
 
 @final
@@ -70,7 +71,13 @@ class S4D(SSMLayer):
 
     @torch.compiler.disable
     def _mix(
-        self, x: Tensor, state: Tensor | None, lengths: Tensor | None, keep_state: bool, D: Tensor | None
+        self,
+        x: Tensor,
+        state: Tensor | None,
+        lengths: Tensor | None,
+        keep_state: bool,
+        D: Tensor | None,
+        drive: Link | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         self._check(x, state, axes="batch length")
         return lti_bank(x, *self.discrete(), state, lengths, D=D, keep_state=keep_state, path=self.path)

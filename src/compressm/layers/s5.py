@@ -16,6 +16,7 @@ from compressm.layers.discretisation import ZOH, Discretisation, random_log_step
 from compressm.layers.hippo import legs_modes
 from compressm.layers.pairs import exponential, times
 from compressm.ops import Path, lti_layer
+from compressm.ops.link import Link
 
 
 @final
@@ -81,10 +82,16 @@ class S5(SSMLayer):
 
     @torch.compiler.disable
     def _mix(
-        self, x: Tensor, state: Tensor | None, lengths: Tensor | None, keep_state: bool, D: Tensor | None
+        self,
+        x: Tensor,
+        state: Tensor | None,
+        lengths: Tensor | None,
+        keep_state: bool,
+        D: Tensor | None,
+        drive: Link | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         self._check(x, state, axes="batch length")
-        return lti_layer(x, *self.discrete(), state, lengths, D=D, keep_state=keep_state, path=self.path)
+        return lti_layer(x, *self.discrete(), state, lengths, D=D, keep_state=keep_state, path=self.path, drive=drive)
 
     def step(
         self, x: Float[Tensor, "batch width"], state: Float[Tensor, "batch 2 n"]

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from compressm.layers import SequenceError, SSMLayer
 from compressm.models.checks import require_counts
 from compressm.models.dropout import Dropout, PerElement
-from compressm.models.normalisation import BatchNorm, Norm, forked
+from compressm.models.normalisation import BatchNorm, Norm, PaddedBatchNorm, forked
 from compressm.ops.gated_residual import gated_residual
 from compressm.ops.kernels import kernels_serve
+from compressm.ops.link import Link
 
 
 @final
@@ -39,13 +40,17 @@ class Block(nn.Module):
         lengths: Int[Tensor, " batch"] | None = None,
         *,
         keep_state: bool = True,
+        before: nn.Module | None = None,
     ) -> tuple[Float[Tensor, "batch length width"], Tensor | None]:
-        u, link, x = forked(self.norm, x, lengths, self.ssm.D)
-        # Kernels and compilers take D ⊙ u on their way through what follows; elsewhere the layer has it for nothing.
-        inside = not (torch.compiler.is_compiling() or kernels_serve(u))
-        y, state = self.ssm(u, state, lengths, keep_state=keep_state, skip=inside)
-        skip = {} if inside else {"u": u, "D": self.ssm.D, "link": link}
-        return self._after(y, x, **skip), state
+        """The output and the last state; `before` names the norm, if any, that reads the output next."""
+        u, x, link, drive = forked(self.norm, x, lengths, self.ssm.D)
+        # Kernels and compilers take D ⊙ u on their way through what follows; elsewhere the layer has it for nothing,
+        # and hooks are shown, and may change, the whole layer.
+        fused = torch.compiler.is_compiling() or kernels_serve(u)
+        inside = not fused or bool(self.ssm._forward_hooks or self.ssm._forward_pre_hooks)
+        y, state = self.ssm(u, state, lengths, keep_state=keep_state, skip=inside, drive=drive)
+        measured = isinstance(before, PaddedBatchNorm) and before.training and lengths is None
+        return self._after(y, x, *([None, None] if inside else [u, link]), measured=measured), state
 
     def step(self, x: Float[Tensor, "batch width"], state: Tensor) -> tuple[Float[Tensor, "batch width"], Tensor]:
         """One step of a stream: in evaluation mode, what `forward` computes there."""
@@ -53,10 +58,17 @@ class Block(nn.Module):
         return self._after(mixed[:, None], x[:, None]).squeeze(1), state
 
     def _after(
-        self, y: Float[Tensor, "batch length width"], x: Float[Tensor, "batch length width"], **skip: Tensor | None
+        self,
+        y: Float[Tensor, "batch length width"],
+        x: Float[Tensor, "batch length width"],
+        u: Float[Tensor, "batch length width"] | None = None,
+        link: Link | None = None,
+        *,
+        measured: bool = False,
     ) -> Float[Tensor, "batch length width"]:
-        keep, rate = self.dropout.keep(x, 2), self.dropout.rate
-        return gated_residual(y, x, self.gate.weight, self.gate.bias, keep=keep, rate=rate, **skip)
+        keep, rate, D = self.dropout.keep(x, 2), self.dropout.rate, None if u is None else self.ssm.D
+        weight, bias = self.gate.weight, self.gate.bias
+        return gated_residual(y, x, weight, bias, u=u, D=D, link=link, keep=keep, rate=rate, measured=measured)
 
 
 @final
@@ -76,8 +88,9 @@ class Blocks(nn.ModuleList):
     ) -> tuple[Float[Tensor, "batch length width"], tuple[Tensor, ...] | None]:
         states = [None] * len(self) if state is None else self._each(state)
         kept = []
-        for block, before in zip(self, states, strict=True):
-            x, after = block(x, before, lengths, keep_state=keep_state)
+        norms = [*(block.norm for block in self), None][1:]
+        for block, begin, norm in zip(self, states, norms, strict=True):
+            x, after = block(x, begin, lengths, keep_state=keep_state, before=norm)
             kept.append(after)
         return x, tuple(kept) if keep_state else None
 

@@ -68,4 +68,7 @@ class EmbeddingEncoder(Encoder):
     ) -> Float[Tensor, "*leading width"]:
         tokens = without_padding(x, lengths).long()
         require_within("tokens", tokens, 0, self.embedding.num_embeddings - 1)
-        return self.embedding(tokens)
+        features = self.embedding(tokens)
+        # What follows adds to its input block by block: under autocast in its dtype, as after a linear encoder.
+        device = features.device.type
+        return features.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else features

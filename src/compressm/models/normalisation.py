@@ -25,7 +25,7 @@ def forked(
     """u = norm(x) and what `gated_residual` needs beside it, for a block that goes on with u, D ⊙ u and x."""
     if isinstance(norm, PaddedBatchNorm) and norm.training and lengths is None and kernels_serve(x):
         return norm.fork(x, D)
-    return Normalised(norm(x, lengths), None, x)
+    return Normalised(norm(x, lengths), x)
 
 
 class Norm(ABC):

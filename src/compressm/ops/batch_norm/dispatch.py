@@ -13,18 +13,22 @@ from compressm.ops.batch_norm.statistics import RunningStatistics
 from compressm.ops.diagonal_scan.checks import require_floats_on_one_device, require_shapes
 from compressm.ops.errors import SequenceError
 from compressm.ops.kernels import kernels_serve
+from compressm.ops.link import Link
+from compressm.ops.moments import moments_of
 
 
 class Normalised(NamedTuple):
-    """u, what carries the gradient of D ⊙ u to it, and x.
+    """u, x again, and what carries the gradients of D ⊙ u and of B u.
 
-    Where u, D ⊙ u and x are used through this record, the three gradients arrive at the norm together and are added
-    where they are read. `link` is zero, D ⊙ (u − u₀) with u₀ the constant that u is; None where autograd adds them.
+    Where u, D ⊙ u, B u and x are used through this record, their gradients arrive at the norm together and are added
+    where they are read. `link` is for the gradient of D ⊙ u, `drive` for that of a product with u; None where autograd
+    adds them.
     """
 
     u: Tensor
-    link: Tensor | None
     x: Tensor
+    link: Link | None = None
+    drive: Link | None = None
 
 
 def batch_norm(
@@ -41,15 +45,20 @@ def batch_norm(
     `skip` is the D of a layer whose D ⊙ u will be added by `gated_residual`, given what is returned here.
     """
     if torch.compiler.is_compiling():
-        return Normalised(plain_batch_norm(x, weight, bias, running, eps), None, x)
+        return Normalised(plain_batch_norm(x, weight, bias, running, eps), x)
     _check(x, weight, bias, running, skip)
     dense = running.mean.is_contiguous() and running.variance.is_contiguous()
     if not (dense and kernels_serve(x)):
-        return Normalised(plain_batch_norm(x, weight, bias, running, eps), None, x)
+        return Normalised(plain_batch_norm(x, weight, bias, running, eps), x)
     from compressm.ops.batch_norm.triton import FusedBatchNorm
 
     weight, bias, skip = (None if vector is None else vector.contiguous() for vector in (weight, bias, skip))
-    return Normalised(*FusedBatchNorm.apply(x, weight, bias, skip, *running, eps))
+    u, x, *carriers = FusedBatchNorm.apply(x, weight, bias, skip, *running, eps, moments_of(x))
+    link, drive = (
+        None if carrier is None else Link(u, carrier, totals)
+        for carrier, totals in zip(carriers[::2], carriers[1::2], strict=True)
+    )
+    return Normalised(u, x, link, drive)
 
 
 def _check(

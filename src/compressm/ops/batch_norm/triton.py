@@ -27,8 +27,14 @@ def _column(pointer, col, inside):
 
 
 @triton.jit
-def _merged(x, partial, tokens, programs, col, inside, H: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
-    """Mean and variance of all rows from those of each program (Chan et al. 1979)."""
+def _merged(
+    x, partial, tokens, programs, col, inside,
+    COUNTED: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Mean and variance of all rows from those of each program (Chan et al. 1979).
+
+    COUNTED: a program also left how many rows it had, and its mean is not counted from the first row of x.
+    """
     zeroth = _column(partial, col, inside)
     tiles = tl.cdiv(tokens, ROWS)
     one = tl.zeros((CHUNK, col.shape[0]), tl.float32)
@@ -36,38 +42,42 @@ def _merged(x, partial, tokens, programs, col, inside, H: tl.constexpr, ROWS: tl
     for start in tl.range(0, programs, CHUNK, loop_unroll_factor=2):
         program = start + tl.arange(0, CHUNK)
         live = (program < programs)[:, None] & inside[None, :]
-        at = partial + program[:, None] * (2 * H) + col[None, :]
+        at = partial + program[:, None] * ((3 if COUNTED else 2) * H) + col[None, :]
         mean, spread = tl.load(at, mask=live, other=0.0), tl.load(at + H, mask=live, other=0.0)
-        # Program p owns the tiles p, p + programs, … of which only the last of all may be short.
-        missing = tl.where(program == (tiles - 1) % programs, tiles * ROWS - tokens, 0)
-        count = ((tiles - program + programs - 1) // programs * ROWS - missing).to(tl.float32)[:, None]
+        if COUNTED:
+            count = tl.load(at + 2 * H, mask=live, other=0.0)
+        else:
+            # Program p owns the tiles p, p + programs, … of which only the last of all may be short.
+            missing = tl.where(program == (tiles - 1) % programs, tiles * ROWS - tokens, 0)
+            count = ((tiles - program + programs - 1) // programs * ROWS - missing).to(tl.float32)[:, None]
         off = tl.where(live, mean - zeroth[None, :], 0.0)
         one += count * off
         two += spread + count * off * off
     count = tokens.to(tl.float32)
     off = tl.sum(one, 0) / count
-    return _column(x, col, inside) + zeroth + off, tl.maximum(tl.sum(two, 0) / count - off * off, 0.0)
+    variance = tl.maximum(tl.sum(two, 0) / count - off * off, 0.0)
+    return (zeroth if COUNTED else _column(x, col, inside) + zeroth) + off, variance
 
 
 @triton.jit
-def _track(running, batches, momentum, col, inside, value):
-    """running ← running + share (value − running), share 1 / batches without a momentum."""
-    share = 1.0 / tl.load(batches).to(tl.float32) if momentum is None else momentum
+def _track(running, batch, momentum, col, inside, value):
+    """running ← running + share (value − running), share 1 / batch without a momentum."""
+    share = 1.0 / batch.to(tl.float32) if momentum is None else momentum
     before = _column(running, col, inside)
     tl.store(running + col, (before + share * (value - before)).to(running.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _settle(
-    mean, variance, statistics, zero, running_mean, running_var, batches, momentum, eps, tokens, col, inside,
+    mean, variance, statistics, zero, running_mean, running_var, batch, momentum, eps, tokens, col, inside,
     H: tl.constexpr,
 ):  # fmt: skip
     """What one program writes for all: the statistics, the running ones, and a zero."""
     tl.store(statistics + col, mean, mask=inside)
     tl.store(statistics + H + col, tl.rsqrt(variance + eps), mask=inside)
     count = tokens.to(tl.float32)
-    _track(running_mean, batches, momentum, col, inside, mean)
-    _track(running_var, batches, momentum, col, inside, variance * (count / (count - 1.0)))
+    _track(running_mean, batch, momentum, col, inside, mean)
+    _track(running_var, batch, momentum, col, inside, variance * (count / (count - 1.0)))
     tl.store(zero, 0.0)
 
 
@@ -105,20 +115,20 @@ def _statistics(
 @triton.jit(do_not_specialize=["tokens", "programs"])
 def _combine(
     x, partial, statistics, zero, running_mean, running_var, batches, momentum, eps, tokens, programs,
-    H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr,
+    COUNTED: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)
     inside = col < H
-    mean, variance = _merged(x, partial, tokens, programs, col, inside, H, ROWS, CHUNK)
-    _settle(
-        mean, variance, statistics, zero, running_mean, running_var, batches, momentum, eps, tokens, col, inside, H
-    )  # fmt: skip
+    mean, variance = _merged(x, partial, tokens, programs, col, inside, COUNTED, H, ROWS, CHUNK)
+    # Who counts the batches comes before this, or after where rows were COUNTED.
+    batch = tl.load(batches) + (1 if COUNTED else 0)
+    _settle(mean, variance, statistics, zero, running_mean, running_var, batch, momentum, eps, tokens, col, inside, H)
 
 
 @triton.jit(do_not_specialize=["tokens", "programs"])
 def _apply(
     x, weight, bias, u, partial, statistics, zero, running_mean, running_var, batches, momentum, eps, tokens, programs,
-    H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr,
+    COUNTED: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """u = (x − μ) / √(σ² + ε) · weight + bias; with `partial`, μ and σ² are merged first."""
     start = tl.program_id(0) // tl.cdiv(H, COLS) * ROWS
@@ -128,17 +138,20 @@ def _apply(
     here = start.to(tl.int64) * H
     value = tl.load(x + here + at, mask=live, other=0.0).to(tl.float32)
     if partial is not None:
-        mean, variance = _merged(x, partial, tokens, programs, col, inside, H, ROWS, CHUNK)
+        mean, variance = _merged(x, partial, tokens, programs, col, inside, False, H, ROWS, CHUNK)
         scale = tl.rsqrt(variance + eps)
         if start == 0:
+            batch = tl.load(batches)
             _settle(
-                mean, variance, statistics, zero, running_mean, running_var, batches, momentum, eps, tokens, col,
+                mean, variance, statistics, zero, running_mean, running_var, batch, momentum, eps, tokens, col,
                 inside, H,
             )  # fmt: skip
     else:
         mean, scale = _column(statistics, col, inside), _column(statistics + H, col, inside)
     if weight is not None:
         scale *= _column(weight, col, inside)
+    if COUNTED and tl.program_id(0) == 0:
+        tl.store(batches, tl.load(batches) + 1)
     value = (value - mean[None, :]) * scale[None, :]
     if bias is not None:
         value += _column(bias, col, inside)[None, :]
@@ -180,6 +193,53 @@ def _backward_sums(
     to = partial + program * (2 * H) + col
     tl.store(to, tl.sum(plain, 0), mask=inside)
     tl.store(to + H, tl.sum(along * scale, 0), mask=inside)
+
+
+@triton.jit
+def _hidden(weight, bias, col, inside):
+    """Where u = weight x̂ + bias does not tell x̂, or not without losing two digits."""
+    least = 0.01 * tl.abs(_column(bias, col, inside)) if bias is not None else 0.0
+    return inside & (tl.abs(_column(weight, col, inside)) <= least)
+
+
+@triton.jit
+def _sum_along(
+    du, dlink, D, x, statistics, tokens, col, inside, H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    """Σ g x̂ over all rows."""
+    row = tl.arange(0, ROWS)
+    mean, scale = _column(statistics, col, inside), _column(statistics + H, col, inside)
+    total = tl.zeros((ROWS, COLS), tl.float32)
+    for tile in tl.range(0, tl.cdiv(tokens, ROWS)):
+        start = tile * ROWS
+        here, live = start.to(tl.int64) * H, (row < tokens - start)[:, None] & inside[None, :]
+        at = row[:, None] * H + col[None, :]
+        value = tl.load(x + here + at, mask=live, other=0.0).to(tl.float32)
+        total += _arriving(du, dlink, D[None, :], here, at, live) * (value - mean[None, :])
+    return tl.sum(total, 0) * scale
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _known_sums(
+    drive, link, du, dlink, skip, x, weight, bias, statistics, sums, tokens,
+    H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Σ g and Σ g x̂ from what came along with du and dlink: Σ of each and Σ of each times u."""
+    col = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    inside = col < H
+    D = _column(skip, col, inside)
+    plain = _column(drive, col, inside) + D * _column(link, col, inside)
+    along = _column(drive + H, col, inside) + D * _column(link + H, col, inside)
+    if weight is not None:
+        hidden = _hidden(weight, bias, col, inside)
+        if bias is not None:
+            along -= _column(bias, col, inside) * plain
+        along /= tl.where(hidden | (col >= H), 1.0, _column(weight, col, inside))
+        if tl.max(hidden.to(tl.int32), 0) > 0:
+            made = _sum_along(du, dlink, D, x, statistics, tokens, col, inside, H, ROWS, COLS)
+            along = tl.where(hidden, made, along)
+    tl.store(sums + col, plain, mask=inside)
+    tl.store(sums + H + col, along, mask=inside)
 
 
 @triton.jit
@@ -232,10 +292,10 @@ def _backward_apply(
 
 
 class FusedBatchNorm(torch.autograd.Function):
-    """u, a zero, and x again: the gradients of all three arrive together and are added where they are read.
+    """u, x again, and zeros for two links: all gradients arrive together and are added where they are read.
 
-    The zero takes no memory; it stands for D ⊙ (u − u₀), u₀ being the value of u as a constant, so that what arrives
-    there is the gradient of D ⊙ u.
+    The zeros take no memory. Those of the first link stand for D ⊙ (u − u₀), u₀ being the value of u as a constant, so
+    that what arrives there is the gradient of D ⊙ u; those of the second for u − u₀.
     """
 
     @staticmethod
@@ -250,49 +310,66 @@ class FusedBatchNorm(torch.autograd.Function):
         batches: Tensor,
         momentum: float | None,
         eps: float,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        moments: Tensor | None = None,
+    ) -> tuple[Tensor | None, ...]:
         dense, H = x.contiguous(), x.shape[-1]
-        u, zero = torch.empty_like(dense), x.new_empty(1)
+        u, zero = torch.empty_like(dense), x.new_empty(1, dtype=torch.float32)
         statistics = torch.empty(2, H, dtype=torch.float32, device=x.device)
         tokens, tiles, columns, partial, options = _plan(dense)
-        _statistics[(len(partial) * columns,)](
-            dense, partial, batches, tokens, STAGES=3 if H > _NARROW else 1, **options
-        )
+        counted = moments is not None and H > _NARROW
+        if counted:
+            partial = moments
+        else:
+            stages = 3 if H > _NARROW else 1
+            _statistics[(len(partial) * columns,)](dense, partial, batches, tokens, STAGES=stages, **options)
         written = (statistics, zero, running_mean, running_var, batches, momentum, eps, tokens, len(partial))
         if H > _NARROW:
-            few = options | {"COLS": 8, "CHUNK": 128, "num_warps": 4}
-            _combine[(triton.cdiv(H, 8),)](dense, partial, *written, **few)
+            few = options | {"COLS": 8, "CHUNK": 256, "num_warps": 8}
+            _combine[(triton.cdiv(H, 8),)](dense, partial, *written, COUNTED=counted, **few)
         merged = partial if H <= _NARROW else None
-        _apply[(tiles * columns,)](dense, weight, bias, u, merged, *written, CHUNK=128, **options)
+        _apply[(tiles * columns,)](dense, weight, bias, u, merged, *written, COUNTED=counted, CHUNK=128, **options)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(dense, weight, skip, statistics)
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        return u, None if skip is None else zero.expand(x.shape), x
+        ctx.save_for_backward(dense, weight, bias, skip, statistics)
+        if skip is None:
+            return u, x, None, None, None, None
+        carrier, totals = zero.view(x.dtype)[:1].expand(x.shape), zero.expand(2, H)
+        if H <= _NARROW:
+            return u, x, carrier, None, None, None
+        return u, x, carrier, totals, carrier.view_as(carrier), totals.view_as(totals)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, weight, skip, statistics = ctx.saved_tensors
-        du, dlink = (None if grad is None else grad.contiguous() for grad in grads[:2])
+        x, weight, bias, skip, statistics = ctx.saved_tensors
+        du, dresidual, dlink, link, ddrive, drive = grads
+        # What came to u by itself came without sums.
+        known = du is None and link is not None and drive is not None
+        du = ddrive if du is None else du if ddrive is None else du + ddrive
+        du, dlink = (None if grad is None else grad.contiguous() for grad in (du, dlink))
         if du is None and dlink is None:
-            return grads[2], *[None] * 8
-        residual, steps = (None, 0) if grads[2] is None else rows_of(grads[2])
+            return dresidual, *[None] * 9
+        residual, steps = (None, 0) if dresidual is None else rows_of(dresidual)
         skip = None if dlink is None else skip
         H = x.shape[-1]
         tokens, tiles, columns, partial, options = _plan(x)
-        grid = (len(partial) * columns,)
-        stages = 3 if H > _NARROW else 1
-        _backward_sums[grid](du, dlink, skip, x, statistics, partial, tokens, STAGES=stages, **options)
         narrow = H <= _NARROW and ctx.needs_input_grad[0]
-        sums = torch.empty_like(statistics) if narrow else column_sums(partial.flatten(1)).view(2, H)
+        if known:
+            sums = torch.empty_like(statistics)
+            given = (drive, link, du, dlink, skip, x, weight, bias, statistics, sums, tokens)
+            _known_sums[(triton.cdiv(H, 16),)](*given, H=H, ROWS=128, COLS=16, num_warps=4)
+        else:
+            stages = 3 if H > _NARROW else 1
+            grid = (len(partial) * columns,)
+            _backward_sums[grid](du, dlink, skip, x, statistics, partial, tokens, STAGES=stages, **options)
+            sums = torch.empty_like(statistics) if narrow else column_sums(partial.flatten(1)).view(2, H)
         dx = None
         if ctx.needs_input_grad[0]:
             dx = torch.empty_like(x)
             given = (du, dlink, skip, residual, x, weight, statistics, partial if narrow else None, sums, dx)
             sizes = (tokens, len(partial), steps)
             _backward_apply[(tiles * columns,)](*given, *sizes, SHARED=steps > 0, CHUNK=128, **options)
-        dbias = None if ctx.bias_dtype is None else sums[0].to(ctx.bias_dtype)
-        return dx, None if weight is None else sums[1].to(weight.dtype), dbias, *[None] * 6
+        dbias = None if bias is None else sums[0].to(bias.dtype)
+        return dx, None if weight is None else sums[1].to(weight.dtype), dbias, *[None] * 7
 
 
 def _plan(x: Tensor) -> tuple[int, int, int, Tensor, dict]:

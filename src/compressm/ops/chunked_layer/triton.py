@@ -149,7 +149,7 @@ class ChunkedLayer(torch.autograd.Function):
         blocks, logs, B, C, collect, collect_t, emit, emit_t, own, before, state = ctx.saved_tensors
         (_, n, p), q, sizes = B.shape, C.shape[0], ctx.sizes
         dy = _in_chunks(grads[0])
-        dends, dcarry, dstate = ctx.walk.backward((dy @ emit_t.mT).view_as(before), before, state, None)
+        dends, dcarry, dstate, _ = ctx.walk.backward((dy @ emit_t.mT).view_as(before), before, state, None)
         dends = dends.view(-1, 2 * n)
         du = (dy @ own).addmm_(dends, collect_t.mT)
         dkernel = B.new_empty(q, STEPS * p)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_ROWS, _COLS = 128, 8
+_ROWS, _COLS = 256, 8
 
 
 @triton.jit(do_not_specialize=["rows", "width"])
@@ -26,5 +26,5 @@ def column_sums(x: Tensor) -> Tensor:
     """(rows, width) to (width,), float32, for rows that earlier programs left behind."""
     rows, width = x.shape
     out = torch.empty(width, dtype=torch.float32, device=x.device)
-    _column_sums[(triton.cdiv(width, _COLS),)](x, out, rows, width, ROWS=_ROWS, COLS=_COLS, num_warps=4)
+    _column_sums[(triton.cdiv(width, _COLS),)](x, out, rows, width, ROWS=_ROWS, COLS=_COLS, num_warps=8)
     return out

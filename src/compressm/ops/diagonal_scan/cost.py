@@ -12,6 +12,8 @@ from functools import cache
 _FLOP = 1 / 140e3
 _SHORTEST_CHUNK, _LONGEST_CHUNK = 4, 64
 _COLUMNS = 16  # of a product at a time: fewer take as long
+WIDE = 6144  # states of a step from which the CPU walks step by step; of fewer, spans of steps side by side
+_LONG_ROW = 64  # states side by side from which loops over pairs waste no more than complex ones
 NARROW = 16  # channels up to which a GPU has kernels that form B u and C h on the way
 FEW_STATES = 64  # up to which those write every state; beyond, one a chunk
 
@@ -34,6 +36,14 @@ def cheapest_path(batch: int, length: int, n: int, p: int, q: int, *, gpu: bool 
         return Path.CHUNKED if max(p, q) <= NARROW else Path.SCAN
     costs = path_costs(batch, length, n, p, q)
     return min(costs, key=lambda path: costs[path])
+
+
+def walks_pairs(batch: int, length: int, n: int, *, driven: bool) -> bool:
+    """Whether a recurrence on the CPU goes over pairs as they lie in memory, or over complex numbers in two levels.
+
+    Complex numbers win where there are few, but are copies of pairs; those `driven` by a product come as either.
+    """
+    return n >= _LONG_ROW and batch * length * n >= (2**21 if driven else 2**18)
 
 
 def path_costs(batch: int, length: int, n: int, p: int, q: int) -> dict[Path, float]:

@@ -10,10 +10,13 @@ from compressm.ops.availability import has_triton
 from compressm.ops.diagonal_scan import bank_forms, layer_forms
 from compressm.ops.diagonal_scan.checks import require_floats_on_one_device, require_lengths, require_shapes
 from compressm.ops.diagonal_scan.chunked import chunked
-from compressm.ops.diagonal_scan.cost import FEW_STATES, NARROW, Path, cheapest_path, layer_chunk
+from compressm.ops.diagonal_scan.cost import FEW_STATES, NARROW, Path, cheapest_path, layer_chunk, walks_pairs
+from compressm.ops.diagonal_scan.pair_recurrence import pair_recurrence
 from compressm.ops.diagonal_scan.reference import bank_loop, lti_loop, recurrence_loop
 from compressm.ops.diagonal_scan.two_level import two_level_recurrence
 from compressm.ops.errors import SequenceError
+from compressm.ops.fresh_memory import keep_freed_memory
+from compressm.ops.link import Link
 
 
 @torch.compiler.disable
@@ -49,10 +52,12 @@ def lti_layer(
     D: Float[Tensor, " p"] | None = None,
     keep_state: bool = True,
     path: Path | None = None,
+    drive: Link | None = None,
 ) -> tuple[Float[Tensor, "batch length q"], Float[Tensor, "batch 2 n"] | None]:
     """y = Re(C h) + D ⊙ u with h driven by B u, and the state at each sequence's end (None without `keep_state`).
 
-    Steps at and after `lengths` neither count nor matter: their y is 0.
+    Steps at and after `lengths` neither count nor matter: their y is 0. With `drive`, a link of u, the gradient of B u
+    goes there where that is cheaper.
     """
     sizes = require_shapes(
         u=(u, ("batch", "length", "p")),
@@ -70,32 +75,42 @@ def lti_layer(
     with _full_precision(u):
         work = _masked(u if _fits_narrow_kernels(u, sizes["q"], path) else u.to(wanted), lengths)
         B, C, state = B.to(wanted), C.to(wanted), None if state is None else _raised(state)
-        y, last = _layer(path, work, log_poles, B, C, state, None if D is None else D.to(wanted))
+        drive, D = None if lengths is not None else drive, None if D is None else D.to(wanted)
+        y, last = _layer(path, work, log_poles, B, C, state, D, drive)
         if keep_state and (last is None or lengths is not None):
             last = layer_forms.final_state(_raised(work), log_poles, _raised(B), state, lengths)
         return _masked(y, lengths).to(u.dtype), last if keep_state else None
 
 
 def _layer(
-    path: Path, u: Tensor, log_poles: Tensor, B: Tensor, C: Tensor, state: Tensor | None, D: Tensor | None
+    path: Path,
+    u: Tensor,
+    log_poles: Tensor,
+    B: Tensor,
+    C: Tensor,
+    state: Tensor | None,
+    D: Tensor | None,
+    drive: Link | None,
 ) -> tuple[Tensor, Tensor | None]:
+    if not u.is_cuda:
+        keep_freed_memory()
     if path is Path.CONVOLUTION:
         return layer_forms.convolution(u, log_poles, B, C, state, D), None
     if path is Path.CHUNKED and not _fits_narrow_kernels(u, C.shape[1], path):
         chunk = layer_chunk(*u.shape[:2], B.shape[1], B.shape[2], C.shape[1])
         return chunked(u, log_poles, B, C, state, D, chunk), None
-    y, last = _without_skip(path, u, log_poles, B, C, state)
+    y, last = _without_skip(path, u, log_poles, B, C, state, drive)
     return y if D is None else torch.addcmul(y, D.to(y.dtype), u), last
 
 
 def _without_skip(
-    path: Path, u: Tensor, log_poles: Tensor, B: Tensor, C: Tensor, state: Tensor | None
+    path: Path, u: Tensor, log_poles: Tensor, B: Tensor, C: Tensor, state: Tensor | None, drive: Link | None
 ) -> tuple[Tensor, Tensor | None]:
     if path is Path.LOOP:
         return lti_loop(u, log_poles, B, C, state)
     if path is Path.SCAN:
         if _runs_kernels(u):
-            return _scan_on_gpu(u, log_poles, B, C, state)
+            return _scan_on_gpu(u, log_poles, B, C, state, drive)
         return layer_forms.through_states(u, log_poles, B, C, state)
     return _narrow_on_gpu(u, log_poles, B, C, state), None
 
@@ -112,15 +127,19 @@ def _narrow_on_gpu(u: Tensor, log_poles: Tensor, B: Tensor, C: Tensor, state: Te
 
 
 def _scan_on_gpu(
-    u: Tensor, log_poles: Tensor, B: Tensor, C: Tensor, state: Tensor | None
+    u: Tensor, log_poles: Tensor, B: Tensor, C: Tensor, state: Tensor | None, drive: Link | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Drive, scan, read; the conjugates h̄ are read by C as it is: Re(C h) = [C_re, C_im] · [h̄_re, h̄_im]."""
     from compressm.ops.diagonal_scan.triton import triton_recurrence
+    from compressm.ops.driven_scan.triton import driven_recurrence
 
     n = B.shape[1]
     log_poles, B, C, state = layer_forms.padded_order(log_poles, B, C, state, multiple=8)
-    x = (u @ B.flatten(0, 1).mT).reshape(*u.shape[:2], 2, -1)
-    h, last = triton_recurrence(x, log_poles, state, conjugate=True)
+    if drive is None:
+        x = (u @ B.flatten(0, 1).mT).reshape(*u.shape[:2], 2, -1)
+        h, last = triton_recurrence(x, log_poles, state, conjugate=True)
+    else:
+        h, last = driven_recurrence(drive, log_poles, B, state, conjugate=True)
     return h.flatten(-2) @ C.transpose(0, 1).flatten(1).mT, last[..., :n]
 
 
@@ -164,12 +183,16 @@ def lti_bank(
 
 
 def _recurrence(x: Tensor, log_poles: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The scan of this device: Triton on a GPU, two loops elsewhere and for float64."""
+    """The scan of this device: Triton on a GPU, loops elsewhere and for float64."""
     if _runs_kernels(x):
         from compressm.ops.diagonal_scan.triton import triton_recurrence
 
         return triton_recurrence(x, log_poles, state)
-    h, last = two_level_recurrence(_raised(x), log_poles, state)
+    if not x.is_cuda:
+        keep_freed_memory()
+    batch, length, _, n = x.shape
+    on_pairs = not x.is_cuda and walks_pairs(batch, length, n, driven=False)
+    h, last = (pair_recurrence if on_pairs else two_level_recurrence)(_raised(x), log_poles, state)
     return h.to(x.dtype), last
 
 

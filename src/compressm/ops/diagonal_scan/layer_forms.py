@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from compressm.ops.diagonal_scan.convolution import MatrixConvolution
-from compressm.ops.diagonal_scan.cost import best_chunk
+from compressm.ops.diagonal_scan.cost import best_chunk, walks_pairs
+from compressm.ops.diagonal_scan.pair_recurrence import pair_recurrence
 from compressm.ops.diagonal_scan.pairs import complex_dtype, from_interleaved, interleaved, powers, to_complex, to_pair
 from compressm.ops.diagonal_scan.responses import free_response, impulse_response
 from compressm.ops.diagonal_scan.two_level import recurrence
@@ -22,6 +23,10 @@ def through_states(
     state: Float[Tensor, "batch 2 n"] | None,
 ) -> tuple[Float[Tensor, "batch length q"], Float[Tensor, "batch 2 n"]]:
     """Drive, scan, read: best where n is not much larger than the channels."""
+    if not u.is_cuda and walks_pairs(len(u), u.shape[1], B.shape[1], driven=True):
+        driven = (u @ B.flatten(0, 1).mT).unflatten(-1, (2, -1))
+        pairs, last = pair_recurrence(driven, log_poles, state)
+        return pairs.flatten(-2) @ torch.cat([C[0], -C[1]], dim=1).mT, last
     x = from_interleaved(u @ interleaved(to_complex(B, 0).mT))
     h = recurrence(x, log_poles, None if state is None else to_complex(state, 1))
     # Re(C h) is the product of [re, −im] of C with [re, im] of h.

@@ -10,7 +10,6 @@ walk from the end with λ̄.
 from __future__ import annotations
 
 from functools import cache
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -188,11 +187,11 @@ def _forward(x, table, state, ends, h, last, length, n, segment, HAS_STATE: tl.c
 
 @triton.jit(do_not_specialize=["length", "n", "segment"])
 def _backward(dh, h, table, state, dlast, ends, dx, dlog, dstate, length, n, segment, HAS_STATE: tl.constexpr,
-              HAS_LAST: tl.constexpr, EXCLUSIVE: tl.constexpr, FLIP: tl.constexpr, MODES: tl.constexpr,
-              ROWS: tl.constexpr, SPAN: tl.constexpr):  # fmt: skip
+              HAS_LAST: tl.constexpr, SUMMED: tl.constexpr, EXCLUSIVE: tl.constexpr, FLIP: tl.constexpr,
+              MODES: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr):  # fmt: skip
     """g[t] = dh[t] + λ̄ g[t+1] from the end, and Σ conj(g[t]) λ h[t−1] on the way, one row of `dlog` a segment.
 
-    EXCLUSIVE: h holds h[t − 1] at t and dh its gradient, so that the gradient of x[t] is g[t + 1].
+    EXCLUSIVE: h holds h[t − 1] at t and dh its gradient, so that the gradient of x[t] is g[t + 1]. SUMMED: Σ g[t] too.
     """
     batch, batches = tl.program_id(2).to(tl.int64), tl.num_programs(2)
     mode = tl.program_id(0) * MODES + tl.arange(0, MODES)
@@ -209,6 +208,7 @@ def _backward(dh, h, table, state, dlast, ends, dx, dlog, dstate, length, n, seg
     c_re, c_im = _carried(c_re, c_im, ends, table, earlier, batch, mode, n, -1)
     sum_re, sum_im = tl.zeros((MODES,), tl.float32), tl.zeros((MODES,), tl.float32)
     w_re, w_im = tl.zeros((MODES,), tl.float32), tl.zeros((MODES,), tl.float32)
+    all_re, all_im = tl.zeros((MODES,), tl.float32), tl.zeros((MODES,), tl.float32)
     first = earlier * segment
     stop = tl.minimum(first + segment, length)
     known = stop if EXCLUSIVE else tl.minimum(stop, length - 1)
@@ -237,6 +237,9 @@ def _backward(dh, h, table, state, dlast, ends, dx, dlog, dstate, length, n, seg
                 tl.store(dx + at - k * 2 * n + n, g_im.to(dx.dtype.element_ty), mask=live)
                 sum_re += g_re * b_re[k] + g_im * b_im[k]
                 sum_im += g_re * b_im[k] - g_im * b_re[k]
+                if SUMMED:
+                    all_re += tl.where(start + k < stop, g_re, 0.0)
+                    all_im += tl.where(start + k < stop, g_im, 0.0)
             at -= ROWS * 2 * n
         c_re, c_im = _next_span(c_re, c_im, l_re, l_im, s_re, s_im)
     if stop == length:
@@ -249,9 +252,12 @@ def _backward(dh, h, table, state, dlast, ends, dx, dlog, dstate, length, n, seg
         tl.store(dstate + at_state, w_re, mask=inside)
         tl.store(dstate + at_state + n, w_im, mask=inside)
     # ∂L/∂log|λ| = Re, ∂L/∂arg λ = −Im of the sum times λ.
-    to = dlog + (earlier.to(tl.int64) * batches + batch) * 2 * n + mode
+    to = dlog + (earlier.to(tl.int64) * batches + batch) * (4 if SUMMED else 2) * n + mode
     tl.store(to, o_re * sum_re + o_im * sum_im, mask=inside)
     tl.store(to + n, o_im * sum_re - o_re * sum_im, mask=inside)
+    if SUMMED:
+        tl.store(to + 2 * n, all_re, mask=inside)
+        tl.store(to + 3 * n, all_im, mask=inside)
 
 
 def triton_recurrence(
@@ -268,8 +274,9 @@ class TritonRecurrence(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, log_poles: Tensor, state: Tensor | None, conjugate: bool) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         x, state = x.contiguous(), None if state is None else state.contiguous()
-        _compile_all(x.dtype, log_poles.dtype, x.device)
-        walk = Walk(x, log_poles.contiguous(), flip=-1 if conjugate else 1)
+        flip, learning = -1 if conjugate else 1, any(ctx.needs_input_grad)
+        compile_walks(x.dtype, log_poles.dtype, x.device, flip, state is not None, learning, False)
+        walk = Walk(x, log_poles.contiguous(), flip=flip)
         h, last = walk.forward(x, state)
         ctx.save_for_backward(h, walk.table, state)
         ctx.walk, ctx.log_dtype = walk, log_poles.dtype
@@ -280,7 +287,7 @@ class TritonRecurrence(torch.autograd.Function):
         h, _, state = ctx.saved_tensors
         dh = torch.zeros_like(h) if grads[0] is None else grads[0].contiguous()
         dlast = None if grads[1] is None else grads[1].contiguous()
-        dx, dlog, dstate = ctx.walk.backward(dh, h, state, dlast)
+        dx, dlog, dstate, _ = ctx.walk.backward(dh, h, state, dlast)
         return dx, dlog.to(ctx.log_dtype), None if state is None else dstate.to(state.dtype), None
 
 
@@ -308,17 +315,18 @@ class Walk:
         return h, last
 
     def backward(
-        self, dh: Tensor, h: Tensor, state: Tensor | None, dlast: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """∂L/∂x, ∂L/∂log λ (2, n), and ∂L/∂state."""
+        self, dh: Tensor, h: Tensor, state: Tensor | None, dlast: Tensor | None, *, summed: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """∂L/∂x, ∂L/∂log λ (2, n), ∂L/∂state, and where wanted Σ ∂L/∂x over batch and time (2, n)."""
         ends = self._ends(dh, sign=-1, flip=self.options["FLIP"], last=dlast)
-        dx, dlog = torch.empty_like(h), ends.new_empty(self.segments, self.batch, 2, self.n)
+        dx, dlog = torch.empty_like(h), ends.new_empty(self.segments * self.batch, (4 if summed else 2) * self.n)
         dstate = ends.new_empty(self.batch, 2, self.n)
         given = (dh, h, self.table, *(dstate if tensor is None else tensor for tensor in (state, dlast)), ends)
         grid, sizes = self._plan(_BACKWARD, self.segments)
         _backward[grid](*given, dx, dlog, dstate, *self._sizes(), HAS_STATE=state is not None,
-                        HAS_LAST=dlast is not None, **self.options, **sizes)  # fmt: skip
-        return dx, column_sums(dlog.flatten(2).flatten(0, 1)).view(2, self.n), dstate
+                        HAS_LAST=dlast is not None, SUMMED=summed, **self.options, **sizes)  # fmt: skip
+        sums = column_sums(dlog).view(-1, self.n)
+        return dx, sums[:2], dstate, sums[2:] if summed else None
 
     def _ends(self, x: Tensor, *, sign: int, flip: int, last: Tensor | None = None) -> Tensor:
         ends = x.new_empty(max(1, self.segments - 1), self.batch, 2, self.n, dtype=torch.float32)
@@ -344,12 +352,25 @@ def _segments(batch: int, length: int, n: int) -> tuple[int, int]:
 
 
 @cache
-def _compile_all(dtype: torch.dtype, log_dtype: torch.dtype, device: torch.device) -> None:
-    """Every variant at the first use, on a short sequence: a cut later must not wait for a compiler."""
-    for n, flip in product((1, _FEW + 1), (1, -1)):
-        x, small = torch.zeros(1, 2 * _SPAN, 2, n, dtype=dtype, device=device), torch.zeros(1, 2, n, device=device)
+def compile_walks(
+    dtype: torch.dtype,
+    log_dtype: torch.dtype,
+    device: torch.device,
+    flip: int,
+    given: bool,
+    learning: bool,
+    summed: bool,
+) -> None:
+    """What is about to run, for few modes and for many, on a short sequence: a cut later must not wait for a compiler.
+
+    A variant takes about a second, once on a machine: those that nobody asked for are left out.
+    """
+    for n in (1, _FEW + 1):
+        x, state = (
+            torch.zeros(1, 2 * _SPAN, 2, n, dtype=dtype, device=device),
+            torch.zeros(1, 2, n, device=device),
+        )
         walk = Walk(x, torch.full((2, n), -1.0, dtype=log_dtype, device=device), flip=flip)
-        for state in (None, small):
-            walk.forward(x, state)
-            for dlast in (None, small):
-                walk.backward(x, x, state, dlast)
+        walk.forward(x, state if given else None)
+        if learning:
+            walk.backward(x, x, state if given else None, None, summed=summed)

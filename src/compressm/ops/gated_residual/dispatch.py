@@ -11,6 +11,8 @@ from compressm.ops.errors import SequenceError
 from compressm.ops.gated_residual.explicit import ExplicitGatedResidual
 from compressm.ops.gated_residual.reference import factors, plain_gated_residual, with_skip
 from compressm.ops.kernels import kernels_serve
+from compressm.ops.link import Link
+from compressm.ops.moments import leave_moments
 
 # Up to here the whole product fits into the registers of one program.
 _NARROW = 32
@@ -24,14 +26,16 @@ def gated_residual(
     *,
     u: Float[Tensor, "batch length width"] | None = None,
     D: Float[Tensor, " width"] | None = None,
-    link: Float[Tensor, "batch length width"] | None = None,
+    link: Link | None = None,
     keep: Bool[Tensor, "2 rows length width"] | None = None,
     rate: float = 0.0,
+    measured: bool = False,
 ) -> Float[Tensor, "batch length width"]:
     """x + k₂ ⊙ v ⊙ sigmoid(g) with (v, g) = W z + b and z = k₁ ⊙ gelu(y + D ⊙ u), in the dtype of x.
 
     k is keep / (1 − rate), for the whole batch if it has one row. With `link` (`Normalised.link`) the gradient of
-    D ⊙ u goes there instead of to u. Under autocast the product is one of its dtype.
+    D ⊙ u goes there instead of to u. Under autocast the product is one of its dtype. What is `measured` may be left
+    with the result for a batch norm that reads it next (`moments_of`).
     """
     if torch.compiler.is_compiling():
         return plain_gated_residual(y, x, weight, bias, u, D, link, keep, rate)
@@ -46,9 +50,14 @@ def gated_residual(
     u = u if link is None or u is None else u.detach()
     # The narrow kernels count entries in 32 bits.
     narrow = y.shape[-1] <= _NARROW and y.numel() < 2**31
-    chosen = NarrowGatedResidual if narrow else WideGatedResidual
     bias, D = bias.contiguous(), None if D is None else D.contiguous()
-    return chosen.apply(y, x, weight, bias, u, D, link, keep, rate, _working_dtype(y))
+    carrier, totals = (None, None) if link is None else link[1:]
+    given = (y, x, weight, bias, u, D, carrier, totals, keep, rate, _working_dtype(y))
+    if narrow or not measured:
+        return (NarrowGatedResidual if narrow else WideGatedResidual).apply(*given)
+    out, moments = WideGatedResidual.apply(*given, True)
+    leave_moments(out, moments)
+    return out
 
 
 def _on_cpu_in_one_dtype(*tensors: Tensor) -> bool:
@@ -71,7 +80,7 @@ def _check(
     bias: Tensor,
     u: Tensor | None,
     D: Tensor | None,
-    link: Tensor | None,
+    link: Link | None,
     keep: Tensor | None,
     rate: float,
 ) -> None:
@@ -84,10 +93,10 @@ def _check(
         bias=(bias, (twice,)),
         u=(u, sequence),
         D=(D, ("width",)),
-        link=(link, sequence),
+        link=(None if link is None else link.carrier, sequence),
         keep=(keep, (2, "rows", "length", "width")),
     )
-    require_floats_on_one_device(y=y, x=x, weight=weight, bias=bias, u=u, D=D, link=link)
+    require_floats_on_one_device(y=y, x=x, weight=weight, bias=bias, u=u, D=D)
     if (u is None) != (D is None):
         raise SequenceError(f"{'u' if u is None else 'D'} is None, expected u and D or neither")
     if keep is None:

@@ -7,6 +7,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional
 
+from compressm.ops.link import Link
+
 
 def plain_gated_residual(
     y: Float[Tensor, "batch length width"],
@@ -15,7 +17,7 @@ def plain_gated_residual(
     bias: Float[Tensor, " twice"],
     u: Float[Tensor, "batch length width"] | None,
     D: Float[Tensor, " width"] | None,
-    link: Float[Tensor, "batch length width"] | None,
+    link: Link | None,
     keep: Bool[Tensor, "2 rows length width"] | None,
     rate: float,
 ) -> Float[Tensor, "batch length width"]:
@@ -31,12 +33,12 @@ def with_skip(
     y: Float[Tensor, "batch length width"],
     u: Float[Tensor, "batch length width"] | None,
     D: Float[Tensor, " width"] | None,
-    link: Float[Tensor, "batch length width"] | None,
+    link: Link | None,
 ) -> Float[Tensor, "batch length width"]:
     """y + D ⊙ u, where a link takes the gradient to u."""
     if u is not None and D is not None:
         y = torch.addcmul(y, D.to(u.dtype), u if link is None else u.detach())
-    return y if link is None else y + link
+    return y if link is None else y + link.zeros()
 
 
 def dropped(

@@ -98,16 +98,23 @@ def activate(
 
 @triton.jit(do_not_specialize=["period", "repeats", "items"])
 def gate(
-    vg, x, bias, keep, out, period, repeats, items, scale,
+    vg, x, bias, keep, out, moments, period, repeats, items, scale,
     H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """out = x + k ⊙ v ⊙ sigmoid(g), the bias of v and g added here."""
+    """out = x + k ⊙ v ⊙ sigmoid(g), the bias of v and g added here.
+
+    With `moments`: mean, sum of squared deviations and number of each program's rows (Welford 1962).
+    """
     worker, row = tl.program_id(0) // tl.cdiv(H, COLS), tl.arange(0, ROWS)
     col = tl.program_id(0) % tl.cdiv(H, COLS) * COLS + tl.arange(0, COLS)
     inside, at, two = col < H, row[:, None] * H + col[None, :], row[:, None] * (2 * H) + col[None, :]
     share = tl.cdiv(items, tl.num_programs(0) // tl.cdiv(H, COLS))
     start, repeat = worker * share // repeats * ROWS, worker * share % repeats
     v_bias, g_bias = _column(bias, col, inside), _column(bias + H, col, inside)
+    if moments is not None:
+        count = tl.zeros((ROWS, 1), tl.float32)
+        mean = tl.zeros((ROWS, COLS), tl.float32)
+        spread = tl.zeros((ROWS, COLS), tl.float32)
     for _ in tl.range(worker * share, tl.minimum(worker * share + share, items), num_stages=STAGES):
         here = start.to(tl.int64) + repeat.to(tl.int64) * period
         live = (row < period - start)[:, None] & inside[None, :]
@@ -117,8 +124,23 @@ def gate(
         if keep is not None:
             value = _kept(value, keep + start.to(tl.int64) * H, at, live, VECTOR)
         value += _loaded(x + here * H, at, live)
-        tl.store(out + here * H + at, value.to(out.dtype.element_ty), mask=live)
+        written = value.to(out.dtype.element_ty)
+        tl.store(out + here * H + at, written, mask=live)
+        if moments is not None:
+            full = (row < period - start)[:, None]
+            count += full.to(tl.float32)
+            off = tl.where(full, written.to(tl.float32) - mean, 0.0)
+            mean += off * (1.0 / tl.maximum(count, 1.0))
+            spread += off * (written.to(tl.float32) - mean)
         start, repeat = _next(start, repeat, repeats, ROWS)
+    if moments is not None:
+        total = tl.sum(tl.sum(count, 1), 0)
+        centre = tl.sum(count * mean, 0) / tl.maximum(total, 1.0)
+        off = mean - centre[None, :]
+        to = moments + worker * (3 * H) + col
+        tl.store(to, centre, mask=inside)
+        tl.store(to + H, tl.sum(spread + count * off * off, 0), mask=inside)
+        tl.store(to + 2 * H, tl.zeros((COLS,), tl.float32) + total, mask=inside)
 
 
 @triton.jit(do_not_specialize=["steps", "period", "repeats", "items"])
@@ -156,7 +178,7 @@ def gate_backward(
         v_sum += dv
         g_sum += dg
         start, repeat = _next(start, repeat, repeats, ROWS)
-    to = partial + worker * (3 * H) + col
+    to = partial + worker * (4 * H) + col
     tl.store(to, tl.sum(v_sum, 0), mask=inside)
     tl.store(to + H, tl.sum(g_sum, 0), mask=inside)
 
@@ -166,14 +188,15 @@ def activate_backward(
     dz, y, u, D, keep, dy, du, partial, period, repeats, items, scale,
     H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dy = k ⊙ dz ⊙ gelu'(y + D ⊙ u), du = D ⊙ dy where wanted, and Σ dy ⊙ u over the rows of each program."""
+    """dy = k ⊙ dz ⊙ gelu'(y + D ⊙ u), du = D ⊙ dy where wanted, and Σ dy, Σ dy ⊙ u over the rows of each program."""
     worker, row = tl.program_id(0) // tl.cdiv(H, COLS), tl.arange(0, ROWS)
     col = tl.program_id(0) % tl.cdiv(H, COLS) * COLS + tl.arange(0, COLS)
     inside, at = col < H, row[:, None] * H + col[None, :]
     share = tl.cdiv(items, tl.num_programs(0) // tl.cdiv(H, COLS))
     start, repeat = worker * share // repeats * ROWS, worker * share % repeats
     weight = _column(D, col, inside) if u is not None else 0.0
-    total = tl.zeros((ROWS, COLS), tl.float32)
+    plain = tl.zeros((ROWS, COLS), tl.float32)
+    along = tl.zeros((ROWS, COLS), tl.float32)
     for _ in tl.range(worker * share, tl.minimum(worker * share + share, items), num_stages=STAGES):
         here = start.to(tl.int64) + repeat.to(tl.int64) * period
         live = (row < period - start)[:, None] & inside[None, :]
@@ -184,15 +207,17 @@ def activate_backward(
         if u is not None:
             other = _loaded(u + here * H, at, live)
             d *= _gelu_slope(value + weight * other)
-            total += d * other
+            along += d * other
         else:
             d *= _gelu_slope(value)
+        plain += d
         tl.store(dy + here * H + at, d.to(dy.dtype.element_ty), mask=live)
         if du is not None:
             tl.store(du + here * H + at, (d * weight).to(du.dtype.element_ty), mask=live)
         start, repeat = _next(start, repeat, repeats, ROWS)
-    if u is not None:
-        tl.store(partial + worker * (3 * H) + 2 * H + col, tl.sum(total, 0), mask=inside)
+    to = partial + worker * (4 * H) + 2 * H + col
+    tl.store(to, tl.sum(plain, 0), mask=inside)
+    tl.store(to + H, tl.sum(along, 0), mask=inside)
 
 
 @triton.jit
