@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         every,
         inspect,
         load_model,
+        rewrap_,
         save_model,
     )
 
@@ -72,6 +73,7 @@ __all__ = [
     "layers",
     "load_model",
     "models",
+    "rewrap_",
     "save_model",
 ]
 

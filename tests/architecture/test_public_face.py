@@ -35,6 +35,7 @@ SHORT_NAMES = {
     "during_warmup",
     "every",
     "load_model",
+    "rewrap_",
     "save_model",
 }
 
@@ -118,6 +119,7 @@ COMPRESSION_NAMES = SHORT_NAMES | {
     "LayerPolicy",
     "SavingError",
     "Selection",
+    "StaleWrapperError",
     "as_schedule",
     "choose_orders",
     "load_checkpoint",
@@ -130,6 +132,7 @@ OPTIONS = {
     "": {"--version", "--install-completion", "--show-completion"},
     "bench": set(),
     "bench reduction": {"--device", "--order", "--width", "--repeats", "--compare", "--no-compare", "--out"},
+    "bench cut": {"--device", "--task", "--rank", "--precision", "--repeats", "--out"},
     "bench draw": {"result", "--picture"},
     "bench growth": {"--device", "--axis", "--precision", "--compile", "--no-compile", "--repeats", "--out"},
     "bench peers": {"--device", "--repeats", "--out"},

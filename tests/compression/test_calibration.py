@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from compressm.adapters import adapter_for
-from compressm.compression.calibration import listen, outputs, relative_change, states
+from compressm.compression.calibration import listen, outputs, relative_change, sampled_steps, states
 from compressm.compression.errors import CompressionError
 from compressm.compression.gramian import Measured
 from compressm.control import balanced_truncation, controllability_gramian, fold
@@ -119,6 +119,54 @@ def test_a_layer_that_was_not_run_is_named():
     model = make()
     with pytest.raises(CompressionError, match=r"blocks\.0\.ssm.*blocks\.1\.ssm"):
         listen(model, lambda model: None, layers_of(model), Measured())
+
+
+def test_with_little_data_every_step_counts():
+    """At every eighth of 40 steps there would be 5 samples for 6 states: one state would seem dead."""
+    model, x = make(), torch.randn(2, 20, 3)
+    few, all_steps = (
+        listen(model, lambda model: model(x), layers_of(model), Measured(stride=stride)) for stride in (8, 1)
+    )
+    for name, what in few.items():
+        assert torch.equal(what.gramian(), all_steps[name].gramian())
+        assert int(torch.linalg.matrix_rank(what.gramian())) == 6
+
+
+def test_fewer_steps_than_states_are_refused():
+    model = make()
+    seen = listen(model, lambda model: model(torch.randn(1, 5, 3)), layers_of(model), Measured())
+    with pytest.raises(CompressionError, match=r"5 steps to a layer of 6 states.*more data"):
+        seen["blocks.0.ssm"].gramian()
+
+
+@pytest.mark.parametrize("period", [2, 7, 8, 9, 16, 64])
+def test_sampled_steps_see_every_phase_of_data_that_repeats(period):
+    """Images are read row by row: every eighth step of rows of 8 pixels would see their last column only."""
+    for batch, length in ((1, 64 * period), (32, 64)):
+        phases = torch.bincount(sampled_steps(batch, length, 8).flatten() % period, minlength=period)
+        assert float(phases.max()) < 2.2 * float(phases.double().mean())
+        assert int(phases.min()) > 0
+
+
+def test_sampled_steps_are_all_of_them_at_stride_1_and_never_beyond_the_end():
+    assert torch.equal(sampled_steps(2, 9, 1), torch.arange(9).expand(2, 9))
+    for length, stride in ((1, 8), (7, 8), (15, 8), (100, 3)):
+        steps = sampled_steps(5, length, stride)
+        assert steps.shape == (5, max(1, length // stride))
+        assert 0 <= int(steps.min()) <= int(steps.max()) < length
+        assert bool((steps.diff(dim=1) > 0).all())
+
+
+def test_rows_of_an_image_as_long_as_the_stride_leave_no_channel_out():
+    """A pulse at the first pixel of every row has left a fast state again when the row ends."""
+    model = torch.nn.Sequential(LRU(1, order=2, r_min=0.1, r_max=0.2).double())
+    x = torch.zeros(32, 64, 1, dtype=torch.float64)
+    x[:, ::8] = 1
+    layers = {"0": (model[0], system_of(model[0]))}
+    strided, whole = (
+        listen(model, lambda model: model(x), layers, Measured(stride=stride))["0"].gramian() for stride in (8, 1)
+    )
+    assert float((strided - whole).norm() / whole.norm()) < 0.1
 
 
 @pytest.mark.parametrize("options", [{"batches": 0}, {"stride": 0}, {"batches": True}])

@@ -15,7 +15,8 @@ OPTIMIZERS = {
     "Adam, capturable": lambda p: torch.optim.Adam(p, lr=1e-3, capturable=True),
     "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True, amsgrad=True),
     "NAdam, capturable": lambda p: torch.optim.NAdam(p, lr=1e-3, capturable=True),
-    "SGD, foreach": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9, foreach=True),
+    # Small steps: three plain ones of 1e-3 on the sum of squares throw some of these layers off.
+    "SGD, foreach": lambda p: torch.optim.SGD(p, lr=1e-5, momentum=0.9, foreach=True),
 }
 
 

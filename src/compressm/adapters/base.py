@@ -50,8 +50,8 @@ _ADAPTERS: dict[type[nn.Module], SSMAdapter[Any]] = {}
 
 # Wrappers that keep what they wrap as `module`; a model's own child of that name is not to lose it.
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
-# Names that only wrappers use: torch.compile, activation checkpoints.
-_WRAPPED = {"_orig_mod", "_checkpoint_wrapped_module"}
+# Names that only wrappers use: torch.compile, activation checkpoints, FSDP.
+_WRAPPED = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
 def adapts(kind: type[nn.Module]) -> Callable[[Adapter], Adapter]:

@@ -12,6 +12,8 @@ from compressm.adapters.base import SSMAdapter, adapts
 from compressm.adapters.poles import log_poles, old_modes, same_turn
 from compressm.adapters.validation import encodable, finite_doubles
 from compressm.control import DiagonalSystem
+from compressm.control.parts import exponential
+from compressm.control.poles import decay
 from compressm.layers import LRU
 
 # Of 1 − |λ|: a phase of 0 has no logarithm, and this one moves the peak of the mode's response by 1e-3 of it at most.
@@ -31,7 +33,7 @@ class LRUAdapter(SSMAdapter[LRU]):
 
     def read(self, module: LRU) -> DiagonalSystem:
         nu_log, theta_log, gamma_log, B_re, B_im, C_re, C_im = finite_doubles(module, LRU.STATE_AXES)
-        logarithms = torch.complex(-torch.exp(nu_log), torch.exp(theta_log))
+        logarithms = _logarithms(nu_log, theta_log)
         B = torch.exp(gamma_log)[:, None] * torch.complex(B_re, B_im)
         return DiagonalSystem.from_log_poles(logarithms, B, torch.complex(C_re, C_im))
 
@@ -39,7 +41,9 @@ class LRUAdapter(SSMAdapter[LRU]):
         B, C = encodable(module, system, bank=(), channels=module.width)
         log_modulus, phase = log_poles(system)
         with torch.no_grad():
-            known, place, mirrored = old_modes(system, self.read(module))
+            logarithms = _logarithms(*finite_doubles(module, ("nu_log", "theta_log")))
+            old = exponential(logarithms)
+            known, place, mirrored = old_modes(system, old, decay(old, logarithms))
             old_gamma, old_phase = module.gamma_log.double()[place], torch.exp(module.theta_log.double()[place])
         gamma_log = torch.where(known, old_gamma, torch.log(-torch.expm1(2 * log_modulus)) / 2)
         turned = same_turn(phase, old_phase, known & ~mirrored)
@@ -55,6 +59,10 @@ class LRUAdapter(SSMAdapter[LRU]):
             "C_re": C.real,
             "C_im": C.imag,
         }
+
+
+def _logarithms(nu_log: Tensor, theta_log: Tensor) -> Tensor:
+    return torch.complex(-torch.exp(nu_log), torch.exp(theta_log))
 
 
 def _stored_phase(log_modulus: Tensor, phase: Tensor) -> Tensor:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from functools import singledispatch
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Inexact, Int
 from torch import Tensor
 
 from compressm.adapters.errors import AdapterError
 from compressm.control import DiagonalSystem
+from compressm.control.parts import logarithm, modulus
 from compressm.layers import ZOH, Bilinear, Discretisation
 
 # Smaller poles have no logarithm worth storing: λ = 0 is stored as this, which changes an output by 1e-30 of B and C.
@@ -26,13 +27,12 @@ _SAME = 1e-9
 
 def log_poles(system: DiagonalSystem) -> tuple[Float[Tensor, "*bank n"], Float[Tensor, "*bank n"]]:
     """log |λ| and arg λ in (−π, π]."""
-    logarithm = torch.log(_away_from_zero(system, SMALLEST_POLE))
-    modulus, phase = logarithm.real, logarithm.imag
+    log_modulus, phase = logarithm(_away_from_zero(system, SMALLEST_POLE))
     decay = system.decay.detach()
     # Below |λ|² = ½ it is 1 − |λ|² that has the fewer digits.
-    exact = torch.where(decay < 0.5, torch.log1p(-decay) / 2, modulus.detach())
+    exact = torch.where(decay < 0.5, torch.log1p(-decay) / 2, log_modulus.detach())
     # A negative real pole with an imaginary part of −0 has the phase −π.
-    return _with_value(modulus, exact), torch.where(phase <= -torch.pi, -phase, phase)
+    return _with_value(log_modulus, exact), torch.where(phase <= -torch.pi, -phase, phase)
 
 
 @singledispatch
@@ -63,22 +63,25 @@ def _(rule: Bilinear, system: DiagonalSystem, step: Tensor) -> Tensor:
 
 
 def old_modes(
-    new: DiagonalSystem, old: DiagonalSystem
+    new: DiagonalSystem, old: Inexact[Tensor, "*bank n"], decay: Float[Tensor, "*bank n"]
 ) -> tuple[Bool[Tensor, "*bank r"], Int[Tensor, "*bank r"], Bool[Tensor, "*bank r"]]:
     """For each new mode: whether an old one has its pole or the conjugate of it, which one, and if it is conjugated.
 
+    `old` holds the old poles and `decay` their 1 − |λ|².
     Among several with the same pole it is the one at the same place, or else the first: encoding what was read finds
     every mode where it was, so that what a pole leaves open (a gain, a step, a turn of the phase) stays as it was.
     """
-    poles, others = (system.poles.detach().to(torch.complex128) for system in (new, old))
-    distance = (_upper(poles)[..., :, None] - _upper(others)[..., None, :]).abs() / old.decay.detach()[..., None, :]
-    same = distance <= _SAME
+    poles, others = (part.detach().to(torch.complex128) for part in (new.poles, old))
+    (x, y), (u, v) = _upper(poles), _upper(others)
+    within = _SAME * decay.detach()
+    dx, dy = x[..., :, None] - u[..., None, :], y[..., :, None] - v[..., None, :]
+    same = dx * dx + dy * dy <= (within * within)[..., None, :]
     place = same.to(torch.int8).argmax(-1)
     here = torch.arange(new.order, device=place.device).expand_as(place)
     beside = torch.diagonal(same, dim1=-2, dim2=-1)
     beside = torch.nn.functional.pad(beside, (0, new.order - beside.shape[-1]))
     place = torch.where(beside, here, place)
-    mirrored = (poles - others.gather(-1, place)).abs() > _SAME * old.decay.detach().gather(-1, place)
+    mirrored = modulus(poles - others.gather(-1, place)) > within.gather(-1, place)
     return same.any(-1), place, mirrored
 
 
@@ -103,13 +106,13 @@ def same_turn(
     return phase + torch.where(kept, turns, 0) * (2 * torch.pi)
 
 
-def _upper(poles: Tensor) -> Tensor:
-    return torch.complex(poles.real, poles.imag.abs())
+def _upper(poles: Tensor) -> tuple[Tensor, Tensor]:
+    return poles.real, poles.imag.abs()
 
 
 def _away_from_zero(system: DiagonalSystem, least: float) -> Tensor:
     poles = system.poles.to(torch.complex128)
-    return torch.where(poles.detach().abs() < least, least, poles)
+    return torch.where(modulus(poles.detach()) < least, least, poles)
 
 
 def _with_value(computed: Tensor, value: Tensor) -> Tensor:

@@ -36,7 +36,8 @@ class S4DAdapter(SSMAdapter[S4D]):
         B, C = encodable(module, system, bank=(module.width,), channels=1)
         step = torch.exp(module.log_step.detach().double())[:, None].expand_as(system.poles)
         with torch.no_grad():
-            known, place, mirrored = old_modes(system, self.read(module))
+            old = self.read(module)
+            known, place, mirrored = old_modes(system, old.poles, old.decay)
             old_imag = module.A_imag.double().gather(-1, place)
         a = continuous_poles(module.discretisation, system, step)
         a = with_old_frequencies(module.discretisation, a, old_imag, step, known & ~mirrored)

@@ -42,7 +42,7 @@ class S5Adapter(SSMAdapter[S5]):
         B, C = encodable(module, system, bank=(), channels=module.width)
         with torch.no_grad():
             old = self.read(module)
-            known, place, mirrored = old_modes(system, old)
+            known, place, mirrored = old_modes(system, old.poles, old.decay)
             place = torch.where(known, place, _nearest(system, old))
             log_step, old_imag = module.log_step.double()[place], module.A_imag.double()[place]
         a = continuous_poles(module.discretisation, system, torch.exp(log_step))

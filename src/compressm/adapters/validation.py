@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from compressm.control import DeviceError, DiagonalSystem, ShapeError, UnstableSystemError
+from compressm.control.parts import modulus
 from compressm.control.validation import require_finite, require_kind
 from compressm.layers import SSMLayer
 
@@ -32,7 +33,7 @@ def encodable(
         require_finite(name, tensor)
     unstable = ~(system.decay.detach() > 0)
     if bool(unstable.any()):
-        worst = system.poles.detach().abs().max().item()
+        worst = modulus(system.poles.detach()).max().item()
         raise UnstableSystemError(
             f"largest pole modulus is {worst:.9g}, a {kind} stores those < 1 ({int(unstable.sum())} poles are not)"
         )

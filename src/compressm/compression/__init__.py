@@ -2,7 +2,7 @@
 
 from compressm.compression.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from compressm.compression.compressor import PAPER, Compressor, compress_
-from compressm.compression.errors import CompressionError, SavingError
+from compressm.compression.errors import CompressionError, SavingError, StaleWrapperError
 from compressm.compression.gramian import Gramian, Measured, WhiteNoise
 from compressm.compression.inspecting import inspect
 from compressm.compression.inspection import Inspection
@@ -23,6 +23,7 @@ from compressm.compression.saving import load_model, save_model
 from compressm.compression.schedule import as_schedule, during_warmup, every, plan_text
 from compressm.compression.selection import Largest, Random, Selection, Smallest
 from compressm.compression.tracker import HankelTracker
+from compressm.compression.wrapping import rewrap_
 
 __all__ = [
     "PAPER",
@@ -49,6 +50,7 @@ __all__ = [
     "Selection",
     "Slice",
     "Smallest",
+    "StaleWrapperError",
     "TargetOrder",
     "Transport",
     "WhiteNoise",
@@ -61,6 +63,7 @@ __all__ = [
     "load_checkpoint",
     "load_model",
     "plan_text",
+    "rewrap_",
     "savable",
     "save_checkpoint",
     "save_model",

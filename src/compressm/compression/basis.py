@@ -17,6 +17,7 @@ from torch import Tensor
 from compressm.control import DiagonalSystem, balanced_truncation
 from compressm.control import fold as fold_modes
 from compressm.control.folding import lower_half
+from compressm.control.parts import modulus, square_modulus
 
 
 @final
@@ -60,6 +61,11 @@ class BasisChange:
         parts = (self.right, self.left, self.old_conjugated, self.new_conjugated)
         return BasisChange(*(part[member] for part in parts))
 
+    def to(self, device: torch.device | str) -> BasisChange:
+        """On another device."""
+        parts = (self.right, self.left, self.old_conjugated, self.new_conjugated)
+        return BasisChange(*(part.to(device) for part in parts))
+
     def vector(self, old: Triple) -> Triple:
         """A direction, or the system itself: dB' = Ψᴴ dB, dC' = dC Φ, dλ' the diagonal of Ψᴴ dΛ Φ."""
         old = old.conjugated(self.old_conjugated)
@@ -84,12 +90,12 @@ class BasisChange:
     def onto(self, new: DiagonalSystem, stored: DiagonalSystem) -> BasisChange:
         """The change to `stored`, which is `new` with each mode's state scaled, or mirrored, as a module keeps it."""
         there, here = Triple.of(stored), Triple.of(new)
-        mirrored = (there.poles - here.poles.conj()).abs() < (there.poles - here.poles).abs()
+        mirrored = square_modulus(there.poles - here.poles.conj()) < square_modulus(there.poles - here.poles)
         here = here.conjugated(mirrored)
         conjugated = self.new_conjugated ^ mirrored
         # B'' = f B' and C'' = C'/f; f is read off whichever of the two is not zero.
-        by_input, size_in = (here.B.conj() * there.B).sum(-1), (here.B.abs() ** 2).sum(-1)
-        by_output, size_out = (there.C.conj() * here.C).sum(-2), (there.C.abs() ** 2).sum(-2)
+        by_input, size_in = (here.B.conj() * there.B).sum(-1), square_modulus(here.B).sum(-1)
+        by_output, size_out = (there.C.conj() * here.C).sum(-2), square_modulus(there.C).sum(-2)
         factor = torch.where(size_in > 0, _ratio(by_input, size_in), _ratio(by_output, size_out))
         # The projection stands before the conjugation that comes last.
         factor = torch.where(conjugated, factor.conj(), factor)[..., None, :]
@@ -142,8 +148,8 @@ def reduce_system(
 
 def _turn(right: Complex[Tensor, "*bank n r"]) -> Complex[Tensor, "*bank 1 r"]:
     """Phases that make the largest entry of each column positive, so that a mode left alone is not turned at all."""
-    largest = right.gather(-2, right.abs().argmax(-2, keepdim=True))
-    size = largest.abs()
+    largest = right.gather(-2, square_modulus(right).argmax(-2, keepdim=True))
+    size = modulus(largest)
     return torch.where(size > 0, largest.conj() / torch.where(size > 0, size, 1), 1)
 
 

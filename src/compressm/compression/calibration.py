@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from compressm.compression.distributed import summed_over_processes
+from compressm.compression.distributed import Processes
 from compressm.compression.errors import CompressionError
 from compressm.compression.gramian import Measured
 from compressm.control import DiagonalSystem, StateCovariance
@@ -21,7 +21,10 @@ Calibrate = Callable[[nn.Module], object]
 
 _KEPT_SEQUENCES = 8  # of the first batch, on which a cut's error is measured
 _STATE_BYTES = 1 << 28  # of all states at once
+# Where data is scarce, steps lie closer than the stride: fewer samples than states would call the others dead.
+_SAMPLES_A_STATE = 4
 _NO_POLE = -700.0  # log |λ| of a pole at 0
+_GOLDEN, _SILVER = (5**0.5 - 1) / 2, 2**0.5 - 1  # whose multiples fill [0, 1) evenly
 
 
 @dataclass
@@ -34,13 +37,23 @@ class Seen:
     passes: int = 0
 
     def gramian(self) -> Tensor:
-        """E[h hᴴ] over all processes."""
+        """E[h hᴴ] of what was seen; refused where it would have fewer samples than states."""
+        total, count = self.covariance.total, self.covariance.count
+        if total is not None and count is not None and bool((count < total.shape[-1]).any()):
+            raise CompressionError(
+                f"calibrate showed {int(count.min())} steps to a layer of {total.shape[-1]} states, expected at least"
+                " as many steps as states: run it on more data"
+            )
+        return self.covariance.gramian()
+
+    def over(self, processes: Processes) -> Seen:
+        """With what all processes saw; the inputs that are kept stay those of this one."""
         shared = StateCovariance()
         assert self.covariance.total is not None
         assert self.covariance.count is not None
-        shared.total = summed_over_processes(self.covariance.total)
-        shared.count = summed_over_processes(self.covariance.count)
-        return shared.gramian()
+        shared.total = processes.total(self.covariance.total)
+        shared.count = processes.total(self.covariance.count)
+        return replace(self, covariance=shared)
 
 
 def listen(
@@ -54,7 +67,8 @@ def listen(
     The states are those of the systems given, one a layer: in their coordinates E[h hᴴ] will be needed.
     """
     seen = {name: Seen() for name in layers}
-    with _listening(layers, seen, choice), _evaluating(model):
+    # What is compiled is not asked again for hooks that came later.
+    with _listening(layers, seen, choice), _evaluating(model), torch.compiler.set_stance("force_eager"):
         calibrate(model)
     missed = [name for name, what in seen.items() if what.passes == 0]
     if missed:
@@ -115,18 +129,32 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 def _accumulate(
     covariance: StateCovariance, system: DiagonalSystem, u: Tensor, lengths: Tensor | None, stride: int
 ) -> None:
-    """Add the states of all sequences, at every `stride`-th step that counts, some sequences at a time."""
+    """Add the states of all sequences, at one of every `stride` steps, some sequences at a time."""
     length, modes = u.shape[1], system.poles.numel()
-    first = min(stride, length) - 1
+    available = len(u) * length if lengths is None else int(lengths.sum())
+    stride = max(1, min(stride, available // (_SAMPLES_A_STATE * system.order)))
+    steps = sampled_steps(len(u), length, stride).to(u.device)
     share = max(1, _STATE_BYTES // (16 * length * modes))
     for start in range(0, len(u), share):
-        h = states(system, u[start : start + share])[:, first::stride]
-        steps = torch.arange(first, length, stride, device=u.device).expand(len(h), -1)
-        mask = None if lengths is None else steps < lengths[start : start + share, None].to(u.device)
+        here = steps[start : start + share]
+        h = states(system, u[start : start + share])[torch.arange(len(here), device=u.device)[:, None], here]
+        mask = None if lengths is None else here < lengths[start : start + share, None].to(u.device)
         # (batch, steps, *bank, n) to (*bank, samples, n).
         samples = h.flatten(0, 1).movedim(0, -2)
         kept = None if mask is None else mask.flatten().expand(samples.shape[:-1])
         covariance.add(samples, kept)
+
+
+def sampled_steps(batch: int, length: int, stride: int) -> Int[Tensor, "batch samples"]:
+    """One step of every `stride`, at a place that differs from sequence to sequence and from stride to stride.
+
+    At steps a fixed distance apart, an image that is read row by row shows one of its columns only: a digits model cut
+    from 64 states to 8 fell from a test accuracy of 0.99 to 0.67 that way, and falls to 0.94 this way.
+    """
+    count = max(1, length // stride)
+    numbers = torch.arange(count, dtype=torch.float64)
+    place = (_GOLDEN * numbers + _SILVER * torch.arange(batch, dtype=torch.float64)[:, None]) % 1
+    return ((numbers + place) * (length / count)).long().clamp_max(length - 1)
 
 
 def states(system: DiagonalSystem, u: Float[Tensor, "batch length channels"]) -> Tensor:
@@ -151,12 +179,21 @@ def outputs(system: DiagonalSystem, u: Float[Tensor, "batch length channels"]) -
 
 
 def relative_change(old: DiagonalSystem, new: DiagonalSystem, seen: Seen) -> float:
-    """‖y_new − y_old‖ / ‖y_old‖ of the layer's output on the inputs that were kept, over all processes."""
+    """‖y_new − y_old‖ / ‖y_old‖ of the layer's output on the inputs that were kept."""
+    return ratio_of(squared_change(old, new, seen))
+
+
+def ratio_of(squares: Float[Tensor, "2"]) -> float:
+    """√ of the first over the second; 0 where there is nothing to compare with."""
+    changed, whole = squares.tolist()
+    return (changed / whole) ** 0.5 if whole > 0 else 0.0
+
+
+def squared_change(old: DiagonalSystem, new: DiagonalSystem, seen: Seen) -> Float[Tensor, "2"]:
+    """‖y_new − y_old‖² and ‖y_old‖², which can be summed over processes."""
     assert seen.inputs is not None
     before, after = outputs(old, seen.inputs), outputs(new, seen.inputs)
     if seen.lengths is not None:
         counts = torch.arange(before.shape[1], device=before.device) < seen.lengths[:, None].to(before.device)
         before, after = before * counts[..., None], after * counts[..., None]
-    parts = torch.stack([(after - before).square().sum(), before.square().sum()])
-    changed, whole = summed_over_processes(parts).tolist()
-    return (changed / whole) ** 0.5 if whole > 0 else 0.0
+    return torch.stack([(after - before).square().sum(), before.square().sum()])

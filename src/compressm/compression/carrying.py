@@ -87,21 +87,20 @@ class ModuleChange:
     @cached_property
     def kinds(self) -> dict[str, list[int]]:
         """Which of poles, B and C each parameter has a part in."""
-        kinds: dict[str, list[int]] = {name: [] for name in self.values}
-        for kind, output in enumerate(self.reading.jacobian.outputs):
-            probe: list[Tensor | None] = [None] * 3
-            probe[kind] = torch.ones_like(output)
-            found = self.reading.jacobian.transposed(probe)
-            for name, gradient in zip(self.reading.names, found, strict=True):
-                kinds[name] += [] if gradient is None else [kind]
-        return kinds
+        reached = [self.reading.jacobian.reached(kind) for kind in range(3)]
+        names = {name: k for k, name in enumerate(self.reading.names)}
+        return {name: [kind for kind in range(3) if names[name] in reached[kind]] for name in self.values}
 
     @cached_property
     def redundant(self) -> set[str]:
         """Parameters that a system leaves open, as the LRU's γ, whose work B could do."""
-        ones = {name: torch.ones_like(value) for name, value in zip(*self._encoded(), strict=True)}
-        gradients = {name: self.encoding.gradient({name: one}) for name, one in ones.items()}
-        return {name for name, g in gradients.items() if not any(bool(part.any()) for part in (g.poles, g.B, g.C))}
+        return {name for name in self.encoding.names if self.leaves_open(name)}
+
+    def leaves_open(self, name: str) -> bool:
+        """Whether no change of the system asks this parameter to change."""
+        (one,) = (torch.ones_like(v) for n, v in zip(*self._encoded(), strict=True) if n == name)
+        gradient = self.encoding.gradient({name: one})
+        return not any(bool(part.any()) for part in (gradient.poles, gradient.B, gradient.C))
 
     def _encoded(self) -> tuple[Sequence[str], Sequence[Tensor]]:
         return self.encoding.names, self.encoding.jacobian.outputs
@@ -125,20 +124,29 @@ def carry_gradient_squares(change: ModuleChange, squares: Values) -> dict[str, T
     all that it has a part in.
     """
     spreads = _through(change.stored_basis.dual(), [_spread(change, kind, squares, _pulled) for kind in range(3)])
-    heard = {name: change.kinds[name] if name in change.redundant else change.kinds[name][:1] for name in squares}
-    factors = [[] if spread is None else _with_factors(change, kind, spread) for kind, spread in enumerate(spreads)]
-    results = {}
-    for name, kinds in heard.items():
-        results[name] = torch.zeros_like(change.values[name])
-        along = change.values[name].shape == change.new.poles.shape
-        direction = change.reading.vector({name: torch.ones_like(results[name])}) if along else None
-        for kind in kinds:
+    results = {name: torch.zeros_like(change.values[name]) for name in squares}
+    heard = {name: _heard(change, name) for name in squares}
+    by_mode = [name for name in squares if change.values[name].shape == change.new.poles.shape]
+    for name in by_mode:
+        kinds = [kind for kind in heard[name] if spreads[kind] is not None]
+        moved = change.reading.vector_parts(name, torch.ones_like(results[name]), kinds)
+        for kind, part in moved.items():
             spread = spreads[kind]
-            if direction is not None and spread is not None:
-                results[name] += spread.along(_by_mode(direction)[kind]).sum(-1)
-            elif spread is not None:
-                results[name] += torch.stack([gradient[name] ** 2 for gradient in factors[kind]]).sum(0)
+            assert spread is not None
+            results[name] += spread.along(_with_modes_first(kind, part)).sum(-1)
+    for kind, spread in enumerate(spreads):
+        names = [name for name in squares if kind in heard[name] and name not in by_mode]
+        for factor in spread.factors() if spread is not None and names else ():
+            found = change.reading.gradient_parts(kind, _from_mode(kind, factor), names)
+            for name, gradient in found.items():
+                results[name] += gradient * gradient
     return results
+
+
+def _heard(change: ModuleChange, name: str) -> list[int]:
+    """From which of poles, B and C a parameter hears."""
+    kinds = change.kinds[name]
+    return kinds if len(kinds) > 1 and change.leaves_open(name) else kinds[:1]
 
 
 def carry_update_squares(change: ModuleChange, squares: Values) -> dict[str, Tensor]:
@@ -151,13 +159,13 @@ def carry_update_squares(change: ModuleChange, squares: Values) -> dict[str, Ten
         for factor in spread.factors():
             moved = change.new_encoding.vector(_only(kind, factor, change.reading.system))
             for name in squares:
-                results[name] += moved[name] ** 2 if change.kinds[name][:1] == [kind] else 0
+                results[name] += moved[name] * moved[name] if change.kinds[name][:1] == [kind] else 0
     for name in change.redundant & squares.keys():
         results[name] = torch.full_like(results[name], float(squares[name].mean()))
     return results
 
 
-Source = Callable[[ModuleChange, str, Tensor], tuple[Tensor, Tensor, Tensor]]
+Source = Callable[[ModuleChange, int, str, Tensor], Tensor]
 
 
 def _spread(change: ModuleChange, kind: int, squares: Values, source: Source) -> Spread | None:
@@ -166,22 +174,22 @@ def _spread(change: ModuleChange, kind: int, squares: Values, source: Source) ->
     sources = []
     for name in speaking:
         root = torch.sqrt(squares[name])
-        part = source(change, name, root)[kind]
+        part = source(change, kind, name, root)
         # Where one tensor holds real and imaginary parts, on an axis more, each is a source of its own: once with equal
         # and once with opposite signs their product is zero on the average.
         if root.ndim > (change.old.poles, change.old.B, change.old.C)[kind].ndim:
-            sources += [part / 2**0.5, source(change, name, root * _checkerboard(root))[kind] / 2**0.5]
+            sources += [part / 2**0.5, source(change, kind, name, root * _checkerboard(root)) / 2**0.5]
         else:
             sources.append(part)
     return Spread.of(sources) if sources else None
 
 
-def _pulled(change: ModuleChange, name: str, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return _by_mode(change.encoding.gradient({name: root}))
+def _pulled(change: ModuleChange, kind: int, name: str, root: Tensor) -> Tensor:
+    return _with_modes_first(kind, change.encoding.gradient_part(kind, name, root))
 
 
-def _pushed(change: ModuleChange, name: str, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return _by_mode(change.old_reading.vector({name: root}))
+def _pushed(change: ModuleChange, kind: int, name: str, root: Tensor) -> Tensor:
+    return _with_modes_first(kind, change.old_reading.vector_parts(name, root, [kind])[kind])
 
 
 def _through(basis: BasisChange, spreads: Sequence[Spread | None]) -> list[Spread | None]:
@@ -192,20 +200,15 @@ def _through(basis: BasisChange, spreads: Sequence[Spread | None]) -> list[Sprea
     ]
 
 
-def _with_factors(change: ModuleChange, kind: int, spread: Spread) -> list[dict[str, Tensor]]:
-    """∂/∂θ' of the two sources of a spread."""
-    return [change.reading.gradient(_only(kind, factor, change.reading.system)) for factor in spread.factors()]
-
-
 def _only(kind: int, factor: Tensor, system: DiagonalSystem) -> Triple:
     parts = [torch.zeros_like(part) for part in (system.poles, system.B, system.C)]
     parts[kind] = _from_mode(kind, factor)
     return Triple(*(part.to(torch.complex128) for part in parts))
 
 
-def _by_mode(triple: Triple) -> tuple[Tensor, Tensor, Tensor]:
-    """With the modes on the last axis but one."""
-    return triple.poles[..., None], triple.B, triple.C.mT
+def _with_modes_first(kind: int, part: Tensor) -> Tensor:
+    """Poles, B or C with the modes on the last axis but one."""
+    return part[..., None] if kind == _POLES else part if kind == _B else part.mT
 
 
 def _from_mode(kind: int, entries: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from compressm.compression.plain import plain
 from compressm.compression.random_state import random_state, set_random_state
 from compressm.compression.sealing import require_sealed, seal
 from compressm.compression.whole_files import replacing
+from compressm.compression.wrapping import renew_wrappers_, unwrapped
 from compressm.layers.replacing import replace_data
 
 CHECKPOINT_VERSION = 1
@@ -181,7 +182,13 @@ def _load_model(model: nn.Module, contents: Mapping[str, Any]) -> None:
     for name, value in state.items():
         if value.dtype != tensors[name].dtype:
             raise SavingError(f"{name} was saved as {tensors[name].dtype}, the model's is {value.dtype}")
-    for name, value in state.items():
-        if isinstance(value, nn.Parameter) and value.shape != tensors[name].shape:
-            replace_data(value, value.new_empty(tensors[name].shape))
+    resized = {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, nn.Parameter) and value.shape != tensors[name].shape
+    }
+    for name, value in resized.items():
+        replace_data(value, value.new_empty(tensors[name].shape))
     model.load_state_dict(keyed_state(model, tensors, contents["versions"]))
+    if resized:
+        renew_wrappers_(model, list(unwrapped(model).modules()))

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from compressm.compression.calibration import Calibrate
-from compressm.compression.cutting import Cutter
+from compressm.compression.cutting import Cutter, followers, ordinary_tensors
 from compressm.compression.errors import CompressionError
 from compressm.compression.gramian import Gramian, WhiteNoise
 from compressm.compression.moments import Moments, Slice, Transport
@@ -29,6 +29,9 @@ class Compressor:
 
     Parameters keep their identity and the optimizer its groups; only sizes change. Everything of a cut is computed
     before anything is changed: an error leaves model and optimizer as they were.
+
+    Processes that train together all call it, and the first decides for all. A DistributedDataParallel that is given as
+    the model is made anew by every cut; one that is not has to be, by `rewrap_`, and refuses to train until then.
     """
 
     def __init__(
@@ -52,10 +55,13 @@ class Compressor:
         scheduler: Any = None,
     ) -> None:
         self._schedule = as_schedule(when)
+        if guard is not None and not isinstance(guard, Rollback):
+            raise CompressionError(f"guard is {guard!r:.100}, expected Rollback(evaluate, ...) or None")
         options = Options(keep, calibrate, gramian, fold, select, gate, round_to, filter_fn, overrides)
-        self._cutter = Cutter(model, optimizer, options, moments, tuple(follow))
+        self._cutter = Cutter(model, optimizer, options, moments, followers(follow))
         self._cutter.check()
-        self._watch = None if guard is None else Watch(guard, model, optimizer, scheduler, follow)
+        inner, processes = self._cutter.inner, self._cutter.processes
+        self._watch = None if guard is None else Watch(guard, inner, optimizer, scheduler, follow, processes)
         self._ended = False
         self.history: list[Event] = []
 
@@ -69,24 +75,31 @@ class Compressor:
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise CompressionError(f"step is {step!r}, expected the number of the training step, an integer from 0")
         events: list[Event] = []
-        if self._watch is not None:
-            restored = self._watch.settle(step)
-            if restored is not None:
-                self._ended = True
-                events.append(restored)
-        if step in self._schedule and not self._ended:
-            events += self._cut(step)
+        with ordinary_tensors():
+            if self._watch is not None:
+                restored = self._watch.settle(step)
+                if restored is not None:
+                    self._ended = True
+                    events.append(restored)
+                    self._cutter.renew_wrappers_()
+            if step in self._schedule and not self._ended:
+                events += self._cut(step)
         self.history += events
         return events
 
     def _cut(self, step: int) -> list[Cut]:
         plan = self._cutter.plan(salt=step)
-        if plan.cuts and self._watch is not None:
-            self._watch.begin(step)
-        return self._cutter.apply(plan, step)
+        if not plan.cuts or self._watch is None:
+            return self._cutter.apply(plan, step)
+        self._watch.begin(step)
+        try:
+            return self._cutter.apply(plan, step)
+        except BaseException:
+            self._watch.cancel()
+            raise
 
     def preview(self) -> list[Cut]:
-        """The cuts that would be made now; nothing is changed."""
+        """The cuts that would be made now; nothing is changed. Of several processes all have to ask."""
         return self._cutter.describe(self._cutter.plan(salt=0), step=0)
 
     def state_dict(self) -> dict[str, Any]:
@@ -130,8 +143,12 @@ def compress_(
     overrides: Mapping[str, Policy] | None = None,
     follow: Sequence[nn.Module] = (),
 ) -> list[Cut]:
-    """Cut once, in place; the options are those of `Compressor`, but every order that falls is taken (gate 1)."""
+    """Cut once, in place; the options are those of `Compressor`, but every order that falls is taken (gate 1).
+
+    To be called by all processes that torch.distributed has made to train together.
+    """
     options = Options(keep, calibrate, gramian, fold, select, gate, round_to, filter_fn, overrides)
-    cutter = Cutter(model, optimizer, options, moments, tuple(follow))
-    cutter.check()
-    return cutter.apply(cutter.plan(salt=0), step=0)
+    cutter = Cutter(model, optimizer, options, moments, followers(follow))
+    with ordinary_tensors():
+        cutter.check()
+        return cutter.apply(cutter.plan(salt=0), step=0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,14 +13,18 @@ from torch import Tensor, nn
 
 from compressm.adapters import find
 from compressm.compression.basis import Triple
+from compressm.compression.calibration import ratio_of, squared_change
 from compressm.compression.carrying import ModuleChange
-from compressm.compression.distributed import broadcast_from_first
+from compressm.compression.distributed import Processes
 from compressm.compression.errors import CompressionError
 from compressm.compression.moments import Moments
-from compressm.compression.optimizer_state import require_supported
-from compressm.compression.planning import Options, PlannedCut, plan_cuts, read_layers
+from compressm.compression.orders import require_choices
+from compressm.compression.planning import Layer, Options, PlannedCut, plan_cuts, read_layers
 from compressm.compression.record import Cut
-from compressm.compression.surgery import PreparedCut, apply_cuts, prepare_cut, require_plain_parameters
+from compressm.compression.stages import stage
+from compressm.compression.suitability import require_suitable
+from compressm.compression.surgery import PreparedCut, apply_cuts, prepare_cut
+from compressm.compression.wrapping import renew_wrappers_, require_rewrappable, unwrapped, wrappers_in
 from compressm.control import DiagonalSystem
 
 
@@ -32,7 +38,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Cutter:
-    """A model, its optimizer, those that follow, and how cuts are planned."""
+    """A model, its optimizer, those that follow, and how cuts are planned.
+
+    Of several processes the first decides: what it planned and prepared is what all of them write.
+    """
 
     model: nn.Module
     optimizer: Any | None
@@ -40,19 +49,33 @@ class Cutter:
     moments: Moments
     follow: tuple[nn.Module, ...]
 
+    @property
+    def inner(self) -> nn.Module:
+        """The model without what is wrapped around it."""
+        return unwrapped(self.model)
+
+    @property
+    def processes(self) -> Processes:
+        """Those that the wrapper averages over, else all."""
+        wrappers = wrappers_in(self.model)
+        return Processes(wrappers[0].process_group if wrappers else None)
+
     def check(self) -> None:
         """Refuse now what would be refused at the first cut."""
         if not isinstance(self.moments, Moments):
             raise CompressionError(f"moments is {self.moments!r}, expected Transport(), Restart() or Slice()")
-        found = find(self.model, self.options.filter_fn)
+        if not isinstance(self.model, nn.Module):
+            raise CompressionError(f"model is a {type(self.model).__name__}, expected an nn.Module")
+        found = find(self.inner, self.options.filter_fn)
         if not found:
             raise CompressionError(
-                f"{type(self.model).__name__} has no SSM layer that an adapter reads; see compressm.adapters"
+                f"{type(self.inner).__name__} has no SSM layer that an adapter reads; see compressm.adapters"
             )
-        for name, (module, _) in found.items():
-            require_plain_parameters(name, module)
-            if self.optimizer is not None:
-                require_supported(self.optimizer, {f"{name}.{key}": p for key, p in module.named_parameters()})
+        options = self.options
+        require_choices(found, options.keep, options.overrides, options.gate, options.round_to)
+        for wrapper in wrappers_in(self.model):
+            require_rewrappable(wrapper)
+        require_suitable(self.inner, found, self.optimizer)
         for model in self.follow:
             missing = [name for name in found if name not in find(model)]
             if missing:
@@ -60,24 +83,37 @@ class Cutter:
 
     def plan(self, *, salt: int) -> Plan:
         """What the policy wants now; nothing is changed."""
-        start = time.perf_counter()
+        start, processes = time.perf_counter(), self.processes
         with torch.no_grad():
-            cuts = plan_cuts(read_layers(self.model, self.options), self.options, salt=salt)
+            with processes.together("reading the layers"):
+                layers = read_layers(self.inner, self.options)
+            layers = _over(processes, layers, salt)
+            with processes.together("planning the cut"):
+                cuts = plan_cuts(layers, self.options, salt=salt) if processes.is_first else []
+            cuts = _as_first(processes, cuts, layers)
         return Plan(cuts, time.perf_counter() - start)
 
     def apply(self, plan: Plan, step: int) -> list[Cut]:
         """Make all cuts of a plan, or with an error none of them."""
-        start = time.perf_counter()
-        changes = {
-            cut.layer.name: ModuleChange.to(
-                cut.layer.module, cut.layer.adapter, cut.layer.system, cut.system, cut.change
-            )
-            for cut in plan.cuts
-        }
-        prepared = [prepare_cut(name, change, self.optimizer, self.moments) for name, change in changes.items()]
-        prepared += [self._following(model, cut) for model in self.follow for cut in plan.cuts]
-        apply_cuts([_as_first_process(cut) for cut in prepared], self.optimizer)
-        return self.describe(replace(plan, seconds=plan.seconds + time.perf_counter() - start), step)
+        if not plan.cuts:
+            return []
+        start, processes = time.perf_counter(), self.processes
+        with processes.together("preparing the cut"):
+            prepared, following = self._prepared(plan)
+        # Rounding may differ between processes; what they write may not. Followers need not be on all of them.
+        prepared = _written_by_first(processes, prepared)
+        try:
+            with stage("write"):
+                apply_cuts([*prepared, *following], self.optimizer, processes=processes)
+        finally:
+            # Also after a failure: parameters that were written and written back have lost the wrapper's hooks.
+            self.renew_wrappers_()
+        cuts = self.describe(replace(plan, seconds=plan.seconds + time.perf_counter() - start), step)
+        return processes.as_first(cuts)
+
+    def renew_wrappers_(self) -> None:
+        """After parameters have changed their shapes."""
+        renew_wrappers_(self.model, [module for module, _ in find(self.inner, self.options.filter_fn).values()])
 
     def describe(self, plan: Plan, step: int) -> list[Cut]:
         """The records of a plan; each cut counts an equal share of the time."""
@@ -95,6 +131,19 @@ class Cutter:
             for cut in plan.cuts
         ]
 
+    def _prepared(self, plan: Plan) -> tuple[list[PreparedCut], list[PreparedCut]]:
+        """Of the model, and of those that follow."""
+        with stage("encode"):
+            changes = {
+                cut.layer.name: ModuleChange.to(
+                    cut.layer.module, cut.layer.adapter, cut.layer.system, cut.system, cut.change
+                )
+                for cut in plan.cuts
+            }
+        with stage("optimizer"):
+            prepared = [prepare_cut(name, change, self.optimizer, self.moments) for name, change in changes.items()]
+        return prepared, [self._following(model, cut) for model in self.follow for cut in plan.cuts]
+
     def _following(self, model: nn.Module, cut: PlannedCut) -> PreparedCut:
         """The same change of basis for a model that follows: its layers stay in the coordinates of the first."""
         module, adapter = find(model)[cut.layer.name]
@@ -104,11 +153,84 @@ class Cutter:
             return PreparedCut(cut.layer.name, module, adapter.encode(module, system))
 
 
-def _as_first_process(cut: PreparedCut) -> PreparedCut:
-    """Rounding may differ between processes; what they write may not."""
-    states = {name: {key: _shared(entry) for key, entry in state.items()} for name, state in cut.states.items()}
-    return replace(cut, values={name: _shared(value) for name, value in cut.values.items()}, states=states)
+def followers(follow: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
+    """As a tuple; one model alone is a slip."""
+    if isinstance(follow, nn.Module) or not isinstance(follow, Sequence):
+        raise CompressionError(f"follow is a {type(follow).__name__}, expected a list of models")
+    return tuple(follow)
 
 
-def _shared(value: Any) -> Any:
-    return broadcast_from_first(value) if isinstance(value, Tensor) else value
+def ordinary_tensors() -> AbstractContextManager[object]:
+    """Tensors made in inference mode could not be trained: inside it is left, and still no graph is built."""
+    if not torch.is_inference_mode_enabled():
+        return nullcontext()
+    outside = ExitStack()
+    outside.enter_context(torch.inference_mode(False))
+    outside.enter_context(torch.no_grad())
+    return outside
+
+
+def _over(processes: Processes, layers: dict[str, Layer], salt: int) -> dict[str, Layer]:
+    """The layers with what was seen on all processes, which are at the same step with the same orders."""
+    if processes.count == 1:
+        return layers
+    processes.require_same("the step of the cut", salt)
+    processes.require_same("the orders before the cut", {name: layer.system.order for name, layer in layers.items()})
+    return {
+        name: layer if layer.seen is None else replace(layer, seen=layer.seen.over(processes))
+        for name, layer in layers.items()
+    }
+
+
+def _as_first(processes: Processes, cuts: list[PlannedCut], layers: Mapping[str, Layer]) -> list[PlannedCut]:
+    """The first process's plan on all of them, with the change measured on the data of all."""
+    if processes.count == 1:
+        return cuts
+    sent = processes.as_first(
+        [(cut.layer.name, cut.system.to("cpu"), cut.change.to("cpu"), cut.error_bound, cut.energy_lost) for cut in cuts]
+    )
+    planned = []
+    for name, system, change, bound, lost in sent:
+        layer = layers[name]
+        system, change = system.to(layer.system.device), change.to(layer.system.device)
+        planned.append(PlannedCut(layer, system, change, bound, None, lost))
+    with processes.together("measuring what the cut changes"):
+        squares = [
+            squared_change(cut.layer.system, cut.system, cut.layer.seen)
+            for cut in planned
+            if cut.layer.seen is not None
+        ]
+    if len(squares) < len(planned) or not planned:
+        return planned
+    totals = processes.total(torch.stack(squares))
+    return [replace(cut, measured_error=ratio_of(total)) for cut, total in zip(planned, totals, strict=True)]
+
+
+def _written_by_first(processes: Processes, cuts: list[PreparedCut]) -> list[PreparedCut]:
+    """The same cuts with the first process's values and states, where this process keeps its own."""
+    if processes.count == 1:
+        return cuts
+    sent = processes.as_first([(_moved(cut.values, "cpu"), _moved(cut.states, "cpu")) for cut in cuts])
+    written = []
+    for cut, (values, states) in zip(cuts, sent, strict=True):
+        device = next(cut.module.parameters()).device
+        written.append(replace(cut, values=_moved(values, device), states=_like(states, cut.states)))
+    return written
+
+
+def _moved(value: Any, device: torch.device | str) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _moved(entry, device) for key, entry in value.items()}
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def _like(states: Mapping[str, Mapping[str, Any]], own: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Each tensor where the one of this process is: step counts may be on the CPU beside moments on a GPU."""
+    return {
+        name: {key: _beside(entry, own, name, key) for key, entry in state.items()} for name, state in states.items()
+    }
+
+
+def _beside(entry: Any, own: Mapping[str, Mapping[str, Any]], name: str, key: str) -> Any:
+    mine = own.get(name, {}).get(key)
+    return entry.to(mine.device) if isinstance(entry, Tensor) and isinstance(mine, Tensor) else entry

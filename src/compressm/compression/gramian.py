@@ -21,8 +21,9 @@ class WhiteNoise(Gramian):
 @final
 @dataclass(frozen=True)
 class Measured(Gramian):
-    """P = E[h hᴴ] over the states on real data, at every `stride`-th step of the first `batches` passes of each layer.
+    """P = E[h hᴴ] of states on real data, at one of every `stride` steps of the first `batches` passes of a layer.
 
+    Where that would be fewer than four samples a state, at more of the steps that there are.
     Q stays exact, so that what is cut is stable for any data. There is no a-priori bound; `measured_error` of a cut
     says what it changed on the same data.
     """

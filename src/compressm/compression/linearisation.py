@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -23,43 +23,81 @@ Values = Mapping[str, Tensor]
 @final
 @dataclass(frozen=True)
 class Jacobian:
-    """Of `outputs`, which were computed from `inputs`; both keep their graph."""
+    """Of `outputs`, which were computed from `inputs`, leaves of their graph; both keep it.
+
+    Where only some inputs or outputs matter the others are left out by None, and with them the part of the graph that
+    leads there: on a GPU a cut waits for launches, of which each pass has some ten to forty.
+    """
 
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor]
 
-    def transposed(self, cotangents: Sequence[Tensor | None], *, differentiable: bool = False) -> list[Tensor | None]:
-        """Jᵀ c; None stands for zeros, on both sides."""
+    def transposed(
+        self,
+        cotangents: Sequence[Tensor | None],
+        *,
+        wanted: Collection[int] | None = None,
+        differentiable: bool = False,
+    ) -> list[Tensor | None]:
+        """Jᵀ c; None stands for zeros, on both sides, and for inputs whose numbers are not `wanted`."""
+        places = range(len(self.inputs)) if wanted is None else sorted(wanted)
+        found: list[Tensor | None] = [None] * len(self.inputs)
         pairs = [
             (output, cotangent)
             for output, cotangent in zip(self.outputs, cotangents, strict=True)
             if output.requires_grad and cotangent is not None
         ]
-        if not pairs:
-            return [None] * len(self.inputs)
+        if not pairs or not places:
+            return found
         outputs, given = zip(*pairs, strict=True)
-        return list(
-            torch.autograd.grad(
-                outputs, self.inputs, given, retain_graph=True, allow_unused=True, create_graph=differentiable
-            )
+        inputs = [self.inputs[place] for place in places]
+        parts = torch.autograd.grad(
+            outputs, inputs, given, retain_graph=True, allow_unused=True, create_graph=differentiable
         )
+        for place, part in zip(places, parts, strict=True):
+            found[place] = part
+        return found
 
-    def times(self, tangents: Sequence[Tensor | None]) -> list[Tensor]:
-        """J t, as the transpose of c → Jᵀ c: what that function leaves out (a detached value) this one does too."""
+    def times(self, tangents: Sequence[Tensor | None], *, wanted: Collection[int] | None = None) -> list[Tensor | None]:
+        """J t, as the transpose of c → Jᵀ c: what that function leaves out (a detached value) this one does too.
+
+        None stands for zeros, on both sides, and for outputs whose numbers are not `wanted`.
+        """
+        moving = [k for k, tangent in enumerate(tangents) if tangent is not None]
+        places = range(len(self.outputs)) if wanted is None else sorted(wanted)
+        moved: list[Tensor | None] = [None] * len(self.outputs)
         with torch.enable_grad():
-            cotangents = [torch.zeros_like(output, requires_grad=True) for output in self.outputs]
-            gradients = self.transposed(cotangents, differentiable=True)
+            zeros = {place: torch.zeros_like(self.outputs[place], requires_grad=True) for place in places}
+            cotangents = [zeros.get(place) for place in range(len(self.outputs))]
+            gradients = self.transposed(cotangents, wanted=moving, differentiable=True)
             pairs = [
                 (gradient, tangent)
                 for gradient, tangent in zip(gradients, tangents, strict=True)
                 if gradient is not None and tangent is not None and gradient.requires_grad
             ]
             if not pairs:
-                return [torch.zeros_like(output) for output in self.outputs]
+                return moved
             along, given = zip(*pairs, strict=True)
-            moved = torch.autograd.grad(along, cotangents, given, allow_unused=True)
-        zeros = (torch.zeros_like(output) for output in self.outputs)
-        return [zero if move is None else move.detach() for move, zero in zip(moved, zeros, strict=True)]
+            parts = torch.autograd.grad(along, list(zeros.values()), given, allow_unused=True)
+        for place, part in zip(places, parts, strict=True):
+            moved[place] = None if part is None else part.detach()
+        return moved
+
+    def reached(self, output: int) -> set[int]:
+        """The numbers of the inputs that an output was computed from."""
+        places = {id(leaf): k for k, leaf in enumerate(self.inputs)}
+        found, seen = set(), set()
+        waiting = [self.outputs[output].grad_fn]
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            leaf = getattr(node, "variable", None)  # only nodes of leaves have one
+            if id(leaf) in places:
+                found.add(places[id(leaf)])
+            waiting += [before for before, _ in node.next_functions]
+        return found
 
 
 @final
@@ -84,10 +122,16 @@ class Encoding:
         found = self.jacobian.transposed([moments.get(name) for name in self.names])
         return Triple(*(_or_zeros(part, like) for part, like in zip(found, self.jacobian.inputs, strict=True)))
 
+    def gradient_part(self, kind: int, name: str, moment: Tensor) -> Tensor:
+        """Of poles (0), B (1) or C (2) alone, from that of one parameter."""
+        given = [moment if name == other else None for other in self.names]
+        return _or_zeros(self.jacobian.transposed(given, wanted=[kind])[kind], self.jacobian.inputs[kind])
+
     def vector(self, direction: Triple) -> dict[str, Tensor]:
         """dθ from ds."""
         moved = self.jacobian.times([direction.poles, direction.B, direction.C])
-        return dict(zip(self.names, moved, strict=True))
+        pairs = zip(self.names, moved, self.jacobian.outputs, strict=True)
+        return {name: _or_zeros(move, like) for name, move, like in pairs}
 
 
 @final
@@ -114,9 +158,23 @@ class Reading:
         pairs = zip(self.names, found, self.jacobian.inputs, strict=True)
         return {name: _or_zeros(part, like) for name, part, like in pairs}
 
+    def gradient_parts(self, kind: int, part: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
+        """Of some parameters, from that of poles (0), B (1) or C (2) alone."""
+        given = [part if kind == other else None for other in range(3)]
+        places = {name: self.names.index(name) for name in names}
+        found = self.jacobian.transposed(given, wanted=places.values())
+        return {name: _or_zeros(found[place], self.jacobian.inputs[place]) for name, place in places.items()}
+
     def vector(self, direction: Values) -> Triple:
         """ds from dθ; names that are left out do not move."""
-        return Triple(*self.jacobian.times([direction.get(name) for name in self.names]))
+        moved = self.jacobian.times([direction.get(name) for name in self.names])
+        return Triple(*(_or_zeros(part, like) for part, like in zip(moved, self.jacobian.outputs, strict=True)))
+
+    def vector_parts(self, name: str, direction: Tensor, kinds: Sequence[int]) -> dict[int, Tensor]:
+        """Of poles, B and C those of `kinds`, when one parameter moves."""
+        given = [direction if name == other else None for other in self.names]
+        moved = self.jacobian.times(given, wanted=kinds)
+        return {kind: _or_zeros(moved[kind], self.jacobian.outputs[kind]) for kind in kinds}
 
 
 class _Read(nn.Module):

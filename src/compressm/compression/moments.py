@@ -117,21 +117,24 @@ def _first(change: ModuleChange, name: str, value: Tensor) -> Tensor:
 
 
 def _carried(change: ModuleChange, entry: Entry) -> dict[str, Tensor]:
-    squares = {name: value * value for name, value in entry.values.items()}
     match entry.role:
         case Role.GRADIENT:
             found = carry_gradient(change, entry.values)
         case Role.GRADIENT_SQUARE:
             found = carry_gradient_squares(change, entry.values)
         case Role.GRADIENT_SIZE:
-            found = {name: torch.sqrt(value) for name, value in carry_gradient_squares(change, squares).items()}
+            found = {name: torch.sqrt(value) for name, value in carry_gradient_squares(change, _squares(entry)).items()}
         case Role.UPDATE:
             found = carry_update(change, entry.values)
         case Role.UPDATE_SQUARE:
             found = carry_update_squares(change, entry.values)
         case _:
-            found = {name: torch.sqrt(value) for name, value in carry_update_squares(change, squares).items()}
+            found = {name: torch.sqrt(value) for name, value in carry_update_squares(change, _squares(entry)).items()}
     return {name: found[name] for name in entry.values}
+
+
+def _squares(entry: Entry) -> dict[str, Tensor]:
+    return {name: value * value for name, value in entry.values.items()}
 
 
 def _uncentred(entries: Entries) -> dict[str, Entry]:
@@ -139,7 +142,9 @@ def _uncentred(entries: Entries) -> dict[str, Entry]:
     changed = dict(entries)
     if {"square_avg", "grad_avg"} <= entries.keys():
         mean, square = entries["grad_avg"].values, entries["square_avg"].values
-        variance = {name: (value - mean[name] ** 2).clamp_min(0) for name, value in square.items() if name in mean}
+        variance = {
+            name: (value - mean[name] * mean[name]).clamp_min(0) for name, value in square.items() if name in mean
+        }
         changed["square_avg"] = replace(entries["square_avg"], values={**square, **variance})
     return changed
 
@@ -148,7 +153,7 @@ def _centred(carried: dict[str, dict[str, Tensor]], entries: Entries) -> dict[st
     """The inverse, after both were carried."""
     if {"square_avg", "grad_avg"} <= entries.keys():
         mean, square = carried["grad_avg"], carried["square_avg"]
-        whole = {name: value + mean[name] ** 2 for name, value in square.items() if name in mean}
+        whole = {name: value + mean[name] * mean[name] for name, value in square.items() if name in mean}
         return {**carried, "square_avg": {**square, **whole}}
     return carried
 
@@ -169,7 +174,7 @@ def _within_reach(carried: dict[str, dict[str, Tensor]], entries: Entries) -> di
         role = entries[key].role
         if role not in (Role.GRADIENT_SQUARE, Role.GRADIENT_SIZE):
             continue
-        least = {name: value**2 / _LARGEST_RATIO for name, value in carried["exp_avg"].items()}
+        least = {name: value * value / _LARGEST_RATIO for name, value in carried["exp_avg"].items()}
         if role is Role.GRADIENT_SIZE:
             least = {name: torch.sqrt(value) for name, value in least.items()}
         bounded[key] = {

@@ -5,6 +5,7 @@ Any optimizer with `param_groups` and `state` will do, also one that wraps anoth
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from compressm.compression.carrying import ModuleChange
 from compressm.compression.errors import CompressionError
 from compressm.compression.moments import Entry, Moments, Role
+from compressm.control.validation import is_finite
 
 # SGD, Adam(W), NAdam, RAdam, Adamax, Adagrad, RMSprop, Adadelta, Rprop, and Lion, AdEMAMix and the like.
 _ROLES = {
@@ -52,6 +54,8 @@ def require_supported(optimizer: Any, parameters: Mapping[str, nn.Parameter]) ->
         groups, states = list(optimizer.param_groups), optimizer.state
     except AttributeError:
         raise CompressionError(f"optimizer is a {kind}, expected one with param_groups and state") from None
+    if kind == "ZeroRedundancyOptimizer":
+        raise CompressionError(f"{kind} keeps each state in one process only, and cannot follow a cut; choose Adam")
     for ancestor in type(optimizer).__mro__:
         if any(name in ancestor.__name__ for name in _REFUSED):
             raise CompressionError(f"{kind} mixes the entries of parameters in its state; choose Adam or another")
@@ -149,16 +153,17 @@ def _role(key: str, state: State) -> Role | None:
 
 def _double(said: str, value: Tensor, role: Role | None) -> Tensor:
     double = value.detach().to(torch.float64)
-    unusable = int((~torch.isfinite(double)).sum())
-    if unusable:
+    smallest, largest = torch.stack(torch.aminmax(double)).tolist()  # NaN if any entry is
+    if not (math.isfinite(smallest) and math.isfinite(largest)):
+        unusable = int((~torch.isfinite(double)).sum())
         raise CompressionError(f"the optimizer's {said} holds {unusable} entries that are not finite")
-    if role not in (Role.GRADIENT, Role.UPDATE, None) and bool((double < 0).any()):
-        raise CompressionError(f"the optimizer's {said} holds {double.min().item():.3g}, expected none below 0")
+    if role not in (Role.GRADIENT, Role.UPDATE, None) and smallest < 0:
+        raise CompressionError(f"the optimizer's {said} holds {smallest:.3g}, expected none below 0")
     return double
 
 
 def _stored(said: str, carried: Tensor, like: Tensor) -> Tensor:
     stored = carried.to(like.device, like.dtype, copy=True, memory_format=torch.contiguous_format)
-    if not bool(torch.isfinite(stored).all()):
+    if not is_finite(stored):
         raise CompressionError(f"after the cut {said} would not be finite in {like.dtype}")
     return stored

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from torch import Tensor
@@ -33,12 +33,21 @@ def choose_orders(
     (the paper: 95 %). Both only ever keep more than the policy said.
     """
     spectra = checked_spectra(spectra)
-    gate = require_number("gate", gate, 0, 1, above=True)
-    round_to = require_count("round_to", round_to)
+    shares = require_choices(spectra, keep, overrides, gate, round_to)
     orders: dict[str, int] = {}
-    for policy, names in _shares(spectra, keep, overrides or {}):
+    for policy, names in shares:
         orders |= _asked(policy, {name: spectra[name] for name in names})
+    gate, round_to = float(gate), int(round_to)
     return {name: _gated(orders[name], sigma.shape[-1], gate, round_to) for name, sigma in spectra.items()}
+
+
+def require_choices(
+    names: Iterable[str], keep: Policy, overrides: Mapping[str, Policy] | None, gate: float, round_to: int
+) -> list[tuple[Policy, list[str]]]:
+    """Refuse what cannot be meant; each policy with the layers that fall to it."""
+    require_number("gate", gate, 0, 1, above=True)
+    require_count("round_to", round_to)
+    return _shares(list(names), keep, {} if overrides is None else overrides)
 
 
 def _gated(order: int, n: int, gate: float, round_to: int) -> int:
@@ -46,19 +55,19 @@ def _gated(order: int, n: int, gate: float, round_to: int) -> int:
     return rounded if rounded < gate * n - _ROUNDING else n
 
 
-def _shares(spectra: Spectra, keep: Policy, overrides: Mapping[str, Policy]) -> list[tuple[Policy, list[str]]]:
+def _shares(layers: list[str], keep: Policy, overrides: Mapping[str, Policy]) -> list[tuple[Policy, list[str]]]:
     """Each policy with the names that fall to it; those that get none are left out."""
     if not isinstance(overrides, Mapping):
         raise CompressionError(f"overrides are {overrides!r:.100}, expected {{pattern of module names: policy}}")
     _require_policy("keep", keep)
     for pattern, policy in overrides.items():
         _require_policy(f"overrides[{pattern!r}]", policy)
-        if not isinstance(pattern, str) or not any(fnmatchcase(name, pattern) for name in spectra):
+        if not isinstance(pattern, str) or not any(fnmatchcase(name, pattern) for name in layers):
             raise CompressionError(
-                f"overrides: {pattern!r} matches no module; there are {', '.join(map(repr, spectra))}"
+                f"overrides: {pattern!r} matches no module; there are {', '.join(map(repr, layers))}"
             )
     shares: list[tuple[Policy, list[str]]] = [(policy, []) for policy in (*overrides.values(), keep)]
-    for name in spectra:
+    for name in layers:
         matching = (k for k, pattern in enumerate(overrides) if fnmatchcase(name, pattern))
         shares[next(matching, -1)][1].append(name)
     return [(policy, names) for policy, names in shares if names]

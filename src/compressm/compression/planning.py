@@ -18,7 +18,11 @@ from compressm.compression.gramian import Gramian, Measured, WhiteNoise
 from compressm.compression.orders import choose_orders
 from compressm.compression.policies import Policy
 from compressm.compression.selection import Largest, Selection
-from compressm.control import DiagonalSystem, fold, hankel_singular_values
+from compressm.compression.stages import stage
+from compressm.compression.surgery import require_plain_parameters
+from compressm.compression.wrapping import unwrapped
+from compressm.control import ControlError, DiagonalSystem, fold, hankel_singular_values
+from compressm.control.side_by_side import each
 
 Item = TypeVar("Item")
 
@@ -72,6 +76,10 @@ class Options:
             raise CompressionError(f"gramian is {self.gramian!r}, expected WhiteNoise() or Measured(...)")
         if self.calibrate is not None and not callable(self.calibrate):
             raise CompressionError(f"calibrate is {self.calibrate!r}, expected a function of the model")
+        if not isinstance(self.fold, bool):
+            raise CompressionError(f"fold is {self.fold!r}, expected True or False")
+        if not isinstance(self.select, Selection):
+            raise CompressionError(f"select is {self.select!r}, expected Largest(), Smallest() or Random(seed)")
 
     @property
     def measure(self) -> bool:
@@ -79,19 +87,32 @@ class Options:
         return isinstance(self.gramian or (Measured() if self.calibrate else WhiteNoise()), Measured)
 
 
+def read_system(name: str, module: nn.Module, adapter: SSMAdapter[Any]) -> DiagonalSystem:
+    """A layer as it is now; what is wrong with it is said with its name."""
+    try:
+        return adapter.read(module).detach()
+    except ControlError as error:
+        raise type(error)(f"{name or 'the model'}: {error}") from error
+
+
 def read_layers(model: nn.Module, options: Options) -> dict[str, Layer]:
     """Every SSM layer of the model as a system; with `calibrate`, after it ran."""
+    # Inside DistributedDataParallel a forward pass waits for the other processes, which may not be looking.
+    model = unwrapped(model)
     found = find(model, options.filter_fn)
     if not found:
         raise CompressionError(f"{type(model).__name__} has no SSM layer that an adapter reads; see compressm.adapters")
-    with torch.no_grad():
-        systems = {name: adapter.read(module).detach() for name, (module, adapter) in found.items()}
+    for name, (module, _) in found.items():
+        require_plain_parameters(name, module)
+    with stage("read"), torch.no_grad():
+        systems = {name: read_system(name, module, adapter) for name, (module, adapter) in found.items()}
         balanced = {name: fold(system) if options.fold else system for name, system in systems.items()}
     seen: Mapping[str, Seen] = {}
     if options.calibrate is not None:
         choice = options.gramian if isinstance(options.gramian, Measured) else Measured()
         listened = {name: (module, balanced[name]) for name, (module, _) in found.items()}
-        seen = listen(model, options.calibrate, listened, choice)
+        with stage("calibrate"):
+            seen = listen(model, options.calibrate, listened, choice)
     return {
         name: Layer(name, module, adapter, systems[name], balanced[name], seen.get(name))
         for name, (module, adapter) in found.items()
@@ -109,14 +130,16 @@ def spectra(layers: Mapping[str, Layer], options: Options) -> dict[str, Float[Te
 
 def plan_cuts(layers: Mapping[str, Layer], options: Options, *, salt: int = 0) -> list[PlannedCut]:
     """The cuts that the policy wants, in the order of the layers; those the gate holds back are left out."""
-    values = spectra(layers, options)
+    with stage("spectra"):
+        values = spectra(layers, options)
     orders = choose_orders(
         values, options.keep, overrides=options.overrides, gate=options.gate, round_to=options.round_to
     )
     wanted = {name: rank for name, rank in orders.items() if rank < layers[name].system.order}
-    planned: dict[str, PlannedCut] = {}
-    for group in _grouped((layers[name] for name in wanted), lambda layer: (*layer.shape, wanted[layer.name])):
-        planned |= _plan_group(group, wanted[group[0].name], values, options, salt)
+    groups = _grouped((layers[name] for name in wanted), lambda layer: (*layer.shape, wanted[layer.name]))
+    with stage("reduce"):
+        parts = each(lambda group: _plan_group(group, wanted[group[0].name], values, options, salt), groups)
+    planned = {name: cut for part in parts for name, cut in part.items()}
     return [planned[name] for name in layers if name in planned]
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from compressm.adapters import find
 from compressm.compression.checks import require_count, require_number
-from compressm.compression.distributed import as_first_process
+from compressm.compression.distributed import Processes
 from compressm.compression.errors import CompressionError
 from compressm.compression.record import Restored
 from compressm.compression.snapshot import Snapshot, Subject
@@ -43,11 +43,16 @@ class Rollback:
         if self.folder is not None:
             object.__setattr__(self, "folder", Path(self.folder))
 
-    def value(self) -> float:
+    def value(self, processes: Processes = Processes()) -> float:
         """What `evaluate` says, on all processes that of the first."""
+        with processes.together("evaluating"):
+            number = self._number()
+        return processes.as_first(number)
+
+    def _number(self) -> float:
         value = self.evaluate()
         try:
-            return as_first_process(float(value))
+            return float(value)
         except (TypeError, ValueError):
             raise CompressionError(f"Rollback: evaluate returned {value!r:.100}, expected a number") from None
 
@@ -70,26 +75,45 @@ class Watch:
         optimizer: Any | None = None,
         scheduler: Any | None = None,
         follow: Sequence[nn.Module] = (),
+        processes: Processes = Processes(),
     ) -> None:
-        self.guard, self.model = guard, model
+        self.guard, self.model, self.processes = guard, model, processes
         self.subject = Subject((model, *follow), optimizer, scheduler)
         self.snapshot: Snapshot | None = None
         self.before = math.nan
         self.due = -1
+        # What the three were when the last cut began.
+        self.earlier: tuple[Snapshot | None, float, int] = (None, self.before, self.due)
 
     def begin(self, step: int) -> None:
         """A cut is about to be made. One that comes before the last was judged is judged together with that."""
+        self.earlier = self.snapshot, self.before, self.due
         if self.snapshot is None:
-            self.before = self.guard.value()
-            if not math.isfinite(self.before):
-                raise CompressionError(
-                    f"Rollback: evaluate returned {self.before} before a cut, expected a finite number"
-                )
-            self.snapshot = Snapshot.of(self.subject, self.guard.path(step))
+            before = self.guard.value(self.processes)
+            if not math.isfinite(before):
+                raise CompressionError(f"Rollback: evaluate returned {before} before a cut, expected a finite number")
+            self.before, self.snapshot = before, self._kept(step)
         self.due = step + self.guard.settle
 
+    def _kept(self, step: int) -> Snapshot:
+        snapshot: Snapshot | None = None
+        try:
+            with self.processes.together("keeping what was before the cut"):
+                snapshot = Snapshot.of(self.subject, self.guard.path(step))
+        except BaseException:
+            if snapshot is not None:  # another process failed
+                snapshot.discard()
+            raise
+        return snapshot
+
     def cancel(self) -> None:
-        """There was no cut after all."""
+        """The cut that was about to be made was not; those before it are judged when they would have been."""
+        if self.snapshot is not None and self.snapshot is not self.earlier[0]:
+            self.snapshot.discard()
+        self.snapshot, self.before, self.due = self.earlier
+
+    def forget(self) -> None:
+        """There is nothing to judge any more."""
         if self.snapshot is not None:
             self.snapshot.discard()
         self.snapshot = None
@@ -98,11 +122,12 @@ class Watch:
         """At the step that is due, or later: nothing if all is well, else everything is brought back."""
         if self.snapshot is None or step < self.due:
             return None
-        value = self.guard.value()
+        value = self.guard.value(self.processes)
         harmless = self.guard.accepts(value, self.before)
         if not harmless:
-            self.snapshot.restore_(self.subject)
-        self.cancel()
+            with self.processes.together("bringing back what was before the cut"):
+                self.snapshot.restore_(self.subject)
+        self.forget()
         if harmless:
             return None
         orders = {name: adapter.read(module).order for name, (module, adapter) in find(self.model).items()}
@@ -116,6 +141,6 @@ class Watch:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse; the snapshot is then in memory."""
-        self.cancel()
+        self.forget()
         self.snapshot = None if state["snapshot"] is None else Snapshot.from_state_dict(state["snapshot"])
         self.before, self.due = float(state["before"]), int(state["due"])

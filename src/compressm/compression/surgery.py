@@ -6,16 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
-import torch
 from torch import Tensor, nn
 
 from compressm.adapters.base import parameter_of
 from compressm.adapters.writing import prepared
 from compressm.compression.carrying import ModuleChange
+from compressm.compression.distributed import Processes
 from compressm.compression.errors import CompressionError
 from compressm.compression.linearisation import Values
 from compressm.compression.moments import Moments
 from compressm.compression.optimizer_state import carried_states, is_scalar, parameter_state, require_supported
+from compressm.control.validation import is_finite
 from compressm.layers.replacing import replace_data
 
 
@@ -37,22 +38,27 @@ def prepare_cut(name: str, change: ModuleChange, optimizer: Any | None, moments:
     return PreparedCut(name, change.module, change.values, states)
 
 
-def apply_cuts(cuts: Sequence[PreparedCut], optimizer: Any | None = None) -> None:
+def apply_cuts(
+    cuts: Sequence[PreparedCut], optimizer: Any | None = None, *, processes: Processes = Processes()
+) -> None:
     """Check every cut, then make them all; whatever goes wrong, model and optimizer are afterwards as they were.
 
     Parameters stay the same objects in the same groups, with hooks and attributes; their gradients are dropped. The
-    optimizer's dictionaries stay the same too, with new tensors in them.
+    optimizer's dictionaries stay the same too, with new tensors in them. Of several processes all do it or none.
     """
-    writes = [write for cut in cuts for write in _checked_values(cut)]
-    _require_disjoint(cuts)
-    states = [state for cut in cuts for state in _checked_states(cut, optimizer)]
-    undo_values = [(parameter, parameter.data, parameter.grad) for parameter, _ in writes]
-    undo_states = [(held, dict(held)) for held, _ in states]
+    undo_values: list[tuple[nn.Parameter, Tensor, Tensor | None]] = []
+    undo_states: list[tuple[dict[str, Any], dict[str, Any]]] = []
     try:
-        for parameter, data in writes:
-            replace_data(parameter, data)
-        for held, new in states:
-            held.update(new)
+        with processes.together("writing the cut"):
+            writes = [write for cut in cuts for write in _checked_values(cut)]
+            _require_disjoint(cuts)
+            states = [state for cut in cuts for state in _checked_states(cut, optimizer)]
+            undo_values += [(parameter, parameter.data, parameter.grad) for parameter, _ in writes]
+            undo_states += [(held, dict(held)) for held, _ in states]
+            for parameter, data in writes:
+                replace_data(parameter, data)
+            for held, new in states:
+                held.update(new)
     except BaseException:
         for parameter, data, gradient in undo_values:
             replace_data(parameter, data)
@@ -127,5 +133,5 @@ def _require_fit(said: str, old: Any, new: Any, parameter: nn.Parameter, value: 
     if not isinstance(new, Tensor) or (new.shape, new.dtype, new.device) != (shape, old.dtype, old.device):
         got = f"{tuple(new.shape)} {new.dtype} {new.device}" if isinstance(new, Tensor) else repr(new)
         raise CompressionError(f"{said} would become {got}, expected {tuple(shape)} {old.dtype} {old.device}")
-    if not bool(torch.isfinite(new).all()):
+    if not is_finite(new):
         raise CompressionError(f"{said} would hold entries that are not finite")

@@ -15,6 +15,7 @@ from torch import Tensor
 from compressm.control.bounds import numerical_rank
 from compressm.control.factors import gramian_factor
 from compressm.control.gramians import gramians
+from compressm.control.parts import largest_part, square_modulus
 from compressm.control.side_by_side import eigh, eigvalsh, svd, svdvals
 from compressm.control.system import DiagonalSystem
 
@@ -66,7 +67,8 @@ class GramianPair:
         input_scale, output_scale = power_of_two(system.B), power_of_two(system.C)
         B, C = system.B / input_scale[:, None, None], system.C / output_scale[:, None, None]
         system = DiagonalSystem._unchecked(system.poles, system.log_poles, B, C)
-        weight = (system.B.abs() ** 2).sum(-1) * (system.C.abs() ** 2).sum(-2) / system.decay**2
+        square = system.decay * system.decay
+        weight = square_modulus(system.B).sum(-1) * square_modulus(system.C).sum(-2) / square
         order = weight.detach().argsort(dim=-1, descending=True, stable=True)
         system = system.reordered(order)
         P, Q = gramians(system)
@@ -92,8 +94,8 @@ class GramianPair:
 
 
 def power_of_two(matrix: Inexact[Tensor, "m i j"]) -> Float[Tensor, " m"]:
-    """The one just above the largest entry of each member; 1 for zeros."""
-    largest = matrix.detach().abs().amax((-2, -1))
+    """The one just above the largest real or imaginary part of each member; 1 for zeros."""
+    largest = largest_part(matrix.detach())
     return torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent), 1)
 
 
@@ -119,7 +121,7 @@ def _smallest_value_guess(pair: GramianPair, Lc: Tensor) -> Float[Tensor, " m"]:
     σₙ ≈ min |Lcᵢᵢ Loᵢᵢ|, with Loᵢᵢ²/Qᵢᵢ taken to be Lcᵢᵢ²/Pᵢᵢ, and σ₁ ≥ ‖Loᴴ l‖ for the first column l of Lc.
     """
     P, Q = (gramian.diagonal(dim1=-2, dim2=-1).real for gramian in (pair.P, pair.Q))
-    smallest = (Lc.diagonal(dim1=-2, dim2=-1).abs() ** 2 * torch.sqrt(Q / P)).amin(-1)
+    smallest = (square_modulus(Lc.diagonal(dim1=-2, dim2=-1)) * torch.sqrt(Q / P)).amin(-1)
     first = Lc[..., :1]
     return smallest / torch.sqrt((first.mH @ (pair.Q @ first)).real[:, 0, 0])
 

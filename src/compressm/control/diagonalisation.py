@@ -7,6 +7,7 @@ from jaxtyping import Complex, Float
 from torch import Tensor
 
 from compressm.control.errors import DefectiveSystemError
+from compressm.control.parts import column_norms, row_norms
 from compressm.control.side_by_side import eig
 from compressm.control.system import DiagonalSystem, LinearSystem
 
@@ -65,5 +66,4 @@ def input_output_ratio(system: DiagonalSystem) -> Float[Tensor, "*bank"]:
 
 
 def _mode_sizes(system: DiagonalSystem) -> tuple[Tensor, Tensor]:
-    b = torch.linalg.vector_norm(system.B, dim=-1) / torch.sqrt(system.decay)
-    return b, torch.linalg.vector_norm(system.C, dim=-2)
+    return row_norms(system.B) / torch.sqrt(system.decay), column_norms(system.C)

@@ -7,6 +7,7 @@ from jaxtyping import Bool, Inexact
 from torch import Tensor
 
 from compressm.control.errors import IndefiniteGramianError
+from compressm.control.parts import square_modulus
 from compressm.control.poles import one_minus_products
 from compressm.control.side_by_side import eigh
 from compressm.control.system import DiagonalSystem
@@ -52,7 +53,7 @@ def cholesky_strength(
 ) -> tuple[Inexact[Tensor, "*bank n n"], Bool[Tensor, "*bank"], Bool[Tensor, "*bank"]]:
     """The Cholesky factor, where it failed, and where it failed or has a pivot that is rounding noise."""
     factor, info = torch.linalg.cholesky_ex(gramian)
-    pivots = factor.diagonal(dim1=-2, dim2=-1).abs() ** 2 / gramian.diagonal(dim1=-2, dim2=-1).real
+    pivots = square_modulus(factor.diagonal(dim1=-2, dim2=-1)) / gramian.diagonal(dim1=-2, dim2=-1).real
     failed = info != 0
     return factor, failed, failed | ~(pivots.amin(-1) > _WEAKEST_PIVOT)
 
@@ -87,7 +88,7 @@ def cauchy_factor(system: DiagonalSystem) -> Inexact[Tensor, "*bank n n"]:
     member = torch.arange(len(poles), device=poles.device)
     columns = []
     for _ in range(system.order):
-        pivot = ((generator.abs() ** 2).sum(-1) / decay).argmax(-1)
+        pivot = (square_modulus(generator).sum(-1) / decay).argmax(-1)
         rotated = _reflect_row(generator, member, pivot)
         gap = gaps[member, :, pivot]
         columns.append(rotated[..., 0] * torch.sqrt(decay[member, pivot])[:, None] / gap)
@@ -103,6 +104,6 @@ def _reflect_row(generator: Tensor, member: Tensor, pivot: Tensor) -> Tensor:
     # `sgn` is 0 at 0, where any direction serves.
     direction = torch.where(row[:, 0] == 0, torch.ones_like(row[:, 0]), torch.sgn(row[:, 0]))
     normal = torch.cat([(row[:, 0] + direction * length)[:, None], row[:, 1:]], dim=-1)
-    square = (normal.abs() ** 2).sum(-1).clamp_min(torch.finfo(torch.float64).tiny)
+    square = square_modulus(normal).sum(-1).clamp_min(torch.finfo(torch.float64).tiny)
     along = generator @ normal[..., None]
     return generator - (2 / square)[:, None, None] * along * normal.conj()[:, None, :]

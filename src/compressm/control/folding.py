@@ -10,6 +10,7 @@ from torch import Tensor
 
 from compressm.control import validation
 from compressm.control.errors import PrecisionError
+from compressm.control.parts import exponential
 from compressm.control.system import DenseSystem, DiagonalSystem
 
 # 2π is this much more than its float64.
@@ -28,12 +29,14 @@ def fold(system: DiagonalSystem) -> DiagonalSystem:
     below = lower_half(system)
     if system.log_poles is not None:
         log_poles = _folded_logarithms(system.log_poles)[0]
-        poles = torch.exp(log_poles)
+        poles = exponential(log_poles)
     else:
         log_poles, poles = None, torch.where(below, system.poles.conj(), system.poles)
     B = torch.where(below[..., :, None], system.B.conj(), system.B)
     C = torch.where(below[..., None, :], system.C.conj(), system.C)
-    return DiagonalSystem._unchecked(poles, log_poles, B, C)
+    folded = DiagonalSystem._unchecked(poles, log_poles, B, C)
+    folded._assign(_decay=system.decay)  # conjugates have the same
+    return folded
 
 
 def lower_half(system: DiagonalSystem) -> Bool[Tensor, "*bank n"]:

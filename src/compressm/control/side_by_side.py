@@ -8,8 +8,9 @@ slowest of all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 from jaxtyping import Complex, Float, Inexact
@@ -17,6 +18,10 @@ from torch import Tensor
 
 _SMALL = 32  # up to this order the GPU's batched solvers win
 _FEW = 16  # up to as many matrices, and above _SMALL, its eigh does
+_ALONE = 512  # one matrix of a higher order gets all threads
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 def eig(A: Inexact[Tensor, "*bank n n"]) -> tuple[Complex[Tensor, "*bank n"], Complex[Tensor, "*bank n n"]]:
@@ -57,19 +62,26 @@ def svdvals(A: Inexact[Tensor, "*bank m n"]) -> Float[Tensor, "*bank k"]:
     return _on_threads(lambda part: (torch.linalg.svdvals(part),), A)[0]
 
 
+def each(
+    function: Callable[[Item], Result], items: Sequence[Item], *, alone_on_one_thread: bool = False
+) -> list[Result]:
+    """`function` of every item, several at a time if torch may use several threads, with one BLAS thread each."""
+    threads = torch.get_num_threads()
+    workers = min(threads, len(items))
+    if threads == 1 or workers < (1 if alone_on_one_thread else 2):
+        return [function(item) for item in items]
+    try:
+        # Each worker must say so itself: new threads start with as many BLAS threads as there are cores.
+        with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            return list(pool.map(function, items))
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _on_threads(solve: Callable[[Tensor], tuple[Tensor, ...]], A: Tensor) -> tuple[Tensor, ...]:
     """`solve` on as many parts of the bank as torch may use threads; results go back to the device of A."""
     members = A.reshape(-1, *A.shape[-2:]).cpu()
-    threads = torch.get_num_threads()
-    workers = min(threads, len(members))
-    if workers == 1:
-        parts = [solve(members)]
-    else:
-        try:
-            # Each worker must say so itself: new threads start with as many BLAS threads as there are cores.
-            with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-                parts = list(pool.map(solve, members.chunk(workers)))
-        finally:
-            torch.set_num_threads(threads)
+    chunks = members.chunk(min(torch.get_num_threads(), len(members)))
+    parts = each(solve, chunks, alone_on_one_thread=A.shape[-1] <= _ALONE)
     whole = (torch.cat(pieces) if len(pieces) > 1 else pieces[0] for pieces in zip(*parts, strict=True))
     return tuple(piece.to(A.device).reshape(*A.shape[:-2], *piece.shape[1:]) for piece in whole)

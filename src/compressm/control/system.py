@@ -16,6 +16,7 @@ from torch import Tensor
 
 from compressm.control import validation
 from compressm.control.errors import PrecisionError, ShapeError, UnstableSystemError
+from compressm.control.parts import exponential, modulus
 from compressm.control.poles import decay
 
 System = TypeVar("System", bound="LinearSystem")
@@ -220,21 +221,19 @@ class DiagonalSystem(LinearSystem):
     ) -> DiagonalSystem:
         """From log λ, where a layer has it: 1 − |λ|² then keeps all its digits however close |λ| is to 1."""
         _check_shapes(log_poles=(log_poles, "n"), B=(B, "n p"), C=(C, "q n"))
-        # A log pole of −∞ is the pole 0.
-        vanishing = torch.isneginf(log_poles.real if log_poles.is_complex() else log_poles)
-        phase = 1j * log_poles.imag if log_poles.is_complex() else torch.zeros_like(log_poles)
-        bounded = torch.where(vanishing, phase, log_poles)
-        _check_values(log_poles=bounded, B=B, C=C)
+        _check_values(log_poles=_bounded(log_poles), B=B, C=C)
         log_poles, B, C = _common_dtype(log_poles, B, C)
-        system = cls._unchecked(torch.exp(log_poles), log_poles, B, C)
+        system = cls._unchecked(exponential(log_poles), log_poles, B, C)
         system._require_stability()
         return system
 
     def _require_stability(self) -> None:
+        # Kept: some forty operations, which a GPU waits for.
+        self._assign(_decay=decay(self.poles, self.log_poles))
         # Not `decay <= 0`: squares of poles above 1e146 overflow on the way, and a decay of NaN is not stable either.
         unstable = ~(self.decay.detach() > 0)
         if bool(unstable.any()):
-            worst = self.poles.detach().abs().max().item()
+            worst = modulus(self.poles.detach()).max().item()
             raise UnstableSystemError(
                 f"largest pole modulus is {worst:.9g}, expected < 1 ({int(unstable.sum())} poles are not)"
             )
@@ -246,7 +245,8 @@ class DiagonalSystem(LinearSystem):
     @property
     def decay(self) -> Float[Tensor, "*bank n"]:
         """1 − |λ|² of every mode."""
-        return decay(self.poles, self.log_poles)
+        known: Tensor | None = vars(self).get("_decay")
+        return decay(self.poles, self.log_poles) if known is None else known
 
     def adjoint(self) -> DiagonalSystem:
         return self._unchecked(
@@ -353,6 +353,15 @@ def _check_shapes(**given: tuple[Tensor, str]) -> None:
     validation.require_one_bank(
         **{name: value.shape[: value.ndim - len(axes.split())] for name, (value, axes) in given.items()}
     )
+
+
+def _bounded(log_poles: Tensor) -> Tensor:
+    """Without the log poles of −∞, which are poles at 0."""
+    if not isinstance(log_poles, Tensor) or validation.is_finite(log_poles):
+        return log_poles
+    vanishing = torch.isneginf(log_poles.real if log_poles.is_complex() else log_poles)
+    phase = 1j * log_poles.imag if log_poles.is_complex() else torch.zeros_like(log_poles)
+    return torch.where(vanishing, phase, log_poles)
 
 
 def _check_values(**given: Tensor) -> None:

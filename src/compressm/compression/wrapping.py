@@ -1,0 +1,138 @@
+"""DistributedDataParallel after a cut: it sized its buckets of gradients when it was made, and has to be made anew."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from compressm.compression.errors import CompressionError, StaleWrapperError
+
+# Options that DistributedDataParallel keeps under their own names; those that it does not know it is not given.
+_OPTIONS = (
+    "dim",
+    "find_unused_parameters",
+    "gradient_as_bucket_view",
+    "static_graph",
+    "skip_all_reduce_unused_params",
+    "batched_grad_copy",
+)
+# Whether normalisation statistics are shared in every forward pass; before torch 2.13 under the first name.
+_SYNCHRONISED = ("broadcast_buffers", "forward_sync_buffers", "require_forward_param_sync")
+_MEGABYTE = 1024 * 1024
+
+
+def rewrap_(model: nn.Module) -> None:
+    """Make every DistributedDataParallel in the model anew, in place, with the options and hooks that it had.
+
+    After a cut, or a return from one, gradients are averaged again. A compressor does it by itself for the wrapper that
+    it is given; this is for a wrapper that it has not seen. All processes have to do it; nothing is sent.
+    """
+    wrappers = wrappers_in(model)
+    if not wrappers:
+        raise CompressionError(f"{type(model).__name__} has no DistributedDataParallel in it: there is nothing to redo")
+    for wrapper in wrappers:
+        require_rewrappable(wrapper)
+    for wrapper in wrappers:
+        _made_anew_(wrapper)
+
+
+def wrappers_in(model: nn.Module) -> list[DistributedDataParallel]:
+    """The model itself, or what stands inside torch.compile and the like."""
+    return [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """What a wrapper around the whole model wraps."""
+    while True:
+        if isinstance(model, DistributedDataParallel | nn.DataParallel):
+            model = model.module
+        elif isinstance(inner := model._modules.get("_orig_mod"), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def renew_wrappers_(model: nn.Module, changed: Iterable[nn.Module]) -> None:
+    """After parameters of these modules have changed their shapes: wrappers in the model are made anew, others refuse.
+
+    Those others are found among all living objects: one that still sums gradients of the old shapes would go on for a
+    step without averaging anything, and then stop with an error about unfinished reductions.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    known, modules = wrappers_in(model), set(changed)
+    if known:
+        rewrap_(model)
+    # Not isinstance, which asks proxies of other packages for their class.
+    living = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
+    for wrapper in living:
+        refuses = _refuse in wrapper._forward_pre_hooks.values()
+        if wrapper not in known and not refuses and modules & set(wrapper.modules()):
+            wrapper.register_forward_pre_hook(_refuse)
+
+
+def require_rewrappable(wrapper: DistributedDataParallel) -> None:
+    """Refuse options under which parameters have companions that a cut does not know."""
+    for option in ("mixed_precision", "_delay_all_reduce_params"):
+        if getattr(wrapper, option, None):
+            said = option.strip("_")
+            raise CompressionError(f"DistributedDataParallel with {said} keeps copies of parameters, and cannot be cut")
+
+
+def _refuse(wrapper: nn.Module, args: object) -> None:
+    if torch.is_grad_enabled():
+        raise StaleWrapperError(
+            "this DistributedDataParallel was made before a cut and would not average gradients:"
+            " call compressm.rewrap_(model) on every process after each cut, or give the wrapper to the compressor"
+        )
+
+
+def _made_anew_(wrapper: DistributedDataParallel) -> None:
+    before, module = dict(wrapper.__dict__), wrapper.module
+    hooks = [(hook, state) for hook, state in wrapper._comm_hooks]
+    try:
+        # All processes are in step already, so that nothing is compared or sent.
+        DistributedDataParallel.__init__(wrapper, module, init_sync=False, **_options(wrapper))
+        for hook, state in hooks:
+            wrapper.register_comm_hook(state, hook)
+    except BaseException:
+        wrapper.__dict__.clear()
+        wrapper.__dict__.update(before)
+        raise
+    _bring_back_(wrapper, before)
+
+
+def _bring_back_(wrapper: DistributedDataParallel, before: dict[str, Any]) -> None:
+    """What a module has beside that: its hooks but for the refusal, its mode, what a subclass added."""
+    for name in nn.Module().__dict__:
+        if name not in ("_modules", "_parameters", "_buffers"):
+            wrapper.__dict__[name] = before[name]
+    for name in _SYNCHRONISED:
+        if name in before:
+            wrapper.__dict__[name] = before[name]
+    wrapper._modules.update({name: child for name, child in before["_modules"].items() if name != "module"})
+    refusals = [key for key, hook in wrapper._forward_pre_hooks.items() if hook is _refuse]
+    for key in refusals:
+        del wrapper._forward_pre_hooks[key]
+
+
+def _options(wrapper: DistributedDataParallel) -> dict[str, Any]:
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    options = {name: getattr(wrapper, name) for name in _OPTIONS if name in known and hasattr(wrapper, name)}
+    mesh = getattr(wrapper, "device_mesh", None)
+    options |= {"process_group": wrapper.process_group} if mesh is None else {"device_mesh": mesh}
+    if wrapper.device_ids is not None:
+        options |= {"device_ids": wrapper.device_ids, "output_device": wrapper.output_device}
+    sizes = getattr(wrapper, "bucket_bytes_cap_list", None)
+    if sizes:
+        options["bucket_cap_mb_list"] = [size / _MEGABYTE for size in sizes]
+    elif not wrapper.bucket_bytes_cap_default:
+        options["bucket_cap_mb"] = wrapper.bucket_bytes_cap / _MEGABYTE
+    return options

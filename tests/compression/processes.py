@@ -1,0 +1,321 @@
+"""Two processes that train together, and what each of them found: run as a script, they write it as JSON."""
+
+import copy
+import json
+import sys
+import traceback
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import compressm as cs
+from compressm.compression import StaleWrapperError, load_checkpoint, save_checkpoint, surgery
+
+CASES = {}
+
+
+def case(function):
+    """To be run by both processes, one case after the other."""
+    CASES[function.__name__] = function
+    return function
+
+
+class Training:
+    """A model with normalisation statistics in a wrapper; every process has data of its own."""
+
+    def __init__(self, rank, order=12, optimizer=torch.optim.AdamW, **options):
+        torch.manual_seed(0)
+        self.rank, self.data = rank, torch.Generator().manual_seed(rank)
+        self.inner = cs.models.SequenceClassifier(cs.layers.LRU, depth=2, width=4, order=order, inputs=3, classes=5)
+        self.model = DistributedDataParallel(self.inner, **options)
+        self.optimizer = optimizer(self.inner.parameters(), lr=1e-2)
+
+    def batch(self):
+        return torch.randn(4, 20, 3, generator=self.data), torch.randint(5, (4,), generator=self.data)
+
+    def train(self, steps, compressor=None, first=1):
+        events = []
+        for step in range(first, first + steps):
+            x, target = self.batch()
+            self.optimizer.zero_grad()
+            cross_entropy(self.model(x), target).backward()
+            self.optimizer.step()
+            events += [] if compressor is None else compressor.step(step)
+        return [str(event) for event in events]
+
+    def orders(self):
+        return [block.ssm.order for block in self.inner.blocks]
+
+    def flat(self):
+        """Parameters and moments in one row."""
+        moments = [value for state in self.optimizer.state.values() for value in state.values()]
+        return torch.cat([torch.as_tensor(part).detach().flatten() for part in [*self.inner.parameters(), *moments]])
+
+    def in_step(self):
+        rows = [None, None]
+        dist.all_gather_object(rows, self.flat())
+        return torch.equal(*rows)
+
+    def averaged(self):
+        """Whether what the wrapper leaves in the gradients is the mean of what each process finds."""
+        self.model.eval()  # no dropout
+        x, target = self.batch()
+        self.model(x)  # statistics of the first process
+        parameters = list(self.inner.parameters())
+        own = torch.autograd.grad(cross_entropy(self.inner(x), target), parameters)
+        self.optimizer.zero_grad()
+        cross_entropy(self.model(x), target).backward()
+        self.model.train()
+        for gradient in own:
+            dist.all_reduce(gradient)
+        return all(torch.allclose(p.grad, total / 2, atol=1e-6) for p, total in zip(parameters, own, strict=True))
+
+
+def refused(call, *args):
+    """The kind of error and what it says."""
+    try:
+        call(*args)
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+    return ["no error", ""]
+
+
+def outcome(run, **more):
+    return {"orders": run.orders(), "averaged": run.averaged(), "in step": run.in_step(), **more}
+
+
+@case
+def the_wrapper_is_given(rank, path):
+    run = Training(rank)
+    average = [copy.deepcopy(run.inner)] if rank == 0 else []  # kept by the first process alone
+    compressor = cs.Compressor(run.model, run.optimizer, when=[2, 4], keep=cs.EnergyTolerance(0.1), follow=average)
+    events = run.train(6, compressor)
+    assert all([block.ssm.order for block in model.blocks] == run.orders() for model in average)
+    return outcome(run, events=events)
+
+
+@case
+def the_wrapper_is_not_given(rank, path):
+    run = Training(rank)
+    calibration = [run.batch()[0] for _ in range(1 + rank)]  # another number of batches, too
+
+    def calibrate(model):
+        for x in calibration:
+            model(x)
+
+    compressor = cs.Compressor(run.inner, run.optimizer, when=[2], keep=cs.EnergyTolerance(0.1), calibrate=calibrate)
+    events, before = run.train(2, compressor), run.flat()
+    stale = refused(run.train, 1)
+    with torch.no_grad():
+        run.model(run.batch()[0])  # evaluation needs no averages
+    untouched = torch.equal(run.flat(), before)
+    cs.rewrap_(run.model)
+    run.train(3)
+    return outcome(run, events=events, stale=stale, untouched=untouched)
+
+
+@case
+def measured_with_other_data(rank, path):
+    run = Training(rank)
+    calibration = (1 + 10 * rank) * torch.randn(2 + rank, 30, 3, generator=run.data)
+    compressor = cs.Compressor(
+        run.model, run.optimizer, when=[2], keep=cs.EnergyTolerance(0.1), calibrate=lambda model: model(calibration)
+    )
+    preview = [str(cut) for cut in compressor.preview()]
+    return outcome(run, events=run.train(4, compressor), preview=preview, bound=compressor.history[0].error_bound)
+
+
+@case
+def a_policy_that_differs(rank, path):
+    run = Training(rank)
+    compressor = cs.Compressor(
+        run.model, run.optimizer, when=[2], keep=cs.TargetOrder(4 + rank), select=cs.Random(rank), moments=cs.Restart()
+    )
+    return outcome(run, events=run.train(4, compressor))
+
+
+@case
+def data_that_fails_in_one(rank, path):
+    run, left = Training(rank), ["once"] * rank
+
+    def calibrate(model):
+        if left:
+            left.pop()
+            raise RuntimeError("no data")
+        model(torch.ones(2, 10, 3))
+
+    compressor = cs.Compressor(run.model, run.optimizer, when=[2, 3], keep=cs.TargetOrder(4), calibrate=calibrate)
+    run.train(1, compressor)
+    before = run.flat()
+    error = refused(compressor.step, 2)
+    untouched = torch.equal(run.flat(), before) and not compressor.history
+    return outcome(run, error=error, untouched=untouched, events=run.train(2, compressor, first=3))
+
+
+@case
+def an_optimizer_that_is_behind_in_one(rank, path):
+    run = Training(rank)
+    run.train(1)
+    if rank == 1:
+        run.optimizer.state.clear()
+    compressor = cs.Compressor(run.model, run.optimizer, when=[2], keep=cs.TargetOrder(4))
+    before = run.flat()
+    error = refused(compressor.step, 2)
+    return {"error": error, "untouched": torch.equal(run.flat(), before), "orders": run.orders()}
+
+
+@case
+def a_write_that_fails_in_one(rank, path):
+    run, replace_data = Training(rank), surgery.replace_data
+    guard = cs.Rollback(lambda: 1.0, settle=3, folder=path)
+    compressor = cs.Compressor(run.model, run.optimizer, when=[2, 3], keep=cs.TargetOrder(4), guard=guard)
+    run.train(1, compressor)
+    calls, before, state = [], run.flat(), json.dumps(compressor.state_dict())
+
+    def fails(parameter, data):
+        calls.append(parameter)
+        if rank == 1 and len(calls) == 3:
+            raise OSError("no memory")
+        replace_data(parameter, data)
+
+    surgery.replace_data = fails
+    error = refused(compressor.step, 2)
+    surgery.replace_data = replace_data
+    untouched = torch.equal(run.flat(), before) and json.dumps(compressor.state_dict()) == state
+    return outcome(run, error=error, untouched=untouched, events=run.train(2, compressor, first=3))
+
+
+@case
+def a_cut_that_is_undone(rank, path):
+    run = Training(rank)
+    scores = iter([1.0, 0.2 if rank == 0 else 5.0])  # the first process's count
+    guard = cs.Rollback(lambda: next(scores), settle=2)
+    compressor = cs.Compressor(run.model, run.optimizer, when=[2], keep=cs.TargetOrder(4), guard=guard)
+    return outcome(run, events=run.train(6, compressor))
+
+
+@case
+def an_evaluation_that_fails_in_one(rank, path):
+    run = Training(rank)
+    guard = cs.Rollback(lambda: None if rank else 1.0)
+    compressor = cs.Compressor(run.model, run.optimizer, when=[2], keep=cs.TargetOrder(4), guard=guard)
+    before = run.flat()
+    return {"error": refused(compressor.step, 2), "untouched": torch.equal(run.flat(), before)}
+
+
+@case
+def processes_at_other_steps(rank, path):
+    run = Training(rank)
+    compressor = cs.Compressor(run.model, run.optimizer, when=[2, 3], keep=cs.TargetOrder(4))
+    return {"error": refused(compressor.step, 2 + rank), "orders": run.orders()}
+
+
+@case
+def options_of_the_wrapper(rank, path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        run = Training(rank, bucket_cap_mb=3, gradient_as_bucket_view=True, static_graph=True, broadcast_buffers=False)
+    calls = []
+    run.model.register_comm_hook(None, allreduce_hook)
+    run.model.register_forward_hook(lambda *_: calls.append(1))
+    run.model.mark = "mine"
+    compressor = cs.Compressor(run.model, run.optimizer, when=[2], keep=cs.TargetOrder(4))
+    run.train(2, compressor)
+    calls.clear()
+    run.train(2)
+    kept = {
+        "bytes": run.model.bucket_bytes_cap == 3 * 1024 * 1024,
+        "views": run.model.gradient_as_bucket_view,
+        "static": run.model.static_graph,
+        "statistics of its own": not run.model.will_sync_module_buffers(),
+        "communication": run.model._comm_hooks[0][0] is allreduce_hook,
+        "hooks": len(calls) == 2,
+        "attributes": run.model.mark == "mine",
+    }
+    return {"orders": run.orders(), "in step": run.in_step(), "kept": kept}
+
+
+@case
+def groups_of_their_own(rank, path):
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    run = Training(rank, process_group=groups[rank])
+    if rank == 0:
+        cs.compress_(run.model, keep=cs.TargetOrder(4), optimizer=run.optimizer)
+        run.train(2)
+    return {"orders": run.orders()}
+
+
+@case
+def a_look_by_one(rank, path):
+    run, x = Training(rank), torch.randn(4, 20, 3)
+    if rank == 1:
+        return {"states": 24}
+    tracker = cs.HankelTracker(run.model, every=1, calibrate=lambda model: model(x))
+    tracker.step(1)
+    return {"states": sum(cs.inspect(run.model, lambda model: model(x)).orders.values())}
+
+
+@case
+def a_snapshot_that_fails_in_one(rank, path):
+    run, folder = Training(rank), Path(path) / f"snapshots-{rank}"
+    if rank == 1:
+        folder.write_text("not a folder")
+    guard = cs.Rollback(lambda: 1.0, folder=folder)
+    compressor = cs.Compressor(run.model, run.optimizer, when=[2], keep=cs.TargetOrder(4), guard=guard)
+    before = run.flat()
+    error = refused(compressor.step, 2)
+    left = list(folder.iterdir()) if rank == 0 else []
+    return {"error": error, "untouched": torch.equal(run.flat(), before) and not left}
+
+
+@case
+def a_compiled_wrapper(rank, path):
+    run = Training(rank)
+    run.model = torch.compile(run.model, backend="eager")
+    compressor = cs.Compressor(run.model, run.optimizer, when=[2], keep=cs.TargetOrder(4))
+    return outcome(run, events=run.train(4, compressor))
+
+
+@case
+def a_checkpoint_of_smaller_orders(rank, path):
+    run, file = Training(rank), f"{path}/{rank}.pt"
+    compressor = cs.Compressor(run.model, run.optimizer, when=[2], keep=cs.TargetOrder(4))
+    run.train(2, compressor)
+    save_checkpoint(file, model=run.model, optimizer=run.optimizer, compressor=compressor, step=2)
+    again = Training(rank)
+    resumed = cs.Compressor(again.model, again.optimizer, when=[2], keep=cs.TargetOrder(4))
+    load_checkpoint(file, model=again.model, optimizer=again.optimizer, compressor=resumed)
+    again.train(2)
+    return outcome(again)
+
+
+@case
+def nothing_to_redo(rank, path):
+    run = Training(rank)
+    assert issubclass(StaleWrapperError, cs.compression.CompressionError)
+    return {"error": refused(cs.rewrap_, run.inner)}
+
+
+def work(rank, path):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
+    found = {}
+    for name, function in CASES.items():
+        try:
+            found[name] = function(rank, path)
+        except Exception:
+            found[name] = {"failed": traceback.format_exc()}
+        dist.barrier()
+    with open(f"{path}/found-{rank}.json", "w") as file:
+        json.dump(found, file)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    mp.start_processes(work, (sys.argv[1],), nprocs=2, start_method="fork")

@@ -1,0 +1,179 @@
+"""Two processes cut to the same orders and stay in step; where one of them fails, none has changed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from compressm.compression import CompressionError, Compressor, HankelTracker, TargetOrder, compress_, inspect
+from compressm.compression.distributed import Processes
+from compressm.layers import LRU
+from compressm.models import SequenceClassifier
+from tests.compression.processes import CASES
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What both processes say of every case."""
+    path = tmp_path_factory.mktemp("processes")
+    command = [sys.executable, "-m", "tests.compression.processes", str(path)]
+    child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert child.returncode == 0, child.stderr
+    first, second = (json.loads((path / f"found-{rank}.json").read_text()) for rank in range(2))
+    return {name: (first[name], second[name]) for name in CASES}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_processes_agree_on_what_happened(case, found):
+    first, second = found[case]
+    assert "failed" not in first, first["failed"]
+    assert "failed" not in second, second["failed"]
+    for said in {"orders", "events", "preview"} & first.keys():
+        assert first[said] == second[said] or case == "groups_of_their_own"
+    for said in {"in step", "averaged", "untouched"} & first.keys():
+        assert first[said] is second[said] is True, said
+
+
+def test_a_wrapper_that_is_given_is_made_anew_by_each_cut(found):
+    first, _ = found["the_wrapper_is_given"]
+    assert len(first["events"]) == 4
+    assert all(order < 12 for order in first["orders"])
+
+
+def test_a_wrapper_that_is_not_given_refuses_to_train_until_it_is_made_anew(found):
+    for one in found["the_wrapper_is_not_given"]:
+        kind, said = one["stale"]
+        assert kind == "StaleWrapperError"
+        assert "compressm.rewrap_(model)" in said
+
+
+def test_data_of_all_processes_is_measured_together(found):
+    first, _ = found["measured_with_other_data"]
+    assert first["bound"] is None
+    assert [event.split(",")[0] for event in first["preview"]] == [event.split(",")[0] for event in first["events"]]
+
+
+def test_the_first_process_decides(found):
+    assert found["a_policy_that_differs"][0]["orders"] == [4, 4]
+    undone = found["a_cut_that_is_undone"][0]
+    assert undone["orders"] == [12, 12]
+    assert undone["events"][-1].startswith("restored")
+
+
+FAILURES = {
+    "data_that_fails_in_one": ("process 1 failed while reading the layers: RuntimeError: no data", "no data"),
+    "an_optimizer_that_is_behind_in_one": ("process 1 failed while writing the cut", "the optimizer's state of"),
+    "a_write_that_fails_in_one": ("process 1 failed while writing the cut: OSError: no memory", "no memory"),
+    "a_snapshot_that_fails_in_one": ("process 1 failed while keeping what was before the cut", "snapshots-1"),
+    "an_evaluation_that_fails_in_one": ("process 1 failed while evaluating", "evaluate returned None"),
+    "processes_at_other_steps": ("the step of the cut: 2 here, 3 in process 1", "3 here, 2 in process 0"),
+}
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_a_failure_in_one_process_is_said_in_both(case, found):
+    for one, said in zip(found[case], FAILURES[case], strict=True):
+        assert said in one["error"][1]
+
+
+def test_the_options_and_hooks_of_a_wrapper_are_kept(found):
+    for one in found["options_of_the_wrapper"]:
+        assert [name for name, kept in one["kept"].items() if not kept] == []
+
+
+def test_a_wrapper_s_own_group_is_the_one_that_cuts_together(found):
+    assert [one["orders"] for one in found["groups_of_their_own"]] == [[4, 4], [12, 12]]
+
+
+def test_one_process_may_look_alone(found):
+    assert [one["states"] for one in found["a_look_by_one"]] == [24, 24]
+
+
+def test_there_is_nothing_to_redo_without_a_wrapper(found):
+    assert "has no DistributedDataParallel" in found["nothing_to_redo"][0]["error"][1]
+
+
+def test_one_process_alone_waits_for_nobody():
+    alone = Processes()
+    assert alone.count == 1
+    assert alone.is_first
+    with pytest.raises(OSError, match="mine"), alone.together("working"):
+        raise OSError("mine")
+    alone.require_same("anything", 1)
+
+
+# The only strategy in one process, and deprecated as such.
+ONE_PROCESS = pytest.mark.filterwarnings("ignore:.*NO_SHARD", "ignore:.*device_id")
+
+
+@pytest.fixture
+def group(tmp_path):
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield dist.device_mesh.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def make():
+    torch.manual_seed(0)
+    return SequenceClassifier(LRU, depth=1, width=4, order=8, inputs=3, classes=5)
+
+
+def sharded(how, mesh, model):
+    if how == "fully_shard":
+        return fully_shard(model, mesh=mesh)
+    return FullyShardedDataParallel(
+        model, process_group=mesh.get_group(), device_id=torch.device("cpu"), use_orig_params="original" in how
+    )
+
+
+@ONE_PROCESS
+@pytest.mark.parametrize("how", ["fully_shard", "flat parameters", "original parameters"])
+def test_sharded_models_are_refused_before_anything_changes(how, group):
+    model = sharded(how, group, make())
+    before = [p.detach().clone() for p in model.parameters()]
+    said = r"blocks\.0\.ssm(\.nu_log)? is (sharded by FSDP|a DTensor).*cannot be cut"
+    optimizer = torch.optim.Adam(model.parameters())
+    for call in (
+        lambda: Compressor(model, optimizer, when=[1], keep=TargetOrder(4)),
+        lambda: compress_(model, keep=TargetOrder(4)),
+        lambda: inspect(model),
+        lambda: HankelTracker(model, every=1).step(1),
+    ):
+        with pytest.raises(CompressionError, match=said):
+            call()
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))
+
+
+@ONE_PROCESS
+@pytest.mark.parametrize("how", ["fully_shard", "flat parameters"])
+def test_sharding_after_the_compressor_was_made_is_noticed_at_the_cut(how, group):
+    model = make()
+    compressor = Compressor(model, when=[1], keep=TargetOrder(4))
+    wrapped = sharded(how, group, model)
+    with pytest.raises(CompressionError, match=r"FSDP|DTensor"):
+        compressor.step(1)
+    assert compressor.history == []
+    assert wrapped is not None
+
+
+def test_an_optimizer_that_shards_its_state_is_refused(group):
+    model = make()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=1e-3)
+    with pytest.raises(CompressionError, match="ZeroRedundancyOptimizer keeps each state in one process"):
+        Compressor(model, optimizer, when=[1], keep=TargetOrder(4))
+
+
+def test_a_wrapper_with_copies_of_its_parameters_is_refused(group):
+    model = nn.parallel.DistributedDataParallel(make())
+    model.mixed_precision = object()
+    with pytest.raises(CompressionError, match="mixed_precision keeps copies"):
+        Compressor(model, when=[1], keep=TargetOrder(4))
