@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from compressm.bench import cut_cases, scan_paths, train_step
 from compressm.bench import growth as growth_bench
 from compressm.bench import peers as peers_bench
-from compressm.bench import scan_paths, train_step
 from compressm.bench.ceilings import Ceilings
 from compressm.bench.step_cases import StepCase
 
@@ -38,6 +38,16 @@ def test_a_training_step_is_measured_beside_its_floor_and_written(tmp_path):
     assert "floor" in done.output
     table = run("bench", "table", str(tmp_path / "step-cpu.json"))
     assert "| smnist | 3 | float32 |" in table.output
+
+
+def test_a_cut_is_measured_stage_by_stage_and_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(cut_cases, "default_models", lambda device: (TINY,))
+    done = run("bench", "cut", "--rank", "1", "--repeats", "1", "--out", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    assert "1 layer(s) of 4 channels, 2 → 1 states" in plain(done)
+    assert [path.name for path in tmp_path.iterdir()] == ["cut-cpu.json"]
+    table = run("bench", "table", str(tmp_path / "cut-cpu.json")).output
+    assert "| stage | Transport | Restart | Transport, measured P |" in table
 
 
 def test_growth_is_one_result_with_a_table_an_axis_and_one_picture(tmp_path, small):
@@ -87,6 +97,8 @@ def test_every_committed_result_has_a_table(path):
         (("bench", "growth", "--axis", "depth"), "'depth' is not one of 'order', 'length', 'width'"),
         (("bench", "growth", "--precision", "float8"), "'float8' is not one of"),
         (("bench", "step", "--task", "mnist"), "'mnist' is not one of 'smnist'"),
+        (("bench", "cut", "--task", "mnist"), "'mnist' is not one of 'smnist'"),
+        (("bench", "cut", "--rank", "0"), "0 is too small, expected at least 1"),
         (("bench", "peers", "--repeats", "0"), "0 is too small, expected at least 1"),
         (("bench", "draw", str(RESULTS / "scan-cpu.json")), "no picture for results named 'scan', only for reduction"),
     ],

@@ -46,6 +46,7 @@ class Peer(ABC):
 
     name: str
     gpu_only: bool = False
+    longest: int | None = None  # the sequence it gets through at all
     precisions: ClassVar[tuple[str, ...]] = ("float32",)
 
     @abstractmethod
@@ -118,6 +119,7 @@ class PairPeer(Peer):
     name: str
     load: Callable[[], Scan]
     gpu_only: bool = True
+    longest: int | None = None
     precisions: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")
 
     def scan(self, problem: Problem) -> Scan:
@@ -250,7 +252,7 @@ PEERS: tuple[Peer, ...] = (
     Ours(),
     ComplexPeer("PyTorch loop", _loop, constant=True),
     ComplexPeer("torch scan, eager", _torch_tree),
-    PairPeer("torch scan, compiled", _torch_compiled),
+    PairPeer("torch scan, compiled", _torch_compiled, longest=4096),  # 16384 compile for more than two minutes
     ComplexPeer("accelerated-scan", _accelerated_scan, time_last=True, gpu_only=True),
     ComplexPeer("assoc-scan", _assoc_scan),
     ComplexPeer("s5-pytorch", _s5),

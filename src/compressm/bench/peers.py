@@ -82,6 +82,8 @@ def _row(peer: Peer, problem: Problem, truth: Truth, precision: str, repeats: in
     row |= {"batch": batch, "length": length, "order": n}
     if peer.gpu_only and device == "cpu":
         return row | {"note": "needs a GPU"}
+    if peer.longest is not None and length > peer.longest:
+        return row | {"note": f"left out beyond length {peer.longest}: it compiles for minutes"}
     try:
         return row | _measured(peer, problem, truth, precision, repeats)
     except ModuleNotFoundError as error:

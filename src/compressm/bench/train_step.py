@@ -120,10 +120,20 @@ def build_batch(case: StepCase, device: torch.device) -> tuple[Tensor, Tensor]:
     return x, torch.randint(case.classes, (case.batch,), device=device)
 
 
-def eager_step(model: SequenceClassifier, x: Tensor, target: Tensor, case: StepCase) -> Callable[[], None]:
+def make_optimizer(model: SequenceClassifier, device: torch.device) -> torch.optim.Optimizer:
+    """AdamW in one kernel, ready for a CUDA graph where there is one."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=device.type == "cuda")
+
+
+def eager_step(
+    model: SequenceClassifier,
+    x: Tensor,
+    target: Tensor,
+    case: StepCase,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Callable[[], None]:
     """A step as a plain training loop does it."""
-    gpu = x.is_cuda
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=gpu)
+    optimizer = optimizer or make_optimizer(model, x.device)
     half = case.precision == "bfloat16"
 
     def step() -> None:

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from compressm.reports.growth_curves import draw_growth
+from compressm.reports.loss_curves import draw_loss_curves
 from compressm.reports.reduction_cost import draw_reduction_cost
 from compressm.runs.measurement import Measurement, MeasurementError
 
 _PICTURES: dict[str, Callable[[Measurement, Path], Path]] = {
     "reduction": draw_reduction_cost,
     "growth": draw_growth,
+    "loss_continuity": draw_loss_curves,
 }
 
 

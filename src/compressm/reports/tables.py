@@ -4,23 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from compressm.reports.cut_tables import cut_grids
 from compressm.reports.grid import Grid
 from compressm.reports.reduction_tables import reduction_grids
 from compressm.reports.scan_tables import peer_grids, scan_grids
 from compressm.reports.step_tables import growth_grids, step_grids
+from compressm.reports.study_tables import hidden_system_grids, loss_continuity_grids, one_shot_grids
 from compressm.runs.measurement import Measurement, MeasurementError
 
 _GRIDS: dict[str, Callable[[Measurement], list[Grid]]] = {
     "reduction": reduction_grids,
+    "cut": cut_grids,
     "step": step_grids,
     "growth": growth_grids,
     "scan": scan_grids,
     "peers": peer_grids,
+    "one_shot": one_shot_grids,
+    "hidden_system": hidden_system_grids,
+    "loss_continuity": loss_continuity_grids,
 }
 
 
 def grids(measurement: Measurement) -> list[Grid]:
-    """The tables of a result of any `compressm bench NAME`."""
+    """The tables of a result of any benchmark or study."""
     if measurement.name not in _GRIDS:
         raise MeasurementError(f"no table for results named {measurement.name!r}, only for {', '.join(_GRIDS)}")
     return _GRIDS[measurement.name](measurement)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import typer
 
-from compressm.cli.bench import growth, reduction, results, scan, step
+from compressm.cli.bench import cut, growth, reduction, results, scan, step
 
 bench = typer.Typer(help="Measure speed on this machine; results are JSON files with a picture.", no_args_is_help=True)
 for command in (
     reduction.reduction,
+    cut.cut,
     step.step,
     growth.growth,
     scan.scan,

@@ -27,6 +27,17 @@ class Precision(StrEnum):
     bfloat16 = "bfloat16"
 
 
+class Task(StrEnum):
+    """The paper's tasks, by their sizes."""
+
+    smnist = "smnist"
+    scifar = "scifar"
+    listops = "listops"
+    imdb = "imdb"
+    aan = "aan"
+    pathfinder = "pathfinder"
+
+
 def count(text: str | int) -> int:
     """Typer's own check does not say what was given."""
     try:

@@ -12,7 +12,7 @@ from compressm.cli.paths import PathError, require_picture
 from compressm.runs.measurement import Measurement, MeasurementError
 
 
-def table(result: Annotated[Path, typer.Argument(help="A result file of `compressm bench`.")]) -> None:
+def table(result: Annotated[Path, typer.Argument(help="A result file of a benchmark or study.")]) -> None:
     """Print a result file as Markdown tables."""
     from compressm.reports.tables import markdown
 
@@ -23,7 +23,7 @@ def table(result: Annotated[Path, typer.Argument(help="A result file of `compres
 
 
 def draw(
-    result: Annotated[Path, typer.Argument(help="A result file of `compressm bench reduction` or `growth`.")],
+    result: Annotated[Path, typer.Argument(help="A result file of reduction, growth or loss_continuity.")],
     picture: Annotated[
         Path | None, typer.Option(help="The picture to write. Default: beside the result, .png.")
     ] = None,

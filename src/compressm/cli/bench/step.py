@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -15,21 +14,11 @@ from compressm.cli.bench.options import (
     OutOption,
     Precision,
     RepeatsOption,
+    Task,
     count,
     require,
 )
 from compressm.cli.bench.terminal import measuring, report
-
-
-class Task(StrEnum):
-    """The paper's tasks, by their sizes."""
-
-    smnist = "smnist"
-    scifar = "scifar"
-    listops = "listops"
-    imdb = "imdb"
-    aan = "aan"
-    pathfinder = "pathfinder"
 
 
 def step(

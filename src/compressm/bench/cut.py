@@ -1,0 +1,150 @@
+"""One whole cut of a model in the middle of its training, by the `Compressor`, stage by stage, up to the next step.
+
+Each case has a process of its own, in which the model trains first: its *cold* cut is the first of that process, as in
+a training, and pays for whatever a library loads or compiles only now; *warm* ones follow on models built anew. On a
+GPU training runs as one CUDA graph, and the step after a cut includes recording it again.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compressm.bench.capture import capture
+from compressm.bench.cut_cases import CutCase, cut_cases, default_models
+from compressm.bench.precision import products_in
+from compressm.bench.timing import median_seconds, threads
+from compressm.bench.train_step import build_batch, build_model, eager_step, make_optimizer
+from compressm.compression import Compressor, Cut, Restart, Transport
+from compressm.compression.policies import Policy
+from compressm.compression.stages import STAGES, watching
+from compressm.runs.measurement import Measurement, Row
+
+_MOMENTS = {"Transport": Transport(), "Restart": Restart()}
+_STEPS_BEFORE = 3
+_CALIBRATION = 8  # sequences; 2 to 10 are enough for a good Gramian
+
+
+def measure_cuts(
+    cases: Iterable[CutCase] | None = None,
+    *,
+    device: str = "cpu",
+    repeats: int = 5,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Measurement:
+    """Time one cold and `repeats` warm cuts of each case; on the CPU with one thread."""
+    rows: list[Row] = []
+    for case in cases if cases is not None else cut_cases(default_models(device)):
+        progress(f"{case.model.task}, n = {case.model.order} → {case.rank}, {case.gramian}, {case.moments}")
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+            rows += process.submit(measure_cut, case, device, repeats).result()
+    with threads(1 if device == "cpu" else torch.get_num_threads()):
+        return Measurement("cut", "One cut of a model: from reading it to the first step afterwards", repeats, rows)
+
+
+def measure_cut(case: CutCase, device: str, repeats: int) -> list[Row]:
+    """Two rows: the first cut of this process, and the medians of those after it."""
+    where = torch.device(device)
+    with threads(1 if where.type == "cpu" else torch.get_num_threads()), products_in(case.model.precision):
+        cold = cut_once(case, where)
+        later = [cut_once(case, where) for _ in range(repeats)]
+    warm = {name: statistics.median(times[name] for times in later) for name in cold}
+    named: Row = {
+        "task": case.model.task,
+        "layers": case.model.depth,
+        "order": case.model.order,
+        "rank": case.rank,
+        "width": case.model.width,
+        "precision": case.model.precision,
+        "gramian": case.gramian,
+        "moments": case.moments,
+        "ranks": "unequal" if case.unequal else "equal",
+        "device": where.type,
+    }
+    return [{**named, "run": run, **times} for run, times in (("cold", cold), ("warm", warm))]
+
+
+def cut_once(case: CutCase, device: torch.device) -> dict[str, float]:
+    """Seconds of every stage of a cut of a new model that has trained a little, and of a step before and after."""
+    gc.collect()
+    torch.manual_seed(0)
+    model = build_model(case.model).to(device)
+    x, target = build_batch(case.model, device)
+    optimizer = make_optimizer(model, device)
+    step = eager_step(model, x, target, case.model, optimizer)
+    data: dict[str, Any] = {} if case.gramian == "white noise" else {"calibrate": _calibration(case, x)}
+    moments = _MOMENTS[case.moments]
+    compressor = Compressor(model, optimizer, when=[1], keep=_policy(case), gate=1.0, moments=moments, **data)
+    training = _begin(step, device)
+    times = {"step_before_s": median_seconds(training, repeats=3, device=device)}
+    watch = Stopwatch(device)
+    with watch("cut"), watching(watch):
+        events = compressor.step(1)
+    assert [event.rank for event in events if isinstance(event, Cut)] == case.ranks
+    with watch("first_step"):
+        del training  # a graph keeps its memory, and what it would replay has gone
+        training = _resume(step, device)
+    times |= {f"{name}_s": watch.seconds.get(name, 0.0) for name in ("cut", *STAGES, "first_step")}
+    times["total_s"] = watch.seconds["cut"] + watch.seconds["first_step"]
+    return times | {"step_after_s": median_seconds(training, repeats=3, device=device)}
+
+
+def _policy(case: CutCase) -> Policy:
+    return lambda spectra: dict(zip(spectra, case.ranks, strict=True))
+
+
+def _calibration(case: CutCase, x: Tensor) -> Callable[[nn.Module], object]:
+    """A pass over a few sequences, in the precision of the training."""
+
+    def calibrate(model: nn.Module) -> object:
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=case.model.precision == "bfloat16"):
+            return model(x[:_CALIBRATION])
+
+    return calibrate
+
+
+def _begin(step: Callable[[], None], device: torch.device) -> Callable[[], object]:
+    """Train a little, as a training does that has been going on."""
+    if device.type == "cuda":
+        return capture(step, warm_up=_STEPS_BEFORE)
+    for _ in range(_STEPS_BEFORE):
+        step()
+    return step
+
+
+def _resume(step: Callable[[], None], device: torch.device) -> Callable[[], object]:
+    """The first step at the new size; on a GPU it is recorded as well, and the recording replayed once."""
+    if device.type != "cuda":
+        step()
+        return step
+    again = capture(step, warm_up=1)
+    again()
+    return again
+
+
+class Stopwatch:
+    """Adds up the seconds of named pieces of work, on a GPU until they are done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: dict[str, float] = {}
+        self._gpu = device.type == "cuda"
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = self._now()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + self._now() - start
+
+    def _now(self) -> float:
+        if self._gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter()
