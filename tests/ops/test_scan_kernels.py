@@ -78,6 +78,18 @@ def test_conjugates_of_all_states(short_spans):
     check_against(lambda *inputs: triton_recurrence(*inputs, conjugate=True), conjugated, inputs, 5e-6)
 
 
+def test_the_last_state_may_be_left_out(short_spans):
+    from compressm.ops.diagonal_scan.triton import triton_recurrence
+
+    def alone(*inputs):
+        h, last = triton_recurrence(*inputs, keep_last=False)
+        assert last is None
+        return (h,)
+
+    inputs = (normal(2, 40, 2, 4), poles(4), normal(2, 2, 4, seed=1))
+    check_against(alone, lambda *i: (recurrence_loop(*i)[0],), inputs, 5e-6)
+
+
 @pytest.mark.parametrize("used", [0, 1], ids=["all states", "the last state"])
 def test_one_of_both_outputs_may_be_left_unused(used, short_spans):
     from compressm.ops.diagonal_scan.triton import triton_recurrence
@@ -210,12 +222,13 @@ def test_few_and_many_modes_are_compiled_at_the_first_use(learning, monkeypatch)
     monkeypatch.setattr(triton, "Walk", lambda x, logs, *, flip: built.append((x.shape[-1], flip)) or Walk())
 
     class Walk:
-        def forward(self, x, state):
-            built.append(("forward", state is not None))
+        def forward(self, x, state, *, keep_last):
+            built.append(("forward", state is not None, keep_last))
 
         def backward(self, dh, h, state, dlast, *, summed):
             built.append(("backward", state is not None, dlast, summed))
 
-    triton.compile_walks.__wrapped__(torch.float32, torch.float32, DEVICE, -1, True, learning, True)
+    triton.compile_walks.__wrapped__(torch.float32, torch.float32, DEVICE, -1, True, False, learning, True)
     backward = [("backward", True, None, True)] if learning else []
-    assert built == [(1, -1), ("forward", True), *backward, (65, -1), ("forward", True), *backward]
+    forward = ("forward", True, False)
+    assert built == [(1, -1), forward, *backward, (65, -1), forward, *backward]

@@ -138,7 +138,7 @@ class ChunkedLayer(torch.autograd.Function):
         ends = (blocks @ collect.mT).reshape(batch, -1, 2, n)
         walk = Walk(ends, logs, exclusive=True, stride=T)
         state = None if state is None else state.contiguous()
-        before = walk.forward(ends, state)[0]
+        before = walk.forward(ends, state, keep_last=False)[0]
         y = (blocks @ own.mT).addmm_(before.view(-1, 2 * n), emit[q:].mT)
         ctx.save_for_backward(blocks, logs, B, C, *tables, own, before, state)
         ctx.walk, ctx.sizes, ctx.length = walk, sizes, length

@@ -76,7 +76,7 @@ def lti_layer(
         work = _masked(u if _fits_narrow_kernels(u, sizes["q"], path) else u.to(wanted), lengths)
         B, C, state = B.to(wanted), C.to(wanted), None if state is None else _raised(state)
         drive, D = None if lengths is not None else drive, None if D is None else D.to(wanted)
-        y, last = _layer(path, work, log_poles, B, C, state, D, drive)
+        y, last = _layer(path, work, log_poles, B, C, state, D, drive, keep_state and lengths is None)
         if keep_state and (last is None or lengths is not None):
             last = layer_forms.final_state(_raised(work), log_poles, _raised(B), state, lengths)
         return _masked(y, lengths).to(u.dtype), last if keep_state else None
@@ -91,6 +91,7 @@ def _layer(
     state: Tensor | None,
     D: Tensor | None,
     drive: Link | None,
+    keep: bool,
 ) -> tuple[Tensor, Tensor | None]:
     if not u.is_cuda:
         keep_freed_memory()
@@ -99,18 +100,19 @@ def _layer(
     if path is Path.CHUNKED and not _fits_narrow_kernels(u, C.shape[1], path):
         chunk = layer_chunk(*u.shape[:2], B.shape[1], B.shape[2], C.shape[1])
         return chunked(u, log_poles, B, C, state, D, chunk), None
-    y, last = _without_skip(path, u, log_poles, B, C, state, drive)
+    if path is Path.SCAN and _runs_kernels(u):
+        y, last = _scan_on_gpu(u, log_poles, B, C, state, drive, keep)
+    else:
+        y, last = _without_skip(path, u, log_poles, B, C, state)
     return y if D is None else torch.addcmul(y, D.to(y.dtype), u), last
 
 
 def _without_skip(
-    path: Path, u: Tensor, log_poles: Tensor, B: Tensor, C: Tensor, state: Tensor | None, drive: Link | None
+    path: Path, u: Tensor, log_poles: Tensor, B: Tensor, C: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     if path is Path.LOOP:
         return lti_loop(u, log_poles, B, C, state)
     if path is Path.SCAN:
-        if _runs_kernels(u):
-            return _scan_on_gpu(u, log_poles, B, C, state, drive)
         return layer_forms.through_states(u, log_poles, B, C, state)
     return _narrow_on_gpu(u, log_poles, B, C, state), None
 
@@ -127,7 +129,7 @@ def _narrow_on_gpu(u: Tensor, log_poles: Tensor, B: Tensor, C: Tensor, state: Te
 
 
 def _scan_on_gpu(
-    u: Tensor, log_poles: Tensor, B: Tensor, C: Tensor, state: Tensor | None, drive: Link | None = None
+    u: Tensor, log_poles: Tensor, B: Tensor, C: Tensor, state: Tensor | None, drive: Link | None, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Drive, scan, read; the conjugates h̄ are read by C as it is: Re(C h) = [C_re, C_im] · [h̄_re, h̄_im]."""
     from compressm.ops.diagonal_scan.triton import triton_recurrence
@@ -137,10 +139,10 @@ def _scan_on_gpu(
     log_poles, B, C, state = layer_forms.padded_order(log_poles, B, C, state, multiple=8)
     if drive is None:
         x = (u @ B.flatten(0, 1).mT).reshape(*u.shape[:2], 2, -1)
-        h, last = triton_recurrence(x, log_poles, state, conjugate=True)
+        h, last = triton_recurrence(x, log_poles, state, conjugate=True, keep_last=keep)
     else:
-        h, last = driven_recurrence(drive, log_poles, B, state, conjugate=True)
-    return h.flatten(-2) @ C.transpose(0, 1).flatten(1).mT, last[..., :n]
+        h, last = driven_recurrence(drive, log_poles, B, state, conjugate=True, keep_last=keep)
+    return h.flatten(-2) @ C.transpose(0, 1).flatten(1).mT, None if last is None else last[..., :n]
 
 
 @torch.compiler.disable
@@ -187,7 +189,9 @@ def _recurrence(x: Tensor, log_poles: Tensor, state: Tensor | None) -> tuple[Ten
     if _runs_kernels(x):
         from compressm.ops.diagonal_scan.triton import triton_recurrence
 
-        return triton_recurrence(x, log_poles, state)
+        h, last = triton_recurrence(x, log_poles, state)
+        assert last is not None
+        return h, last
     if not x.is_cuda:
         keep_freed_memory()
     batch, length, _, n = x.shape

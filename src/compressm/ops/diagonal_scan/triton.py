@@ -28,11 +28,11 @@ class Launch(NamedTuple):
     num_warps: int
 
 
-# Measured on an H200: up to `_FEW` modes, and beyond.
+# Up to `_FEW` modes, and beyond; more steps ahead take registers, and with them programs that run at once.
 _FEW = 64
 _FORWARD = {True: Launch(64, 8, 2), False: Launch(64, 8, 2)}
 _ENDS = {True: Launch(64, 8, 2), False: Launch(128, 8, 2)}
-_BACKWARD = {True: Launch(64, 8, 2), False: Launch(128, 4, 2)}
+_BACKWARD = {True: Launch(64, 4, 2), False: Launch(128, 4, 2)}
 _SPAN = 64  # steps between two states in float64: at most 64 · 6e-8 is lost inside
 _THREADS = 160_000  # that a launch should have where the sequence is long enough
 _SEGMENTS = 128  # at most: each looks back at all before it
@@ -72,13 +72,13 @@ def _times(a_re, a_im, b_re, b_im):
 
 
 @triton.jit
-def _rows(source, at, stride, n, start, stop, inside, FLIP: tl.constexpr, ROWS: tl.constexpr):
-    """Real and imaginary parts of the next steps; 0 from `stop` on."""
+def _rows(source, mode, stride, n, start, stop, inside, FLIP: tl.constexpr, ROWS: tl.constexpr):
+    """Real and imaginary parts of the next steps, from the row that `source` points at; 0 from `stop` on."""
     re, im = (), ()
     for k in tl.static_range(ROWS):
         live = inside & (start + k < stop)
-        re += (tl.load(source + at + k * stride, mask=live, other=0.0).to(tl.float32),)
-        im += (FLIP * tl.load(source + at + k * stride + n, mask=live, other=0.0).to(tl.float32),)
+        re += (tl.load(source + k * stride + mode, mask=live, other=0.0).to(tl.float32),)
+        im += (FLIP * tl.load(source + k * stride + n + mode, mask=live, other=0.0).to(tl.float32),)
     return re, im
 
 
@@ -87,14 +87,14 @@ def _carried(c_re, c_im, ends, table, earlier, batch, mode, n, SIGN: tl.constexp
     """The state at the start of a segment: what came in, and what the `earlier` segments left."""
     s_re, s_im = _power(table, 2, mode, n, SIGN)
     stride = tl.num_programs(2).to(tl.int64) * 2 * n
-    at = batch * 2 * n + mode
+    ends += batch * 2 * n
     for start in range(0, earlier, 8):
-        e_re, e_im = _rows(ends, at, stride, n, start, earlier, mode < n, 1, 8)
+        e_re, e_im = _rows(ends, mode, stride, n, start, earlier, mode < n, 1, 8)
         for k in tl.static_range(8):
             t_re, t_im = _times(s_re, s_im, c_re, c_im)
             c_re = tl.where(start + k < earlier, t_re + e_re[k].to(tl.float64), c_re)
             c_im = tl.where(start + k < earlier, t_im + e_im[k].to(tl.float64), c_im)
-        at += 8 * stride
+        ends += 8 * stride
     return c_re, c_im
 
 
@@ -125,18 +125,18 @@ def _ends(x, table, last, ends, length, n, segment, SIGN: tl.constexpr, FLIP: tl
         v_im = tl.load(last + batch * 2 * n + n + mode, mask=inside, other=0.0).to(tl.float32)
     first = tl.program_id(1) * segment
     stop, stride = first + segment, SIGN * 2 * n
-    at = (batch * length + (first if SIGN == 1 else length - 1 - first)) * (2 * n) + mode
+    x += (batch * length + (first if SIGN == 1 else length - 1 - first)) * (2 * n)
     for span in range(first, stop, SPAN):
         l_re, l_im = tl.zeros((MODES,), tl.float32), tl.zeros((MODES,), tl.float32)
         for start in range(span, span + SPAN, ROWS):
-            x_re, x_im = _rows(x, at, stride, n, start, stop, inside, FLIP, ROWS)
+            x_re, x_im = _rows(x, mode, stride, n, start, stop, inside, FLIP, ROWS)
             for k in tl.static_range(ROWS):
                 l_re, l_im = _times(o_re, o_im, l_re, l_im)
                 l_re, l_im = l_re + x_re[k], l_im + x_im[k]
                 if HAS_LAST:
                     begin = start + k == 0
                     l_re, l_im = tl.where(begin, l_re + v_re, l_re), tl.where(begin, l_im + v_im, l_im)
-            at += ROWS * stride
+            x += ROWS * stride
         c_re, c_im = _next_span(c_re, c_im, l_re, l_im, s_re, s_im)
     to = ends + (tl.program_id(1).to(tl.int64) * batches + batch) * 2 * n + mode
     tl.store(to, c_re.to(tl.float32), mask=inside)
@@ -144,8 +144,9 @@ def _ends(x, table, last, ends, length, n, segment, SIGN: tl.constexpr, FLIP: tl
 
 
 @triton.jit(do_not_specialize=["length", "n", "segment"])
-def _forward(x, table, state, ends, h, last, length, n, segment, HAS_STATE: tl.constexpr, EXCLUSIVE: tl.constexpr,
-             FLIP: tl.constexpr, MODES: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr):  # fmt: skip
+def _forward(x, table, state, ends, h, last, length, n, segment, HAS_STATE: tl.constexpr, KEEP_LAST: tl.constexpr,
+             EXCLUSIVE: tl.constexpr, FLIP: tl.constexpr, MODES: tl.constexpr, ROWS: tl.constexpr,
+             SPAN: tl.constexpr):  # fmt: skip
     """h[t] = l[t] + λᵗ c: the recurrence since the span began, and the state before it. EXCLUSIVE stores h[t − 1]."""
     batch = tl.program_id(2).to(tl.int64)
     mode = tl.program_id(0) * MODES + tl.arange(0, MODES)
@@ -161,12 +162,13 @@ def _forward(x, table, state, ends, h, last, length, n, segment, HAS_STATE: tl.c
     c_re, c_im = _carried(c_re, c_im, ends, table, tl.program_id(1), batch, mode, n, 1)
     first = tl.program_id(1) * segment
     stop = tl.minimum(first + segment, length)
-    at = (batch * length + first) * (2 * n) + mode
+    x += (batch * length + first) * (2 * n)
+    h += (batch * length + first) * (2 * n)
     for span in range(first, stop, SPAN):
         l_re, l_im = tl.zeros((MODES,), tl.float32), tl.zeros((MODES,), tl.float32)
         f_re, f_im = c_re.to(tl.float32), c_im.to(tl.float32)
         for start in range(span, tl.minimum(span + SPAN, stop), ROWS):
-            x_re, x_im = _rows(x, at, 2 * n, n, start, stop, inside, 1, ROWS)
+            x_re, x_im = _rows(x, mode, 2 * n, n, start, stop, inside, 1, ROWS)
             for k in tl.static_range(ROWS):
                 e_re, e_im, live = l_re + f_re, l_im + f_im, inside & (start + k < stop)
                 l_re, l_im = _times(o_re, o_im, l_re, l_im)
@@ -174,14 +176,15 @@ def _forward(x, table, state, ends, h, last, length, n, segment, HAS_STATE: tl.c
                 f_re, f_im = _times(o_re, o_im, f_re, f_im)
                 h_re, h_im = l_re + f_re, l_im + f_im
                 # A branch is cheaper here than two selections; in the backward pass it is the other way round.
-                if start + k == length - 1:
+                if KEEP_LAST and start + k == length - 1:
                     tl.store(last + at_state, h_re, mask=inside)
                     tl.store(last + at_state + n, h_im, mask=inside)
                 if EXCLUSIVE:
                     h_re, h_im = e_re, e_im
-                tl.store(h + at + k * 2 * n, h_re.to(h.dtype.element_ty), mask=live)
-                tl.store(h + at + k * 2 * n + n, (FLIP * h_im).to(h.dtype.element_ty), mask=live)
-            at += ROWS * 2 * n
+                tl.store(h + k * 2 * n + mode, h_re.to(h.dtype.element_ty), mask=live)
+                tl.store(h + k * 2 * n + n + mode, (FLIP * h_im).to(h.dtype.element_ty), mask=live)
+            x += ROWS * 2 * n
+            h += ROWS * 2 * n
         c_re, c_im = _next_span(c_re, c_im, l_re, l_im, s_re, s_im)
 
 
@@ -212,14 +215,17 @@ def _backward(dh, h, table, state, dlast, ends, dx, dlog, dstate, length, n, seg
     first = earlier * segment
     stop = tl.minimum(first + segment, length)
     known = stop if EXCLUSIVE else tl.minimum(stop, length - 1)
-    at = (batch * length + length - 1 - first) * (2 * n) + mode
+    row = (batch * length + length - 1 - first) * (2 * n)
+    dh += row
+    dx += row
+    # The state one step earlier; before the first one stands the state that came in, or nothing.
+    h += row - (0 if EXCLUSIVE else 2 * n)
     for span in range(first, stop, SPAN):
         l_re, l_im = tl.zeros((MODES,), tl.float32), tl.zeros((MODES,), tl.float32)
         f_re, f_im = c_re.to(tl.float32), c_im.to(tl.float32)
         for start in range(span, tl.minimum(span + SPAN, stop), ROWS):
-            d_re, d_im = _rows(dh, at, -2 * n, n, start, stop, inside, FLIP, ROWS)
-            # The state one step earlier; before the first one stands the state that came in, or nothing.
-            b_re, b_im = _rows(h, at - (0 if EXCLUSIVE else 2 * n), -2 * n, n, start, known, inside, FLIP, ROWS)
+            d_re, d_im = _rows(dh, mode, -2 * n, n, start, stop, inside, FLIP, ROWS)
+            b_re, b_im = _rows(h, mode, -2 * n, n, start, known, inside, FLIP, ROWS)
             for k in tl.static_range(ROWS):
                 e_re, e_im, live = l_re + f_re, l_im + f_im, inside & (start + k < stop)
                 l_re, l_im = _times(o_re, o_im, l_re, l_im)
@@ -229,21 +235,24 @@ def _backward(dh, h, table, state, dlast, ends, dx, dlog, dstate, length, n, seg
                     l_re, l_im = tl.where(begin, l_re + v_re, l_re), tl.where(begin, l_im + v_im, l_im)
                 f_re, f_im = _times(o_re, o_im, f_re, f_im)
                 g_re, g_im = l_re + f_re, l_im + f_im
-                end = start + k == length - 1
-                w_re, w_im = tl.where(end, g_re, w_re), tl.where(end, g_im, w_im)
+                if HAS_STATE:
+                    end = start + k == length - 1
+                    w_re, w_im = tl.where(end, g_re, w_re), tl.where(end, g_im, w_im)
                 if EXCLUSIVE:
                     g_re, g_im = e_re, e_im
-                tl.store(dx + at - k * 2 * n, g_re.to(dx.dtype.element_ty), mask=live)
-                tl.store(dx + at - k * 2 * n + n, g_im.to(dx.dtype.element_ty), mask=live)
+                tl.store(dx - k * 2 * n + mode, g_re.to(dx.dtype.element_ty), mask=live)
+                tl.store(dx - k * 2 * n + n + mode, g_im.to(dx.dtype.element_ty), mask=live)
                 sum_re += g_re * b_re[k] + g_im * b_im[k]
                 sum_im += g_re * b_im[k] - g_im * b_re[k]
                 if SUMMED:
                     all_re += tl.where(start + k < stop, g_re, 0.0)
                     all_im += tl.where(start + k < stop, g_im, 0.0)
-            at -= ROWS * 2 * n
+            dh -= ROWS * 2 * n
+            dx -= ROWS * 2 * n
+            h -= ROWS * 2 * n
         c_re, c_im = _next_span(c_re, c_im, l_re, l_im, s_re, s_im)
-    if stop == length:
-        if HAS_STATE and not EXCLUSIVE:
+    if HAS_STATE and stop == length:
+        if not EXCLUSIVE:
             z_re = tl.load(state + at_state, mask=inside, other=0.0).to(tl.float32)
             z_im = tl.load(state + at_state + n, mask=inside, other=0.0).to(tl.float32)
             sum_re += w_re * z_re + w_im * z_im
@@ -261,23 +270,25 @@ def _backward(dh, h, table, state, dlast, ends, dx, dlog, dstate, length, n, seg
 
 
 def triton_recurrence(
-    x: Tensor, log_poles: Tensor, state: Tensor | None = None, *, conjugate: bool = False
-) -> tuple[Tensor, Tensor]:
-    """All h (or their conjugates), in the dtype of x, and the last h, in float32."""
-    return TritonRecurrence.apply(x, log_poles, state, conjugate)
+    x: Tensor, log_poles: Tensor, state: Tensor | None = None, *, conjugate: bool = False, keep_last: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """All h (or their conjugates), in the dtype of x, and the last h, in float32, if it is to be kept."""
+    return TritonRecurrence.apply(x, log_poles, state, conjugate, keep_last)
 
 
 class TritonRecurrence(torch.autograd.Function):
     """The gradients are those of `TwoLevelRecurrence`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, log_poles: Tensor, state: Tensor | None, conjugate: bool) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, log_poles: Tensor, state: Tensor | None, conjugate: bool, keep_last: bool
+    ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         x, state = x.contiguous(), None if state is None else state.contiguous()
         flip, learning = -1 if conjugate else 1, any(ctx.needs_input_grad)
-        compile_walks(x.dtype, log_poles.dtype, x.device, flip, state is not None, learning, False)
+        compile_walks(x.dtype, log_poles.dtype, x.device, flip, state is not None, keep_last, learning, False)
         walk = Walk(x, log_poles.contiguous(), flip=flip)
-        h, last = walk.forward(x, state)
+        h, last = walk.forward(x, state, keep_last=keep_last)
         ctx.save_for_backward(h, walk.table, state)
         ctx.walk, ctx.log_dtype = walk, log_poles.dtype
         return h, last
@@ -288,7 +299,7 @@ class TritonRecurrence(torch.autograd.Function):
         dh = torch.zeros_like(h) if grads[0] is None else grads[0].contiguous()
         dlast = None if grads[1] is None else grads[1].contiguous()
         dx, dlog, dstate, _ = ctx.walk.backward(dh, h, state, dlast)
-        return dx, dlog.to(ctx.log_dtype), None if state is None else dstate.to(state.dtype), None
+        return dx, dlog.to(ctx.log_dtype), None if state is None else dstate.to(state.dtype), None, None
 
 
 class Walk:
@@ -305,14 +316,14 @@ class Walk:
         sizes = {"STRIDE": stride, "SPAN": _SPAN, "MODES": 32, "num_warps": 1}
         _powers[(triton.cdiv(self.n, 32), 3)](logs, self.table, self.n, self.segment, **sizes)
 
-    def forward(self, x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Every h and the last."""
+    def forward(self, x: Tensor, state: Tensor | None, *, keep_last: bool) -> tuple[Tensor, Tensor | None]:
+        """Every h, and the last."""
         h, last = torch.empty_like(x), x.new_empty(self.batch, 2, self.n, dtype=torch.float32)
         ends = self._ends(x, sign=1, flip=1)
         given = (x, self.table, last if state is None else state, ends, h, last, *self._sizes())
         grid, sizes = self._plan(_FORWARD, self.segments)
-        _forward[grid](*given, HAS_STATE=state is not None, **self.options, **sizes)
-        return h, last
+        _forward[grid](*given, HAS_STATE=state is not None, KEEP_LAST=keep_last, **self.options, **sizes)
+        return h, last if keep_last else None
 
     def backward(
         self, dh: Tensor, h: Tensor, state: Tensor | None, dlast: Tensor | None, *, summed: bool = False
@@ -358,6 +369,7 @@ def compile_walks(
     device: torch.device,
     flip: int,
     given: bool,
+    keep_last: bool,
     learning: bool,
     summed: bool,
 ) -> None:
@@ -371,6 +383,6 @@ def compile_walks(
             torch.zeros(1, 2, n, device=device),
         )
         walk = Walk(x, torch.full((2, n), -1.0, dtype=log_dtype, device=device), flip=flip)
-        walk.forward(x, state if given else None)
+        walk.forward(x, state if given else None, keep_last=keep_last)
         if learning:
             walk.backward(x, x, state if given else None, None, summed=summed)

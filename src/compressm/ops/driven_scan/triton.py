@@ -39,10 +39,11 @@ def _totals(B, dB, sums, totals, out, rows, width, ROWS: tl.constexpr, COLS: tl.
 
 
 def driven_recurrence(
-    drive: Link, log_poles: Tensor, B: Tensor, state: Tensor | None, *, conjugate: bool
-) -> tuple[Tensor, Tensor]:
-    """All h (or their conjugates) of x = B u, in the dtype of B, and the last h, in float32."""
-    return DrivenRecurrence.apply(drive.u.detach(), drive.carrier, drive.totals, log_poles, B, state, conjugate)
+    drive: Link, log_poles: Tensor, B: Tensor, state: Tensor | None, *, conjugate: bool, keep_last: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """All h (or their conjugates) of x = B u, in the dtype of B, and the last h, in float32, if it is to be kept."""
+    u, carrier, totals = drive
+    return DrivenRecurrence.apply(u.detach(), carrier, totals, log_poles, B, state, conjugate, keep_last)
 
 
 class DrivenRecurrence(torch.autograd.Function):
@@ -58,15 +59,17 @@ class DrivenRecurrence(torch.autograd.Function):
         B: Tensor,
         state: Tensor | None,
         conjugate: bool,
-    ) -> tuple[Tensor, Tensor]:
+        keep_last: bool,
+    ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         B, flip = B.contiguous(), -1 if conjugate else 1
         state = None if state is None else state.contiguous()
-        compile_walks(B.dtype, log_poles.dtype, u.device, flip, state is not None, any(ctx.needs_input_grad), True)
+        learning = any(ctx.needs_input_grad)
+        compile_walks(B.dtype, log_poles.dtype, u.device, flip, state is not None, keep_last, learning, True)
         ctx.dtypes, rows = (u.dtype, log_poles.dtype), u.to(B.dtype).flatten(0, 1)
         x = (rows @ B.flatten(0, 1).mT).view(*u.shape[:2], *B.shape[:2])
         walk = Walk(x, log_poles.contiguous(), flip=flip)
-        h, last = walk.forward(x, state)
+        h, last = walk.forward(x, state, keep_last=keep_last)
         ctx.save_for_backward(rows, B, h, walk.table, state)
         ctx.walk = walk
         return h, last
@@ -86,4 +89,4 @@ class DrivenRecurrence(torch.autograd.Function):
         dB = dB.view_as(B) if narrow is None else narrow
         u_dtype, log_dtype = ctx.dtypes
         dstate = None if state is None else dstate.to(state.dtype)
-        return None, du.to(u_dtype), totals, dlog.to(log_dtype), dB, dstate, None
+        return None, du.to(u_dtype), totals, dlog.to(log_dtype), dB, dstate, None, None
