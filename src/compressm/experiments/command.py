@@ -1,0 +1,39 @@
+"""What `python -m compressm.experiments.NAME` understands, the same for every study."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from compressm.runs.measurement import Measurement
+
+Progress = Callable[[str], None]
+# Called as study(seeds=…, quick=…, progress=…): seeds 0, 1, …; `quick` is a small version that takes seconds.
+Study = Callable[..., Measurement]
+
+
+def silent(line: str) -> None:
+    """Progress that nobody reads."""
+
+
+def run(study: Study, *, seeds: int, description: str, arguments: Sequence[str] | None = None) -> Path:
+    """Measure, with a line whenever something was done, and write OUT/NAME.json."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--out", type=Path, default=Path("out/studies"), help="folder of the result (%(default)s)")
+    parser.add_argument("--seeds", type=_count, default=seeds, help="how often, each with its own seed (%(default)s)")
+    parser.add_argument("--quick", action="store_true", help="a small version, in seconds")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)  # the models are small: on several threads they are slower
+    measurement = study(seeds=given.seeds, quick=given.quick, progress=lambda line: print(line, flush=True))
+    path = measurement.write(given.out / f"{measurement.name}.json")
+    print(f"result: {path}; `compressm bench table {path}` shows it")
+    return path
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
+    return int(text)
