@@ -8,6 +8,7 @@ import torch
 from compressm.compression.compressor import PAPER, Compressor, compress_
 from compressm.compression.errors import CompressionError
 from compressm.compression.moments import Restart, Slice, Transport
+from compressm.compression.planning import plan_cuts
 from compressm.compression.policies import Budget, EnergyTolerance, KeepFraction, TargetOrder
 from compressm.compression.record import Cut, Restored
 from compressm.compression.rollback import Rollback
@@ -26,6 +27,22 @@ def batches(count, seed=7):
     return [
         (torch.randn(8, 24, 3, generator=generator), torch.randint(5, (8,), generator=generator)) for _ in range(count)
     ]
+
+
+def test_where_libraries_load_late_a_cut_is_rehearsed_that_changes_nothing(monkeypatch):
+    from compressm.compression import rehearsal
+
+    planned = []
+    monkeypatch.setattr(rehearsal, "_SLOW_TO_LOAD", ("cpu",))
+    monkeypatch.setattr(rehearsal, "plan_cuts", lambda *args, **kwargs: planned.append(plan_cuts(*args, **kwargs)))
+    model, calls = make(), []
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    optimizer = torch.optim.AdamW(model.parameters())
+    Compressor(model, optimizer, when=[1], keep=TargetOrder(12), calibrate=calls.append)
+    assert [cut.system.order for cut in planned[0]] == [6, 6]
+    assert not calls
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def train(model, optimizer, compressor, data, first=1):

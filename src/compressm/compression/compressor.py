@@ -16,6 +16,7 @@ from compressm.compression.moments import Moments, Slice, Transport
 from compressm.compression.planning import Options
 from compressm.compression.policies import Policy
 from compressm.compression.record import Cut, Event, Restored
+from compressm.compression.rehearsal import rehearse
 from compressm.compression.rollback import Rollback, Watch
 from compressm.compression.schedule import as_schedule
 from compressm.compression.selection import Largest, Selection
@@ -61,6 +62,7 @@ class Compressor:
         self._cutter = Cutter(model, optimizer, options, moments, followers(follow))
         self._cutter.check()
         inner, processes = self._cutter.inner, self._cutter.processes
+        rehearse(inner, options)
         self._watch = None if guard is None else Watch(guard, inner, optimizer, scheduler, follow, processes)
         self._ended = False
         self.history: list[Event] = []
