@@ -11,10 +11,10 @@ demo: $(VENV)/ready
 	$(BIN)/python examples/reduce_a_layer.py --out $(OUT)/demo
 
 test: $(VENV)/ready
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 slow: $(VENV)/ready
-	$(BIN)/python -m pytest -n 2 -m "slow and not gpu"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "(slow or hypothesis) and not gpu" --hypothesis-profile thorough
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
@@ -32,6 +32,9 @@ docs: $(VENV)/ready
 	$(BIN)/python -m pytest tests/docs
 	$(BIN)/python examples/reduce_a_layer.py --out $(OUT)/demo --picture docs/images/reduction.png
 	$(BIN)/compressm bench draw benchmarks/results/reduction-cpu.json --picture docs/images/reduction-cost.png
+	$(BIN)/compressm bench draw benchmarks/results/growth-cuda.json --picture docs/images/growth-cuda.png
+	$(BIN)/compressm bench draw benchmarks/results/loss_continuity.json --picture docs/images/loss_continuity.png
+	$(BIN)/python benchmarks/fill_tables.py
 
 # Installed again whenever what to install has changed.
 $(VENV)/ready: pyproject.toml constraints.txt
