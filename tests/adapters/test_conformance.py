@@ -30,7 +30,10 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("name", MODULES)
+LATER = {"fast LRU", "S5 with long steps", "S4D, bilinear", "S4D-Inv", "LRU in double precision"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in LATER else ()) for n in MODULES])
 def test_our_adapters_keep_their_promises(name):
     findings = check_adapter(MODULES[name])
     assert all(finding.holds for finding in findings)

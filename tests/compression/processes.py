@@ -264,9 +264,9 @@ def a_look_by_one(rank, path):
 @case
 def a_snapshot_that_fails_in_one(rank, path):
     run, folder = Training(rank), Path(path) / f"snapshots-{rank}"
+    guard = cs.Rollback(lambda: 1.0, folder=folder)
     if rank == 1:
         folder.write_text("not a folder")
-    guard = cs.Rollback(lambda: 1.0, folder=folder)
     compressor = cs.Compressor(run.model, run.optimizer, when=[2], keep=cs.TargetOrder(4), guard=guard)
     before = run.flat()
     error = refused(compressor.step, 2)
@@ -293,6 +293,42 @@ def a_checkpoint_of_smaller_orders(rank, path):
     load_checkpoint(file, model=again.model, optimizer=again.optimizer, compressor=resumed)
     again.train(2)
     return outcome(again)
+
+
+def loaded_at_smaller_orders(run, load):
+    """What a wrapper does once the weights of a smaller model were loaded into what it wraps."""
+    smaller = Training(run.rank, order=5).inner.state_dict()
+    run.train(1)
+    load(smaller)
+    stale = refused(run.train, 1)
+    with torch.no_grad():
+        run.model(run.batch()[0])
+    cs.rewrap_(run.model)
+    run.optimizer = torch.optim.AdamW(run.inner.parameters(), lr=1e-2)
+    run.train(2)
+    return outcome(run, stale=stale)
+
+
+@case
+def a_state_dict_of_smaller_orders(rank, path):
+    run = Training(rank)
+    return loaded_at_smaller_orders(run, run.inner.load_state_dict)
+
+
+@case
+def a_state_dict_of_smaller_orders_through_the_wrapper(rank, path):
+    run = Training(rank)
+    return loaded_at_smaller_orders(
+        run, lambda state: run.model.load_state_dict({f"module.{name}": value for name, value in state.items()})
+    )
+
+
+@case
+def a_state_dict_of_the_same_orders(rank, path):
+    run = Training(rank)
+    run.inner.load_state_dict(Training(0).inner.state_dict())
+    run.train(2)
+    return outcome(run)
 
 
 @case

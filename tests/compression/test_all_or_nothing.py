@@ -156,19 +156,20 @@ BROKEN_LAYERS = {
 
 @pytest.mark.parametrize("case", BROKEN_LAYERS)
 def test_a_layer_that_cannot_be_cut_is_named_and_stops_all(case, tmp_path):
-    kind, name, value, error, said = BROKEN_LAYERS[case]
+    kind, name, value, cause, said = BROKEN_LAYERS[case]
     run = Run(tmp_path, [1.0], kind=kind)
     run.train(1, 2)
     parameter = run.model.blocks[1].ssm.get_parameter(name)
     parameter.data.view(-1)[0] = value
     before = json.dumps(run.compressor.state_dict())
     kept = [p.detach().clone() for p in run.model.parameters()]
-    with pytest.raises(error, match=said):
+    with pytest.raises(CompressionError, match=said) as caught:
         run.compressor.step(3)
+    assert isinstance(caught.value.__cause__, cause)
     assert run.orders() == [8, 8]
     assert json.dumps(run.compressor.state_dict()) == before
     assert all(
         torch.equal(p.nan_to_num(), was.nan_to_num()) for p, was in zip(run.model.parameters(), kept, strict=True)
     )
-    with pytest.raises(error, match=said):
+    with pytest.raises(CompressionError, match=said):
         Compressor(run.model, run.optimizer, when=[1], keep=TargetOrder(4))

@@ -145,7 +145,15 @@ RECORDS = {
     "no reason": ("Restored(1, {'a': 1}, None)", "reason is None", "text"),
 }
 
+LOOKS = {
+    "an inspection of nothing": ("inspect(None)", "model is a NoneType", "nn.Module"),
+    "a tracker of nothing": ("HankelTracker(None, every=1).step(1)", "model is a NoneType", "nn.Module"),
+    "a filter that is a number": ("inspect(torch.nn.Identity(), filter_fn=3)", "filter_fn is 3", "a function of"),
+    "a filter for a cut": ("compress_(None, keep=TargetOrder(1), filter_fn=3)", "filter_fn is 3", "a function of"),
+}
+
 GROUPS = {
+    "look": LOOKS,
     "policy": POLICIES,
     "spectrum": SPECTRA,
     "orders": ORDERS,

@@ -9,7 +9,7 @@ import copy
 import torch
 from torch import nn
 from compressm.compression import *
-from compressm.layers import LRU
+from compressm.layers import LRU, S5
 from compressm.models import SequenceClassifier
 
 torch.manual_seed(0)
@@ -58,6 +58,21 @@ def broken(name, value):
 def other_kind(optimizer):
     return make_compressor(optimizer=optimizer(model.parameters()))
 
+def averaged(layer=LRU, **changes):
+    usual = dict(depth=2, width=4, order=8, inputs=3, classes=5)
+    return SequenceClassifier(layer, **{**usual, **changes})
+
+def followed(change, **changes):
+    average = make()
+    usual = dict(model=model, optimizer=optimizer, when=[1], keep=TargetOrder(4), follow=[average])
+    compressor = Compressor(**{**usual, **changes})
+    change(average)
+    kept = copy.deepcopy(average.state_dict())
+    try:
+        unchanged(lambda: compressor.step(1))
+    finally:
+        assert same(kept, average.state_dict())
+
 strangers = torch.optim.Adam(make().parameters())
 """
 
@@ -92,6 +107,28 @@ MADE = {
     "an override that is a number": ("make_compressor(overrides={'*': 4})", "overrides['*'] is 4", "a policy"),
     "overrides as a list": ("make_compressor(overrides=[('*', keep)])", "overrides are [", "pattern"),
     "a follower without layers": ("make_compressor(follow=[nn.Linear(2, 2)])", "Linear has no SSM layer", "blocks.0"),
+    "a follower that is None": ("make_compressor(follow=[make(), None])", "follow[1] is a NoneType", "a model"),
+    "a follower of another class": (
+        "once(follow=[averaged(S5)])",
+        "follow[0]: 'blocks.0.ssm'",
+        "S5, the model's is LRU",
+    ),
+    "a wider follower": (
+        "once(follow=[averaged(width=5)])",
+        "follow[0]: blocks.0.ssm.B_re",
+        "(8, 5), the model's (8, 4)",
+    ),
+    "a follower of another order": (
+        "once(follow=[averaged(order=7)])",
+        "follow[0]: blocks.0.ssm",
+        "(7,), the model's (8,)",
+    ),
+    "a follower with fewer layers": (
+        "once(follow=[averaged(depth=1)])",
+        "has no SSM layer 'blocks.1.ssm'",
+        "blocks.0.ssm",
+    ),
+    "the model as its follower": ("once(follow=[model])", "the model's own layer", "a copy"),
     "one follower": ("make_compressor(follow=make())", "follow is a SequenceClassifier", "a list of models"),
     "a budget too small": ("once(keep=Budget(1))", "total_states is 1 for 2 layers", "at least one"),
     "NaN in a layer": ("make_compressor(model=broken('B_im', float('nan')), optimizer=None)", "blocks.1.ssm", "B_im"),
@@ -99,9 +136,17 @@ MADE = {
     "an infinite layer": ("once(model=broken('nu_log', float('inf')), optimizer=None)", "blocks.1.ssm", "nu_log"),
 }
 STEPPED = {
-    "step as text": ("stepped('1')", "step is '1'", "integer from 0"),
-    "step True": ("stepped(True)", "step is True", "integer from 0"),
-    "step -1": ("stepped(-1)", "step is -1", "integer from 0"),
+    "step as text": ("stepped('1')", "step is '1'", "integer of at least 0"),
+    "step True": ("stepped(True)", "step is True", "integer of at least 0"),
+    "step -1": ("stepped(-1)", "step is -1", "integer of at least 0"),
+    "a follower that was cut": (
+        "followed(lambda average: compress_(average, keep=TargetOrder(5)))",
+        "follow[0]: blocks.0.ssm.nu_log has the shape (5,), the model's (8,)",
+    ),
+    "a follower that was changed": (
+        "followed(lambda average: average.blocks.__setitem__(1, nn.Identity()))",
+        "follow[0]: SequenceClassifier has no SSM layer 'blocks.1.ssm'",
+    ),
     "data that runs nothing": ("stepped(1, calibrate=lambda model: None)", "did not run 'blocks.0.ssm'", "must call"),
     "data of one step": ("stepped(1, calibrate=lambda m: m(torch.ones(1, 1, 3)))", "1 steps", "at least as many"),
     "a policy that asks for 0": ("stepped(1, keep=lambda s: {n: 0 for n in s})", "is 0", "from 1 to 8"),

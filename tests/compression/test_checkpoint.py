@@ -10,8 +10,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel
 
-from compressm.adapters import write
+from compressm.adapters import SSMAdapter, adapts, write
 from compressm.compression import load_checkpoint, save_checkpoint
+from compressm.control import DiagonalSystem
 from compressm.layers import LRU, S4D, S5
 from compressm.models import PerElement, SequenceClassifier
 
@@ -244,3 +245,30 @@ def test_torch_alone_reads_a_checkpoint(tmp_path):
     contents = torch.load(tmp_path / "c", weights_only=True)
     assert contents["step"] == 4
     assert contents["model"]["nu_log"].shape == (2,)
+
+
+class Gains(nn.Module):
+    """A layer of somebody else: real poles, and torch's own rule for state dicts."""
+
+    def __init__(self, order):
+        super().__init__()
+        self.rate, self.C = nn.Parameter(torch.linspace(0.5, 2, order)), nn.Parameter(torch.ones(1, order))
+
+
+@adapts(Gains)
+class GainsAdapter(SSMAdapter):
+    def read(self, module):
+        poles = torch.exp(-module.rate.detach().double()).to(torch.complex128)
+        return DiagonalSystem(poles, torch.ones(poles.shape[0], 1).to(poles), module.C.detach().to(poles))
+
+    def encode(self, module, system):
+        return {"rate": -system.poles.real.log(), "C": system.C.real}
+
+
+def test_layers_of_others_take_the_order_of_a_checkpoint_but_not_of_a_state_dict(tmp_path):
+    cut, whole = Gains(2), Gains(4)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        whole.load_state_dict(cut.state_dict())
+    save_checkpoint(tmp_path / "c", model=cut)
+    load_checkpoint(tmp_path / "c", model=whole)
+    assert torch.equal(whole.rate, cut.rate)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
-from compressm.compression import SavingError, load_checkpoint, save_checkpoint
+from compressm.compression import Compressor, KeepFraction, SavingError, load_checkpoint, save_checkpoint
 from compressm.compression.sealing import seal
 from compressm.layers import LRU, S4D
 from compressm.models import SequenceClassifier
@@ -163,6 +163,39 @@ def test_what_does_not_fit_is_refused_before_anything_is_changed(case, tmp_path)
     with pytest.raises(SavingError, match=said):
         load_checkpoint(tmp_path / "c", **run.parts)
     assert ([p.tolist() for p in run.model.parameters()], torch.get_rng_state().tolist()) == before
+
+
+def resumable(when):
+    run = Run(layer=LRU)
+    run.compressor = Compressor(run.model, run.optimizer, when=when, keep=KeepFraction(0.5))
+    return run
+
+
+def everything(run):
+    parts = run.model, run.optimizer, run.scheduler, run.compressor
+    return repr([part.state_dict() for part in parts]), torch.get_rng_state().tolist()
+
+
+def test_a_schedule_with_another_past_is_refused_before_anything_is_changed(tmp_path):
+    resumable([1, 3]).train(1, 2, path=tmp_path)
+    for when in ([3], [1, 2, 3]):
+        run = resumable(when)
+        before = everything(run)
+        with pytest.raises(SavingError) as refused:
+            load_checkpoint(tmp_path / "2", **run.parts)
+        said = str(refused.value)
+        assert said.startswith(f"{tmp_path / '2'}: the saved schedule is [1, 3], this one's {when}")
+        assert "the same steps up to step 2" in said
+        assert "steps after it may differ" in said
+        assert everything(run) == before
+
+
+def test_a_schedule_may_be_lengthened_when_training_is_resumed(tmp_path):
+    resumable([1]).train(1, 2, path=tmp_path)
+    run = resumable([1, 4])
+    assert load_checkpoint(tmp_path / "2", **run.parts).step == 2
+    run.train(3, 4, path=tmp_path)
+    assert [(cut.step, cut.rank) for cut in run.compressor.history] == [(1, 3), (1, 3), (4, 2), (4, 2)]
 
 
 def test_a_part_that_was_not_saved_is_missed(tmp_path):

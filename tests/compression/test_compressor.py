@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 
@@ -180,12 +181,12 @@ def test_a_harmful_cut_is_taken_back_bit_for_bit_and_ends_cutting():
 def test_an_error_in_the_middle_leaves_everything_as_it_was(monkeypatch):
     model = make()
     optimizer = torch.optim.Adam(model.parameters())
-    compressor = Compressor(model, optimizer, when=[1], keep=KeepFraction(0.5))
+    compressor = Compressor(model, optimizer, when=[9], keep=KeepFraction(0.5))
     train(model, optimizer, compressor, batches(2), first=5)
     before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     model.blocks[1].ssm.nu_log.data[0] = torch.inf
     with pytest.raises(ValueError, match="nu_log"):
-        compressor.step(1)
+        compressor.step(9)
     model.blocks[1].ssm.nu_log.data[0] = before[0]["blocks.1.ssm.nu_log"][0]
     assert orders(model) == [12, 12]
     assert all(torch.equal(value, before[0][name]) for name, value in model.state_dict().items())
@@ -233,9 +234,79 @@ def test_bad_input_is_refused_at_once(change, message):
         Compressor(**{**given, **change})
 
 
-def test_another_schedule_cannot_be_resumed():
+def test_a_schedule_with_another_past_cannot_be_resumed():
+    one = Compressor(make(), when=[1, 3], keep=KeepFraction(0.5))
+    one.step(2)
+    for when in ([3], [1, 2, 3], [2, 3]):
+        other = Compressor(make(), when=when, keep=KeepFraction(0.5))
+        with pytest.raises(CompressionError, match=r"saved schedule is \[1, 3\].*up to step 2.*may differ"):
+            other.load_state_dict(one.state_dict())
+        assert other.history == []
+
+
+@pytest.mark.parametrize("when", [[1, 3, 5], [1, 4], [1]], ids=str)
+def test_steps_that_are_still_to_come_may_be_others_when_resuming(when):
+    one = Compressor(make(), when=[1, 3], keep=KeepFraction(0.5))
+    one.step(1), one.step(2)
+    other = Compressor(make(), when=when, keep=KeepFraction(0.9))
+    other.load_state_dict(one.state_dict())
+    assert other.schedule == when
+    assert [step for step in range(3, 7) if other.step(step)] == when[1:]
+
+
+def test_a_step_of_the_schedule_cuts_once_however_often_it_is_given():
+    compressor = Compressor(make(order=16), when=[2, 4], keep=KeepFraction(0.5))
+    orders = [[event.rank for event in compressor.step(step)] for step in (1, 2, 2, 2, 1, 3, 4, 4)]
+    assert orders == [[], [8, 8], [], [], [], [], [4, 4], []]
+
+
+def test_a_step_that_is_left_out_cuts_at_the_next_one_given():
+    compressor = Compressor(make(order=16), when=[3, 4, 9], keep=KeepFraction(0.5))
+    assert [len(compressor.step(step)) for step in (2, 5, 8, 11)] == [0, 2, 0, 2]
+
+
+def test_what_was_scheduled_before_the_first_step_given_has_passed():
+    compressor = Compressor(make(order=16), when=[3, 9], keep=KeepFraction(0.5))
+    assert [len(compressor.step(step)) for step in (5, 9)] == [0, 2]
+
+
+def test_a_cut_that_failed_can_be_tried_again_at_the_same_step():
+    failing = iter([True, False])
+
+    def calibrate(model):
+        if next(failing):
+            raise OSError("no data yet")
+        return model(batches(1)[0][0])
+
+    compressor = Compressor(make(order=12), when=[2], keep=KeepFraction(0.5), calibrate=calibrate)
+    with pytest.raises(OSError, match="no data yet"):
+        compressor.step(2)
+    assert len(compressor.step(2)) == 2
+
+
+@pytest.mark.parametrize("step", [np.int64(2), torch.tensor(2)], ids=str)
+def test_steps_of_any_kind_of_integer_are_taken(step):
+    assert len(Compressor(make(), when=[2], keep=KeepFraction(0.5)).step(step)) == 2
+
+
+def test_what_was_seen_is_resumed():
+    first = Compressor(make(order=16), when=[2, 4], keep=KeepFraction(0.5))
+    first.step(2)
+    second = Compressor(make(order=16), when=[2, 4], keep=KeepFraction(0.5))
+    second.load_state_dict(first.state_dict())
+    assert [len(second.step(step)) for step in (2, 3, 5)] == [0, 0, 2]
+
+
+def test_a_scheduler_that_cannot_come_back_is_refused():
+    with pytest.raises(CompressionError, match="scheduler is 3, expected one of torch"):
+        Compressor(make(), when=[1], keep=KeepFraction(0.5), scheduler=3)
+
+
+def test_a_cut_on_the_step_of_a_judgement_asks_once():
+    asked = []
     model = make()
-    one = Compressor(model, when=[1, 2], keep=KeepFraction(0.5))
-    other = Compressor(model, when=[1, 3], keep=KeepFraction(0.5))
-    with pytest.raises(CompressionError, match="schedule"):
-        other.load_state_dict(one.state_dict())
+    guard = Rollback(evaluate=lambda: asked.append(1) or 1.0, settle=1)
+    compressor = Compressor(model, when=[2, 3], keep=KeepFraction(0.5), guard=guard)
+    for step in range(1, 6):
+        compressor.step(step)
+    assert len(asked) == 3  # before the first, after it and before the second, after that

@@ -12,7 +12,17 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from compressm.compression import CompressionError, Compressor, HankelTracker, TargetOrder, compress_, inspect
+from compressm.compression import (
+    CompressionError,
+    Compressor,
+    HankelTracker,
+    SavingError,
+    TargetOrder,
+    compress_,
+    inspect,
+    load_checkpoint,
+    save_checkpoint,
+)
 from compressm.compression.distributed import Processes
 from compressm.layers import LRU
 from compressm.models import SequenceClassifier
@@ -54,6 +64,41 @@ def test_a_wrapper_that_is_not_given_refuses_to_train_until_it_is_made_anew(foun
         kind, said = one["stale"]
         assert kind == "StaleWrapperError"
         assert "compressm.rewrap_(model)" in said
+
+
+@pytest.mark.parametrize("through", ["", "_through_the_wrapper"])
+def test_a_wrapper_refuses_to_train_after_a_state_dict_of_other_orders_was_loaded(through, found):
+    for one in found[f"a_state_dict_of_smaller_orders{through}"]:
+        kind, said = one["stale"]
+        assert kind == "StaleWrapperError"
+        assert "compressm.rewrap_(model)" in said
+        assert one["orders"] == [5, 5]
+
+
+LAYERS_ALONE = """
+import sys, tempfile
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from compressm.layers import LRU
+dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1)
+import torch
+wrapper, other = DistributedDataParallel(LRU(2, 6)), DistributedDataParallel(LRU(2, 6))
+wrapper.module.load_state_dict(LRU(2, 3).state_dict())
+assert not [name for name in sys.modules if name.startswith("compressm.compression")]
+other(torch.ones(1, 4, 2))
+try:
+    wrapper(torch.ones(1, 4, 2))
+except RuntimeError as error:
+    assert "compressm.rewrap_(model)" in str(error)
+else:
+    raise AssertionError("it trains without averages")
+dist.destroy_process_group()
+"""
+
+
+def test_it_does_so_where_only_layers_were_imported():
+    done = subprocess.run([sys.executable, "-c", LAYERS_ALONE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_data_of_all_processes_is_measured_together(found):
@@ -177,3 +222,12 @@ def test_a_wrapper_with_copies_of_its_parameters_is_refused(group):
     model.mixed_precision = object()
     with pytest.raises(CompressionError, match="mixed_precision keeps copies"):
         Compressor(model, when=[1], keep=TargetOrder(4))
+
+
+def test_a_checkpoint_for_such_a_wrapper_is_refused_before_anything_is_changed(group, tmp_path):
+    save_checkpoint(tmp_path / "c", model=LRU(2, 3))
+    model = nn.parallel.DistributedDataParallel(LRU(2, 5))
+    model.mixed_precision = object()
+    with pytest.raises(SavingError, match=r"c: .*mixed_precision keeps copies"):
+        load_checkpoint(tmp_path / "c", model=model)
+    assert model.module.order == 5

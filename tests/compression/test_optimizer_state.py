@@ -316,6 +316,20 @@ REFUSED = {
 }
 
 
+def test_a_state_of_another_order_is_refused_with_both_shapes():
+    """AdamW after a cut, with its state from before: it was told to be factored, and to become Adam."""
+    layer = make_layer("LRU", torch.float32)
+    optimizer = stepped(optim.AdamW)(layer)
+    state = optimizer.state[layer.nu_log]
+    state["exp_avg"] = torch.zeros(9)
+    with pytest.raises(
+        CompressionError, match=r"'exp_avg' of nu_log has shape \(9,\), the parameter \(\d,\)"
+    ) as caught:
+        prepare_cut("layer", change_of(layer, 4), optimizer, Transport())
+    assert "saved at the orders of now" in str(caught.value)
+    assert "choose" not in str(caught.value)
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_follow_a_cut_is_refused_by_name_before_anything_is_changed(case):
     make, said = REFUSED[case]

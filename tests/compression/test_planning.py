@@ -4,12 +4,16 @@ import pytest
 import torch
 
 from compressm.adapters import write
+from compressm.compression import planning
+from compressm.compression.compressor import Compressor, compress_
 from compressm.compression.errors import CompressionError
 from compressm.compression.gramian import Measured, WhiteNoise
+from compressm.compression.inspecting import inspect
 from compressm.compression.planning import Options, plan_cuts, read_layers, spectra
-from compressm.compression.policies import EnergyTolerance, KeepFraction, TargetOrder
+from compressm.compression.policies import Budget, EnergyTolerance, ErrorBound, KeepFraction, TargetOrder
 from compressm.compression.selection import Random
-from compressm.control import error_bounds, fold, hankel_singular_values
+from compressm.compression.tracker import HankelTracker
+from compressm.control import UnstableSystemError, error_bounds, fold, hankel_singular_values
 from compressm.layers import LRU, S4D, S5
 from compressm.models import Block, Blocks, SequenceClassifier
 
@@ -122,3 +126,113 @@ def test_a_layer_that_is_not_finite_is_refused_by_name():
     model.blocks[1].ssm.B_re.data[0, 0] = torch.nan
     with pytest.raises(ValueError, match="B_re"):
         read_layers(model, Options(EnergyTolerance(0.1)))
+
+
+POLICIES = [TargetOrder(5), KeepFraction(0.5), Budget(9), EnergyTolerance(0.1), ErrorBound(0.1)]
+
+
+@pytest.mark.parametrize(
+    "keep", [*POLICIES, pytest.param(lambda spectra: dict.fromkeys(spectra, 2), id="own")], ids=str
+)
+@pytest.mark.parametrize("silent", ["C", "data"])
+def test_a_layer_whose_values_are_all_zero_is_left_alone_by_every_policy(keep, silent):
+    """Fixed orders took it from 12 states to 1, for good; tolerances left it alone."""
+    layer = LRU(4, order=12)
+    if silent == "C":
+        layer.C_re.data.zero_()
+        layer.C_im.data.zero_()
+    calibrate = (lambda layer: layer(torch.zeros(4, 40, 4))) if silent == "data" else None
+    options = Options(keep, calibrate=calibrate, gate=1.0)
+    assert plan_cuts(read_layers(layer, options), options) == []
+
+
+def with_rank(layer, rank):
+    layer.C_re.data[:, rank:] = 0
+    layer.C_im.data[:, rank:] = 0
+
+
+@pytest.mark.parametrize("keep", [TargetOrder(8), KeepFraction(0.5), Budget(24)], ids=str)
+@pytest.mark.parametrize("round_to", [1, 8])
+def test_a_layer_of_smaller_rank_goes_to_that_rank_also_beside_others(keep, round_to):
+    """Beside a layer of full rank it was filled up with modes that do nothing and never learn."""
+    torch.manual_seed(0)
+    model = Blocks([Block(LRU(4, order=16)), Block(LRU(4, order=16))])
+    with_rank(model[0].ssm, 2)
+    options = Options(keep, round_to=round_to, gate=1.0)
+    small, *_ = plan_cuts(read_layers(model, options), options)
+    assert small.layer.name == "0.ssm"
+    assert small.system.order == 2
+    assert small.error_bound < 1e-9
+    omega = torch.linspace(0, 3, 20).double()
+    old, new = (fold(which).frequency_response(omega) for which in (small.layer.system, small.system))
+    assert torch.allclose(old, new, atol=1e-8)
+
+
+def unstable(value):
+    model = make()
+    model.blocks[1].ssm.nu_log.data[0] = value
+    return model
+
+
+LOOKS = {
+    "inspect": inspect,
+    "inspect with data": lambda model: inspect(model, data),
+    "tracker": lambda model: HankelTracker(model, every=1).step(1),
+    "compress_": lambda model: compress_(model, keep=TargetOrder(5)),
+    "compress_ with data": lambda model: compress_(model, keep=TargetOrder(5), calibrate=data),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("value", [-300.0, -800.0])
+def test_a_pole_that_rounds_to_the_unit_circle_is_refused_with_the_name_of_its_layer(look, value):
+    """inspect gave a value of 2e129, and a cut with data went through."""
+    model = unstable(value)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(CompressionError, match=r"^blocks\.1\.ssm: .*expected < 1"):
+        LOOKS[look](model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("look", ["step", "preview"])
+def test_a_layer_that_becomes_unstable_during_training_is_refused_by_name(look):
+    model = make()
+    compressor = Compressor(model, when=[1], keep=TargetOrder(5))
+    model.blocks[1].ssm.nu_log.data[0] = -300.0
+    with pytest.raises(CompressionError, match=r"^blocks\.1\.ssm: .*expected < 1"):
+        compressor.step(1) if look == "step" else compressor.preview()
+    assert [block.ssm.order for block in model.blocks] == [12, 12, 12]
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_what_cannot_be_computed_of_several_layers_names_the_one(look, monkeypatch):
+    def failing(system, *args, P=None, **options):
+        if bool((system.B == 7).any()):
+            raise UnstableSystemError("largest pole modulus is 1")
+        return hankel_singular_values(system, P=P)
+
+    monkeypatch.setattr(planning, "hankel_singular_values", failing)
+    model = make(S5)
+    read = planning.read_system
+
+    def marked(name, module, adapter):
+        system = read(name, module, adapter)
+        if name == "blocks.2.ssm":
+            system.B[0, 0] = 7
+        return system
+
+    monkeypatch.setattr(planning, "read_system", marked)
+    with pytest.raises(CompressionError, match=r"^blocks\.2\.ssm: largest pole") as caught:
+        LOOKS[look](model)
+    assert isinstance(caught.value.__cause__, UnstableSystemError)
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_model_without_values_is_refused_by_name(look):
+    with pytest.raises(CompressionError, match=r"^blocks\.0\.ssm: nu_log.*meta device"):
+        LOOKS[look](make().to("meta"))
+
+
+def test_a_filter_that_takes_nothing_is_named():
+    with pytest.raises(CompressionError, match=r"filter_fn takes no SSM layer.*'blocks\.0\.ssm'"):
+        inspect(make(), filter_fn=lambda module, name: False)

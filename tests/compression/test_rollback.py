@@ -292,6 +292,8 @@ BAD = {
     "Rollback(float, drop=float('nan'))": "drop is nan",
     "Rollback(float, settle=-1)": "settle is -1",
     "Rollback(float, settle=1.5)": "settle is 1.5",
+    "Rollback(float, folder=3)": "folder is 3",
+    "Rollback(float, folder='/etc/hostname')": "folder is '/etc/hostname'",
 }
 
 

@@ -1,5 +1,6 @@
 import copy
 import json
+from collections import OrderedDict
 
 import hypothesis.strategies as st
 import pytest
@@ -10,9 +11,11 @@ from torch.optim.swa_utils import AveragedModel
 
 from compressm import load_model, save_model
 from compressm.adapters import write
+from compressm.compression import savable
 from compressm.layers import LRU, S4D, S5, ZOH, Bilinear, Inv, Legs
 from compressm.models import (
     BatchNorm,
+    Block,
     LanguageModel,
     LastStep,
     LayerNorm,
@@ -228,6 +231,68 @@ def test_what_was_put_into_the_model_after_it_was_built_is_saved(tmp_path):
     assert loaded.blocks[0].ssm.path is Path.CONVOLUTION
     assert loaded.blocks[0].dropout.rate == 0.4
     check_round_trip(loaded, tmp_path / "again")
+
+
+HEADS = {
+    "a perceptron": lambda: nn.Sequential(
+        nn.LayerNorm(4), nn.Linear(4, 8), nn.GELU(), nn.Dropout(0.3), nn.Linear(8, 3)
+    ),
+    "with names": lambda: nn.Sequential(OrderedDict(second=nn.Linear(4, 4), first=nn.ReLU(inplace=True))),
+    "inside another": lambda: nn.Sequential(nn.Sequential(nn.Identity(), nn.Linear(4, 5)), nn.SiLU(), nn.Tanh()),
+    "without anything": lambda: nn.Sequential(),
+    "norms without weights": lambda: nn.Sequential(nn.LayerNorm(4, bias=False), nn.LayerNorm(4, 0.1, False)),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_modules_in_a_row_are_saved(name, tmp_path):
+    model = classifier()
+    model.head = HEADS[name]()
+    loaded = check_round_trip(model, tmp_path)
+    assert repr(loaded) == repr(model)
+    save_model(model.head, tmp_path / "head")
+    assert repr(load_model(tmp_path / "head")) == repr(model.head)
+
+
+@savable
+class Convolved(nn.Module):
+    """Has modules in a row of which one is not known."""
+
+    def __init__(self):
+        super().__init__()
+        self.width = 4
+        self.row = nn.Sequential(nn.Conv1d(7, 7, 1), nn.Linear(4, 4))
+
+    def forward(self, x):
+        return self.row(x)
+
+
+def test_a_row_may_hold_what_only_its_constructor_knows_and_take_more(tmp_path):
+    check_round_trip(Convolved(), tmp_path)
+    longer = Convolved()
+    longer.row.append(nn.Linear(4, 2))
+    assert len(check_round_trip(longer, tmp_path / "longer").row) == 3
+
+
+def test_a_row_that_became_shorter_or_was_turned_round_is_that(tmp_path):
+    model = classifier()
+    model.head = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 5))
+    loaded = check_round_trip(model, tmp_path)
+    del loaded.head[1]
+    check_round_trip(loaded, tmp_path / "shorter")
+    loaded.head = nn.Sequential(OrderedDict([("1", loaded.head[1]), ("0", nn.Linear(5, 5))]))
+    check_round_trip(loaded, tmp_path / "turned")
+
+
+@pytest.mark.parametrize("norm", [BatchNorm(0.2, affine=False), LayerNorm(), NoNorm()], ids=str)
+def test_blocks_that_were_added_are_saved(norm, tmp_path):
+    model = classifier(S5, norm=norm, dropout=OneMask(0.3))
+    model.blocks.append(copy.deepcopy(model.blocks[1]))
+    model.blocks.append(Block(LRU(4, 5)))
+    cut(model.blocks[2].ssm, 2)
+    loaded = check_round_trip(model, tmp_path)
+    assert [block.ssm.order for block in loaded.blocks] == [6, 6, 2, 5]
+    assert repr(loaded) == repr(model)
 
 
 def wrapped_by_process_group(model, path):

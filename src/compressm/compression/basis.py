@@ -129,7 +129,7 @@ def reduce_system(
     The error of Re(C h) is at most `error_bound`. A measured `P` is that of the states of `fold(system)`, or with
     fold=False, which is the paper's arithmetic, of the system itself. Modes get the ratio of ‖b‖ to ‖c‖ that the old
     system had on the average, and the phase that turns them least against the old ones: stored values keep their size
-    and their meaning. Orders above the numerical rank are not reached.
+    and their meaning. An order above the numerical rank #{σ > n ε σ₁} gives that rank: the states beyond do nothing.
     """
     system = system.detach()
     balanced = fold_modes(system) if fold else system

@@ -10,16 +10,19 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from compressm.compression.distributed import Processes
 from compressm.compression.errors import CompressionError
 from compressm.compression.gramian import Measured
-from compressm.control import DiagonalSystem, StateCovariance
+from compressm.control import ControlError, DiagonalSystem, StateCovariance
+from compressm.control.validation import require_finite
 from compressm.ops import linear_recurrence
 
 Calibrate = Callable[[nn.Module], object]
 
-_KEPT_SEQUENCES = 8  # of the first batch, on which a cut's error is measured
+# On how much a cut's error is measured: sequences at least, and as many as make so many steps.
+_KEPT_SEQUENCES, _KEPT_STEPS = 8, 1 << 13
 _STATE_BYTES = 1 << 28  # of all states at once
 # Where data is scarce, steps lie closer than the stride: fewer samples than states would call the others dead.
 _SAMPLES_A_STATE = 4
@@ -28,12 +31,53 @@ _GOLDEN, _SILVER = (5**0.5 - 1) / 2, 2**0.5 - 1  # whose multiples fill [0, 1) e
 
 
 @dataclass
-class Seen:
-    """Of one layer: the covariance of its states, and some of its inputs with how much of them counts."""
+class Sample:
+    """Some of the sequences that a layer saw, by their numbers and without padding, spread evenly over all of them.
 
+    Sequence k has the place frac(k·φ) with φ the golden ratio, and those with the lowest places stay: of any stretch of
+    the data about the same share, also where it is sorted or repeats, and the same ones every time.
+    """
+
+    sequences: dict[int, Float[Tensor, "length channels"]] = field(default_factory=dict)
+    count: int = 0
+    steps: int = 0
+    longest: int = 1
+
+    def add(self, x: Float[Tensor, "batch length channels"], lengths: Tensor | None) -> None:
+        """See a batch; memory stays bounded."""
+        counts = [x.shape[1]] * len(x) if lengths is None else lengths.tolist()
+        first, self.count = self.count, self.count + len(x)
+        self.steps, self.longest = self.steps + sum(counts), max(self.longest, x.shape[1])
+        room = max(_KEPT_SEQUENCES, _KEPT_STEPS // self.longest)
+        new = (number for number in range(first, self.count) if counts[number - first] > 0)
+        chosen = sorted((*self.sequences, *new), key=lambda number: _GOLDEN * number % 1)[:room]
+        self.sequences = {
+            number: self.sequences[number] if number < first else x[number - first, : counts[number - first]].clone()
+            for number in chosen
+        }
+
+    @property
+    def weight(self) -> float:
+        """How many steps were seen for each that stayed."""
+        return self.steps / max(1, sum(len(sequence) for sequence in self.sequences.values()))
+
+    def parts(self, share: int) -> Iterator[tuple[Float[Tensor, "batch length channels"], Tensor]]:
+        """Up to `share` sequences at a time, in float64, with a mask (batch, length) of the steps that count."""
+        kept = list(self.sequences.values())
+        for start in range(0, len(kept), share):
+            part = kept[start : start + share]
+            u = pad_sequence([sequence.to(torch.float64) for sequence in part], batch_first=True)
+            ends = torch.tensor([len(sequence) for sequence in part], device=u.device)
+            yield u, torch.arange(u.shape[1], device=u.device) < ends[:, None]
+
+
+@dataclass
+class Seen:
+    """Of one layer: the covariance of its states, and some of its inputs."""
+
+    name: str = ""
     covariance: StateCovariance = field(default_factory=StateCovariance)
-    inputs: Float[Tensor, "batch length channels"] | None = None
-    lengths: Tensor | None = None
+    sample: Sample = field(default_factory=Sample)
     passes: int = 0
 
     def gramian(self) -> Tensor:
@@ -41,8 +85,8 @@ class Seen:
         total, count = self.covariance.total, self.covariance.count
         if total is not None and count is not None and bool((count < total.shape[-1]).any()):
             raise CompressionError(
-                f"calibrate showed {int(count.min())} steps to a layer of {total.shape[-1]} states, expected at least"
-                " as many steps as states: run it on more data"
+                f"calibrate showed {int(count.min())} steps to a layer of {total.shape[-1]} states ({self.name!r}),"
+                " expected at least as many steps as states: run it on more data"
             )
         return self.covariance.gramian()
 
@@ -66,7 +110,7 @@ def listen(
 
     The states are those of the systems given, one a layer: in their coordinates E[h hᴴ] will be needed.
     """
-    seen = {name: Seen() for name in layers}
+    seen = {name: Seen(name) for name in layers}
     # What is compiled is not asked again for hooks that came later.
     with _listening(layers, seen, choice), _evaluating(model), torch.compiler.set_stance("force_eager"):
         calibrate(model)
@@ -74,6 +118,7 @@ def listen(
     if missed:
         raise CompressionError(
             f"calibrate did not run {', '.join(repr(name) for name in missed)}: it must call the model that it is given"
+            " so that the `forward` of these layers runs (`step` is not listened to)"
         )
     return seen
 
@@ -85,7 +130,7 @@ def _listening(
     handles = []
     try:
         for name, (module, system) in layers.items():
-            hook = _hook(name, system, seen[name], choice)
+            hook = _hook(system, seen[name], choice)
             handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         yield
     finally:
@@ -93,7 +138,7 @@ def _listening(
             handle.remove()
 
 
-def _hook(name: str, system: DiagonalSystem, seen: Seen, choice: Measured) -> Callable[..., None]:
+def _hook(system: DiagonalSystem, seen: Seen, choice: Measured) -> Callable[..., None]:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if seen.passes >= choice.batches:
             return
@@ -101,15 +146,27 @@ def _hook(name: str, system: DiagonalSystem, seen: Seen, choice: Measured) -> Ca
         lengths = kwargs.get("lengths", args[2] if len(args) > 2 else None)
         if not isinstance(x, Tensor) or x.ndim != 3:
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise CompressionError(f"{name!r} was called with {got}, expected (batch, length, channels)")
-        u = x.detach().to(torch.float64)
-        _accumulate(seen.covariance, system, u, lengths, choice.stride)
-        if seen.inputs is None:
-            seen.inputs = u[:_KEPT_SEQUENCES].clone()
-            seen.lengths = None if lengths is None else lengths[:_KEPT_SEQUENCES].clone()
+            raise CompressionError(f"{seen.name!r} was called with {got}, expected (batch, length, channels)")
+        x = _without_padding(x.detach(), lengths)
+        try:
+            require_finite("x", x)
+            _accumulate(seen.covariance, system, x.to(torch.float64), lengths, choice.stride)
+        except ControlError as error:
+            raise CompressionError(
+                f"calibrate gave {seen.name or 'the model'!r} what cannot be measured, expected finite inputs: {error}"
+            ) from error
+        seen.sample.add(x, lengths)
         seen.passes += 1
 
     return hook
+
+
+def _without_padding(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """Zeros where padding was, which may hold anything."""
+    if lengths is None:
+        return x
+    counts = torch.arange(x.shape[1], device=x.device) < lengths.to(x.device)[:, None]
+    return torch.where(counts[..., None], x, 0)
 
 
 @contextmanager
@@ -134,7 +191,7 @@ def _accumulate(
     available = len(u) * length if lengths is None else int(lengths.sum())
     stride = max(1, min(stride, available // (_SAMPLES_A_STATE * system.order)))
     steps = sampled_steps(len(u), length, stride).to(u.device)
-    share = max(1, _STATE_BYTES // (16 * length * modes))
+    share = _sequences_at_once(length, modes)
     for start in range(0, len(u), share):
         here = steps[start : start + share]
         h = states(system, u[start : start + share])[torch.arange(len(here), device=u.device)[:, None], here]
@@ -143,6 +200,10 @@ def _accumulate(
         samples = h.flatten(0, 1).movedim(0, -2)
         kept = None if mask is None else mask.flatten().expand(samples.shape[:-1])
         covariance.add(samples, kept)
+
+
+def _sequences_at_once(length: int, modes: int) -> int:
+    return max(1, _STATE_BYTES // (16 * length * modes))
 
 
 def sampled_steps(batch: int, length: int, stride: int) -> Int[Tensor, "batch samples"]:
@@ -179,7 +240,7 @@ def outputs(system: DiagonalSystem, u: Float[Tensor, "batch length channels"]) -
 
 
 def relative_change(old: DiagonalSystem, new: DiagonalSystem, seen: Seen) -> float:
-    """‖y_new − y_old‖ / ‖y_old‖ of the layer's output on the inputs that were kept."""
+    """‖y_new − y_old‖ / ‖y_old‖ of the layer's output without its skip D·u, over sequences from all that was seen."""
     return ratio_of(squared_change(old, new, seen))
 
 
@@ -190,10 +251,9 @@ def ratio_of(squares: Float[Tensor, "2"]) -> float:
 
 
 def squared_change(old: DiagonalSystem, new: DiagonalSystem, seen: Seen) -> Float[Tensor, "2"]:
-    """‖y_new − y_old‖² and ‖y_old‖², which can be summed over processes."""
-    assert seen.inputs is not None
-    before, after = outputs(old, seen.inputs), outputs(new, seen.inputs)
-    if seen.lengths is not None:
-        counts = torch.arange(before.shape[1], device=before.device) < seen.lengths[:, None].to(before.device)
-        before, after = before * counts[..., None], after * counts[..., None]
-    return torch.stack([(after - before).square().sum(), before.square().sum()])
+    """‖y_new − y_old‖² and ‖y_old‖², scaled up to all steps that were seen: they can be summed over processes."""
+    squares = torch.zeros(2, dtype=torch.float64, device=old.device)
+    for u, counts in seen.sample.parts(_sequences_at_once(seen.sample.longest, old.poles.numel())):
+        before, after = (outputs(system, u) * counts[..., None] for system in (old, new))
+        squares += torch.stack([(after - before).square().sum(), before.square().sum()])
+    return squares * seen.sample.weight

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from compressm.compression.errors import NoSuchFileError, SavingError
+from compressm.compression.errors import CompressionError, NoSuchFileError, SavingError
 from compressm.compression.fitting import expected_shapes, require_fit, require_orders
 from compressm.compression.naming import keyed_state, module_versions, orders_of, plain_state
 from compressm.compression.plain import plain
 from compressm.compression.random_state import random_state, set_random_state
 from compressm.compression.sealing import require_sealed, seal
 from compressm.compression.whole_files import replacing
-from compressm.compression.wrapping import renew_wrappers_, unwrapped
+from compressm.compression.wrapping import renew_wrappers_, require_rewrappable, unwrapped, wrappers_in
 from compressm.layers.replacing import replace_data
 
 CHECKPOINT_VERSION = 1
@@ -38,6 +38,12 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state_dict: Any) -> Any:
         """The inverse."""
+
+
+@runtime_checkable
+class _Choosy(Protocol):
+    def require_loadable(self, state: Mapping[str, Any]) -> None:
+        """Refuse what cannot be gone on from, as a compressor does a schedule with another past."""
 
 
 @final
@@ -101,16 +107,20 @@ def load_checkpoint(
     """Give everything the state it was saved with, and the random number generators theirs.
 
     The model may be as it was built, with larger orders: its layers take those of the file, and its parameters stay
-    the same objects. What does not fit model or optimizer is refused before anything is changed.
+    the same objects. What does not fit model, optimizer or compressor is refused before anything is changed; steps of
+    the compressor's schedule that are still to come may be others.
     """
     contents = _read(Path(path))
     try:
         _require_parts(contents, optimizer=optimizer, scheduler=scheduler, compressor=compressor)
         if optimizer is not None:
             _require_same_groups(contents["groups"], _groups(model, optimizer))
-        _load_model(model, contents)
-    except SavingError as error:
+        _require_fitting(model, contents)
+        if isinstance(compressor, _Choosy):
+            compressor.require_loadable(contents["compressor"]["state"])
+    except (SavingError, CompressionError) as error:
         raise SavingError(f"{path}: {error}") from error
+    _load_model(model, contents)
     # The compressor after what it changes, random numbers last: nobody may draw from them before training goes on.
     for part, name in ((optimizer, "optimizer"), (scheduler, "scheduler"), (compressor, "compressor")):
         if part is not None:
@@ -175,18 +185,29 @@ def _require_same_groups(saved: list[list[str | None]], here: list[list[str | No
         raise SavingError(f"the optimizer was saved with {other[0]!r} where this one has {other[1]!r}")
 
 
-def _load_model(model: nn.Module, contents: Mapping[str, Any]) -> None:
+def _require_fitting(model: nn.Module, contents: Mapping[str, Any]) -> None:
     tensors: dict[str, Tensor] = contents["model"]
     require_fit(tensors, expected_shapes(model, require_orders(model, contents["orders"])))
-    state = plain_state(model)
-    for name, value in state.items():
+    for name, value in plain_state(model).items():
         if value.dtype != tensors[name].dtype:
             raise SavingError(f"{name} was saved as {tensors[name].dtype}, the model's is {value.dtype}")
-    resized = {
+    if _resized(model, tensors):
+        for wrapper in wrappers_in(model):
+            require_rewrappable(wrapper)
+
+
+def _resized(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
+    """Parameters that have another shape in the file."""
+    return {
         name: value
-        for name, value in state.items()
+        for name, value in plain_state(model).items()
         if isinstance(value, nn.Parameter) and value.shape != tensors[name].shape
     }
+
+
+def _load_model(model: nn.Module, contents: Mapping[str, Any]) -> None:
+    tensors: dict[str, Tensor] = contents["model"]
+    resized = _resized(model, tensors)
     for name, value in resized.items():
         replace_data(value, value.new_empty(tensors[name].shape))
     model.load_state_dict(keyed_state(model, tensors, contents["versions"]))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 from torch import nn
 from torch.optim import Optimizer
 
 from compressm.compression.calibration import Calibrate
+from compressm.compression.checks import require_count
 from compressm.compression.cutting import Cutter, followers, ordinary_tensors
 from compressm.compression.errors import CompressionError
 from compressm.compression.gramian import Gramian, WhiteNoise
@@ -18,7 +19,7 @@ from compressm.compression.policies import Policy
 from compressm.compression.record import Cut, Event, Restored
 from compressm.compression.rehearsal import rehearse
 from compressm.compression.rollback import Rollback, Watch
-from compressm.compression.schedule import as_schedule
+from compressm.compression.schedule import as_schedule, require_same_past
 from compressm.compression.selection import Largest, Selection
 
 # The paper's own arithmetic, spelled out once.
@@ -64,7 +65,10 @@ class Compressor:
         inner, processes = self._cutter.inner, self._cutter.processes
         rehearse(inner, options)
         self._watch = None if guard is None else Watch(guard, inner, optimizer, scheduler, follow, processes)
+        if scheduler is not None and not all(hasattr(scheduler, name) for name in ("state_dict", "load_state_dict")):
+            raise CompressionError(f"scheduler is {scheduler!r:.100}, expected one of torch.optim.lr_scheduler or None")
         self._ended = False
+        self._seen: int | None = None
         self.history: list[Event] = []
 
     @property
@@ -72,22 +76,30 @@ class Compressor:
         """The steps at which it cuts."""
         return list(self._schedule)
 
-    def step(self, step: int) -> list[Event]:
-        """What happened at this step: the cuts made, a restored model, or nothing."""
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise CompressionError(f"step is {step!r}, expected the number of the training step, an integer from 0")
+    def step(self, step: SupportsIndex) -> list[Event]:
+        """What happened at this step: the cuts made, a restored model, or nothing.
+
+        A step of the schedule counts once, however often it is given, and late where its number is left out.
+        """
+        now = require_count("step", step, low=0)
         events: list[Event] = []
         with ordinary_tensors():
             if self._watch is not None:
-                restored = self._watch.settle(step)
+                restored = self._watch.settle(now)
                 if restored is not None:
                     self._ended = True
                     events.append(restored)
                     self._cutter.renew_wrappers_()
-            if step in self._schedule and not self._ended:
-                events += self._cut(step)
+            if self._is_due(now) and not self._ended:
+                events += self._cut(now)
+        self._seen = now if self._seen is None else max(now, self._seen)
         self.history += events
         return events
+
+    def _is_due(self, step: int) -> bool:
+        """What was scheduled before the first step that it is given has passed."""
+        earlier = step - 1 if self._seen is None else self._seen
+        return any(earlier < due <= step for due in self._schedule)
 
     def _cut(self, step: int) -> list[Cut]:
         plan = self._cutter.plan(salt=step)
@@ -109,20 +121,24 @@ class Compressor:
         return {
             "schedule": list(self._schedule),
             "ended": self._ended,
+            "seen": self._seen,
             "history": [event.as_dict() for event in self.history],
             "watch": None if self._watch is None else self._watch.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse; the schedule must be the one it was saved with."""
-        if list(state["schedule"]) != list(self._schedule):
-            raise CompressionError(
-                f"the saved schedule is {list(state['schedule'])!r:.80}, this one's {list(self._schedule)!r:.80}"
-            )
+        """The inverse; steps of the schedule that are still to come may be others than it was saved with."""
+        self.require_loadable(state)
         self._ended = bool(state["ended"])
+        self._seen = state.get("seen")
         self.history = [_event(stored) for stored in state["history"]]
         if self._watch is not None and state["watch"] is not None:
             self._watch.load_state_dict(state["watch"])
+
+    def require_loadable(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state that this compressor cannot go on from; nothing is changed."""
+        reached = [_event(stored).step for stored in state["history"]]
+        require_same_past(state["schedule"], self._schedule, max([*reached, state.get("seen") or 0]))
 
 
 def _event(stored: Mapping[str, Any]) -> Event:

@@ -76,10 +76,8 @@ class Cutter:
         for wrapper in wrappers_in(self.model):
             require_rewrappable(wrapper)
         require_suitable(self.inner, found, self.optimizer)
-        for model in self.follow:
-            missing = [name for name in found if name not in find(model)]
-            if missing:
-                raise CompressionError(f"follow: {type(model).__name__} has no SSM layer {', '.join(missing)}")
+        for k, model in enumerate(self.follow):
+            _require_alike(f"follow[{k}]", model, found)
 
     def plan(self, *, salt: int) -> Plan:
         """What the policy wants now; nothing is changed."""
@@ -133,6 +131,8 @@ class Cutter:
 
     def _prepared(self, plan: Plan) -> tuple[list[PreparedCut], list[PreparedCut]]:
         """Of the model, and of those that follow."""
+        for k, model in enumerate(self.follow):
+            _require_alike(f"follow[{k}]", model, {cut.layer.name: (cut.layer.module, None) for cut in plan.cuts})
         with stage("encode"):
             changes = {
                 cut.layer.name: ModuleChange.to(
@@ -158,6 +158,30 @@ def followers(follow: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
     if isinstance(follow, nn.Module) or not isinstance(follow, Sequence):
         raise CompressionError(f"follow is a {type(follow).__name__}, expected a list of models")
     return tuple(follow)
+
+
+def _require_alike(which: str, model: object, layers: Mapping[str, tuple[nn.Module, object]]) -> None:
+    """A model that follows has layers of its own, of the same names, classes and shapes."""
+    if not isinstance(model, nn.Module):
+        raise CompressionError(f"{which} is a {type(model).__name__}, expected a model with the layers of the first")
+    found, kind = find(model), type(model).__name__
+    for name, (module, _) in layers.items():
+        if name not in found:
+            raise CompressionError(f"{which}: {kind} has no SSM layer {name!r}; it has {', '.join(found) or 'none'}")
+        other = found[name][0]
+        if other is module:
+            raise CompressionError(f"{which}: {name!r} is the model's own layer, expected a copy, as of an average")
+        if type(other) is not type(module):
+            raise CompressionError(
+                f"{which}: {name!r} is of the class {type(other).__name__}, the model's is {type(module).__name__}"
+            )
+        shapes, own = ({key: tuple(p.shape) for key, p in one.named_parameters()} for one in (other, module))
+        odd = next((key for key in own | shapes if own.get(key) != shapes.get(key)), None)
+        if odd is not None:
+            raise CompressionError(
+                f"{which}: {name}.{odd} has the shape {shapes.get(odd)}, the model's {own.get(odd)}: expected the same"
+                " width and order"
+            )
 
 
 def ordinary_tensors() -> AbstractContextManager[object]:

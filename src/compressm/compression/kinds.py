@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -15,6 +16,7 @@ from compressm.layers import LRU, S4D, S5, ZOH, Bilinear, Inv, Legs, Lin
 from compressm.layers.arguments import arguments_of, keeps_arguments
 from compressm.models import (
     BatchNorm,
+    Block,
     LanguageModel,
     LastStep,
     LayerNorm,
@@ -24,6 +26,8 @@ from compressm.models import (
     PerElement,
     SequenceClassifier,
 )
+from compressm.models.dropout import RandomMask
+from compressm.models.normalisation import PaddedBatchNorm, StepNorm, Unchanged
 from compressm.ops import Path
 
 Kind = TypeVar("Kind", bound=type[Any])
@@ -34,13 +38,25 @@ _OURS: tuple[type[Any], ...] = (
     *(SequenceClassifier, LanguageModel),
     *(BatchNorm, LayerNorm, NoNorm, PerElement, OneMask, MeanPooling, LastStep),
 )
-# Modules of torch that people put in the place of others, and the attributes they are built from.
-_OF_TORCH: Mapping[type[nn.Module], tuple[str, ...]] = {
+# Modules that people put in the place of others or beside them, and the attributes they are built from.
+_BY_ATTRIBUTES: Mapping[type[nn.Module], tuple[str, ...]] = {
     nn.Linear: ("in_features", "out_features"),
     nn.Embedding: ("num_embeddings", "embedding_dim"),
-    nn.Identity: (),
+    nn.LayerNorm: ("normalized_shape", "eps", "elementwise_affine"),
+    nn.Dropout: ("p",),
+    nn.GELU: ("approximate",),
+    **dict.fromkeys((nn.Identity, nn.ReLU, nn.SiLU, nn.Tanh), ()),
+    # What our blocks are made of.
+    PaddedBatchNorm: ("num_features", "eps", "momentum", "affine"),
+    StepNorm: ("normalized_shape", "eps", "elementwise_affine"),
+    Unchanged: (),
+    RandomMask: ("rate", "shared"),
 }
-_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (*_OURS, *_OF_TORCH)}
+_WITH_BIAS = (nn.Linear, nn.LayerNorm)
+# Built with others in the place of their children, which are then replaced like any module.
+_OF_CHILDREN: tuple[type[nn.Module], ...] = (nn.Sequential, Block)
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (*_BY_ATTRIBUTES, *_OF_CHILDREN, *_OURS)}
+_KINDS["nn.LayerNorm"] = nn.LayerNorm  # one of ours has that name
 
 # What a constructor of ours, of torch or of others answers to values that it cannot take.
 _REFUSALS = (TypeError, ValueError, LookupError, AttributeError, RuntimeError, ArithmeticError)
@@ -89,6 +105,8 @@ def decode(stored: Stored, where: str) -> Any:
         return values
     kind = _kind_of(stored["kind"], where)
     try:
+        if kind is nn.Sequential:
+            return nn.Sequential(OrderedDict((name, nn.Identity()) for name in values["names"]))
         return kind[values["name"]] if issubclass(kind, Enum) else kind(**values)
     except _REFUSALS as error:
         raise SavingError(f"{where} cannot be built: {stored!r:.200} gives {type(error).__name__}: {error}") from error
@@ -99,13 +117,22 @@ def is_known(kind: type[Any]) -> bool:
     return kind in _KINDS.values()
 
 
+def is_known_by_arguments(kind: type[Any]) -> bool:
+    """Whether what it is built from says all; of others the children have to be looked at."""
+    return is_known(kind) and kind not in _OF_CHILDREN
+
+
 def _arguments(value: Any, where: str) -> Mapping[str, object]:
     """By name, what the object is built from."""
     if isinstance(value, Enum):
         return {"name": value.name}
-    if type(value) in _OF_TORCH:
-        given = {name: getattr(value, name) for name in _OF_TORCH[type(value)]}
-        return given | {"bias": value.bias is not None} if isinstance(value, nn.Linear) else given
+    if type(value) in _BY_ATTRIBUTES:
+        given = {name: getattr(value, name) for name in _BY_ATTRIBUTES[type(value)]}
+        return given | {"bias": value.bias is not None} if isinstance(value, _WITH_BIAS) else given
+    if type(value) is nn.Sequential:
+        return {"names": list(value._modules)}
+    if isinstance(value, Block):
+        return {"mixer": value.ssm}
     if is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in fields(value) if field.init}
     kept = arguments_of(value)
@@ -134,8 +161,8 @@ def _name_of(kind: type[Any], value: object, where: str) -> str:
     if name is None:
         raise SavingError(
             f"{where} is {_shown(value)}, and {kind.__module__}.{kind.__qualname__} is no class that a file may name: "
-            "decorate it with @compressm.compression.savable, or save model.state_dict() with safetensors and build "
-            "the model yourself"
+            "decorate it with @compressm.compression.savable (of a class that is not yours, a subclass), or save "
+            "model.state_dict() with safetensors and build the model yourself"
         )
     return name
 

@@ -85,8 +85,8 @@ def _require_plain(kind: str, name: str, parameter: nn.Parameter, key: str, valu
         return
     if value.shape != parameter.shape:
         raise CompressionError(
-            f"{said} has shape {tuple(value.shape)}, the parameter {tuple(parameter.shape)}: factored states cannot"
-            " follow a cut; choose Adam or another"
+            f"{said} has shape {tuple(value.shape)}, the parameter {tuple(parameter.shape)}, expected the same: load a"
+            " state that was saved at the orders of now; factored states cannot follow a cut"
         )
     if not value.is_floating_point():
         raise CompressionError(f"{said} is {value.dtype}, expected real floating-point numbers")

@@ -30,7 +30,12 @@ def choose_orders(
     `overrides` maps patterns of module names ("blocks.0.*", as in `fnmatch`) to policies. The first pattern that
     matches a name decides; a policy is asked once, about all layers that fell to it, so that a `Budget` is shared by
     those and no others. Orders are rounded up to multiples of `round_to`, and then a layer is cut only if r < gate·n
-    (the paper: 95 %). Both only ever keep more than the policy said.
+    (the paper: 95 %). A layer whose σ are all zero, as that of a layer with C = 0 or of one that saw nothing but zeros,
+    is left alone whatever the policy said: nothing tells its states apart. All three only ever keep more than the
+    policy said.
+
+    A layer cannot have more states than its numerical rank #{σ > n ε σ₁} and still be balanced: one whose order falls
+    to more than that goes to the rank, which need not be a multiple of `round_to`. The others do nothing.
     """
     spectra = checked_spectra(spectra)
     shares = require_choices(spectra, keep, overrides, gate, round_to)
@@ -38,7 +43,7 @@ def choose_orders(
     for policy, names in shares:
         orders |= _asked(policy, {name: spectra[name] for name in names})
     gate, round_to = float(gate), int(round_to)
-    return {name: _gated(orders[name], sigma.shape[-1], gate, round_to) for name, sigma in spectra.items()}
+    return {name: _gated(orders[name], sigma, gate, round_to) for name, sigma in spectra.items()}
 
 
 def require_choices(
@@ -50,7 +55,10 @@ def require_choices(
     return _shares(list(names), keep, {} if overrides is None else overrides)
 
 
-def _gated(order: int, n: int, gate: float, round_to: int) -> int:
+def _gated(order: int, sigma: Tensor, gate: float, round_to: int) -> int:
+    n = sigma.shape[-1]
+    if not bool(sigma.any()):
+        return n
     rounded = min(n, math.ceil(order / round_to) * round_to)
     return rounded if rounded < gate * n - _ROUNDING else n
 

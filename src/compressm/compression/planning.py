@@ -21,10 +21,14 @@ from compressm.compression.selection import Largest, Selection
 from compressm.compression.stages import stage
 from compressm.compression.surgery import require_plain_parameters
 from compressm.compression.wrapping import unwrapped
-from compressm.control import ControlError, DiagonalSystem, fold, hankel_singular_values
+from compressm.control import ControlError, DiagonalSystem, fold, hankel_singular_values, numerical_rank
 from compressm.control.side_by_side import each
 
 Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+# 1 − |λ|² of the slowest mode: below it |λ| is 1 in float64, and after a change of basis nothing tells it from 1.
+_LEAST_DECAY = torch.finfo(torch.float64).eps
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,8 @@ class Options:
             raise CompressionError(f"gramian is {self.gramian!r}, expected WhiteNoise() or Measured(...)")
         if self.calibrate is not None and not callable(self.calibrate):
             raise CompressionError(f"calibrate is {self.calibrate!r}, expected a function of the model")
+        if self.filter_fn is not None and not callable(self.filter_fn):
+            raise CompressionError(f"filter_fn is {self.filter_fn!r}, expected a function of a module and its name")
         if not isinstance(self.fold, bool):
             raise CompressionError(f"fold is {self.fold!r}, expected True or False")
         if not isinstance(self.select, Selection):
@@ -89,19 +95,45 @@ class Options:
 
 def read_system(name: str, module: nn.Module, adapter: SSMAdapter[Any]) -> DiagonalSystem:
     """A layer as it is now; what is wrong with it is said with its name."""
+    said = name or "the model"
+    absent = [entry for entry, parameter in module.named_parameters() if parameter.is_meta]
+    if absent:
+        raise CompressionError(
+            f"{said}: {', '.join(absent)} are on the meta device, expected values: use to_empty and load them first"
+        )
     try:
-        return adapter.read(module).detach()
+        system = adapter.read(module).detach()
     except ControlError as error:
-        raise type(error)(f"{name or 'the model'}: {error}") from error
+        raise CompressionError(f"{said}: {error}") from error
+    least = float(system.decay.min())
+    if not least >= _LEAST_DECAY:
+        raise CompressionError(
+            f"{said}: the largest pole modulus is 1 up to rounding, 1 - |λ|² = {least:.3g}, expected < 1 by at least"
+            f" {_LEAST_DECAY:.3g}"
+        )
+    return system
+
+
+def find_layers(model: nn.Module, options: Options) -> dict[str, tuple[nn.Module, SSMAdapter[Any]]]:
+    """The layers to look at, with their adapters; there is at least one."""
+    found = find(model, options.filter_fn)
+    if found:
+        return found
+    kind = type(model).__name__
+    if options.filter_fn is not None and (all_of_them := find(model)):
+        raise CompressionError(
+            f"filter_fn takes no SSM layer of {kind}; expected at least one of {', '.join(map(repr, all_of_them))}"
+        )
+    raise CompressionError(f"{kind} has no SSM layer that an adapter reads; see compressm.adapters")
 
 
 def read_layers(model: nn.Module, options: Options) -> dict[str, Layer]:
     """Every SSM layer of the model as a system; with `calibrate`, after it ran."""
+    if not isinstance(model, nn.Module):
+        raise CompressionError(f"model is a {type(model).__name__}, expected an nn.Module")
     # Inside DistributedDataParallel a forward pass waits for the other processes, which may not be looking.
     model = unwrapped(model)
-    found = find(model, options.filter_fn)
-    if not found:
-        raise CompressionError(f"{type(model).__name__} has no SSM layer that an adapter reads; see compressm.adapters")
+    found = find_layers(model, options)
     for name, (module, _) in found.items():
         require_plain_parameters(name, module)
     with stage("read"), torch.no_grad():
@@ -123,9 +155,24 @@ def spectra(layers: Mapping[str, Layer], options: Options) -> dict[str, Float[Te
     """The Hankel singular values of every layer, one batched call a shape."""
     found: dict[str, Tensor] = {}
     for group in _grouped(layers.values(), lambda layer: layer.shape):
-        sigma = hankel_singular_values(_stacked([layer.balanced for layer in group]), P=_gramians(group, options))
+        sigma = _by_name(group, lambda part: _values(part, options))
         found |= {layer.name: values for layer, values in zip(group, sigma, strict=True)}
     return {name: found[name] for name in layers}
+
+
+def _values(group: list[Layer], options: Options) -> Tensor:
+    return hankel_singular_values(_stacked([layer.balanced for layer in group]), P=_gramians(group, options))
+
+
+def _by_name(group: list[Layer], work: Callable[[list[Layer]], Result]) -> Result:
+    """What `work` makes of the group; where it cannot, the layer that it fails for alone is named."""
+    try:
+        return work(group)
+    except ControlError as error:
+        for layer in group if len(group) > 1 else ():
+            _by_name([layer], work)
+        names = ", ".join(layer.name or "the model" for layer in group)
+        raise CompressionError(f"{names}: {error}") from error
 
 
 def plan_cuts(layers: Mapping[str, Layer], options: Options, *, salt: int = 0) -> list[PlannedCut]:
@@ -136,9 +183,15 @@ def plan_cuts(layers: Mapping[str, Layer], options: Options, *, salt: int = 0) -
         values, options.keep, overrides=options.overrides, gate=options.gate, round_to=options.round_to
     )
     wanted = {name: rank for name, rank in orders.items() if rank < layers[name].system.order}
+    if isinstance(options.select, Largest):
+        # Each layer by its own rank: in a group those of lower rank would be filled up with modes that do nothing.
+        wanted = {name: min(rank, int(numerical_rank(values[name]).amax())) for name, rank in wanted.items()}
     groups = _grouped((layers[name] for name in wanted), lambda layer: (*layer.shape, wanted[layer.name]))
     with stage("reduce"):
-        parts = each(lambda group: _plan_group(group, wanted[group[0].name], values, options, salt), groups)
+        parts = each(
+            lambda group: _by_name(group, lambda part: _plan_group(part, wanted[part[0].name], values, options, salt)),
+            groups,
+        )
     planned = {name: cut for part in parts for name, cut in part.items()}
     return [planned[name] for name in layers if name in planned]
 

@@ -3,6 +3,9 @@
 A spectrum holds Hankel singular values, falling, of shape (n,) for one system or (channels, n) for a bank whose
 systems share one order. A policy of one's own is any function from {module: spectrum} to {module: order}. Where the
 spectra do not decide, at a tie or where all values are zero, more is kept; an order is never above n nor below 1.
+
+An order is the most that a cut keeps: a layer of smaller numerical rank, #{σ > n ε σ₁}, goes to that rank, for the
+states beyond it do nothing. A layer whose σ are all zero is left alone, whatever a policy says (`choose_orders`).
 """
 
 from __future__ import annotations
@@ -79,7 +82,7 @@ class ErrorBound(LayerPolicy):
 @final
 @dataclass(frozen=True)
 class KeepFraction(LayerPolicy):
-    """ρ of the states that there are now, rounded half up."""
+    """At most ρ of the states that there are now, rounded half up; a layer of smaller numerical rank goes to that."""
 
     rho: float
 
@@ -94,7 +97,7 @@ class KeepFraction(LayerPolicy):
 @final
 @dataclass(frozen=True)
 class TargetOrder(LayerPolicy):
-    """n states in every layer; a layer with fewer keeps what it has."""
+    """At most n states in every layer: one with fewer keeps what it has, one of smaller numerical rank goes to that."""
 
     n: int
 
@@ -109,10 +112,12 @@ class TargetOrder(LayerPolicy):
 @final
 @dataclass(frozen=True)
 class Budget:
-    """`total_states` for all layers, shared out so that their error bounds 2 Σ_{i>r} σᵢ have the smallest sum.
+    """`total_states` at most for all layers, shared out so that their error bounds 2 Σ_{i>r} σᵢ have the smallest sum.
 
-    All of the budget is used; a bank counts its shared order once and is judged by its worst channel. Of equally good
-    allocations the one that keeps most in the first layers is taken, then in the second, and so on.
+    All of the budget is given out, of which a layer of smaller numerical rank leaves what is above it; a layer whose σ
+    are all zero is left alone and may exceed it. A bank counts its shared order once and is judged by its worst
+    channel. Of equally good allocations the one that keeps most in the first layers is taken, then in the second, and
+    so on.
     """
 
     total_states: int

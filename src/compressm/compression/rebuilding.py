@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from compressm.compression.errors import SavingError
 from compressm.compression.fitting import expected_shapes, require_fit, require_orders
-from compressm.compression.kinds import Stored, decode, encode, is_known
+from compressm.compression.kinds import Stored, decode, encode, is_known_by_arguments
 from compressm.compression.naming import (
     first_names,
     is_inside,
@@ -120,9 +120,16 @@ def _replaced(twin: nn.Module, model: nn.Module) -> Named:
         if is_inside(name, found):
             continue
         other = built.get(name)
-        if type(other) is not type(module) or (is_known(type(module)) and encode(module, name) != encode(other, name)):
+        if type(other) is not type(module) or _built_otherwise(module, other, name):
             found[name] = encode(module, name)
     return found
+
+
+def _built_otherwise(module: nn.Module, other: nn.Module, name: str) -> bool:
+    if type(module) is nn.Sequential:
+        # What was added at its end is put there by name; in another order it would be another function.
+        return list(module._modules)[: len(other._modules)] != list(other._modules)
+    return is_known_by_arguments(type(module)) and bool(encode(module, name) != encode(other, name))
 
 
 def _put(model: nn.Module, replaced: Named) -> None:

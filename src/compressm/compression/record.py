@@ -17,8 +17,10 @@ class Cut:
     """One layer went from `order` states to `rank`.
 
     `error_bound` is the H∞ bound 2 Σ of the dropped σ, the largest over the channels of a bank, and None where there
-    is none (measured Gramians, selective layers); `measured_error` the relative change of the layer's output on the
-    calibration data; `energy_lost` the share of Σσ that went.
+    is none (measured Gramians, selective layers); `measured_error` is ‖y_new − y_old‖ / ‖y_old‖ of the layer's output
+    without its skip D·u, over sequences spread evenly over the calibration data of all processes, None without data;
+    `energy_lost` the share of Σσ that went. `rank` may be below what was asked for: no more is kept than the numerical
+    rank of the layer, #{σ > n ε σ₁}.
     """
 
     step: int
@@ -59,7 +61,7 @@ class Cut:
 @final
 @dataclass(frozen=True)
 class Restored:
-    """The model is again what it was before the last cut, with these orders by module, and why."""
+    """The model is again what it was before the first cut that had not been judged: orders by module, and why."""
 
     step: int
     orders: Mapping[str, int] = field(hash=False)

@@ -24,8 +24,9 @@ from compressm.compression.snapshot import Snapshot, Subject
 class Rollback:
     """Undo a cut after which `evaluate()`, higher is better, stays more than the share `drop` below what it was.
 
-    It is asked before a cut and again `settle` steps after it (the paper: 1 % of the value, 1 % of all steps). With a
-    `folder` what may have to come back waits there in a file instead of in memory.
+    It is asked before a cut and again `settle` steps after it (the paper: 1 % of the value, 1 % of all steps). A cut
+    that comes in between is judged together with the one before it: both stay, or neither. With a `folder` what may
+    have to come back waits there in a file instead of in memory.
     """
 
     evaluate: Callable[[], float]
@@ -41,6 +42,8 @@ class Rollback:
         object.__setattr__(self, "drop", require_number("Rollback: drop", self.drop, 0, 1, below=True))
         object.__setattr__(self, "settle", require_count("Rollback: settle", self.settle, low=0))
         if self.folder is not None:
+            if not isinstance(self.folder, str | os.PathLike) or Path(self.folder).is_file():
+                raise CompressionError(f"Rollback: folder is {self.folder!r}, expected a folder, there or not, or None")
             object.__setattr__(self, "folder", Path(self.folder))
 
     def value(self, processes: Processes = Processes()) -> float:
@@ -82,6 +85,7 @@ class Watch:
         self.snapshot: Snapshot | None = None
         self.before = math.nan
         self.due = -1
+        self.latest: tuple[int, float] | None = None  # a step, and what `evaluate` said there
         # What the three were when the last cut began.
         self.earlier: tuple[Snapshot | None, float, int] = (None, self.before, self.due)
 
@@ -89,7 +93,8 @@ class Watch:
         """A cut is about to be made. One that comes before the last was judged is judged together with that."""
         self.earlier = self.snapshot, self.before, self.due
         if self.snapshot is None:
-            before = self.guard.value(self.processes)
+            asked = self.latest is not None and self.latest[0] == step
+            before = self.latest[1] if asked and self.latest is not None else self.guard.value(self.processes)
             if not math.isfinite(before):
                 raise CompressionError(f"Rollback: evaluate returned {before} before a cut, expected a finite number")
             self.before, self.snapshot = before, self._kept(step)
@@ -123,6 +128,7 @@ class Watch:
         if self.snapshot is None or step < self.due:
             return None
         value = self.guard.value(self.processes)
+        self.latest = step, value
         harmless = self.guard.accepts(value, self.before)
         if not harmless:
             with self.processes.together("bringing back what was before the cut"):

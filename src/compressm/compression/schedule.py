@@ -58,6 +58,17 @@ def as_schedule(when: Iterable[SupportsIndex]) -> list[int]:
     return sorted({int(step) for step in steps})
 
 
+def require_same_past(saved: Sequence[int], here: Sequence[int], until: int) -> None:
+    """Two schedules agree on the steps that have been; those still to come may be others."""
+    then, now = ({step for step in steps if step <= until} for steps in (saved, here))
+    if then != now:
+        raise CompressionError(
+            f"the saved schedule is {list(saved)!r:.80}, this one's {list(here)!r:.80}: expected the same steps up to"
+            f" step {until}, which had been reached, and {sorted(then ^ now)!r:.80} in one of them only;"
+            " steps after it may differ"
+        )
+
+
 def plan_text(schedule: Sequence[int]) -> str:
     """A schedule in one line: "4 cuts, at steps 4500, 9000, 13500, 18000"."""
     count = f"{len(schedule)} cut{'s' if len(schedule) > 1 else ''}"

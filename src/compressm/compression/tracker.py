@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
 
 from compressm.compression.calibration import Calibrate
+from compressm.compression.checks import require_count
 from compressm.compression.errors import CompressionError
 from compressm.compression.gramian import Gramian
 from compressm.compression.planning import Options, read_layers, spectra
@@ -38,14 +39,15 @@ class HankelTracker:
         self.steps: list[int] = []
         self.spectra: list[dict[str, Tensor]] = []
 
-    def step(self, step: int) -> dict[str, Tensor] | None:
+    def step(self, step: SupportsIndex) -> dict[str, Tensor] | None:
         """The spectra, on the CPU, if this is a step to record."""
-        if step % self.every:
+        now = require_count("step", step, low=0)
+        if now % self.every or now in self.steps[-1:]:
             return None
         layers = read_layers(self.model, self.options)
         with torch.no_grad():
             found = {name: sigma.cpu() for name, sigma in spectra(layers, self.options).items()}
-        self.steps.append(step)
+        self.steps.append(now)
         self.spectra.append(found)
         return found
 

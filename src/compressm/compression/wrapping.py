@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from compressm.compression.errors import CompressionError, StaleWrapperError
+from compressm.layers.wrappers import refuse_to_train_, refuses_with, trust_
+
+refuses_with(StaleWrapperError)
 
 # Options that DistributedDataParallel keeps under their own names; those that it does not know it is not given.
 _OPTIONS = (
@@ -60,22 +61,14 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def renew_wrappers_(model: nn.Module, changed: Iterable[nn.Module]) -> None:
-    """After parameters of these modules have changed their shapes: wrappers in the model are made anew, others refuse.
+    """After parameters of these modules have changed their shapes: wrappers in the model are made anew.
 
-    Those others are found among all living objects: one that still sums gradients of the old shapes would go on for a
-    step without averaging anything, and then stop with an error about unfinished reductions.
+    Others refuse to train.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        return
-    known, modules = wrappers_in(model), set(changed)
+    known = wrappers_in(model) if dist.is_available() and dist.is_initialized() else []
     if known:
         rewrap_(model)
-    # Not isinstance, which asks proxies of other packages for their class.
-    living = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
-    for wrapper in living:
-        refuses = _refuse in wrapper._forward_pre_hooks.values()
-        if wrapper not in known and not refuses and modules & set(wrapper.modules()):
-            wrapper.register_forward_pre_hook(_refuse)
+    refuse_to_train_(changed, but=known)
 
 
 def require_rewrappable(wrapper: DistributedDataParallel) -> None:
@@ -84,14 +77,6 @@ def require_rewrappable(wrapper: DistributedDataParallel) -> None:
         if getattr(wrapper, option, None):
             said = option.strip("_")
             raise CompressionError(f"DistributedDataParallel with {said} keeps copies of parameters, and cannot be cut")
-
-
-def _refuse(wrapper: nn.Module, args: object) -> None:
-    if torch.is_grad_enabled():
-        raise StaleWrapperError(
-            "this DistributedDataParallel was made before a cut and would not average gradients:"
-            " call compressm.rewrap_(model) on every process after each cut, or give the wrapper to the compressor"
-        )
 
 
 def _made_anew_(wrapper: DistributedDataParallel) -> None:
@@ -118,9 +103,7 @@ def _bring_back_(wrapper: DistributedDataParallel, before: dict[str, Any]) -> No
         if name in before:
             wrapper.__dict__[name] = before[name]
     wrapper._modules.update({name: child for name, child in before["_modules"].items() if name != "module"})
-    refusals = [key for key, hook in wrapper._forward_pre_hooks.items() if hook is _refuse]
-    for key in refusals:
-        del wrapper._forward_pre_hooks[key]
+    trust_(wrapper)
 
 
 def _options(wrapper: DistributedDataParallel) -> dict[str, Any]:

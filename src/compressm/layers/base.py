@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from compressm.layers.replacing import replace_data
+from compressm.layers.wrappers import refuse_to_train_
 from compressm.ops import SequenceError
 from compressm.ops.link import Link
 
@@ -123,11 +124,16 @@ class SSMLayer(nn.Module, ABC):
         }
         # Only a whole checkpoint of one order; anything else is for torch's own error, with nothing changed.
         if len(orders) == 1 and all(self._fits(name, value) for name, value in arriving.items()):
-            for name, value in arriving.items():
-                parameter = self.get_parameter(name)
-                if isinstance(value, Tensor) and parameter.shape != value.shape:
-                    replace_data(parameter, parameter.new_empty(value.shape))
+            self._resize_({name: value.shape for name, value in arriving.items() if isinstance(value, Tensor)})
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def _resize_(self, shapes: Mapping[str, torch.Size]) -> None:
+        resized = {name: shape for name, shape in shapes.items() if self.get_parameter(name).shape != shape}
+        for name, shape in resized.items():
+            parameter = self.get_parameter(name)
+            replace_data(parameter, parameter.new_empty(shape))
+        if resized:
+            refuse_to_train_([self])
 
     def _fits(self, name: str, value: object) -> bool:
         """The same shape but for the axis of the states."""

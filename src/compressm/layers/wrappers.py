@@ -1,0 +1,60 @@
+"""DistributedDataParallel around parameters that have changed their shapes: it refuses to train until it is made anew.
+
+It sized its buckets of gradients when it was made: it would go on for a step without averaging anything, and then stop
+with an error about unfinished reductions.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+# What is raised; whoever can make wrappers anew has an error of its own for it.
+_errors: list[type[RuntimeError]] = [RuntimeError]
+
+
+def refuses_with(error: type[RuntimeError]) -> None:
+    """Let wrappers refuse with this error."""
+    _errors.append(error)
+
+
+def refuse_to_train_(changed: Iterable[nn.Module], but: Iterable[nn.Module] = ()) -> None:
+    """After parameters of these modules have changed their shapes: every wrapper around one of them, but for those.
+
+    They are found among all living objects: a module does not know what stands around it.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    modules, spared = set(changed), set(but)
+    # Not isinstance, which asks proxies of other packages for their class.
+    living = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
+    for wrapper in living:
+        # One whose constructor has failed has no modules.
+        held = set(wrapper.modules()) if "_modules" in vars(wrapper) else set()
+        if wrapper not in spared and not refuses(wrapper) and modules & held:
+            wrapper.register_forward_pre_hook(_refuse)
+
+
+def refuses(wrapper: nn.Module) -> bool:
+    """Whether it would not train now."""
+    return _refuse in wrapper._forward_pre_hooks.values()
+
+
+def trust_(wrapper: nn.Module) -> None:
+    """It has been made anew."""
+    for key in [key for key, hook in wrapper._forward_pre_hooks.items() if hook is _refuse]:
+        del wrapper._forward_pre_hooks[key]
+
+
+def _refuse(wrapper: nn.Module, args: object) -> None:
+    if torch.is_grad_enabled():
+        raise _errors[-1](
+            "this DistributedDataParallel was made before a cut, or before the state_dict of other orders was loaded,"
+            " and would not average gradients: call compressm.rewrap_(model) on every process after that,"
+            " or give the wrapper to the compressor or to load_checkpoint"
+        )
