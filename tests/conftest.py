@@ -1,8 +1,11 @@
 """Shapes are checked at run time in every test; hypothesis is repeatable and never judges by the clock."""
 
+import functools
 import importlib.util
 import os
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from unittest.mock import patch
 
 # Some AMX kernels for bfloat16 end in an illegal instruction on virtual machines; must be said before torch is loaded.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -23,8 +26,22 @@ def checked_modules():
     return [".".join(path.parts) for path in paths if path.name not in ("__init__", "triton")]
 
 
+def _compile_only_what_is_checked():
+    """jaxtyping has a name of its own for compiled files, also of all that a checked module imports: half of torch."""
+    from jaxtyping import _import_hook
+
+    def get_code(loader, name):
+        own = functools.partial(_import_hook._optimized_cache_from_source, loader._typechecker.get_hash())
+        with patch("importlib._bootstrap_external.cache_from_source", own):
+            return SourceFileLoader.get_code(loader, name)
+
+    _import_hook._JaxtypingLoader.get_code = get_code
+    del _import_hook._JaxtypingLoader.exec_module
+
+
 if importlib.util.find_spec("beartype"):  # in the development extra; not on every machine with a GPU
     install_import_hook(checked_modules(), "beartype.beartype")
+    _compile_only_what_is_checked()
 
 # One thread: on a shared machine with few cores two can be ten times slower than one.
 torch.set_num_threads(1)
@@ -37,4 +54,5 @@ hypothesis.settings.register_profile(
     print_blob=True,
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
 )
+hypothesis.settings.register_profile("thorough", hypothesis.settings.get_profile("default"), max_examples=400)
 hypothesis.settings.load_profile("default")

@@ -1,6 +1,8 @@
 """Where kernels are tested: on a GPU, or on the CPU by Triton's interpreter."""
 
 import importlib.util
+import itertools
+import math
 
 import pytest
 import torch
@@ -8,6 +10,26 @@ import torch
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 MARK = pytest.mark.gpu if GPU else pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton")
+
+
+def later(*values):
+    """A case for `make slow` in the interpreter, which runs program after program in Python; a GPU takes all."""
+    return pytest.param(*values, marks=() if GPU else pytest.mark.slow)
+
+
+def some_of(*axes):
+    """The product of all axes; at once every value of every axis, and every combination of the short ones."""
+    longest = max(range(len(axes)), key=lambda k: len(axes[k]))
+    others = [axis for k, axis in enumerate(axes) if k != longest]
+    picked = []
+    for i in range(max(len(axes[longest]), math.prod(map(len, others)))):
+        rest, values = i, []
+        for axis in others:
+            values.append(axis[rest % len(axis)])
+            rest //= len(axis)
+        values.insert(longest, axes[longest][i % len(axes[longest])])
+        picked.append(tuple(values))
+    return [case if case in picked else later(*case) for case in itertools.product(*axes)]
 
 
 def _repair_interpreter():

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import torch
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from compressm.control import DiagonalSystem
+
+# For what takes long: a quarter of the examples of the profile.
+few = settings(max_examples=settings().max_examples // 4)
 
 _KINDS = ("spread", "ties", "clusters", "zeros", "slow", "real")
 

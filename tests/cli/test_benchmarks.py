@@ -1,10 +1,12 @@
 """Every benchmark of the command line on its smallest case, and its result file shown again."""
 
 import json
+import multiprocessing
 from pathlib import Path
 
 import pytest
 
+from compressm.bench import cut as cut_bench
 from compressm.bench import cut_cases, scan_paths, train_step
 from compressm.bench import growth as growth_bench
 from compressm.bench import peers as peers_bench
@@ -40,6 +42,15 @@ def test_a_training_step_is_measured_beside_its_floor_and_written(tmp_path):
     assert "| smnist | 3 | float32 |" in table.output
 
 
+@pytest.fixture
+def quick_processes(monkeypatch):
+    """A process for every case, as always, but from one that has loaded the library."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["compressm.bench.cut"])
+    monkeypatch.setattr(cut_bench, "get_context", lambda method: context)
+
+
+@pytest.mark.usefixtures("quick_processes")
 def test_a_cut_is_measured_stage_by_stage_and_written(tmp_path, monkeypatch):
     monkeypatch.setattr(cut_cases, "default_models", lambda device: (TINY,))
     done = run("bench", "cut", "--rank", "1", "--repeats", "1", "--out", str(tmp_path))

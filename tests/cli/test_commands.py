@@ -1,6 +1,7 @@
 """The command line as a person meets it: real processes, real files."""
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -126,9 +127,12 @@ def test_every_suffix_on_offer_can_be_drawn():
 
 
 @pytest.mark.parametrize("option", [("--out", "/proc/nope"), ("--picture", "x.abc")])
-def test_the_demo_refuses_a_bad_path_in_one_line(option):
-    demo = Path(__file__).parents[2] / "examples" / "reduce_a_layer.py"
-    done = subprocess.run([sys.executable, str(demo), *option], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
+def test_the_demo_refuses_a_bad_path_in_one_line(option, monkeypatch, capsys):
+    demo = str(Path(__file__).parents[2] / "examples" / "reduce_a_layer.py")
+    monkeypatch.setattr(sys, "argv", [demo, *option])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(demo, run_name="__main__")
+    said = capsys.readouterr()
+    assert (end.value.code, said.out) == (2, "")
+    (line,) = said.err.splitlines()
     assert f"error: {option[1]}" in line

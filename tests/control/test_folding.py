@@ -22,7 +22,7 @@ from compressm.control import (
     real_form,
 )
 from compressm.control.real_balancing import _real_gramians
-from tests.strategies import diagonal_systems
+from tests.strategies import diagonal_systems, few
 
 
 def real_error(system, reduced):
@@ -81,6 +81,7 @@ def test_real_gramians_in_closed_form_solve_the_equations_of_the_real_form():
     torch.testing.assert_close(Q, observability_gramian(real), rtol=1e-9, atol=1e-11)
 
 
+@few
 @given(system=diagonal_systems(max_order=20, max_channels=3).filter(lambda s: s.poles.is_complex()), data=st.data())
 def test_real_balancing_is_stable_and_within_its_bound(system, data):
     order = data.draw(st.integers(1, system.order))

@@ -9,7 +9,7 @@ from compressm.bench.systems import lru_at_initialisation, lru_trained_like
 from compressm.control import DenseSystem, DiagonalSystem, controllability_gramian, h2_norm, h_infinity_norm
 from compressm.control.factors import cauchy_factor
 from tests import oracles
-from tests.strategies import diagonal_systems
+from tests.strategies import diagonal_systems, few
 
 
 def single_mode(radius, phase, gain=1.0):
@@ -34,6 +34,7 @@ def test_the_h_infinity_error_of_two_modes_is_found_between_grid_points():
     assert first.h_infinity_error(second).item() == pytest.approx(abs(one - two).max(), rel=1e-7)
 
 
+@few
 @given(diagonal_systems(max_order=16, max_channels=4))
 def test_the_h_infinity_norm_is_no_smaller_than_on_a_plain_grid(system):
     plain = oracles.gain_on_a_grid(*oracles.as_arrays(system), points=200)

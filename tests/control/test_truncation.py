@@ -18,7 +18,7 @@ from compressm.control import (
 )
 from compressm.control import balancing as balancing_module
 from tests import oracles
-from tests.strategies import diagonal_systems
+from tests.strategies import diagonal_systems, few
 
 
 def check_bound_and_stability(system, order, points=64):
@@ -33,6 +33,7 @@ def check_bound_and_stability(system, order, points=64):
     assert refined <= truncation.error_bound.item() + rounding
 
 
+@few
 @given(system=diagonal_systems(), data=st.data())
 def test_truncation_error_is_within_the_bound_and_the_result_is_stable(system, data):
     check_bound_and_stability(system, data.draw(st.integers(1, system.order)))
@@ -45,6 +46,7 @@ def test_truncation_error_is_within_the_bound_on_a_thousand_systems(system, data
     check_bound_and_stability(system, data.draw(st.integers(1, system.order)))
 
 
+@few
 @given(system=diagonal_systems(max_order=32, max_channels=4), data=st.data())
 def test_for_any_selection_the_error_is_within_twice_the_sum_of_the_dropped_values(system, data):
     kept = data.draw(st.lists(st.integers(0, system.order - 1), min_size=1, unique=True))
@@ -75,6 +77,7 @@ def test_gramians_of_the_balanced_system_are_equal_and_diagonal(make, order):
     torch.testing.assert_close(part.left.mH @ part.right, torch.eye(order, dtype=torch.complex128), rtol=0, atol=1e-12)
 
 
+@few
 @given(diagonal_systems(max_order=24, max_channels=4))
 def test_keeping_every_state_keeps_the_system(system):
     truncation = balanced_truncation(system, system.order)

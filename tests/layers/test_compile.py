@@ -1,10 +1,10 @@
 """`torch.compile` around the layers, in a plain process: the tests' shape checker cannot be traced."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+
+from tests import unhooked
 
 SCRIPT = """
 import json, sys
@@ -41,9 +41,7 @@ LAYERS = ("LRU", "S5", "S4D")
 
 @pytest.fixture(scope="module")
 def compiled():
-    child = subprocess.run([sys.executable, "-c", SCRIPT, *LAYERS], capture_output=True, text=True)
-    assert child.returncode == 0, child.stderr
-    return json.loads(child.stdout)
+    return json.loads(unhooked.run(SCRIPT, *LAYERS))
 
 
 @pytest.mark.parametrize("name", LAYERS)

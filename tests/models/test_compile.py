@@ -1,10 +1,10 @@
 """`torch.compile` of whole models, in a plain process: the tests' shape checker cannot be traced."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+
+from tests import unhooked
 
 SCRIPT = """
 import json
@@ -56,9 +56,7 @@ CASES = ("inputs", "padded tokens", "language model")
 
 @pytest.fixture(scope="module")
 def compiled():
-    child = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
-    assert child.returncode == 0, child.stderr
-    return json.loads(child.stdout)
+    return json.loads(unhooked.run(SCRIPT))
 
 
 @pytest.mark.parametrize("case", CASES)

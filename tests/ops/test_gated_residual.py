@@ -7,7 +7,7 @@ from compressm.ops import SequenceError
 from compressm.ops.gated_residual import dropped, gated_residual
 from compressm.ops.gated_residual.reference import plain_gated_residual
 from compressm.ops.link import Link
-from tests.kernels import DEVICE, GPU, MARK, few_programs, nan_memory, normal, relative
+from tests.kernels import DEVICE, GPU, MARK, few_programs, later, nan_memory, normal, relative
 
 __all__ = ["few_programs", "nan_memory"]
 
@@ -127,7 +127,7 @@ CASES = [
     (64, 13, None, torch.float32),
     (64, 13, 1, torch.bfloat16),
     (200, 13, 3, torch.float32),
-    (200, 13, 1, torch.bfloat16),
+    later(200, 13, 1, torch.bfloat16),
 ]
 
 
@@ -147,7 +147,7 @@ def test_any_number_of_steps_is_served(width, steps):
 
 @MARK
 @pytest.mark.parametrize(
-    ("width", "length", "rows"), [(8, 30, 1), (8, 30, None), (40, 91, 1), (40, 91, 7), (150, 33, 1)]
+    ("width", "length", "rows"), [(8, 30, 1), later(8, 30, None), later(40, 91, 1), (40, 91, 7), later(150, 33, 1)]
 )
 @pytest.mark.usefixtures("few_programs")
 def test_programs_that_take_several_tiles_are_the_definition_too(width, length, rows):
