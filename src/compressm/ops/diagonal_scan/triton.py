@@ -31,8 +31,8 @@ class Launch(NamedTuple):
 # Up to `_FEW` modes, and beyond; more steps ahead take registers, and with them programs that run at once.
 _FEW = 64
 _FORWARD = {True: Launch(64, 8, 2), False: Launch(64, 8, 2)}
-_ENDS = {True: Launch(64, 8, 2), False: Launch(128, 8, 2)}
-_BACKWARD = {True: Launch(64, 4, 2), False: Launch(128, 4, 2)}
+_ENDS = {True: Launch(64, 8, 2), False: Launch(64, 4, 2)}
+_BACKWARD = {True: Launch(64, 4, 2), False: Launch(64, 4, 2)}
 _SPAN = 64  # steps between two states in float64: at most 64 · 6e-8 is lost inside
 _THREADS = 160_000  # that a launch should have where the sequence is long enough
 _SEGMENTS = 128  # at most: each looks back at all before it
