@@ -87,7 +87,7 @@ MADE = {
     "LBFGS": ("other_kind(torch.optim.LBFGS)", "LBFGS mixes", "choose Adam"),
     "Adafactor": ("other_kind(torch.optim.Adafactor)", "Adafactor mixes", "choose Adam"),
     "no SSM layer": ("make_compressor(model=nn.Linear(2, 2), optimizer=None)", "Linear has no SSM layer", "adapters"),
-    "none that is taken": ("make_compressor(filter_fn=lambda module, name: False)", "has no SSM layer", "adapters"),
+    "none that is taken": ("make_compressor(filter_fn=lambda module, name: False)", "filter_fn takes no", "blocks.0"),
     "no model": ("make_compressor(model=[model])", "list", "nn.Module"),
     "an empty schedule": ("make_compressor(when=[])", "when is []", "never fire"),
     "an empty range": ("make_compressor(when=range(5, 5))", "range(5, 5)", "never fire"),

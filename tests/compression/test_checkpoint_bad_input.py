@@ -213,3 +213,24 @@ def test_another_dtype_or_another_model_is_refused(tmp_path):
         load_checkpoint(tmp_path / "c", model=nn.Linear(1, 1))
     with pytest.raises(SavingError, match="A_imag, log_A_real, log_step missing"):
         load_checkpoint(tmp_path / "c", model=S4D(1, 1))
+
+
+class Picky(torch.optim.lr_scheduler.StepLR):
+    """Loads half of a state, then wants a key that only its later version writes."""
+
+    def load_state_dict(self, state):
+        self.step_size = state["step_size"]
+        if state["last_epoch"] > 0:
+            raise KeyError("wanted")
+        super().load_state_dict(state)
+
+
+def test_a_scheduler_that_does_not_load_leaves_all_as_it_was(tmp_path):
+    Run(scheduler=lambda optimizer: Picky(optimizer, 7)).train(1, 2, path=tmp_path)
+    other = Run(scheduler=lambda optimizer: Picky(optimizer, 3), seed=1)
+    before = {name: value.clone() for name, value in other.model.state_dict().items()}
+    with pytest.raises(SavingError, match="scheduler is a Picky that does not load the state in the file: 'wanted'"):
+        load_checkpoint(tmp_path / "2", **other.parts)
+    assert other.scheduler.step_size == 3
+    assert all(torch.equal(value, before[name]) for name, value in other.model.state_dict().items())
+    assert not other.optimizer.state

@@ -75,6 +75,7 @@ def test_steps_that_met_their_targets_still_do():
     assert step("smnist", 256, "tf32") <= 0.20
     assert step("smnist", 13, "float32") <= 0.15
     assert step("scifar", 384, "bfloat16") <= 8
+    assert step("scifar", 57, "bfloat16") <= 5
 
 
 def test_cuts_take_no_longer_than_they_may():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 from collections.abc import Mapping
@@ -118,15 +119,28 @@ def load_checkpoint(
         _require_fitting(model, contents)
         if isinstance(compressor, _Choosy):
             compressor.require_loadable(contents["compressor"]["state"])
+        # A scheduler cannot be asked whether it would load a state: it loads first, alone.
+        if scheduler is not None:
+            _load_scheduler(scheduler, contents["scheduler"]["state"])
     except (SavingError, CompressionError) as error:
         raise SavingError(f"{path}: {error}") from error
     _load_model(model, contents)
     # The compressor after what it changes, random numbers last: nobody may draw from them before training goes on.
-    for part, name in ((optimizer, "optimizer"), (scheduler, "scheduler"), (compressor, "compressor")):
+    for part, name in ((optimizer, "optimizer"), (compressor, "compressor")):
         if part is not None:
             part.load_state_dict(contents[name]["state"])
     set_random_state(contents["random"])
     return Checkpoint(contents["step"], contents["extra"])
+
+
+def _load_scheduler(scheduler: Stateful, state: dict[str, Any]) -> None:
+    before = copy.deepcopy(scheduler.state_dict())
+    try:
+        scheduler.load_state_dict(state)
+    except Exception as error:
+        scheduler.load_state_dict(before)
+        kind = type(scheduler).__name__
+        raise SavingError(f"the scheduler is a {kind} that does not load the state in the file: {error}") from error
 
 
 def _state_of(part: Stateful | Optimizer | None) -> dict[str, Any] | None:

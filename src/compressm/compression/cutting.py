@@ -19,7 +19,7 @@ from compressm.compression.distributed import Processes
 from compressm.compression.errors import CompressionError
 from compressm.compression.moments import Moments
 from compressm.compression.orders import require_choices
-from compressm.compression.planning import Layer, Options, PlannedCut, plan_cuts, read_layers
+from compressm.compression.planning import Layer, Options, PlannedCut, find_layers, plan_cuts, read_layers
 from compressm.compression.record import Cut
 from compressm.compression.stages import stage
 from compressm.compression.suitability import require_suitable
@@ -66,11 +66,7 @@ class Cutter:
             raise CompressionError(f"moments is {self.moments!r}, expected Transport(), Restart() or Slice()")
         if not isinstance(self.model, nn.Module):
             raise CompressionError(f"model is a {type(self.model).__name__}, expected an nn.Module")
-        found = find(self.inner, self.options.filter_fn)
-        if not found:
-            raise CompressionError(
-                f"{type(self.inner).__name__} has no SSM layer that an adapter reads; see compressm.adapters"
-            )
+        found = find_layers(self.inner, self.options)
         options = self.options
         require_choices(found, options.keep, options.overrides, options.gate, options.round_to)
         for wrapper in wrappers_in(self.model):
