@@ -1,0 +1,101 @@
+"""The lines of a run's JSONL files: plain numbers and text, one dataclass a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal, final
+
+SplitName = Literal["train", "validation", "test"]
+
+
+class RunError(ValueError):
+    """A run directory, or a file in it, that is not what it should be."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """Something that happened at a step."""
+
+    step: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Numbers, text and None, for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, stored: object) -> Any:
+        """The inverse; a missing or unknown field is refused by name."""
+        wanted = {entry.name for entry in fields(cls)}
+        if not isinstance(stored, Mapping) or set(stored) != wanted:
+            came = ", ".join(map(str, stored)) if isinstance(stored, Mapping) else f"{stored!r:.80}"
+            raise RunError(f"{cls.__name__} stored as {came}; expected {', '.join(sorted(wanted))}")
+        step = stored["step"]
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise RunError(f"{cls.__name__}: step is {step!r:.80}, expected an integer of at least 0")
+        return cls(**stored)
+
+
+@final
+@dataclass(frozen=True)
+class Evaluation(Record):
+    """Of one split (for "train": of the steps since the record before); accuracy is None where the task is a regression.
+
+    `seconds` is the time since training began, interruptions left out; `step_seconds` what gradient steps took of it.
+    """
+
+    split: SplitName
+    loss: float
+    accuracy: float | None
+    learning_rate: float
+    seconds: float
+    step_seconds: float
+
+
+@final
+@dataclass(frozen=True)
+class CutRecord(Record):
+    """One layer went from `order` states to `rank`; fields as in `compressm.compression.Cut`."""
+
+    module: str
+    order: int
+    rank: int
+    error_bound: float | None
+    measured_error: float | None
+    energy_lost: float | None
+    seconds: float | None
+
+
+@final
+@dataclass(frozen=True)
+class RestoredRecord(Record):
+    """The guard brought back these orders, by module."""
+
+    orders: Mapping[str, int]
+    reason: str
+
+
+@final
+@dataclass(frozen=True)
+class Spectrum(Record):
+    """Hankel singular values of one layer, falling; of a bank their mean.
+
+    `weyl_bound` is max |eig δH| since the record before, None for the first one, across a cut and where it was not asked for.
+    """
+
+    module: str
+    sigma: list[float]
+    weyl_bound: float | None
+
+
+@final
+@dataclass(frozen=True)
+class Timing(Record):
+    """Seconds by phase since the record before, in which there were `steps` gradient steps at these `orders`.
+
+    Phases: steps, data, evaluation, spectrum, cut, optimizer, capture, checkpoint.
+    """
+
+    steps: int
+    orders: Mapping[str, int]
+    seconds: Mapping[str, float] = field(default_factory=dict)
