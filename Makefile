@@ -1,4 +1,4 @@
-# make demo   reduce two systems and draw what it costs        make test   the tests
+# make demo   train digits large, small and compressed, with a report     make test   the tests
 # make lint   ruff and mypy     make bench   measure on this machine     make docs   run the documentation, redraw its pictures
 PYTHON ?= python3
 VENV := .venv
@@ -8,7 +8,7 @@ OUT ?= out
 .PHONY: demo test slow lint format bench docs clean
 
 demo: $(VENV)/ready
-	$(BIN)/python examples/reduce_a_layer.py --out $(OUT)/demo
+	$(BIN)/compressm demo --out $(OUT)/demo
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal
@@ -30,7 +30,7 @@ bench: $(VENV)/ready
 
 docs: $(VENV)/ready
 	$(BIN)/python -m pytest tests/docs
-	$(BIN)/python examples/reduce_a_layer.py --out $(OUT)/demo --picture docs/images/reduction.png
+	$(BIN)/python examples/reduce_a_layer.py --out $(OUT)/reduction --picture docs/images/reduction.png
 	$(BIN)/compressm bench draw benchmarks/results/reduction-cpu.json --picture docs/images/reduction-cost.png
 	$(BIN)/compressm bench draw benchmarks/results/growth-cuda.json --picture docs/images/growth-cuda.png
 	$(BIN)/compressm bench draw benchmarks/results/loss_continuity.json --picture docs/images/loss_continuity.png

@@ -48,7 +48,7 @@ torch.set_num_threads(1)
 
 hypothesis.settings.register_profile(
     "default",
-    max_examples=100,
+    max_examples=40,
     deadline=None,
     derandomize=True,
     print_blob=True,

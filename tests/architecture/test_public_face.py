@@ -130,6 +130,18 @@ COMPRESSION_NAMES = SHORT_NAMES | {
 
 OPTIONS = {
     "": {"--version", "--install-completion", "--show-completion"},
+    "train": {
+        *("recipe", "--list", "--set", "--seed", "--order", "--baseline", "--out", "--resume"),
+        *("--device", "--threads", "--data", "--offline", "--tensorboard"),
+    },
+    "inspect": {"path", "--measured", "--data", "--offline"},
+    "compress": {
+        *("path", "--out", "--tau", "--rho", "--order", "--bound", "--total-states"),
+        *("--measured", "--fold", "--no-fold", "--data", "--offline"),
+    },
+    "data": {"name", "--offline", "--root", "--set"},
+    "report": {"runs", "--out", "--title", "--formats", "--open", "--no-open"},
+    "demo": {"--seeds", "--out", "--processes", "--set"},
     "bench": set(),
     "bench reduction": {"--device", "--order", "--width", "--repeats", "--compare", "--no-compare", "--out"},
     "bench cut": {"--device", "--task", "--rank", "--precision", "--repeats", "--out"},

@@ -216,3 +216,14 @@ def test_the_numerical_rank_is_the_number_of_states_that_inputs_reach(reached):
     system = lru_at_initialisation(12, 8, seed=4)
     B = torch.where(torch.arange(12)[:, None] < reached, system.B, 0)
     assert int(numerical_rank(hankel_singular_values(DiagonalSystem(system.poles, B, system.C)))) == reached
+
+
+def test_values_that_move_further_than_they_are_apart_are_followed_by_rank():
+    """Expecting each to go on as it went sent large values through the small ones."""
+    generator = torch.Generator().manual_seed(0)
+    base = torch.logspace(2, 0, 60, dtype=torch.float64)
+    noisy = [base * torch.exp(0.2 * torch.randn(60, generator=generator, dtype=torch.float64)) for _ in range(30)]
+    spectra = [values.sort(descending=True).values for values in noisy]
+    found = trajectories(spectra)
+    assert torch.equal(found.values, torch.stack(spectra))
+    assert int(found.crossings.sum()) == 0

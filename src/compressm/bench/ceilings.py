@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from compressm.bench.capture import capture
-from compressm.bench.precision import DTYPES, products_in
 from compressm.bench.timing import best_seconds
+from compressm.training.precision import DTYPES, products_in
 
 # Large enough that neither grows when doubled; on a CPU still some 20 ms each on one thread.
 _PRODUCT = {"cpu": 1024, "cuda": 8192}

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from compressm.bench.capture import capture
 from compressm.bench.cut_cases import CutCase, cut_cases, default_models
-from compressm.bench.precision import products_in
 from compressm.bench.timing import median_seconds, threads
 from compressm.bench.train_step import build_batch, build_model, eager_step, make_optimizer
 from compressm.compression import Compressor, Cut, Restart, Transport
 from compressm.compression.policies import Policy
 from compressm.compression.stages import STAGES, watching
 from compressm.runs.measurement import Measurement, Row
+from compressm.training.precision import products_in
 
 _MOMENTS = {"Transport": Transport(), "Restart": Restart()}
 _STEPS_BEFORE = 3

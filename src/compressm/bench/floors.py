@@ -26,8 +26,8 @@ import math
 from dataclasses import dataclass
 
 from compressm.bench.ceilings import Ceilings
-from compressm.bench.precision import DTYPES
 from compressm.bench.step_cases import StepCase
+from compressm.training.precision import DTYPES
 
 _ACTIVATION_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 _BLOCK_PASSES, _PARAMETER_PASSES = 15, 10

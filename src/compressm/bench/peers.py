@@ -10,9 +10,9 @@ from torch import Tensor
 
 from compressm.bench.capture import capture
 from compressm.bench.peer_scans import PEERS, Ours, Peer, Problem
-from compressm.bench.precision import DTYPES
 from compressm.bench.timing import median_seconds, threads
 from compressm.runs.measurement import Measurement, Row
+from compressm.training.precision import DTYPES
 
 # (batch, length, n): sMNIST small and whole, sCIFAR, and a long sequence.
 SHAPES = ((50, 784, 16), (50, 784, 256), (50, 1024, 384), (8, 16384, 64))

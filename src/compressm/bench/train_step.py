@@ -17,12 +17,12 @@ from torch.nn.functional import cross_entropy
 from compressm.bench.capture import Captured, capture
 from compressm.bench.ceilings import Ceilings, measure_ceilings
 from compressm.bench.floors import floor
-from compressm.bench.precision import products_in
 from compressm.bench.step_cases import StepCase, default_cases
 from compressm.bench.timing import median_seconds, threads
 from compressm.layers import LRU
 from compressm.models import OneMask, SequenceClassifier
 from compressm.runs.measurement import Measurement, Row
+from compressm.training.precision import products_in
 
 
 def measure_steps(

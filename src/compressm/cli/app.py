@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 import compressm
+from compressm.cli import compress, data, demo, inspect, report, train
 from compressm.cli.bench import bench
 
 app = typer.Typer(
@@ -16,6 +17,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("train")(train.command)
+app.command("report")(report.report)
+app.command("inspect")(inspect.command)
+app.command("compress")(compress.command)
+app.command("data")(data.data)
+app.command("demo")(demo.command)
 app.add_typer(bench, name="bench")
 
 

@@ -36,6 +36,11 @@ class Processes:
         """Whether this is the one that decides."""
         return self.count == 1 or dist.get_rank(self.group) == 0
 
+    @property
+    def rank(self) -> int:
+        """The number of this one, from 0."""
+        return 0 if self.count == 1 else dist.get_rank(self.group)
+
     def total(self, tensor: Tensor) -> Tensor:
         """The sum over all, a new tensor, the same everywhere."""
         if self.count == 1:

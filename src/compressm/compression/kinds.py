@@ -17,6 +17,7 @@ from compressm.layers.arguments import arguments_of, keeps_arguments
 from compressm.models import (
     BatchNorm,
     Block,
+    EveryStep,
     LanguageModel,
     LastStep,
     LayerNorm,
@@ -24,10 +25,11 @@ from compressm.models import (
     NoNorm,
     OneMask,
     PerElement,
+    RunningNorm,
     SequenceClassifier,
 )
 from compressm.models.dropout import RandomMask
-from compressm.models.normalisation import PaddedBatchNorm, StepNorm, Unchanged
+from compressm.models.normalisation import PaddedBatchNorm, PaddedRunningNorm, StepNorm, Unchanged
 from compressm.ops import Path
 
 Kind = TypeVar("Kind", bound=type[Any])
@@ -36,7 +38,7 @@ Stored: TypeAlias = Any  # what JSON can hold
 _OURS: tuple[type[Any], ...] = (
     *(LRU, S4D, S5, ZOH, Bilinear, Inv, Legs, Lin, Path),
     *(SequenceClassifier, LanguageModel),
-    *(BatchNorm, LayerNorm, NoNorm, PerElement, OneMask, MeanPooling, LastStep),
+    *(BatchNorm, RunningNorm, LayerNorm, NoNorm, PerElement, OneMask, MeanPooling, LastStep, EveryStep),
 )
 # Modules that people put in the place of others or beside them, and the attributes they are built from.
 _BY_ATTRIBUTES: Mapping[type[nn.Module], tuple[str, ...]] = {
@@ -48,6 +50,7 @@ _BY_ATTRIBUTES: Mapping[type[nn.Module], tuple[str, ...]] = {
     **dict.fromkeys((nn.Identity, nn.ReLU, nn.SiLU, nn.Tanh), ()),
     # What our blocks are made of.
     PaddedBatchNorm: ("num_features", "eps", "momentum", "affine"),
+    PaddedRunningNorm: ("num_features", "eps", "momentum", "affine"),
     StepNorm: ("normalized_shape", "eps", "elementwise_affine"),
     Unchanged: (),
     RandomMask: ("rate", "shared"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from jaxtyping import Float, Inexact, Int
@@ -14,6 +15,9 @@ from compressm.control.errors import OrderChangedError, ShapeError
 from compressm.control.factors import psd_factor
 from compressm.control.gramians import gramians
 from compressm.control.system import LinearSystem
+
+# Of the distance between neighbours: what values may move between snapshots to be followed through crossings.
+_RESOLVED = 0.25
 
 
 def hankel_hermitian(system: LinearSystem) -> Inexact[Tensor, "*bank n n"]:
@@ -52,17 +56,23 @@ def hankel_change(before: LinearSystem, after: LinearSystem) -> HankelChange:
 
 @dataclass(frozen=True)
 class Trajectories:
-    """values[k, j]: state j at snapshot k, NaN once a cut removed it; crossings[k]: pairs that changed order at k."""
+    """values[k, j]: state j at snapshot k, NaN once a cut removed it; crossings[k]: pairs that changed order at k.
+
+    `resolved`: snapshots are close enough to see crossings; otherwise states are followed by rank, and none cross.
+    """
 
     values: Float[Tensor, "steps n"]
     crossings: Int[Tensor, " steps"]
+    resolved: bool
 
 
 def trajectories(spectra: Sequence[Float[Tensor, " _"]]) -> Trajectories:
     """Follow each σ through a sequence of falling spectra by linear assignment to where its motion points.
 
     State j is expected at σⱼ + (σⱼ − its value before): assigning nearest values alone could never see two cross,
-    because the cheapest matching of two sorted lists is the sorted one. Spectra may get shorter, at a cut, not longer.
+    because the cheapest matching of two sorted lists is the sorted one. Where values typically move further than a
+    quarter of the distance to their neighbours, which became which cannot be told: they are followed by rank. Spectra
+    may get shorter, at a cut, not longer.
     """
     from scipy.optimize import linear_sum_assignment  # SciPy takes longer to import than the rest of the package
 
@@ -73,6 +83,7 @@ def trajectories(spectra: Sequence[Float[Tensor, " _"]]) -> Trajectories:
     crossings = [0]
     expected = spectra[0]
     above = _order(spectra[0])
+    resolved = _are_resolved(spectra)
     for k, spectrum in enumerate(spectra[1:], start=1):
         alive = torch.nonzero(~torch.isnan(values[-1])).flatten()
         if len(spectrum) > len(alive):
@@ -88,9 +99,21 @@ def trajectories(spectra: Sequence[Float[Tensor, " _"]]) -> Trajectories:
         crossings.append(int((above * now < 0).sum()) // 2)
         above = torch.where(now == 0, above, now)  # two that meet keep the order they had until they part
         # Across a cut a change of basis moves every σ: no velocity to trust.
-        expected = current if len(spectrum) < len(alive) else (2 * current - values[-1]).clamp_min(0)
+        trusted = resolved and len(spectrum) == len(alive)
+        expected = (2 * current - values[-1]).clamp_min(0) if trusted else current
         values.append(current)
-    return Trajectories(torch.stack(values), torch.tensor(crossings))
+    return Trajectories(torch.stack(values), torch.tensor(crossings), resolved)
+
+
+def _are_resolved(spectra: Sequence[Float[Tensor, " _"]]) -> bool:
+    """Whether a value typically moves little beside the distance to its nearest neighbour."""
+    moves = []
+    for before, after in pairwise(spectra):
+        if len(before) == len(after) > 1:
+            gaps = -before.diff()
+            nearest = torch.minimum(torch.cat([gaps[:1], gaps]), torch.cat([gaps, gaps[-1:]]))
+            moves.append((after - before).abs() / nearest.clamp_min(torch.finfo(torch.float64).tiny))
+    return not moves or bool(torch.cat(moves).median() <= _RESOLVED)
 
 
 def _order(values: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ from compressm.models.classifier import ClassifierState, SequenceClassifier
 from compressm.models.dropout import Dropout, OneMask, PerElement
 from compressm.models.encoder import EmbeddingEncoder, Encoder, LinearEncoder
 from compressm.models.language_model import LanguageModel
-from compressm.models.normalisation import BatchNorm, LayerNorm, NoNorm, Norm
-from compressm.models.pooling import LastStep, MeanPooling, Pooling
+from compressm.models.normalisation import BatchNorm, LayerNorm, NoNorm, Norm, RunningNorm
+from compressm.models.pooling import EveryStep, LastStep, MeanPooling, Pooling
 
 __all__ = [
     "BatchNorm",
@@ -19,6 +19,7 @@ __all__ = [
     "Dropout",
     "EmbeddingEncoder",
     "Encoder",
+    "EveryStep",
     "LanguageModel",
     "LastStep",
     "LayerNorm",
@@ -29,5 +30,6 @@ __all__ = [
     "OneMask",
     "PerElement",
     "Pooling",
+    "RunningNorm",
     "SequenceClassifier",
 ]

@@ -16,7 +16,7 @@ from compressm.models.checks import require_counts, require_lengths
 from compressm.models.dropout import Dropout, PerElement
 from compressm.models.encoder import EmbeddingEncoder, Encoder, LinearEncoder
 from compressm.models.normalisation import BatchNorm, Norm
-from compressm.models.pooling import MeanPooling, Pooling
+from compressm.models.pooling import EveryStep, MeanPooling, Pooling
 
 
 class ClassifierState(NamedTuple):
@@ -53,9 +53,10 @@ class SequenceClassifier(nn.Module):
         layer_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        require_counts(classes=classes, at_least=2)
-        if towers not in (1, 2):
-            raise SequenceError(f"towers is {towers!r}, expected 1 or 2")
+        every_step = isinstance(pooling, EveryStep)
+        require_counts(classes=classes, at_least=1 if every_step else 2)
+        if towers not in ((1,) if every_step else (1, 2)):
+            raise SequenceError(f"towers is {towers!r}, expected 1 or 2, and 1 where every step is answered")
         self.width, self.towers, self.pooling = width, towers, pooling
         self.encoder = _encoder(inputs, vocabulary, width)
         mixers = build_mixers(layer, depth, width, order, layer_options)
@@ -66,8 +67,8 @@ class SequenceClassifier(nn.Module):
         self,
         x: Float[Tensor, "batch *towers length inputs"] | Integer[Tensor, "batch *towers length"],
         lengths: Int[Tensor, "batch *towers"] | None = None,
-    ) -> Float[Tensor, "batch classes"]:
-        """Steps at and after `lengths` change nothing."""
+    ) -> Float[Tensor, "batch *steps classes"]:
+        """Steps at and after `lengths` change nothing; with `EveryStep` pooling there are logits at each step."""
         axes = ("batch", "length") if self.towers == 1 else ("batch", 2, "length")
         self.encoder.check(x, axes)
         require_lengths(lengths, x, axes)
@@ -76,7 +77,7 @@ class SequenceClassifier(nn.Module):
         pooled = self._pooled(x.flatten(0, 1), None if lengths is None else lengths.flatten())
         return self.head(pair_features(*pooled.unflatten(0, (-1, 2)).unbind(1)))
 
-    def _pooled(self, x: Tensor, lengths: Int[Tensor, " batch"] | None) -> Float[Tensor, "batch width"]:
+    def _pooled(self, x: Tensor, lengths: Int[Tensor, " batch"] | None) -> Float[Tensor, "batch *steps width"]:
         features, _ = self.blocks(self.encoder(x, lengths), lengths=lengths, keep_state=False)
         return self.pooling(features, lengths)
 

@@ -54,6 +54,22 @@ class BatchNorm(Norm):
 
 @final
 @dataclass(frozen=True)
+class RunningNorm(Norm):
+    """As `BatchNorm`, but with its running averages in training too, as in the paper's own code."""
+
+    momentum: float = 0.01
+    affine: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.momentum <= 1:
+            raise SequenceError(f"momentum is {self.momentum}, expected a number above 0 and up to 1")
+
+    def build(self, width: int) -> nn.Module:
+        return PaddedRunningNorm(width, momentum=self.momentum, affine=self.affine)
+
+
+@final
+@dataclass(frozen=True)
 class LayerNorm(Norm):
     """Each step over its channels."""
 
@@ -115,6 +131,39 @@ class PaddedBatchNorm(nn.BatchNorm1d):
             self.running_mean += weight * (mean - self.running_mean)
             self.running_var += weight * (unbiased - self.running_var)
         return mean, variance
+
+
+@final
+class PaddedRunningNorm(nn.BatchNorm1d):
+    """y = (x − μ) / √(σ² + ε) with running averages, in training after they moved; constants to gradients."""
+
+    def forward(
+        self, x: Float[Tensor, "batch length width"], lengths: Int[Tensor, " batch"] | None = None
+    ) -> Float[Tensor, "batch length width"]:
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        clean = x if lengths is None else without_padding(x, lengths)
+        if self.training:
+            self._move(clean.detach(), lengths)
+        y = (clean - self.running_mean.clone()) * torch.rsqrt(self.running_var + self.eps)
+        return (y if self.weight is None else y * self.weight + self.bias).to(x.dtype)
+
+    @torch.no_grad()
+    def _move(self, x: Float[Tensor, "batch length width"], lengths: Int[Tensor, " batch"] | None) -> None:
+        """Towards mean and variance of the valid steps, of the first batch all the way; x is 0 elsewhere."""
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        raised = x.to(torch.promote_types(x.dtype, torch.float32))
+        count = torch.full((), x.shape[:2].numel(), device=x.device) if lengths is None else lengths.sum()
+        mean = raised.sum((0, 1)) / count
+        centred = raised - mean
+        centred = centred if lengths is None else without_padding(centred, lengths)
+        variance = centred.square().sum((0, 1)) / count
+        self.num_batches_tracked += 1
+        weight = torch.where(self.num_batches_tracked == 1, 1.0, self.momentum or 0.0)
+        self.running_mean += weight * (mean - self.running_mean)
+        self.running_var += weight * (variance - self.running_var)
 
 
 @final

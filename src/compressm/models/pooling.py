@@ -20,7 +20,7 @@ class Pooling(ABC):
     @abstractmethod
     def __call__(
         self, x: Float[Tensor, "batch length width"], lengths: Int[Tensor, " batch"] | None = None
-    ) -> Float[Tensor, "batch width"]:
+    ) -> Float[Tensor, "batch *steps width"]:
         """Steps at and after `lengths` do not count."""
 
     @abstractmethod
@@ -61,6 +61,22 @@ class LastStep(Pooling):
         if lengths is None:
             return x[:, -1]
         return x[torch.arange(x.shape[0], device=x.device), lengths - 1]
+
+    def update(
+        self, pooled: Float[Tensor, "batch width"], x: Float[Tensor, "batch width"], steps: Int[Tensor, " batch"]
+    ) -> Float[Tensor, "batch width"]:
+        return x
+
+
+@final
+@dataclass(frozen=True)
+class EveryStep(Pooling):
+    """Nothing is pooled: an answer at every step, for tasks that ask at each of them."""
+
+    def __call__(
+        self, x: Float[Tensor, "batch length width"], lengths: Int[Tensor, " batch"] | None = None
+    ) -> Float[Tensor, "batch length width"]:
+        return x if lengths is None else without_padding(x, lengths)
 
     def update(
         self, pooled: Float[Tensor, "batch width"], x: Float[Tensor, "batch width"], steps: Int[Tensor, " batch"]

@@ -19,7 +19,7 @@ from compressm.runs.measurement import Measurement
 # Okabe and Ito's palette.
 BLUE, ORANGE, GREEN, RED, PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#7F7F7F"
 
-_STYLE: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -35,7 +35,7 @@ def picture(
     path: Path | str, *, rows: int = 1, columns: int = 1, size: tuple[float, float] = (5.0, 3.6)
 ) -> Iterator[Figure]:
     """A figure with a grid of axes that is written to `path`, whole or not at all, when the block ends."""
-    with plt.rc_context(_STYLE):
+    with plt.rc_context(STYLE):
         figure, _ = plt.subplots(rows, columns, figsize=(size[0] * columns, size[1] * rows))
         try:
             yield figure

@@ -39,7 +39,7 @@ class Record:
 @final
 @dataclass(frozen=True)
 class Evaluation(Record):
-    """Of one split (for "train": of the steps since the record before); accuracy is None where the task is a regression.
+    """Of one split, "train" being the steps since the record before; accuracy is None where the task is a regression.
 
     `seconds` is the time since training began, interruptions left out; `step_seconds` what gradient steps took of it.
     """
@@ -80,7 +80,7 @@ class RestoredRecord(Record):
 class Spectrum(Record):
     """Hankel singular values of one layer, falling; of a bank their mean.
 
-    `weyl_bound` is max |eig δH| since the record before, None for the first one, across a cut and where it was not asked for.
+    `weyl_bound` is max |eig δH| since the record before; None for the first, across a cut and where it was not wanted.
     """
 
     module: str

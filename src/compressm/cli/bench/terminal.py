@@ -15,6 +15,7 @@ from compressm.reports.tables import grids
 from compressm.runs.measurement import Measurement
 
 console = Console()
+_LONG = 25  # cells that may be broken into lines
 
 
 @contextmanager
@@ -47,9 +48,10 @@ def draw_picture(measurement: Measurement, path: Path) -> None:
 
 def _rich(grid: Grid) -> Table:
     table = Table(title=escape(grid.title), caption=escape(grid.caption))
-    for head in grid.heads:
-        if head == "note":
-            table.add_column(head, min_width=12)
+    for k, head in enumerate(grid.heads):
+        longest = max((len(row[k]) for row in grid.rows), default=0)
+        if head == "note" or longest > _LONG:
+            table.add_column(head, min_width=min(12, max(len(head), longest)))
         else:
             table.add_column(head, justify="right", no_wrap=True)
     for row in grid.rows:

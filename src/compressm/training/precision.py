@@ -1,4 +1,4 @@
-"""How exactly a benchmark computes: a dtype of the activations, and whether products may round to TF32."""
+"""How exactly a model computes: a dtype of the activations, and whether products may round to TF32."""
 
 from __future__ import annotations
 

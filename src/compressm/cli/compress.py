@@ -1,0 +1,111 @@
+"""`compressm compress`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from compressm.cli.choices import integer, number
+from compressm.cli.inspect import BAD_INPUT, DataOption, MeasuredOption, OfflineOption, console
+from compressm.cli.paths import PathError, require_writable
+from compressm.cli.saved import Saved, open_saved
+from compressm.compression import (
+    Budget,
+    Cut,
+    EnergyTolerance,
+    ErrorBound,
+    KeepFraction,
+    TargetOrder,
+    compress_,
+    save_model,
+)
+from compressm.compression.policies import Policy
+from compressm.data import Store
+from compressm.training.evaluation import score
+
+
+def command(
+    path: Annotated[Path, typer.Argument(help="The folder of a saved model, or of a run.")],
+    out: Annotated[Path, typer.Option(help="Folder for the smaller model.")],
+    tau: Annotated[
+        float | None, typer.Option(parser=number, metavar="NUMBER", help="Share of the Hankel energy that may go.")
+    ] = None,
+    rho: Annotated[
+        float | None, typer.Option(parser=number, metavar="NUMBER", help="Share of the states that stays.")
+    ] = None,
+    order: Annotated[
+        int | None, typer.Option(parser=integer, metavar="INTEGER", help="States that stay in every layer.")
+    ] = None,
+    bound: Annotated[
+        float | None, typer.Option(parser=number, metavar="NUMBER", help="Error bound, relative to the largest gain.")
+    ] = None,
+    total_states: Annotated[
+        int | None, typer.Option(parser=integer, metavar="INTEGER", help="States of the whole model.")
+    ] = None,
+    measured: MeasuredOption = False,
+    fold: Annotated[bool, typer.Option(help="Fold conjugate poles first.")] = True,
+    data: DataOption = None,
+    offline: OfflineOption = False,
+) -> None:
+    """Cut a trained model once and save the smaller one; of a run with --measured, show its test accuracy beside it."""
+    _require_new(out)
+    store = Store(offline=offline) if data is None else Store(data, offline=offline)
+    try:
+        keep = _policy(tau=tau, rho=rho, order=order, bound=bound, total_states=total_states)
+        saved = open_saved(path, with_data=measured, store=store)
+        before = _tested(saved)
+        cuts = compress_(
+            saved.model, keep=keep, fold=fold, calibrate=(lambda model: saved.calibrate()) if measured else None
+        )
+        after = _tested(saved)
+    except BAD_INPUT as error:
+        raise typer.BadParameter(str(error)) from error
+    _show(cuts, before, after)
+    save_model(saved.model, out)
+    console.print(f"model: {out}", soft_wrap=True, highlight=False)
+
+
+def _show(cuts: list[Cut], before: str | None, after: str | None) -> None:
+    for line in map(str, cuts) if cuts else ["nothing to cut: every state is wanted"]:
+        console.print(escape(line), soft_wrap=True, highlight=False)
+    if before and after:
+        console.print(f"test {before} before, {after} after", highlight=False)
+
+
+def _require_new(out: Path) -> None:
+    if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
+        raise typer.BadParameter(f"{out} is there already; expected a new folder", param_hint="--out")
+    try:
+        require_writable(out if out.suffix == ".safetensors" else out / "model.safetensors")
+    except PathError as error:
+        raise typer.BadParameter(str(error), param_hint="--out") from None
+
+
+def _policy(
+    *, tau: float | None, rho: float | None, order: int | None, bound: float | None, total_states: int | None
+) -> Policy:
+    given = {"--tau": tau, "--rho": rho, "--order": order, "--bound": bound, "--total-states": total_states}
+    chosen = [name for name, value in given.items() if value is not None]
+    if len(chosen) != 1:
+        raise typer.BadParameter(f"{' and '.join(chosen) or 'nothing'} given, expected one of {', '.join(given)}")
+    if tau is not None:
+        return EnergyTolerance(tau)
+    if rho is not None:
+        return KeepFraction(rho)
+    if order is not None:
+        return TargetOrder(order)
+    if bound is not None:
+        return ErrorBound(bound)
+    assert total_states is not None
+    return Budget(total_states)
+
+
+def _tested(saved: Saved) -> str | None:
+    """Accuracy, or loss, on the test split, where there is one."""
+    if saved.task is None or saved.recipe is None:
+        return None
+    found = score(saved.model, saved.task, saved.task.test, size=saved.recipe.training.evaluation_batch)
+    return f"loss {found.loss:.4f}" if found.accuracy is None else f"accuracy {100 * found.accuracy:.2f} %"

@@ -1,0 +1,57 @@
+"""All data sets by name."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, get_type_hints
+
+from compressm.data.aan import AAN
+from compressm.data.cifar import SequentialCIFAR
+from compressm.data.dataset import DataSet
+from compressm.data.delayed_copy import DelayedCopy
+from compressm.data.digits import Digits
+from compressm.data.errors import DataError
+from compressm.data.imdb import IMDB
+from compressm.data.listops import ListOps
+from compressm.data.lti_teacher import LTITeacher
+from compressm.data.mnist import FashionMNIST, SequentialMNIST
+from compressm.data.pathfinder import Pathfinder
+
+CATALOGUE: dict[str, type[DataSet]] = {
+    kind.name: kind
+    for kind in (
+        SequentialMNIST,
+        SequentialCIFAR,
+        FashionMNIST,
+        ListOps,
+        IMDB,
+        AAN,
+        Pathfinder,
+        Digits,
+        DelayedCopy,
+        LTITeacher,
+    )
+}
+
+
+def make(name: str, **options: Any) -> DataSet:
+    """The data set of that name with these options; what is unknown is refused, with what is known."""
+    if name not in CATALOGUE:
+        raise DataError(f"no data set is called {name!r}, expected one of {', '.join(CATALOGUE)}")
+    kind = CATALOGUE[name]
+    allowed = {field.name: field.default for field in fields(kind)}
+    for option, value in options.items():
+        if option not in allowed:
+            known = ", ".join(f"{key}={default}" for key, default in allowed.items()) or "none"
+            raise DataError(f"{name} has no option {option!r}; its options: {known}")
+        hint = get_type_hints(kind)[option]
+        _require_type(name, option, value, hint)
+        options[option] = float(value) if hint is float else value
+    return kind(**options)
+
+
+def _require_type(name: str, option: str, value: Any, hint: Any) -> None:
+    fits = type(value) in (int, float) if hint is float else isinstance(value, hint)
+    if not fits or (isinstance(value, bool) and hint is not bool):
+        wanted = getattr(hint, "__name__", None) or str(hint)
+        raise DataError(f"{option} of {name} is {value!r}, expected {wanted}")

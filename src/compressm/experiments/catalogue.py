@@ -1,0 +1,26 @@
+"""The recipes that come with the package, by name."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+
+from compressm.training.config import ConfigError, Recipe
+from compressm.training.reading import read_recipe
+
+FOLDER = Path(str(resources.files("compressm.experiments"))) / "recipes"
+
+
+def recipe_names() -> list[str]:
+    """Of all files in the folder."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def find_recipe(name: str, settings: tuple[str, ...] = ()) -> Recipe:
+    """By its name, or from a YAML file of your own."""
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml"):
+        return read_recipe(path, settings)
+    if name not in recipe_names():
+        raise ConfigError(f"{name!r} is not a recipe; expected one of {', '.join(recipe_names())}, or a .yaml file")
+    return read_recipe(FOLDER / f"{name}.yaml", settings)

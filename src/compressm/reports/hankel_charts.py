@@ -1,0 +1,212 @@
+"""Hankel singular values over training in four panels a layer (fig:hankel_analysis, app:stab)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from compressm.reports.canvas import BLUE, RED
+from compressm.reports.cut_lines import mark_cuts, title_pad
+from compressm.reports.hankel_history import History, Stretch, histories
+from compressm.reports.panels import (
+    RAMP,
+    Chart,
+    Panel,
+    count_steps,
+    label_ends,
+    plain_ticks,
+    positive_heights,
+    shades,
+    short_names,
+)
+from compressm.reports.wording import file_name
+from compressm.runs.groups import Group
+from compressm.runs.run import Run
+
+# More values or lines in one panel could not be told apart, and a page with many layers would weigh megabytes.
+_VALUES, _LINES = 64, 32
+_PARTS = (0.25, 0.5, 0.75, 0.9)
+# Between two values for a logarithmic axis to read better than a linear one.
+_SPAN = 30.0
+
+
+def hankel_chart(group: Group) -> Chart | str:
+    """Of the run that stands for its group: a row of four panels for every layer."""
+    run = group.shown
+    found = histories(run)
+    if not found:
+        return f"{group.name}, {group.label}: no spectra were recorded."
+    title = f"{group.name}, {group.label}, seed {run.seed}"
+    # Rows of small panels for deep models, two by two otherwise.
+    deep = len(found) > 2
+    followed = [history.stretches() for history in found]
+    rows = tuple(
+        row for history, paths in zip(found, followed, strict=True) for row in _rows(run, history, paths, deep=deep)
+    )
+    name = file_name("hankel", group.name, group.label)
+    return Chart(
+        name,
+        title,
+        _caption(run, found, followed),
+        rows,
+        (3.0, 2.5) if deep else (4.0, 2.9),
+        folded=not group.compressed,
+    )
+
+
+def _rows(run: Run, history: History, stretches: Sequence[Stretch], *, deep: bool) -> list[tuple[Panel, ...]]:
+    prefix = f"{short_names(run.modules)[history.module]}: " if len(run.modules) > 1 else ""
+    panels = (
+        _raw_panel(run, history, prefix),
+        _bound_panel(run, history, prefix),
+        _path_panel(run, history, stretches, prefix),
+        _share_panel(run, history, prefix),
+    )
+    return [panels] if deep else [panels[:2], panels[2:]]
+
+
+def _caption(run: Run, found: Sequence[History], followed: Sequence[Sequence[Stretch]]) -> str:
+    resolved = all(stretch.resolved for stretches in followed for stretch in stretches)
+    largest = max(len(snapshot.sigma) for history in found for snapshot in history.snapshots)
+    said = [
+        "The values σ as a set; the largest |eigenvalue| of δH, which bounds how far any σ moved since the snapshot "
+        "before; each state followed by linear assignment, with that bound as its margin where it is below σ; the "
+        "share of Σσ that the smallest 25, 50, 75 and 90 % of the states hold."
+    ]
+    if not resolved:
+        said.append(
+            "Where states move far beside the distance to their neighbours from one snapshot to the next, crossings "
+            "cannot be told, and states are followed by rank."
+        )
+    if largest > _LINES:
+        said.append(f"Of {largest} values at most {_VALUES} are drawn as a set and {_LINES} as lines, spread by rank.")
+    if (drawn := len(found[0].snapshots)) < found[0].recorded:
+        said.append(f"{drawn} of {found[0].recorded} recorded snapshots are drawn; bounds are between recorded ones.")
+    if skipped := sum(history.skipped for history in found):
+        said.append(f"{skipped} snapshots with values that are no numbers are left out.")
+    if run.events:
+        said.append("Dotted lines are cuts, labelled with the order that remains; dashed ones are restorations.")
+    return " ".join(said)
+
+
+def _raw_panel(run: Run, history: History, prefix: str) -> Panel:
+    def draw(axes: Axes) -> None:
+        # Dashes of one line, not markers: those would be an element each, and a page of them megabytes.
+        half = 0.3 * run.steps / max(len(history.snapshots), 40)
+        steps, heights = [], []
+        for snapshot in history.snapshots:
+            for value in _spread(snapshot.sigma, _VALUES):
+                steps += [snapshot.step - half, snapshot.step + half, math.nan]
+                heights += [value, value, math.nan]
+        axes.plot(steps, heights, color=BLUE, lw=0.9, solid_capstyle="butt")
+        _finish(axes, run, history.module, "σ")
+
+    first, last = history.snapshots[0], history.snapshots[-1]
+    words = f"{len(first.sigma)} values from {_range(first.sigma)} at step {first.step}, "
+    words += f"{len(last.sigma)} values from {_range(last.sigma)} at step {last.step}."
+    return Panel(f"{prefix}values σ", words, draw, pad=title_pad(run))
+
+
+def _bound_panel(run: Run, history: History, prefix: str) -> Panel:
+    bounds = history.bounds
+
+    def draw(axes: Axes) -> None:
+        if not bounds:
+            axes.text(0.5, 0.5, "not recorded in this run", transform=axes.transAxes, ha="center", va="center")
+            axes.set_yticks([])
+        else:
+            steps, values = zip(*_with_gaps(bounds, history), strict=True)
+            axes.plot(steps, values, color=BLUE, lw=1.3, marker=".", ms=3)
+        _finish(axes, run, history.module, "since the snapshot before")
+
+    words = f"From {bounds[0][1]:.2g} to {bounds[-1][1]:.2g}." if bounds else "Not recorded in this run."
+    return Panel(f"{prefix}max |eig δH|", words, draw, pad=title_pad(run))
+
+
+def _path_panel(run: Run, history: History, stretches: Sequence[Stretch], prefix: str) -> Panel:
+    def draw(axes: Axes) -> None:
+        for stretch in stretches:
+            _paths(axes, stretch)
+        _finish(axes, run, history.module, "σ")
+
+    crossings = sum(stretch.crossings for stretch in stretches)
+    words = f"{crossings} pairs of states changed their order." if crossings else "No two states changed their order."
+    if not all(stretch.resolved for stretch in stretches):
+        words = "Followed by rank: crossings cannot be told from snapshots this far apart."
+    return Panel(f"{prefix}states followed", words, draw, pad=title_pad(run))
+
+
+def _paths(axes: Axes, stretch: Stretch) -> None:
+    values = stretch.values.numpy()
+    states = _chosen(values)
+    steps, margins = np.array(stretch.steps, dtype=float), np.array(stretch.margins)
+    for state, colour in zip(states, _ranked_colours(len(states)), strict=True):
+        path = values[:, state]
+        axes.plot(steps, path, color=colour, lw=0.9)
+        narrow = margins < path
+        if narrow.any():
+            axes.fill_between(steps, path - margins, path + margins, where=narrow, color=colour, alpha=0.16, lw=0)
+
+
+def _chosen(values: np.ndarray) -> list[int]:
+    """Which states to draw: as many of those that stayed to the end as of those that were cut, spread by rank."""
+    stayed = [int(state) for state in np.flatnonzero(np.isfinite(values[-1]))]
+    gone = [int(state) for state in np.flatnonzero(~np.isfinite(values[-1]))]
+    few = _spread(gone, max(_LINES // 2, _LINES - len(stayed)))
+    return sorted(_spread(stayed, _LINES - len(few)) + few)
+
+
+def _share_panel(run: Run, history: History, prefix: str) -> Panel:
+    curves = {part: history.shares(part) for part in _PARTS}
+    tau = (run.config["compression"] or {}).get("tau")
+
+    def draw(axes: Axes) -> None:
+        ends = {}
+        for (part, shares), colour in zip(curves.items(), shades(len(curves))[::-1], strict=True):
+            axes.plot(history.steps, [100 * share for share in shares], color=colour, lw=1.3)
+            ends[f"{part:.0%}"] = (100 * shares[-1], colour)
+        if isinstance(tau, int | float):
+            axes.axhline(100 * tau, color=RED, lw=1, ls="--")
+            ends["τ"] = (100.0 * tau, RED)
+        _finish(axes, run, history.module, "share of Σσ, %")
+        label_ends(axes, {label: (max(value, axes.get_ylim()[0]), colour) for label, (value, colour) in ends.items()})
+
+    said = [f"the smallest {part:.0%} hold {100 * shares[-1]:.2g} %" for part, shares in curves.items()]
+    return Panel(f"{prefix}bottom share", f"At the end {', '.join(said)}.", draw, pad=title_pad(run))
+
+
+def _finish(axes: Axes, run: Run, module: str, label: str) -> None:
+    positive = positive_heights(axes)
+    if positive and max(positive) > _SPAN * min(positive):
+        axes.set_yscale("log")
+        axes.set_ylim(bottom=max(min(positive) / 1.6, max(positive) * 1e-9))
+        plain_ticks(axes)
+    elif positive:
+        axes.set_ylim(bottom=0)
+    axes.set_ylabel(label)
+    count_steps(axes, run.steps if run.finished else max(run.status.step, 1))
+    mark_cuts(axes, run, module)
+
+
+def _with_gaps(bounds: Sequence[tuple[int, float]], history: History) -> list[tuple[int, float]]:
+    """No line where a snapshot has no bound: across a cut."""
+    known = dict(bounds)
+    return [(step, known.get(step, math.nan)) for step in history.steps]
+
+
+def _ranked_colours(count: int) -> list[str]:
+    return [RAMP[k * len(RAMP) // count] for k in range(count)]
+
+
+def _spread(items: list, most: int) -> list:
+    """At most so many, the first and the last among them."""
+    if len(items) <= most:
+        return items
+    return [items[round(k * (len(items) - 1) / (most - 1))] for k in range(most)]
+
+
+def _range(sigma: Sequence[float]) -> str:
+    return f"{max(sigma):.2g} to {min(sigma):.2g}"

@@ -1,0 +1,140 @@
+"""Accuracy against the final order and against speed-up, with baselines (fig:speedup, fig:red-perf-all)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+
+from compressm.reports.canvas import GREY
+from compressm.reports.panels import PAPER, RAMP, Chart, Panel, legend_below, shades
+from compressm.runs.groups import Group, Sample, machines, reference, speed_ups
+
+_SHOWN = "Circles are the mean of the three best seeds by validation, or of all where there are fewer than three; bars \
+are one standard deviation; stars are the single best seed."
+_SPEED = (
+    "Speed-up is the time of the uncompressed model at the order of the start over the run's own; labels are final \
+orders, and areas grow with them."
+)
+
+
+def outcome_chart(groups: Sequence[Group]) -> Chart | str:
+    """A row a recipe: against the final order and, where there is a reference, against speed-up."""
+    found = _by_name(groups)
+    if not found:
+        return "No finished run has a test value yet, so there is nothing to compare."
+    rows = []
+    for name, own in found.items():
+        timed = [group for group in own if speed_ups(group, groups)]
+        rows.append((_order_panel(name, own), *([_speed_panel(name, timed, groups)] if timed else [])))
+    said = (
+        _SHOWN,
+        _SPEED if any(len(row) > 1 for row in rows) else "",
+        missing_references(groups),
+        _machines_differ(found),
+    )
+    return Chart("accuracy", "", " ".join(filter(None, said)), tuple(rows))
+
+
+def missing_references(groups: Sequence[Group]) -> str:
+    """A sentence on the groups without a speed-up, empty where all have one."""
+    without = [g for g in groups if g.compressed and g.finished and reference(g, groups) is None]
+    said = [f"{group.name} ({group.label}) at order {group.initial_order:g}" for group in without]
+    if not said:
+        return ""
+    return f"No speed-up for {', '.join(said)}: no finished uncompressed run of that name starts there."
+
+
+def best_known(group: Group) -> Sample | None:
+    """Top 3 where there are three."""
+    return group.top(3) or group.top()
+
+
+def _by_name(groups: Sequence[Group]) -> dict[str, list[Group]]:
+    found: dict[str, list[Group]] = {}
+    for group in groups:
+        if group.top() is not None:
+            found.setdefault(group.name, []).append(group)
+    return found
+
+
+def _machines_differ(known: dict[str, list[Group]]) -> str:
+    for name, groups in known.items():
+        if len(machines(run for group in groups for run in group.finished)) > 1:
+            return f"The runs of {name} come from different machines: their times do not compare."
+    return ""
+
+
+def _order_panel(name: str, groups: list[Group]) -> Panel:
+    def draw(axes: Axes) -> None:
+        places = {id(group): group.order.centre for group in groups if group.order}
+        plain = [group for group in groups if not group.compressed]
+        line = sorted((places[id(g)], scale(g, sample.centre)) for g in plain if (sample := best_known(g)))
+        axes.plot([x for x, _ in line], [y for _, y in line], color=GREY, lw=1)
+        _points(axes, groups, places)
+        axes.set(xlabel="final order, mean over layers", ylabel=metric_name(groups[0]))
+        axes.margins(x=0.12, y=0.15)
+        legend_below(axes, columns=2)
+
+    return Panel(f"{name}: against final order", _words(groups), draw)
+
+
+def _speed_panel(name: str, groups: list[Group], every: Sequence[Group]) -> Panel:
+    found = {id(g): ups for g in groups if (ups := Sample.of(speed_ups(g, every)))}
+
+    def draw(axes: Axes) -> None:
+        places = {key: ups.centre for key, ups in found.items()}
+        axes.axvline(1, color=GREY, lw=1, ls="--")
+        _points(axes, groups, places, sized=True)
+        for group in groups:
+            sample = best_known(group)
+            if group.order and sample:
+                at = (places[id(group)], scale(group, sample.centre))
+                axes.annotate(f"{group.order.centre:.3g}", at, (7, -10), textcoords="offset points", fontsize=8)
+        axes.set(xlabel="speed-up of the whole training", ylabel=metric_name(groups[0]))
+        axes.margins(x=0.14, y=0.18)
+        legend_below(axes, columns=2)
+
+    said = [f"{g.label}: {found[id(g)].centre:.2f} times as fast" for g in groups]
+    return Panel(f"{name}: against speed-up", "; ".join(said), draw)
+
+
+def _points(axes: Axes, groups: list[Group], places: dict[int, float], *, sized: bool = False) -> None:
+    colours = iter(shades(sum(group.compressed for group in groups))[::-1])
+    if sum(group.compressed for group in groups) == 1:
+        colours = iter([RAMP[4]])
+    largest = max((group.order.centre for group in groups if group.order), default=1.0)
+    plain = iter(["uncompressed"])
+    for group in groups:
+        colour = next(colours) if group.compressed else GREY
+        sample, top = best_known(group), group.top(1)
+        if sample is None or top is None or group.order is None:
+            continue
+        area = 20 + 90 * group.order.centre / largest if sized else 36
+        label = group.label if group.compressed else next(plain, None)
+        x, error = places[id(group)], sample.spread and scale(group, sample.spread)
+        axes.errorbar(x, scale(group, sample.centre), yerr=error, color=colour, lw=1.2, capsize=2, zorder=2.5)
+        axes.scatter(x, scale(group, sample.centre), s=area, color=colour, label=label, zorder=3)
+        if sample.count > 1:
+            star: dict[str, Any] = {"marker": "*", "color": colour, "edgecolor": PAPER, "linewidth": 0.5}
+            axes.scatter(x, scale(group, top.centre), s=80, zorder=3.5, **star)
+
+
+def scale(group: Group, value: float) -> float:
+    """Accuracies in per cent, losses as they are."""
+    return 100 * value if group.metric == "accuracy" else value
+
+
+def metric_name(group: Group) -> str:
+    """Of the axis that `scale` fills."""
+    return "test accuracy, %" if group.metric == "accuracy" else "test loss"
+
+
+def _words(groups: list[Group]) -> str:
+    said = []
+    for group in groups:
+        sample = best_known(group)
+        if sample and group.order:
+            said.append(f"{group.label}: {scale(group, sample.centre):.3g} at order {group.order.centre:.3g}")
+    return "; ".join(said)

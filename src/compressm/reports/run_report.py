@@ -1,0 +1,164 @@
+"""The report of runs: one HTML page that needs nothing else, and its figures as files."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from compressm.reports.curve_charts import order_paths_chart, training_chart
+from compressm.reports.grid import Grid
+from compressm.reports.hankel_charts import hankel_chart
+from compressm.reports.outcome_charts import missing_references, outcome_chart
+from compressm.reports.panels import Chart, inline_svg, write_files
+from compressm.reports.run_tables import cut_grid, machine_grid, recipe_grid, result_grid, run_grid
+from compressm.reports.time_charts import time_chart, timer_chart
+from compressm.reports.wording import listed
+from compressm.runs.atomic import replacing
+from compressm.runs.directory import State
+from compressm.runs.groups import Group, group_runs
+from compressm.runs.records import RunError
+from compressm.runs.run import Run
+
+FORMATS = ("png", "pdf")
+# The settings of a compression of which one is given.
+_POLICIES = ("tau", "rho", "order", "bound", "total_states")
+_STATES: dict[State, str] = {"running": "still running", "interrupted": "interrupted", "failed": "failed"}
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading with charts, or with sentences that say why one is missing."""
+
+    key: str
+    title: str
+    parts: tuple[Chart | str, ...]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a reader needs to train a group again."""
+
+    title: str
+    commands: tuple[str, ...]
+    config: str
+    cuts: tuple[Grid, ...]
+
+
+def write_report(
+    runs: Sequence[Run],
+    out: Path | str,
+    *,
+    title: str | None = None,
+    formats: Iterable[str] = FORMATS,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Path:
+    """`out`/report.html and `out`/figures/*; the page is written last, whole or not at all."""
+    if not runs:
+        raise RunError("no runs given, expected at least one")
+    groups, folder, wanted = group_runs(runs), Path(out), tuple(formats)
+    sections = _sections(groups, progress)
+    charts = [part for section in sections for part in section.parts if isinstance(part, Chart)]
+    for chart in charts if wanted else []:
+        progress(f"{chart.name} ({', '.join(wanted)})")
+        write_files(chart, folder / "figures", wanted)
+    progress("page")
+    page = _page(groups, sections, title or f"Training report: {listed(_names(groups))}")
+    with replacing(folder / "report.html") as scratch:
+        scratch.write_text(page, encoding="utf-8")
+    return folder / "report.html"
+
+
+def _sections(groups: list[Group], progress: Callable[[str], None]) -> list[Section]:
+    cut, uncut = ([group for group in groups if group.compressed is wanted] for wanted in (True, False))
+    timed = [group for group in cut if any(run.events for run in group.runs)]
+    progress("spectra")
+    return [
+        Section("accuracy", "Accuracy, order and speed-up", (outcome_chart(groups),)),
+        Section("training", "Over training", (training_chart(groups),)),
+        Section("orders", "Order of every layer", (order_paths_chart(groups),)),
+        Section("hankel", "Hankel singular values", tuple(hankel_chart(group) for group in (*cut, *uncut))),
+        Section("time", "Where the time went", (time_chart(groups), *(timer_chart(group) for group in timed))),
+    ]
+
+
+def _page(groups: list[Group], sections: list[Section], title: str) -> str:
+    jinja = Environment(
+        loader=PackageLoader("compressm.reports"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    jinja.tests["chart"] = lambda part: isinstance(part, Chart)
+    # Trusted: drawn here, and what it quotes of a run was escaped.
+    jinja.globals["drawing"] = lambda chart, k: Markup(
+        inline_svg(chart.panels[k], key=f"{chart.name}-{k}", size=chart.size)
+    )
+    runs = [run for group in groups for run in group.runs]
+    return jinja.get_template("report.html").render(
+        title=title,
+        summary=_summary(groups),
+        unfinished=_unfinished(runs),
+        sections=sections,
+        recipes_grid=recipe_grid(groups),
+        results=result_grid(groups),
+        reference_note=missing_references(groups),
+        runs=run_grid(groups),
+        machines=machine_grid(runs),
+        recipes=[_recipe(group) for group in groups],
+        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    )
+
+
+def _names(groups: Sequence[Group]) -> list[str]:
+    return list(dict.fromkeys(group.name for group in groups))
+
+
+def _summary(groups: Sequence[Group]) -> str:
+    said = []
+    for name in _names(groups):
+        own = [group for group in groups if group.name == name]
+        runs = sum(len(group.runs) for group in own)
+        said.append(f"{name} ({_counted(runs, 'run')} in {_counted(len(own), 'group')})")
+    return f"This page shows {listed(said)}."
+
+
+def _unfinished(runs: Sequence[Run]) -> str:
+    """A sentence, empty where all runs finished."""
+    counts = {words: sum(run.status.state == state for run in runs) for state, words in _STATES.items()}
+    said = [f"{count} {words}" for words, count in counts.items() if count]
+    if not said:
+        return ""
+    return f"Of {_counted(len(runs), 'run')}, {listed(said)}. They are listed below and left out of the means."
+
+
+def _counted(count: int, thing: str) -> str:
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
+def _recipe(group: Group) -> Recipe:
+    return Recipe(
+        f"{group.name}, {group.label}",
+        tuple(command(run) for run in group.runs),
+        json.dumps(dict(group.shown.config), indent=2, ensure_ascii=False),
+        tuple(cut_grid(run) for run in group.runs if run.events),
+    )
+
+
+def command(run: Run) -> str:
+    """What trains a run again where everything else is as in the recipe."""
+    parts = ["compressm", "train", run.name, "--seed", str(run.seed), "--order", str(run.config["model"]["order"])]
+    settings = run.config["compression"]
+    if settings is None:
+        parts.append("--baseline")
+    else:
+        given = [key for key in _POLICIES if settings.get(key) is not None]
+        parts += [part for key in given for part in ("--set", f"compression.{key}={settings[key]}")]
+    return shlex.join(parts)

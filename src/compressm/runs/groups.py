@@ -1,0 +1,192 @@
+"""Runs that differ in their seed alone, and what they say together."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean, stdev
+from typing import Any
+
+from compressm.runs.run import Metric, Run
+
+# None of these changes what is trained.
+_INCIDENTAL = ("spectra", "description", "training.checkpoint_every", "training.keep_checkpoints")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Mean and standard deviation (of a sample, n − 1) over seeds; `spread` is None for one seed."""
+
+    centre: float
+    spread: float | None
+    count: int
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> Sample | None:
+        """None without any value."""
+        found = [float(value) for value in values if value is not None]
+        if not found:
+            return None
+        return cls(mean(found), stdev(found) if len(found) > 1 else None, len(found))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Seeds of one recipe; statistics are over those that finished."""
+
+    label: str
+    runs: tuple[Run, ...]
+
+    @property
+    def name(self) -> str:
+        return self.runs[0].name
+
+    @property
+    def compressed(self) -> bool:
+        return self.runs[0].compressed
+
+    @property
+    def finished(self) -> tuple[Run, ...]:
+        return tuple(run for run in self.runs if run.finished)
+
+    @property
+    def metric(self) -> Metric:
+        return "accuracy" if any(run.metric == "accuracy" for run in self.runs) else "loss"
+
+    @property
+    def layers(self) -> int:
+        return max(len(run.modules) for run in self.runs) or int(self.runs[0].config["model"].get("depth", 1))
+
+    @property
+    def initial_order(self) -> float:
+        return self.runs[0].mean_initial_order
+
+    @property
+    def order(self) -> Sample | None:
+        return Sample.of(run.mean_order for run in self.finished)
+
+    @property
+    def ranked(self) -> list[Run]:
+        """Finished runs with a test value, the best validation first."""
+        scored = [(run.score.rank, run) for run in self.finished if run.score and run.score.test is not None]
+        return [run for _, run in sorted(scored, key=lambda pair: -pair[0])]
+
+    def top(self, count: int | None = None) -> Sample | None:
+        """Test values of the `count` runs that are best by validation, by default of all; None with fewer than that."""
+        ranked = self.ranked[:count]
+        if count is not None and len(ranked) < count:
+            return None
+        return Sample.of(run.score.test for run in ranked if run.score)
+
+    @property
+    def shown(self) -> Run:
+        """The run that stands for its group in pictures of one run: the best, or the one that came furthest."""
+        return self.ranked[0] if self.ranked else max(self.runs, key=lambda run: (run.finished, run.status.step))
+
+    @property
+    def seconds(self) -> Sample | None:
+        return Sample.of(run.seconds for run in self.finished)
+
+    @property
+    def summed_bound(self) -> Sample | None:
+        """Σ over layers and lasting cuts; None where a cut came without a bound, or there was none."""
+        return Sample.of(_summed(run) for run in self.finished)
+
+    @property
+    def bounds_by_cut(self) -> list[float]:
+        """Of the run that is shown, Σ over layers at each step of a cut."""
+        by_step: dict[int, float] = {}
+        for cut in self.shown.lasting_cuts:
+            by_step[cut.step] = by_step.get(cut.step, 0.0) + (math.nan if cut.error_bound is None else cut.error_bound)
+        return list(by_step.values())
+
+
+def group_runs(runs: Iterable[Run]) -> list[Group]:
+    """Runs of one recipe together, labelled by what tells the groups of a name apart; the uncompressed first."""
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        found.setdefault(json.dumps(_recipe(run), sort_keys=True), []).append(run)
+    members = [tuple(sorted(group, key=lambda run: run.seed)) for group in found.values()]
+    labels = _labels([group[0] for group in members])
+    groups = [Group(label, group) for label, group in zip(labels, members, strict=True)]
+    return sorted(groups, key=lambda group: (group.name, group.compressed, -group.runs[0].mean_order, group.label))
+
+
+def reference(group: Group, groups: Sequence[Group]) -> Group | None:
+    """The uncompressed group whose time counts as 1: of the same name, size and steps, at the order of the start.
+
+    A smaller model that was never cut is held against the same one as the compressed groups of its name, as in the
+    paper, or where there are none against the largest.
+    """
+    alike = [other for other in groups if _comparable(group, other) and not other.compressed and other.seconds]
+    starts = {other.initial_order for other in groups if other.compressed and _comparable(group, other)}
+    wanted = {group.initial_order} if group.compressed else starts or {max((g.initial_order for g in alike), default=0)}
+    return next((other for other in alike if other.initial_order == max(wanted)), None)
+
+
+def speed_ups(group: Group, groups: Sequence[Group]) -> list[float]:
+    """Of each finished run: mean seconds of the reference over its own; empty without a reference."""
+    base = reference(group, groups)
+    if base is None or base.seconds is None:
+        return []
+    return [base.seconds.centre / run.seconds for run in group.finished if run.seconds]
+
+
+def machines(runs: Iterable[Run]) -> list[str]:
+    """Each once: accelerator, or processor and threads."""
+    found = (run.environment for run in runs)
+    return list(dict.fromkeys(e.accelerator or f"{e.processor}, {e.threads} thread(s)" for e in found))
+
+
+def _comparable(group: Group, other: Group) -> bool:
+    return other.name == group.name and _size(other.runs[0]) == _size(group.runs[0])
+
+
+def _size(run: Run) -> tuple[Any, ...]:
+    model, training = run.config["model"], run.config["training"]
+    keys = (model.get("layer"), model.get("depth"), model.get("width"))
+    return (*keys, training.get("steps"), training.get("batch"))
+
+
+def _summed(run: Run) -> float | None:
+    bounds = [cut.error_bound for cut in run.lasting_cuts]
+    known = [bound for bound in bounds if bound is not None]
+    return sum(known) if known and len(known) == len(bounds) else None
+
+
+def _recipe(run: Run) -> dict[str, Any]:
+    return {key: value for key, value in flat(run.config).items() if key != "seed" and not _incidental(key)}
+
+
+def _incidental(key: str) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in _INCIDENTAL)
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"model": {"order": 8}} as {"model.order": 8}."""
+    entries: dict[str, Any] = {}
+    for key, value in config.items():
+        inside = flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
+        entries.update(inside)
+    return entries
+
+
+def _labels(runs: Sequence[Run]) -> list[str]:
+    """The recipe's label, and where several of a name share it, the settings in which they differ."""
+    return [
+        _label(run, [other for other in runs if (other.name, other.label) == (run.name, run.label)]) for run in runs
+    ]
+
+
+def _label(run: Run, namesakes: Sequence[Run]) -> str:
+    recipes = [_recipe(other) for other in namesakes]
+    own = _recipe(run)
+    differing = [key for key in own if any(other.get(key) != own[key] for other in recipes)]
+    return ", ".join([run.label, *(_said(key, own[key]) for key in differing)])
+
+
+def _said(key: str, value: Any) -> str:
+    words = key.split(".")[-1].replace("_", " ")
+    return f"no {words}" if value is None else f"{words} {value}"

@@ -1,0 +1,32 @@
+"""Training runs: recipes, a loop that evaluates, cuts and saves on schedules, and what can go on after a stop."""
+
+from compressm.training.config import (
+    CompressionConfig,
+    ConfigError,
+    ModelConfig,
+    Recipe,
+    RollbackConfig,
+    SpectraConfig,
+    TrainingConfig,
+    WhenConfig,
+)
+from compressm.training.listening import Listener, Silent
+from compressm.training.loop import Diverged, Interrupted, train
+from compressm.training.plan import Plan
+
+__all__ = [
+    "CompressionConfig",
+    "ConfigError",
+    "Diverged",
+    "Interrupted",
+    "Listener",
+    "ModelConfig",
+    "Plan",
+    "Recipe",
+    "RollbackConfig",
+    "Silent",
+    "SpectraConfig",
+    "TrainingConfig",
+    "WhenConfig",
+    "train",
+]

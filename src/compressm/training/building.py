@@ -1,0 +1,137 @@
+"""From a recipe and a task to model, optimizer and compressor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from compressm.compression import (
+    Budget,
+    Compressor,
+    EnergyTolerance,
+    ErrorBound,
+    KeepFraction,
+    Largest,
+    Measured,
+    Random,
+    Restart,
+    Rollback,
+    Slice,
+    Smallest,
+    TargetOrder,
+    Transport,
+    WhiteNoise,
+)
+from compressm.compression.policies import Policy
+from compressm.compression.selection import Selection
+from compressm.data.dataset import Form
+from compressm.data.shuffling import Order
+from compressm.data.task import Task
+from compressm.layers import LRU, S4D, S5, SSMLayer
+from compressm.models import (
+    BatchNorm,
+    EveryStep,
+    LastStep,
+    LayerNorm,
+    MeanPooling,
+    NoNorm,
+    OneMask,
+    PerElement,
+    RunningNorm,
+    SequenceClassifier,
+)
+from compressm.training.config import CompressionConfig, ConfigError, ModelConfig, Recipe
+from compressm.training.plan import cut_steps, settle_steps
+
+_LAYERS: dict[str, type[SSMLayer]] = {"LRU": LRU, "S5": S5, "S4D": S4D}
+_NORMS = {"batch": BatchNorm, "running": RunningNorm, "layer": LayerNorm, "none": NoNorm}
+_POOLINGS = {"mean": MeanPooling(), "last": LastStep(), "steps": EveryStep()}
+_DROPOUTS = {"element": PerElement, "batch": OneMask}
+_MOMENTS = {"transport": Transport(), "restart": Restart(), "slice": Slice()}
+_CALIBRATION_SEED = 2**31 - 1
+
+
+def build_model(config: ModelConfig, task: Task | Form) -> SequenceClassifier:
+    """As torch's random numbers initialise it; of a task only its sizes are asked for."""
+    try:
+        return SequenceClassifier(
+            _LAYERS[config.layer],
+            depth=config.depth,
+            width=config.width,
+            order=config.order,
+            classes=task.classes,
+            inputs=task.channels,
+            vocabulary=task.vocabulary,
+            towers=task.towers,
+            norm=_NORMS[config.norm](**config.norm_options),
+            dropout=_DROPOUTS[config.dropout_form](config.dropout),
+            pooling=_POOLINGS[config.pooling],
+            layer_options=config.layer_options,
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"model: {error}") from error
+
+
+def build_compressor(
+    recipe: Recipe,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    task: Task,
+    evaluate: Callable[[], float],
+) -> Compressor | None:
+    """None where the recipe does not compress; `evaluate` is what a guard asks."""
+    config = recipe.compression
+    if config is None:
+        return None
+    settle = settle_steps(recipe)
+    drop = config.rollback.drop if config.rollback else 0.0
+    measured = config.gramian == "measured"
+    return Compressor(
+        model,
+        optimizer,
+        when=cut_steps(recipe),
+        keep=_policy(config),
+        calibrate=_calibration(recipe, task) if measured else None,
+        gramian=Measured(batches=config.calibration_batches) if measured else WhiteNoise(),
+        fold=config.fold,
+        select=_selection(config, recipe.seed),
+        gate=config.gate,
+        round_to=config.round_to,
+        moments=_MOMENTS[config.moments],
+        guard=None if settle is None else Rollback(evaluate, drop=drop, settle=settle),
+    )
+
+
+def _policy(config: CompressionConfig) -> Policy:
+    if config.tau is not None:
+        return EnergyTolerance(config.tau)
+    if config.rho is not None:
+        return KeepFraction(config.rho)
+    if config.order is not None:
+        return TargetOrder(config.order)
+    if config.bound is not None:
+        return ErrorBound(config.bound)
+    assert config.total_states is not None
+    return Budget(config.total_states)
+
+
+def _selection(config: CompressionConfig, seed: int) -> Selection:
+    return {"largest": Largest(), "smallest": Smallest(), "random": Random(seed)}[config.select]
+
+
+def _calibration(recipe: Recipe, task: Task) -> Callable[[nn.Module], None]:
+    """Runs the model on training examples that are the same for every seed and every cut."""
+    assert recipe.compression is not None
+    size = min(recipe.training.batch, len(task.train))
+    order = Order(len(task.train), size, _CALIBRATION_SEED)
+    rows = [order.at(step) for step in range(1, recipe.compression.calibration_batches + 1)]
+
+    def run(model: Any) -> None:
+        for row in rows:
+            batch = task.batch(task.train, row.to(task.train.inputs.device))
+            model(batch.inputs, batch.lengths)
+
+    return run

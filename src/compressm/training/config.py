@@ -1,0 +1,214 @@
+"""What a run is made of: frozen values, checked when they are made, equal to what a recipe file holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Literal, final
+
+Precision = Literal["float32", "tf32", "bfloat16"]
+
+
+class ConfigError(ValueError):
+    """A recipe that cannot be run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Unknown keys are errors wherever one is read from a file."""
+
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
+
+    def _at_least(self, low: int, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value >= low):
+                raise ConfigError(f"{name} is {value}, expected at least {low}")
+
+    def _share(self, *names: str, above: bool = False, up_to_one: bool = False) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not ((value > 0 if above else value >= 0) and (value <= 1 if up_to_one else value < 1)):
+                low, high = "above 0" if above else "at least 0", "at most 1" if up_to_one else "below 1"
+                raise ConfigError(f"{name} is {value}, expected a number {low} and {high}")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Config):
+    """A `SequenceClassifier`; its inputs and classes are those of the task.
+
+    dropout_form: "batch" is one mask for the whole batch, as in the paper's own code, "element" one for every element.
+    pooling: "steps" keeps every step, for tasks that ask at each of them.
+    """
+
+    depth: int
+    width: int
+    order: int
+    layer: Literal["LRU", "S5", "S4D"] = "LRU"
+    layer_options: dict[str, Any] = field(default_factory=dict)
+    dropout: float = 0.1
+    dropout_form: Literal["element", "batch"] = "batch"
+    norm: Literal["batch", "running", "layer", "none"] = "batch"
+    norm_options: dict[str, Any] = field(default_factory=dict)
+    pooling: Literal["mean", "last", "steps"] = "mean"
+
+    def __post_init__(self) -> None:
+        self._at_least(1, "depth", "width", "order")
+        self._share("dropout")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig(Config):
+    """AdamW and its schedule; `ssm_factor` multiplies the rate of poles, steps and B, which have no weight decay.
+
+    schedule "cosine" warms up from `lowest_rate` for the share `warmup` of all steps and falls back to it.
+    """
+
+    steps: int
+    batch: int
+    learning_rate: float
+    ssm_factor: float = 1.0
+    weight_decay: float = 0.0
+    schedule: Literal["constant", "cosine"] = "constant"
+    warmup: float = 0.1
+    lowest_rate: float = 1e-7
+    clip: float | None = None
+    precision: Precision = "float32"
+    evaluate_every: int | None = None
+    evaluation_batch: int = 500
+    checkpoint_every: int | None = None
+    keep_checkpoints: int = 2
+
+    def __post_init__(self) -> None:
+        self._at_least(
+            1, "steps", "batch", "evaluate_every", "checkpoint_every", "evaluation_batch", "keep_checkpoints"
+        )
+        self._at_least(0, "learning_rate", "ssm_factor", "weight_decay", "lowest_rate", "clip")
+        self._share("warmup")
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a gradient step, counted from 1."""
+        if self.schedule == "constant":
+            return self.learning_rate
+        rise = math.floor(self.warmup * self.steps + 1e-9)
+        low, high = self.lowest_rate, self.learning_rate
+        if step <= rise:
+            return low + (high - low) * step / rise
+        gone = (step - rise) / max(1, self.steps - rise)
+        return low + (high - low) * (1 + math.cos(math.pi * gone)) / 2
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class WhenConfig(Config):
+    """Steps of cuts: `warmup_cuts` in the warm-up, `every` k-th from `first` to `last`, or the `steps` themselves."""
+
+    warmup_cuts: int | None = None
+    every: int | None = None
+    first: int | None = None
+    last: int | None = None
+    steps: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("warmup_cuts", "every", "steps") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ConfigError(f"when has {' and '.join(given) or 'nothing'}, expected one of warmup_cuts, every, steps")
+        if self.every is None and (self.first, self.last) != (None, None):
+            raise ConfigError("when: first and last go with every")
+        self._at_least(1, "warmup_cuts", "every", "first", "last")
+        if self.steps is not None and min(self.steps, default=0) < 1:
+            raise ConfigError(f"when: steps is {list(self.steps)!r:.80}, expected at least one step, counted from 1")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RollbackConfig(Config):
+    """The paper's pragmatic variant: undo a cut after which validation accuracy stays more than `drop` below."""
+
+    drop: float = 0.01
+    settle: int | None = None  # default: 1 % of all steps
+
+    def __post_init__(self) -> None:
+        self._share("drop")
+        self._at_least(1, "settle")
+
+
+_POLICIES = ("tau", "rho", "order", "bound", "total_states")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class CompressionConfig(Config):
+    """The options of `Compressor`; the policy is the one of tau, rho, order, bound and total_states that is given."""
+
+    when: WhenConfig
+    tau: float | None = None
+    rho: float | None = None
+    order: int | None = None
+    bound: float | None = None
+    total_states: int | None = None
+    gramian: Literal["white_noise", "measured"] = "white_noise"
+    calibration_batches: int = 4
+    fold: bool = True
+    moments: Literal["transport", "restart", "slice"] = "transport"
+    select: Literal["largest", "smallest", "random"] = "largest"
+    gate: float = 0.95
+    round_to: int = 1
+    rollback: RollbackConfig | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in _POLICIES if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ConfigError(
+                f"compression has {' and '.join(given) or 'no policy'}, expected one of {', '.join(_POLICIES)}"
+            )
+        self._share("tau")
+        self._share("rho", above=True, up_to_one=True)
+        self._share("gate", above=True, up_to_one=True)
+        self._at_least(1, "order", "total_states", "round_to", "calibration_batches")
+        self._at_least(0, "bound")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SpectraConfig(Config):
+    """Hankel singular values `every` so many steps; `changes` adds max |eig δH| since the record before."""
+
+    every: int
+    changes: bool = False
+
+    def __post_init__(self) -> None:
+        self._at_least(1, "every")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Recipe(Config):
+    """One run. Runs with the same name and label and other seeds belong together."""
+
+    name: str
+    task: dict[str, Any]
+    model: ModelConfig
+    training: TrainingConfig
+    compression: CompressionConfig | None = None
+    spectra: SpectraConfig | None = None
+    description: str = ""
+    label: str = ""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.task.get("name"), str):
+            raise ConfigError(f"task is {self.task!r:.100}, expected its name and options, as in {{name: smnist}}")
+        if not 0 <= self.seed < 2**31:
+            raise ConfigError(f"seed is {self.seed}, expected an integer from 0 to 2**31 - 1")
+        if not self.label:
+            object.__setattr__(self, "label", "compressed" if self.compression else "baseline")
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON and YAML."""
+        return asdict(self)

@@ -1,0 +1,278 @@
+"""The loop: steps up to the next milestone, then what is due there."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compressm.compression import Cut, HankelTracker, save_model
+from compressm.compression.distributed import Processes
+from compressm.compression.naming import orders_of
+from compressm.compression.wrapping import unwrapped
+from compressm.data.shuffling import Order
+from compressm.data.task import Task, TaskKind
+from compressm.runs.directory import RunDirectory, Status
+from compressm.runs.records import CutRecord, Evaluation, RestoredRecord, Spectrum, SplitName, Timing
+from compressm.training.building import build_compressor, build_model
+from compressm.training.clock import Clock
+from compressm.training.config import ConfigError, Recipe
+from compressm.training.evaluation import evaluate
+from compressm.training.listening import Listener, Silent
+from compressm.training.objective import Objective, task_objective
+from compressm.training.optimizers import build_optimizer
+from compressm.training.parallel import any_of, distributed, join
+from compressm.training.plan import Plan
+from compressm.training.precision import products_in
+from compressm.training.resuming import Resumable, checkpoints
+from compressm.training.signals import Stop, heard
+from compressm.training.steps import Learner, make_steps
+
+
+class Interrupted(Exception):  # noqa: N818 - it is not an error
+    """A signal came; everything is saved."""
+
+    def __init__(self, signal: str, step: int, directory: Path) -> None:
+        super().__init__(f"{signal} at step {step}: saved in {directory}, resume to go on")
+        self.step, self.directory = step, directory
+
+
+class Diverged(RuntimeError):  # noqa: N818 - read as a sentence
+    """The loss is not finite."""
+
+
+def train(
+    recipe: Recipe,
+    task: Task,
+    directory: RunDirectory | Path | str,
+    *,
+    device: str | torch.device = "cpu",
+    resume: bool = False,
+    listener: Listener | None = None,
+    objective: Objective | None = None,
+) -> RunDirectory:
+    """Train as the recipe says and write everything into the directory; with `resume`, go on from its last checkpoint.
+
+    On the CPU a run that was stopped and resumed ends with the same bits as one that was not. Another `objective`
+    replaces the loss of the task in training, not in evaluation.
+    """
+    directory = directory if isinstance(directory, RunDirectory) else RunDirectory(directory)
+    plan = Plan.of(recipe)
+    processes = Processes()
+    with products_in(recipe.training.precision), heard() as stop:
+        # What cannot be built leaves no folder behind.
+        run = _build(recipe, task.to(torch.device(device)), directory, plan, processes, listener or Silent(), objective)
+        if processes.is_first:
+            _open(directory, recipe, resume)
+        try:
+            return run.go(stop, resume)
+        except Interrupted:
+            raise
+        except KeyboardInterrupt:
+            run.write_status("interrupted", message="a second signal: not saved")
+            raise
+        except BaseException as error:
+            run.write_status("failed", message=f"{type(error).__name__}: {error}")
+            raise
+
+
+def _open(directory: RunDirectory, recipe: Recipe, resume: bool) -> None:
+    if not resume:
+        directory.begin(recipe.as_dict())
+        return
+    stored = directory.config()
+    mine = json.loads(json.dumps(recipe.as_dict()))
+    if changed := "; ".join(_differences(stored, mine)):
+        raise ConfigError(f"{directory.path} is a run of another recipe: {changed}")
+
+
+def _differences(stored: Any, mine: Any, key: str = "") -> Iterator[str]:
+    if isinstance(stored, dict) and isinstance(mine, dict):
+        for name in sorted({*stored, *mine}):
+            yield from _differences(stored.get(name), mine.get(name), f"{key}.{name}".strip("."))
+    elif stored != mine:
+        yield f"{key} was {stored!r:.60} and is {mine!r:.60}"
+
+
+def _build(
+    recipe: Recipe,
+    task: Task,
+    directory: RunDirectory,
+    plan: Plan,
+    processes: Processes,
+    listener: Listener,
+    objective: Objective | None,
+) -> Run:
+    device = task.train.inputs.device
+    torch.manual_seed(recipe.seed)
+    model = distributed(build_model(recipe.model, task).to(device), recipe, processes)
+    optimizer = build_optimizer(model, recipe.training, device)
+    order = Order(len(task.train), recipe.training.batch, recipe.seed)
+    learner = Learner(model, optimizer, objective or task_objective(task.kind), task, order, recipe.training, processes)
+    clock = Clock(device)
+
+    def merit() -> float:
+        with clock.phase("evaluation"):
+            return evaluate(learner, task.validation).merit
+
+    compressor = build_compressor(recipe, model, optimizer, task, merit)
+    fold = recipe.compression.fold if recipe.compression else True
+    spectra = recipe.spectra
+    # The plan says when.
+    tracker = HankelTracker(model, every=1, fold=fold, changes=spectra.changes) if spectra else None
+    state = Resumable(learner, make_steps(learner, clock), compressor, tracker, clock)
+    return Run(recipe, plan, directory, listener, state)
+
+
+@dataclass
+class Run:
+    """A recipe under way."""
+
+    recipe: Recipe
+    plan: Plan
+    directory: RunDirectory
+    listener: Listener
+    state: Resumable
+    step: int = 0
+    timed: int = 0  # the last step whose time is in a record
+
+    @property
+    def is_first(self) -> bool:
+        return self.state.learner.processes.is_first
+
+    def go(self, stop: Stop, resume: bool) -> RunDirectory:
+        """All that is left of the run."""
+        state = self.state
+        if resume:
+            self.step, self.timed = state.load(self.directory)
+        join(state.learner.processes, self.recipe.seed, self.step)
+        if self.is_first:
+            # A run that begins anew writes the spectra of step 0 too.
+            self.directory.rewind(self.step or -1)
+            self.listener.begins(self.recipe, self.plan, self.step)
+        self.write_status("running")
+        if self.step == 0 and state.tracker is not None:
+            self._record_spectra()
+        while self.step < self.plan.steps:
+            goal = self.plan.next_after(self.step)
+            with state.clock.phase("steps"):
+                self.step = state.steps.run(self.step + 1, goal, stop)
+            self._require_finite()
+            if self.step == goal:
+                self._do_what_is_due()
+            if any_of(state.learner.processes, stop()):
+                self._save()
+                self.write_status("interrupted", message=stop.signal or "")
+                raise Interrupted(stop.signal or "", self.step, self.directory.path)
+        self._finish()
+        return self.directory
+
+    def _do_what_is_due(self) -> None:
+        plan, step = self.plan, self.step
+        if step in plan.spectra:
+            self._record_spectra()
+        if step in plan.evaluations:
+            self._record_training()
+        if step in plan.cuts or step in plan.judgements:
+            self._cut()
+        if step in plan.evaluations:
+            self._evaluate("validation")
+            self._evaluate("test")
+            self._record_timing()
+        if step in plan.checkpoints:
+            self._save()
+
+    def _cut(self) -> None:
+        state = self.state
+        assert state.compressor is not None
+        before = self._orders()
+        with state.clock.phase("cut"), state.clock.stages():
+            events = state.compressor.step(self.step)
+        if not events:
+            return
+        # What follows runs at other orders.
+        self._record_timing(before)
+        state.steps.renew()
+        if self.is_first:
+            for event in events:
+                kind = CutRecord if isinstance(event, Cut) else RestoredRecord
+                self.directory.append(kind(**event.as_dict()))
+                self.listener.happened(event)
+
+    def _evaluate(self, split: SplitName) -> None:
+        learner = self.state.learner
+        with self.state.clock.phase("evaluation"):
+            score = evaluate(learner, getattr(learner.task, split))
+        self._append(split, score.loss, score.accuracy)
+
+    def _record_training(self) -> None:
+        learner, steps = self.state.learner, self.state.steps.totals().steps
+        sums = torch.tensor(self.state.steps.totals()[1:], dtype=torch.float64)
+        loss, hits, asked = learner.processes.total(sums).tolist()
+        if steps:
+            accuracy = None if learner.task.kind is TaskKind.REGRESS else hits / asked
+            self._append("train", loss / (steps * learner.processes.count), accuracy)
+        self.state.steps.clear()
+
+    def _append(self, split: SplitName, loss: float, accuracy: float | None) -> None:
+        if not self.is_first:
+            return
+        clock, rate = self.state.clock, self.recipe.training.rate(self.step)
+        record = Evaluation(self.step, split, loss, accuracy, rate, clock.total, clock.in_steps)
+        self.directory.append(record)
+        self.listener.evaluated(record)
+
+    def _record_spectra(self) -> None:
+        tracker = self.state.tracker
+        assert tracker is not None
+        with self.state.clock.phase("spectrum"):
+            found = tracker.step(self.step)
+        if found is not None and self.is_first:
+            for module, sigma in found.items():
+                mean = sigma.reshape(-1, sigma.shape[-1]).mean(0).tolist()
+                self.directory.append(Spectrum(self.step, module, mean, tracker.bounds[-1][module]))
+
+    def _orders(self) -> dict[str, int]:
+        return orders_of(unwrapped(self.state.learner.model))
+
+    def _record_timing(self, orders: dict[str, int] | None = None) -> None:
+        """Of the phases since the record before; `orders` are those that the steps ran at, where others now."""
+        orders = orders or self._orders()
+        done, self.timed = self.step - self.timed, self.step
+        seconds = self.state.clock.take()
+        if self.is_first:
+            self.directory.append(Timing(self.step, done, orders, seconds))
+
+    def _require_finite(self) -> None:
+        """Of loss and weights: a finite loss may have had a gradient that was not."""
+        totals, model = self.state.steps.totals(), self.state.learner.model
+        if self.is_first and totals.steps:
+            self.listener.reached(self.step, totals.loss / totals.steps)
+        finite = torch.stack([weight.isfinite().all() for weight in model.parameters()]).all()
+        if not math.isfinite(totals.loss) or not finite:
+            what = "the weights are" if math.isfinite(totals.loss) else "the loss is"
+            saved = checkpoints(self.directory)
+            last = f"the last good checkpoint is {saved[0]}" if saved else "there is no checkpoint yet"
+            raise Diverged(f"{what} not finite at step {self.step}; {last}. A smaller learning rate may help")
+
+    def _save(self) -> None:
+        if self.is_first:
+            with self.state.clock.phase("checkpoint"):
+                keep = self.recipe.training.keep_checkpoints
+                self.state.save(self.directory, self.step, self.timed, keep=keep)
+
+    def _finish(self) -> None:
+        if self.state.clock.peek():
+            self._record_timing()  # of the last checkpoint
+        if self.is_first:
+            save_model(unwrapped(self.state.learner.model), self.directory.model)
+        self.write_status("finished")
+
+    def write_status(self, state: str, message: str = "") -> None:
+        if self.is_first:
+            self.directory.write_status(Status(state, self.step, self.plan.steps, message))  # type: ignore[arg-type]

@@ -1,0 +1,62 @@
+"""AdamW with the groups that SSM layers want, and learning rates as a function of the step alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from compressm.layers import SSMLayer
+from compressm.training.config import TrainingConfig
+
+
+def build_optimizer(model: nn.Module, config: TrainingConfig, device: torch.device) -> AdamW:
+    """Two groups: what has the factor and no weight decay, and the rest; on a GPU ready for a CUDA graph.
+
+    Inside a group parameters stand by falling size. torch's kernel takes some thirty tensors a launch, 65536 elements a
+    block: so one launch has all the large tensors; in the order of the model each launch would wait for a large one.
+    """
+    cuda = device.type == "cuda"
+    slow = {id(parameter) for parameter in dynamics(model)}
+    groups = []
+    for factor, decay, members in (
+        (config.ssm_factor, 0.0, [p for p in model.parameters() if id(p) in slow]),
+        (1.0, config.weight_decay, [p for p in model.parameters() if id(p) not in slow]),
+    ):
+        rate = config.rate(1) * factor
+        groups.append(
+            {
+                "params": sorted(members, key=Tensor.numel, reverse=True),
+                "lr": torch.tensor(rate, device=device) if cuda else rate,
+                "weight_decay": decay,
+                "factor": factor,
+            }
+        )
+    return AdamW([group for group in groups if group["params"]], fused=True, capturable=cuda)
+
+
+def dynamics(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Poles, step sizes, normalisation and B of every SSM layer: not its readout C, nor its skip D."""
+    for module in model.modules():
+        if isinstance(module, SSMLayer):
+            for name, parameter in module.named_parameters(recurse=False):
+                if name.split("_")[0] not in ("C", "D"):
+                    yield parameter
+
+
+def keep_rates_on_(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """A checkpoint brings them back on the CPU, where a CUDA graph would hold their value of the moment for ever."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"] = group["lr"].to(device)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float | Tensor) -> None:
+    """Each group's is `rate` times its factor; a tensor is set in place."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].copy_(rate * group["factor"])
+        else:
+            group["lr"] = float(rate) * group["factor"]

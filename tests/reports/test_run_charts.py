@@ -1,0 +1,212 @@
+import math
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+from matplotlib import pyplot as plt
+
+from compressm.reports.curve_charts import order_paths_chart, training_chart
+from compressm.reports.cut_lines import mark_cuts
+from compressm.reports.hankel_charts import hankel_chart
+from compressm.reports.hankel_history import SNAPSHOTS, histories
+from compressm.reports.outcome_charts import outcome_chart
+from compressm.reports.panels import Panel, inline_svg, label_ends, short_names, write_files
+from compressm.reports.time_charts import cuts_of, phases, stages_of, time_chart, timer_chart
+from compressm.runs.directory import RunDirectory
+from compressm.runs.groups import group_runs
+from compressm.runs.records import Spectrum
+from compressm.runs.run import read_run
+from tests.reports.made_runs import Made, write
+
+
+@pytest.fixture
+def axes():
+    figure, axes = plt.subplots()
+    yield axes
+    plt.close(figure)
+
+
+def drawn(panel):
+    """The texts of a panel, drawn without a file."""
+    figure, axes = plt.subplots()
+    try:
+        panel.draw(axes)
+        return [text.get_text() for text in axes.texts]
+    finally:
+        plt.close(figure)
+
+
+def group_of(made, folder):
+    return group_runs([read_run(RunDirectory(write(made, folder)))])[0]
+
+
+def test_a_shallow_model_has_four_hankel_panels_and_a_deep_one_a_row_a_block(shallow, tmp_path):
+    assert [len(row) for row in hankel_chart(shallow[-1]).rows] == [2, 2]
+    deep = hankel_chart(group_of(Made(depth=6, order=4, cuts=((1000, 0.5),), every=1000), tmp_path))
+    assert [len(row) for row in deep.rows] == [4] * 6
+    assert [row[0].title for row in deep.rows] == [f"blocks.{k}: values σ" for k in range(6)]
+
+
+def test_hankel_values_of_uncut_models_are_folded_away(shallow):
+    assert [hankel_chart(group).folded for group in shallow] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    "name", [("regression", "one seed"), ("restored", "guarded"), ("broken", "diverged"), ("broken", "stopped")]
+)
+def test_every_chart_of_an_odd_run_can_be_drawn(odd, name):
+    group = odd[name]
+    charts = [chart([group]) for chart in (outcome_chart, training_chart, order_paths_chart, time_chart)]
+    charts += [hankel_chart(group), timer_chart(group)]
+    panels = [panel for chart in charts if not isinstance(chart, str) for panel in chart.panels]
+    assert len(panels) >= 9
+    for panel in panels:
+        drawn(panel)
+        assert panel.words
+
+
+def test_a_run_without_records_gives_sentences_not_figures(odd):
+    (group,) = (found for (name, _), found in odd.items() if name == "empty")
+    charts = [chart([group]) for chart in (outcome_chart, training_chart, order_paths_chart, time_chart)]
+    charts += [hankel_chart(group), timer_chart(group)]
+    assert all(isinstance(chart, str) and chart.endswith(".") for chart in charts)
+
+
+def test_bounds_that_were_not_recorded_are_said_to_be_so(odd):
+    panels = hankel_chart(odd["regression", "one seed"]).panels
+    assert "not recorded in this run" in drawn(panels[1])
+    assert "not recorded in this run" not in drawn(panels[0])
+
+
+def test_a_loss_that_is_no_number_is_said_with_its_step(odd):
+    assert "is no number from step 2750 on" in training_chart([odd["broken", "diverged"]]).caption
+
+
+def test_a_restoration_is_said_with_its_reason_and_marked(odd):
+    group = odd["restored", "guarded"]
+    chart = order_paths_chart([group])
+    assert "accuracy 0.912 is below 0.99 times 0.951" in chart.caption
+    assert any(text.startswith("back to") for text in drawn(chart.panels[0]))
+
+
+def test_without_a_reference_the_chart_says_so_and_has_no_speed_up(odd, shallow):
+    alone = outcome_chart([odd["restored", "guarded"]])
+    assert "No speed-up for restored (guarded) at order 64" in alone.caption
+    assert len(alone.panels) == 1
+    assert [panel.title for panel in outcome_chart(shallow).panels] == [
+        "smnist: against final order",
+        "smnist: against speed-up",
+    ]
+
+
+def test_cuts_that_are_near_share_a_label_and_others_have_their_own(axes, shallow):
+    run = shallow[-1].shown
+    axes.set_xlim(0, 10_000)
+    mark_cuts(axes, run)
+    assert [text.get_text() for text in axes.texts] == [f"4 cuts → {run.mean_order:.3g}"]
+    axes.set_xlim(0, 1100)
+    mark_cuts(axes, run)
+    assert len(axes.texts) == 1 + 4
+    assert len(axes.lines) == 2 * 4
+
+
+def test_trajectories_start_anew_after_a_restoration(odd):
+    (history,) = histories(odd["restored", "guarded"].shown)
+    first, second = history.stretches()
+    assert first.values.shape[1] == 64
+    assert second.values.shape[1] == len(history.snapshots[-1].sigma)
+    assert first.steps[-1] < second.steps[0]
+
+
+def test_long_histories_are_thinned_but_keep_both_sides_of_a_cut(tmp_path):
+    run = group_of(Made(order=4, cuts=((3000, 0.5),), every=25), tmp_path).shown
+    (history,) = histories(run)
+    assert history.recorded == 401
+    assert SNAPSHOTS / 2 < len(history.snapshots) <= SNAPSHOTS + 3
+    assert {0, 3000, 3025, 10_000} <= set(history.steps)
+
+
+def recorded(folder, spectra):
+    directory = RunDirectory(write(Made(order=len(spectra[0]), spectra=False), folder))
+    directory.append(*(Spectrum(k, "blocks.0.ssm", sigma, None) for k, sigma in enumerate(spectra)))
+    (history,) = histories(read_run(directory))
+    return history.stretches()[0]
+
+
+def test_states_that_move_slowly_are_followed_through_a_crossing(tmp_path):
+    falling = [[1 - 0.01 * k, 0.505 + 0.01 * k] for k in range(50)]
+    stretch = recorded(tmp_path, [sorted(sigma, reverse=True) for sigma in falling])
+    assert (stretch.resolved, stretch.crossings) == (True, 1)
+    assert stretch.values[-1].tolist() == pytest.approx(falling[-1])
+
+
+def test_states_that_move_further_than_their_distance_are_followed_by_rank(tmp_path):
+    moving = [[3.0 + 0.5 * math.sin(5 * k), 2.0 + 0.4 * math.sin(3 * k), 1.0] for k in range(50)]
+    spectra = [sorted(sigma, reverse=True) for sigma in moving]
+    # A cut that removed the largest.
+    stretch = recorded(tmp_path, [*spectra, spectra[-1][1:]])
+    assert not stretch.resolved
+    assert stretch.values[:-1].tolist() == spectra
+    assert stretch.values[-1, 1:].tolist() == spectra[-1][1:]
+    assert math.isnan(stretch.values[-1, 0])
+
+
+def test_snapshots_that_hold_no_numbers_are_left_out_and_counted(tmp_path):
+    path = write(Made(order=4), tmp_path)
+    RunDirectory(path).append(Spectrum(10_001, "blocks.0.ssm", [math.nan, 1.0], None))
+    (group,) = group_runs([read_run(RunDirectory(path))])
+    assert "1 snapshots with values that are no numbers are left out" in hankel_chart(group).caption
+    assert histories(group.shown)[0].steps[-1] == 10_000
+
+
+def test_phases_and_stages_hold_all_recorded_seconds(shallow):
+    group = shallow[-1]
+    seconds = sum(sum(timing.seconds.values()) for timing in group.shown.timings)
+    assert math.isclose(sum(sum(stage.seconds.values()) for stage in stages_of(group.shown)), seconds)
+    assert list(phases(group))[:2] == ["steps", "data"]
+    orders = [stage.order for stage in stages_of(group.shown)]
+    assert orders == sorted(orders, reverse=True)
+    assert len(orders) == 5
+
+
+def test_a_cut_took_what_was_recorded_with_it_and_its_capture_after(shallow):
+    cuts = cuts_of(shallow[-1].shown)
+    assert [(spent["cut"], spent["optimizer"], spent["capture"]) for spent in cuts] == [(0.05, 0.008, 0.05)] * 4
+    assert all(spent["spectrum"] > 0 for spent in cuts)
+    assert cuts_of(shallow[0].shown) == []
+
+
+def test_an_inline_panel_is_whole_svg_with_words_and_colours_of_the_page():
+    panel = Panel('a "title" <b>', "words & more", lambda axes: axes.set_xticks([0.1251, 0.1252]))
+    text = inline_svg(panel, key="k-1", size=(3.0, 2.0))
+    root = ElementTree.fromstring(text)
+    assert root.attrib["aria-label"] == 'a "title" <b>. words & more'
+    assert "var(--ink)" in text
+    assert "#1f2328" not in text
+    assert all(name.startswith("k-1-") for name in (e.get("id") for e in root.iter()) if name)
+    # Coordinates are rounded, numbers that are read are not.
+    assert "0.1251" in text
+
+
+def test_labels_at_the_ends_of_lines_do_not_overlap(axes):
+    label_ends(axes, {"a": (0.50, "red"), "b": (0.51, "red"), "c": (0.9, "red")})
+    heights = sorted(text.get_position()[1] for text in axes.texts)
+    assert heights[1] - heights[0] > 0.08
+    assert len(heights) == 3
+
+
+@pytest.mark.parametrize(
+    ("modules", "short"),
+    [
+        (("blocks.0.ssm", "blocks.1.ssm"), ["blocks.0", "blocks.1"]),
+        (("blocks.0.ssm",), ["blocks.0.ssm"]),
+        (("ssm", "a.ssm"), ["ssm", "a.ssm"]),
+    ],
+)
+def test_what_all_modules_share_at_their_end_is_left_out(modules, short):
+    assert list(short_names(modules).values()) == short
+
+
+def test_files_are_written_whole_in_every_format(shallow, tmp_path):
+    files = write_files(order_paths_chart(shallow), tmp_path / "figures", ["png", "pdf"])
+    assert [file.read_bytes()[:4] for file in files] == [b"\x89PNG", b"%PDF"]
+    assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == ["orders.pdf", "orders.png"]

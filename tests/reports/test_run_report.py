@@ -1,0 +1,131 @@
+import re
+from html import unescape
+from xml.sax.saxutils import escape
+
+import pytest
+
+from compressm.reports.run_report import command, write_report
+from compressm.reports.run_tables import cut_grid, machine_grid, result_grid, run_grid
+from compressm.reports.wording import clock, file_name, listed, number, order, percent, plus_minus, rounded, steps
+from compressm.runs.directory import RunDirectory
+from compressm.runs.groups import Sample
+from compressm.runs.records import RunError
+from compressm.runs.run import read_run
+from tests.reports.made_runs import Made, write
+
+
+def columns(grid):
+    return {head: [row[k] for row in grid.rows] for k, head in enumerate(grid.heads)}
+
+
+def test_results_are_those_of_the_groups(shallow):
+    found = columns(result_grid(shallow))
+    assert found["runs"] == ["baseline, order 24", "baseline, order 6", "compressed"]
+    assert found["speed-up"][0] == "reference"
+    assert found["seeds"] == ["3", "3", "3"]
+    compressed = shallow[-1]
+    assert found["layers × order"][-1] == f"1 × 24 → {order(compressed.order)}"
+    assert found["test, %"][-1] == plus_minus(compressed.top(), factor=100.0)
+    assert found["top 3"][-1] == found["test, %"][-1]
+    parts = found["error bound"][-1].split("\n")[1].split(" + ")
+    assert len(parts) == 4
+    assert sum(map(float, parts)) == pytest.approx(sum(compressed.bounds_by_cut), rel=0.1)
+
+
+def test_losses_and_accuracies_may_share_a_table(odd):
+    found = columns(result_grid(list(odd.values())))
+    values = dict(zip(found["runs"], found["test"], strict=True))
+    assert values["regression, one seed"].startswith("0.1")
+    assert values["restored, guarded"].startswith("95.")
+
+
+def test_runs_that_did_not_finish_are_shown_as_such(odd):
+    found = columns(run_grid(list(odd.values())))
+    states = dict(zip(found["run"], found["state"], strict=True))
+    assert states["broken, diverged"] == "failed: loss is NaN at step 2600"
+    assert states["broken, stopped"] == "interrupted"
+    assert states["broken, going on"] == "running"
+    assert {"0 of 1"} == {row[-1] for row in result_grid([odd["broken", "stopped"]]).rows}
+
+
+def test_a_cut_that_was_undone_is_marked(odd):
+    run = odd["restored", "guarded"].shown
+    orders = columns(cut_grid(run))["order"]
+    assert [row.split(", ")[-1] for row in orders][1:] == ["undone", f"back to {run.cut_records[0].rank}"]
+
+
+def test_runs_of_one_machine_are_one_row(shallow):
+    grid = machine_grid(run for group in shallow for run in group.runs)
+    assert [row[-1] for row in grid.rows] == ["9"]
+
+
+def test_the_page_needs_nothing_else_and_has_every_part(page):
+    text = page.read_text()
+    assert not re.findall(r'(?:src|href)="(?!#|data:)', text.replace("xlink:href", "href"))
+    assert "<link" not in text.replace('<link rel="icon" href="data:,">', "")
+    for key in ("trained", "results", "accuracy", "training", "orders", "hankel", "time", "runs", "again"):
+        assert f'<section id="{key}">' in text
+        assert f'<a href="#{key}">' in text
+    assert text.count('role="img"') > 20
+    assert "compressm train smnist --seed 2 --order 24" in text
+
+
+def test_the_page_escapes_what_runs_say(page):
+    text = page.read_text()
+    assert "<b>only</b>" not in text
+    assert escape("<b>only</b> begun & nothing more") in text
+
+
+def test_the_page_says_what_did_not_finish(page):
+    assert "Of 9 runs, 2 still running." in unescape(page.read_text())
+
+
+def test_figures_lie_beside_the_page_and_nothing_half_written(tmp_path):
+    run = read_run(RunDirectory(write(Made(spectra=False), tmp_path / "runs")))
+    page = write_report([run], tmp_path / "out", formats=["png"])
+    names = {path.name for path in (page.parent / "figures").iterdir()}
+    assert names == {"accuracy.png", "training.png", "time.png"}
+    assert {path.name for path in page.parent.iterdir()} == {"report.html", "figures"}
+
+
+def test_a_report_of_nothing_is_refused(tmp_path):
+    with pytest.raises(RunError, match="no runs given"):
+        write_report([], tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_trains_the_run_again(shallow):
+    commands = [command(group.runs[0]) for group in shallow]
+    assert commands == [
+        "compressm train smnist --seed 0 --order 24 --baseline",
+        "compressm train smnist --seed 0 --order 6 --baseline",
+        "compressm train smnist --seed 0 --order 24 --set compression.tau=0.04",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        (plus_minus(Sample(0.97214, 0.0015, 3), factor=100.0), "97.21 ± 0.15"),
+        (plus_minus(Sample(0.5, None, 1)), "0.50"),
+        (plus_minus(None), "–"),
+        (rounded(Sample(18.2, 0.04, 3)), "18.20 ± 0.04"),
+        (rounded(Sample(1234.5, 20.0, 3)), "1234 ± 20"),
+        (rounded(Sample(1.2e-5, 3e-6, 3)), "1.20e-05 ± 3.0e-06"),
+        (order(Sample(64.0, 0.0, 3)), "64"),
+        (order(Sample(57.4, 1.52, 3)), "57.4 ± 1.5"),
+        (clock(Sample(0.04, None, 1)), "40.0 ms"),
+        (clock(Sample(44.8, 0.1, 3)), "44.8 ± 0.1 s"),
+        (clock(Sample(600.0, 6.0, 3)), "10.0 ± 0.1 min"),
+        (clock(Sample(36_000.0, 360.0, 3)), "10.0 ± 0.1 h"),
+        (number(float("nan")), "no number"),
+        (number(None), "–"),
+        (percent(0.1234), "12.34 %"),
+        (steps(200_000), "200\u202f000"),
+        (listed(["a", "b", "c"]), "a, b and c"),
+        (listed(["a"]), "a"),
+        (file_name("timer", "A task", "tau 0.1, no/where"), "timer-a-task-tau-0-1-no-where"),
+    ],
+)
+def test_numbers_are_printed_with_care(said, text):
+    assert said == text

@@ -1,0 +1,110 @@
+"""Steps that are replayed from a CUDA graph are the steps of a plain loop."""
+
+import pytest
+import torch
+
+from compressm.compression import Compressor, TargetOrder
+from compressm.data import Order
+from compressm.runs.records import CutRecord, Evaluation, Timing
+from compressm.training import (
+    CompressionConfig,
+    Interrupted,
+    ModelConfig,
+    Recipe,
+    SpectraConfig,
+    TrainingConfig,
+    WhenConfig,
+    train,
+)
+from compressm.training.building import build_model
+from compressm.training.clock import Clock
+from compressm.training.graph_steps import GraphSteps
+from compressm.training.objective import task_objective
+from compressm.training.optimizers import build_optimizer
+from compressm.training.steps import EagerSteps, Learner
+from tests.training.tiny import Sending, lines, tokens
+
+pytestmark = pytest.mark.gpu
+DEVICE = torch.device("cuda")
+
+
+def recipe(steps=40, dropout=0.0, learning_rate=0.01, **others):
+    """Without pydantic, which a machine with a GPU may not have."""
+    parts = {name: others.pop(name) for name in ("compression", "spectra") if name in others}
+    training = {"batch": 8, "schedule": "cosine", "evaluate_every": 4, "checkpoint_every": 6, **others}
+    return Recipe(
+        name="tiny",
+        task={"name": "tokens"},
+        model=ModelConfig(depth=1, width=4, order=6, dropout=dropout),
+        training=TrainingConfig(steps=steps, learning_rate=learning_rate, **training),
+        **parts,
+    )
+
+
+def steps_of(kind, **options):
+    found, task = recipe(**options), tokens().to(DEVICE)
+    torch.manual_seed(0)
+    model = build_model(found.model, task).to(DEVICE)
+    optimizer = build_optimizer(model, found.training, DEVICE)
+    learner = Learner(model, optimizer, task_objective(task.kind), task, Order(64, 8, 0), found.training)
+    return kind(learner, Clock(DEVICE))
+
+
+def losses(steps, first, last):
+    """One by one."""
+    found = []
+    for step in range(first, last + 1):
+        steps.clear()
+        assert steps.run(step, step, lambda: False) == step
+        found.append(steps.totals().loss)
+    return found
+
+
+def test_a_graph_learns_what_a_plain_loop_learns_before_and_after_a_cut():
+    """With a rate that rises and falls inside the graph."""
+    found = []
+    for kind in (EagerSteps, GraphSteps):
+        steps = steps_of(kind, clip=1.0, ssm_factor=0.5, weight_decay=0.05)
+        before = losses(steps, 1, 12)
+        learner = steps.learner
+        assert Compressor(learner.model, learner.optimizer, when=[12], keep=TargetOrder(3)).step(12)
+        steps.renew()
+        found.append(before + losses(steps, 13, 24))
+        rates = [float(group["lr"]) for group in learner.optimizer.param_groups]
+        assert rates == pytest.approx([0.5 * learner.config.rate(24), learner.config.rate(24)], rel=1e-5)
+    assert found[1] == pytest.approx(found[0], rel=1e-3)
+    assert found[0][-1] < found[0][0]
+
+
+def test_many_replays_together_count_every_step():
+    together, single = steps_of(GraphSteps), steps_of(EagerSteps)
+    assert together.run(1, 40, lambda: False) == single.run(1, 40, lambda: False) == 40
+    mine, its = together.totals(), single.totals()
+    assert (mine.steps, mine.asked) == (its.steps, its.asked) == (40, 320)
+    assert mine.loss == pytest.approx(its.loss, rel=1e-3)
+
+
+def test_dropout_differs_from_replay_to_replay():
+    steps = steps_of(GraphSteps, learning_rate=0.0, lowest_rate=0.0, dropout=0.5)
+    steps.learner.order = Order(8, 8, 0)  # the same examples at every step
+    found = losses(steps, 1, 12)
+    assert len({round(loss, 6) for loss in found[4:]}) > 4
+
+
+def test_a_run_on_a_gpu_is_cut_stopped_and_goes_on_with_its_rates(tmp_path):
+    found = recipe(
+        steps=24,
+        compression=CompressionConfig(rho=0.7, gate=1.0, when=WhenConfig(steps=(5, 11))),
+        spectra=SpectraConfig(every=3, changes=True),
+    )
+    whole = train(found, tokens(), tmp_path / "whole", device="cuda")
+    assert [cut.rank for cut in whole.records(CutRecord)] == [4, 3]
+    assert any("capture" in timing.seconds for timing in whole.records(Timing))
+    with pytest.raises(Interrupted):
+        # Called in steps 1, 2 and 3, once for the recording, and after the cut of step 5 in 6, 7 and 8.
+        train(found, tokens(), tmp_path / "run", device="cuda", objective=Sending(tokens().kind, 6))
+    train(found, tokens(), tmp_path / "run", device="cuda", resume=True)
+    assert [c["rank"] for c in lines(tmp_path / "run", "cuts")] == [4, 3]
+    mine, its = ([line["loss"] for line in lines(folder, "metrics")] for folder in (whole.path, tmp_path / "run"))
+    assert mine == pytest.approx(its, rel=2e-3)
+    assert whole.records(Evaluation)[-1].learning_rate == pytest.approx(1e-7)

@@ -1,0 +1,96 @@
+"""Two processes, as torchrun starts them: one run, written by the first."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+
+from compressm.compression import load_checkpoint, load_model
+from compressm.compression.distributed import Processes
+from compressm.runs.directory import RunDirectory
+from compressm.runs.records import CutRecord, Evaluation, Spectrum
+from compressm.training import ConfigError, train
+from compressm.training.building import build_model
+from compressm.training.parallel import distributed, join
+from tests.training.tiny import copies, recipe, weights
+
+TASK = "task={name: delayed_copy, symbols: 4, copied: 4, delay: 2, examples: 64, held_out: 16}"
+# Without dropout and batch statistics two halves of a batch are one batch.
+FOUND = recipe(
+    TASK,
+    "model={depth: 1, width: 4, order: 6, dropout: 0.0, norm: layer, pooling: steps}",
+    "compression={rho: 0.5, gate: 1.0, when: {steps: [5]}}",
+    "spectra={every: 8}",
+)
+
+
+def two_processes(tmp_path, found, **options):
+    """Of one thread each; what a test of one process patches is not there."""
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(found.as_dict() | {"label": ""}))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*command, "-m", "compressm.cli", "train", str(tmp_path / "mine.yaml"), "--device", "cpu"]
+    return subprocess.Popen(
+        [*command, "--out", str(tmp_path / "run"), "--data", str(tmp_path / "data")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **options,
+    )
+
+
+def test_two_processes_learn_what_one_learns(tmp_path):
+    child = two_processes(tmp_path, FOUND)
+    said, _ = child.communicate(timeout=120)
+    assert child.returncode == 0, said
+    assert said.count("cuts tried: 1, at 5") == 1
+    run, alone = RunDirectory(tmp_path / "run"), train(FOUND, copies(), tmp_path / "alone")
+    assert run.status() == alone.status()
+    assert [(c.step, c.order, c.rank) for c in run.records(CutRecord)] == [(5, 6, 3)]
+    assert load_model(run.model).blocks[0].ssm.order == 3
+    assert [s.step for s in run.records(Spectrum)] == [0, 8, 16]
+    mine, its = run.records(Evaluation), alone.records(Evaluation)
+    assert [(e.step, e.split) for e in mine] == [(e.step, e.split) for e in its]
+    # The halves are summed in another order.
+    assert [e.loss for e in mine] == pytest.approx([e.loss for e in its], rel=2e-3)
+    assert [e.accuracy for e in mine] == pytest.approx([e.accuracy for e in its], abs=0.05)
+    torch.testing.assert_close(weights(run.path), weights(alone.path), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.slow
+def test_a_signal_to_torchrun_saves_once(tmp_path):
+    found = recipe("training.steps=100000", TASK, "model.pooling=steps")
+    child = two_processes(tmp_path, found)
+    for line in child.stdout:
+        if line.startswith("step 4:"):
+            child.send_signal(signal.SIGTERM)
+            break
+    said, _ = child.communicate(timeout=120)
+    assert said.count("SIGTERM at step") == 1
+    run = RunDirectory(tmp_path / "run")
+    status = run.status()
+    assert (status.state, status.message) == ("interrupted", "SIGTERM"), said
+    newest = run.checkpoints / f"step-{status.step:08d}.pt"
+    assert load_checkpoint(newest, model=build_model(found.model, copies())).step == status.step
+
+
+def test_a_batch_that_cannot_be_shared_evenly_is_refused(monkeypatch):
+    monkeypatch.setattr(Processes, "count", 3)
+    with pytest.raises(ConfigError, match=r"training\.batch is 8, expected a multiple of the 3 processes"):
+        distributed(torch.nn.Linear(1, 1), FOUND, Processes())
+
+
+def test_random_numbers_differ_between_processes_and_steps(monkeypatch):
+    def drawn(rank, seed, step):
+        torch.manual_seed(0)
+        monkeypatch.setattr(Processes, "rank", rank)
+        join(Processes(), seed, step)
+        return torch.rand(1).item()
+
+    first = drawn(0, 0, 0)
+    torch.manual_seed(0)
+    assert first == torch.rand(1).item()
+    assert len({drawn(rank, seed, step) for rank in (1, 2) for seed in (0, 1) for step in (0, 8)}) == 8
+    assert drawn(1, 0, 8) == drawn(1, 0, 8)
