@@ -126,7 +126,12 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("mistake", WRONG)
+def later(names):
+    """Every other one only where there is time: each takes a second."""
+    return [pytest.param(name, marks=pytest.mark.slow) if k % 2 else name for k, name in enumerate(names)]
+
+
+@pytest.mark.parametrize("mistake", later(WRONG))
 def test_a_wrong_adapter_is_found_out(mistake):
     adapter, promise = WRONG[mistake]
     kind = S5 if isinstance(getattr(adapter, "inner", None), S5Adapter) else LRU

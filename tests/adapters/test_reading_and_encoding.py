@@ -93,7 +93,7 @@ def test_encoding_changes_nothing_and_gives_parameters_in_double_precision(layer
     assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(system=diagonal_systems(max_order=12, max_channels=3))
 def test_an_lru_stores_any_stable_system(system):
     system = square(system)
@@ -107,7 +107,7 @@ def test_an_lru_stores_any_stable_system(system):
 
 
 @pytest.mark.parametrize("rule", [ZOH(), Bilinear()])
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(system=diagonal_systems(max_order=12, max_channels=3))
 def test_an_s5_layer_stores_any_stable_system(rule, system):
     system = square(system)
@@ -119,7 +119,7 @@ def test_an_s5_layer_stores_any_stable_system(rule, system):
 
 
 @pytest.mark.parametrize("rule", [ZOH(), Bilinear()])
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(system=diagonal_systems(max_order=12, max_channels=1, bank=(3,)))
 def test_an_s4d_layer_stores_any_stable_bank(rule, system):
     stored = becomes(S4D(3, 4, discretisation=rule), system)

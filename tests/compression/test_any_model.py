@@ -162,7 +162,7 @@ def check_repeated(data, recipe, kind, options, calibrate):
     assert torch.equal(cut_twice(recipe, keep, kind, options), cut_twice(recipe, keep, kind, options))
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(*CASES)
 def test_orders_only_fall_and_training_goes_on_and_bits_repeat(data, recipe, kind, options, calibrate):
     check_repeated(data, recipe, kind, options, calibrate)

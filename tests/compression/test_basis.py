@@ -50,7 +50,7 @@ def check_agreement(change, old, new):
         assert (error <= 1e-11 * (1 + scale) * size).all()
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(system=diagonal_systems(max_order=24, max_channels=4), share=st.floats(0.05, 1), folded=st.booleans())
 def test_the_new_system_is_what_the_change_of_basis_makes_of_the_old_one(system, share, folded):
     system = complex_(system)

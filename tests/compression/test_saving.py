@@ -109,7 +109,7 @@ def models(draw):
     return model.to(draw(st.sampled_from([torch.float32, torch.float64])))
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(model=models())
 def test_any_model_comes_back_as_it_was(model, tmp_path_factory):
     path = tmp_path_factory.mktemp("model")

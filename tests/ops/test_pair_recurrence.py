@@ -84,7 +84,7 @@ def long_truth(constant):
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("constant", [False, True], ids=["random", "constant"])
+@pytest.mark.parametrize("constant", [pytest.param(False, marks=pytest.mark.slow), True], ids=["random", "constant"])
 def test_float32_keeps_five_digits_over_16384_steps_with_poles_at_0_9999(constant):
     """A constant input is the hard one: in float32 the state itself would stop 5e-4 short of its limit."""
     inputs, exact_values, exact_gradients = long_truth(constant)
