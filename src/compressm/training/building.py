@@ -44,6 +44,7 @@ from compressm.models import (
     SequenceClassifier,
 )
 from compressm.training.config import CompressionConfig, ConfigError, ModelConfig, Recipe
+from compressm.training.placing import batch_on
 from compressm.training.plan import cut_steps, settle_steps
 
 _LAYERS: dict[str, type[SSMLayer]] = {"LRU": LRU, "S5": S5, "S4D": S4D}
@@ -131,7 +132,7 @@ def _calibration(recipe: Recipe, task: Task) -> Callable[[nn.Module], None]:
 
     def run(model: Any) -> None:
         for row in rows:
-            batch = task.batch(task.train, row.to(task.train.inputs.device))
+            batch = batch_on(next(model.parameters()).device, task, task.train, row)
             model(batch.inputs, batch.lengths)
 
     return run

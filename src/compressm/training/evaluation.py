@@ -10,6 +10,7 @@ from torch import nn
 from compressm.compression.wrapping import unwrapped
 from compressm.data.task import Split, Task, TaskKind
 from compressm.training.objective import task_objective
+from compressm.training.placing import batch_on
 from compressm.training.steps import Learner
 
 
@@ -36,10 +37,11 @@ def score(model: nn.Module, task: Task, split: Split, *, size: int = 500) -> Sco
     """In evaluation mode; the mode is as it was afterwards."""
     objective, training = task_objective(task.kind), model.training
     model.eval()
-    sums = torch.zeros(3, dtype=torch.float64, device=split.inputs.device)
+    device = next(model.parameters()).device
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
     try:
-        for indices in torch.arange(len(split), device=sums.device).split(size):
-            outcome = objective(model, task.batch(split, indices))
+        for indices in torch.arange(len(split), device=device).split(size):
+            outcome = objective(model, batch_on(device, task, split, indices))
             weight = outcome.asked.double()
             sums += torch.stack([outcome.loss.double() * weight, outcome.hits.double(), weight])
     finally:

@@ -27,6 +27,7 @@ from compressm.training.listening import Listener, Silent
 from compressm.training.objective import Objective, task_objective
 from compressm.training.optimizers import build_optimizer
 from compressm.training.parallel import any_of, distributed, join
+from compressm.training.placing import placed
 from compressm.training.plan import Plan
 from compressm.training.precision import products_in
 from compressm.training.resuming import Resumable, checkpoints
@@ -66,7 +67,7 @@ def train(
     processes = Processes()
     with products_in(recipe.training.precision), heard() as stop:
         # What cannot be built leaves no folder behind.
-        run = _build(recipe, task.to(torch.device(device)), directory, plan, processes, listener or Silent(), objective)
+        run = _build(recipe, task, torch.device(device), directory, plan, processes, listener or Silent(), objective)
         if processes.is_first:
             _open(directory, recipe, resume)
         try:
@@ -102,13 +103,14 @@ def _differences(stored: Any, mine: Any, key: str = "") -> Iterator[str]:
 def _build(
     recipe: Recipe,
     task: Task,
+    device: torch.device,
     directory: RunDirectory,
     plan: Plan,
     processes: Processes,
     listener: Listener,
     objective: Objective | None,
 ) -> Run:
-    device = task.train.inputs.device
+    task = placed(task, device)
     torch.manual_seed(recipe.seed)
     model = distributed(build_model(recipe.model, task).to(device), recipe, processes)
     optimizer = build_optimizer(model, recipe.training, device)

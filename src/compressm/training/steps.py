@@ -19,6 +19,7 @@ from compressm.training.config import TrainingConfig
 from compressm.training.objective import Objective
 from compressm.training.optimizers import set_rate
 from compressm.training.parallel import any_of
+from compressm.training.placing import batch_on
 
 
 class Totals(NamedTuple):
@@ -44,7 +45,7 @@ class Learner:
 
     def learn(self, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """One step on these training examples: loss, hits and how many were asked, before it."""
-        batch = self.task.batch(self.task.train, indices)
+        batch = batch_on(self.device, self.task, self.task.train, indices)
         with self.autocast():
             outcome = self.objective(self.model, batch)
         outcome.loss.backward()
@@ -125,8 +126,8 @@ class EagerSteps(Steps):
 
 
 def make_steps(learner: Learner, clock: Clock) -> Steps:
-    """A graph on one GPU, a plain loop on a CPU and where several processes train together."""
+    """A graph on one GPU that holds the data, a plain loop elsewhere and where several processes train together."""
     from compressm.training.graph_steps import GraphSteps
 
-    graph = learner.device.type == "cuda" and learner.processes.count == 1
+    graph = learner.task.train.inputs.device.type == "cuda" and learner.processes.count == 1
     return (GraphSteps if graph else EagerSteps)(learner, clock)
