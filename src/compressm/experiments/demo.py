@@ -69,7 +69,7 @@ def collect(out: Path) -> Measurement:
                     "order": sum(run.final_orders.values()),
                     "accuracy": 100 * run.score.test,
                     "seconds": run.seconds,
-                    "bounds": ", ".join("none" if bound is None else f"{bound:.2g}" for bound in bounds),
+                    "bounds": ", ".join("none" if bound is None else f"{bound:.3g}" for bound in bounds),
                 }
             )
     places = list(MODELS)
