@@ -1,5 +1,6 @@
 import math
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 
 import pytest
 from matplotlib import pyplot as plt
@@ -13,7 +14,7 @@ from compressm.reports.panels import Panel, inline_svg, label_ends, short_names,
 from compressm.reports.time_charts import cuts_of, phases, stages_of, time_chart, timer_chart
 from compressm.runs.directory import RunDirectory
 from compressm.runs.groups import group_runs
-from compressm.runs.records import Spectrum
+from compressm.runs.records import Spectrum, Timing
 from compressm.runs.run import read_run
 from tests.reports.made_runs import Made, write
 
@@ -210,3 +211,14 @@ def test_files_are_written_whole_in_every_format(shallow, tmp_path):
     files = write_files(order_paths_chart(shallow), tmp_path / "figures", ["png", "pdf"])
     assert [file.read_bytes()[:4] for file in files] == [b"\x89PNG", b"%PDF"]
     assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == ["orders.pdf", "orders.png"]
+
+
+def test_an_evaluation_is_timed_by_itself_and_not_where_there_was_none(shallow):
+    timings = (
+        Timing(10, 10, {"ssm": 8}, {"steps": 1.0}),
+        Timing(20, 10, {"ssm": 4}, {"steps": 0.5, "evaluation": 0.2}),
+        Timing(30, 10, {"ssm": 4}, {"steps": 0.5, "evaluation": 0.4}),
+    )
+    large, small = stages_of(replace(shallow[0].runs[0], timings=timings))
+    assert large.per_evaluation is None
+    assert small.per_evaluation == pytest.approx(300)

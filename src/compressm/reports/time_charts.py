@@ -39,6 +39,12 @@ class Stage:
     order: float
     steps: int
     seconds: dict[str, float]
+    evaluations: int = 0
+
+    @property
+    def per_evaluation(self) -> float | None:
+        """In milliseconds; None where there was none."""
+        return 1e3 * self.seconds["evaluation"] / self.evaluations if self.evaluations else None
 
     def per_step(self, phase: str) -> float:
         """In milliseconds."""
@@ -65,7 +71,7 @@ def timer_chart(group: Group) -> Chart | str:
         return f"{group.name}, {group.label}: no timings were recorded."
     rows = ((_step_panel(stages), _evaluation_panel(stages)), (_reduction_panel(run), _budget_panel(stages)))
     caption = (
-        "A gradient step, data and evaluation by the order at the time; what each cut took, with the spectra recorded "
+        "A gradient step and an evaluation by the order at the time; what each cut took, with the spectra recorded "
         "since the evaluation before; and how a thousand steps divide into phases at every order. Of deep models the "
         "order is the mean over layers."
     )
@@ -91,7 +97,8 @@ def stages_of(run: Run) -> list[Stage]:
         order = sum(timing.orders.values()) / max(len(timing.orders), 1)
         before = found.get(order, Stage(order, 0, {}))
         spent = {key: before.seconds.get(key, 0.0) + value for key, value in timing.seconds.items()}
-        found[order] = Stage(order, before.steps + timing.steps, {**before.seconds, **spent})
+        evaluations = before.evaluations + (timing.seconds.get("evaluation", 0.0) > 0)
+        found[order] = Stage(order, before.steps + timing.steps, {**before.seconds, **spent}, evaluations)
     return sorted((stage for stage in found.values() if stage.steps), key=lambda stage: -stage.order)
 
 
@@ -132,23 +139,31 @@ def _totals_said(totals: dict[str, dict[str, float]]) -> str:
 
 def _step_panel(stages: Sequence[Stage]) -> Panel:
     words = "; ".join(f"{stage.per_step('steps'):.3g} milliseconds at order {stage.order:.3g}" for stage in stages)
-    return Panel("(a) a gradient step", words, lambda axes: _by_order(axes, stages, ("steps",)))
+    points = [(stage.order, stage.per_step("steps")) for stage in stages]
+    return Panel("(a) a gradient step", words, lambda axes: _by_order(axes, points, "steps"))
 
 
 def _evaluation_panel(stages: Sequence[Stage]) -> Panel:
-    words = "; ".join(f"{stage.per_step('evaluation'):.3g} milliseconds at order {stage.order:.3g}" for stage in stages)
-    return Panel("(b) evaluation and data", words, lambda axes: _by_order(axes, stages, ("evaluation", "data")))
+    known = [(stage.order, found) for stage in stages if (found := stage.per_evaluation) is not None]
+    words = "; ".join(f"{found:.3g} milliseconds at order {order:.3g}" for order, found in known)
+
+    def draw(axes: Axes) -> None:
+        if not known:
+            axes.text(0.5, 0.5, "no evaluation was timed", transform=axes.transAxes, ha="center", va="center")
+            axes.set(xticks=[], yticks=[])
+            return
+        _by_order(axes, known, "evaluation")
+        axes.set(ylabel="ms for each evaluation")
+
+    return Panel("(b) an evaluation", words or "no evaluation was timed", draw)
 
 
-def _by_order(axes: Axes, stages: Sequence[Stage], wanted: Sequence[str]) -> None:
-    for phase in wanted:
-        values = [stage.per_step(phase) for stage in stages]
-        axes.plot([s.order for s in stages], values, color=PHASES[phase], marker="o", ms=4, lw=1.4, label=phase)
+def _by_order(axes: Axes, points: Sequence[tuple[float, float]], phase: str) -> None:
+    orders, values = zip(*points, strict=True)
+    axes.plot(orders, values, color=PHASES[phase], marker="o", ms=4, lw=1.4)
     axes.set(xlabel="order", ylabel="ms for each gradient step")
     axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
-    if len(wanted) > 1:
-        legend_below(axes)
 
 
 def _reduction_panel(run: Run) -> Panel:
