@@ -10,6 +10,7 @@ from compressm.adapters import ConformanceError, LRUAdapter, S5Adapter, SSMAdapt
 from compressm.adapters.trial import Finding
 from compressm.control import DiagonalSystem
 from compressm.layers import LRU, S4D, S5, Bilinear, Inv, Legs
+from tests.marks import every_other
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding_an_adapter.md"
 
@@ -126,12 +127,7 @@ WRONG = {
 }
 
 
-def later(names):
-    """Every other one only where there is time: each takes a second."""
-    return [pytest.param(name, marks=pytest.mark.slow) if k % 2 else name for k, name in enumerate(names)]
-
-
-@pytest.mark.parametrize("mistake", later(WRONG))
+@pytest.mark.parametrize("mistake", every_other(WRONG))
 def test_a_wrong_adapter_is_found_out(mistake):
     adapter, promise = WRONG[mistake]
     kind = S5 if isinstance(getattr(adapter, "inner", None), S5Adapter) else LRU
