@@ -218,3 +218,10 @@ def test_an_environment_that_is_none_is_refused_by_name(tmp_path):
     (tmp_path / "a" / "environment.json").write_text(json.dumps({"date": "today"}))
     with pytest.raises(RunError, match=r"environment\.json is not an environment"):
         read_run(*find_runs([tmp_path]))
+
+
+def test_groups_that_differ_in_much_get_letters_instead_of_a_list(tmp_path):
+    model = {"order": 8, "layer": "LRU", "depth": 1, "width": 4}
+    changes = [model, model | {"layer": "S5", "depth": 2, "width": 8, "order": 4}]
+    runs = [made(tmp_path / str(k), *scores((0.5, 0.5)), model=change) for k, change in enumerate(changes)]
+    assert sorted(group.label for group in group_runs(runs)) == ["compressed A", "compressed B"]

@@ -60,3 +60,12 @@ def test_a_run_that_diverged_goes_on_from_its_last_good_checkpoint(tmp_path):
         train(found, tokens(), tmp_path / "run", objective=Failing(9))
     train(found, tokens(), tmp_path / "run", resume=True)
     assert RunDirectory(tmp_path / "run").status() == whole.status()
+
+
+def test_weights_that_a_layer_refuses_are_a_divergence_too(tmp_path):
+    """The layer says so before there is a loss: the run ends with one sentence, not with a traceback."""
+    with pytest.raises(
+        Diverged, match=r"the weights are not finite between steps 0 and \d+; there is no checkpoint yet"
+    ):
+        train(recipe("training.learning_rate=1e30", "training.schedule=constant"), tokens(), tmp_path / "run")
+    assert RunDirectory(tmp_path / "run").status().state == "failed"

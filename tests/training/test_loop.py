@@ -240,3 +240,17 @@ def test_what_cannot_be_built_leaves_no_run_behind(settings, said, tmp_path):
 def test_a_task_that_the_model_cannot_answer_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="towers is 2"):
         train(recipe(STEPS), pairs(), tmp_path / "run")
+
+
+def test_a_cut_that_is_held_back_is_told(tmp_path):
+    """Otherwise a gate cannot be told from a schedule that never fires."""
+    told = []
+
+    class Kept(Silent):
+        def kept(self, step):
+            told.append(step)
+
+    held = "compression={rho: 1.0, when: {steps: [5, 11]}}"
+    run = train(recipe(held), tokens(), tmp_path / "run", listener=Kept())
+    assert told == [5, 11]
+    assert run.records(CutRecord) == []

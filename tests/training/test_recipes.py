@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 from compressm.data.catalogue import CATALOGUE, make
@@ -68,3 +70,10 @@ def test_every_recipe_has_a_baseline(name):
 def test_a_recipe_that_is_not_there_is_refused_with_those_that_are():
     with pytest.raises(ConfigError, match=r"'mnist' is not a recipe; expected one of .*smnist.*, or a \.yaml file"):
         find_recipe("mnist")
+
+
+def test_what_a_run_wrote_down_is_a_recipe(tmp_path):
+    wanted = find_recipe("digits", ("seed=3", "model.layer=S5"))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(wanted.as_dict()))
+    assert find_recipe(str(path)) == wanted

@@ -1,12 +1,15 @@
 """The command `compressm`."""
 
+import os
 import sys
+from pathlib import Path
 
 _INTERRUPTED = 130  # what shells report for a process that Ctrl-C ended
 
 
 def main() -> None:
     """Run the command line, or say how to install what it needs."""
+    _avoid_broken_kernels()
     try:
         _run()
     except KeyboardInterrupt:
@@ -15,6 +18,13 @@ def main() -> None:
         if end.code == _INTERRUPTED:  # Typer's own answer to Ctrl-C, which says nothing
             _end_interrupted()
         raise
+
+
+def _avoid_broken_kernels() -> None:
+    """On virtual machines oneDNN's AMX kernels for bfloat16 can be illegal instructions; to be said before torch."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file() and " hypervisor" in cpuinfo.read_text():
+        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 
 def _run() -> None:

@@ -46,6 +46,9 @@ class Spoken:
     def happened(self, event: Cut | Restored) -> None:
         self._say(f"step {event.step}: {event}")
 
+    def kept(self, step: int) -> None:
+        self._say(f"step {step}: nothing cut, no layer would fall below the gate")
+
     def _say(self, line: str) -> None:
         self._console.print(escape(line), highlight=False, soft_wrap=True)
 

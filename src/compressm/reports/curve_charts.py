@@ -127,7 +127,7 @@ def _bundle(axes: Axes, k: int, label: str, curves: list[Curve]) -> None:
     steps = sorted(by_step)
     colour, line = _COLOURS[k % len(_COLOURS)], _LINES[(k // len(_COLOURS)) % len(_LINES)]
     means = [sum(by_step[step]) / len(by_step[step]) for step in steps]
-    axes.plot(steps, means, line, color=colour, lw=1.4, label=label)
+    axes.plot(steps, means, line, color=colour, lw=1.4, label=label, marker="o" if len(steps) == 1 else "", ms=4)
     if len(curves) > 1:
         low, high = ([extreme(by_step[step]) for step in steps] for extreme in (min, max))
         axes.fill_between(steps, low, high, color=colour, alpha=0.2, lw=0)

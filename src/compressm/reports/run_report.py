@@ -27,9 +27,11 @@ from compressm.runs.records import RunError
 from compressm.runs.run import Run
 
 FORMATS = ("png", "pdf")
-# The settings of a compression of which one is given.
-_POLICIES = ("tau", "rho", "order", "bound", "total_states")
-_STATES: dict[State, str] = {"running": "still running", "interrupted": "interrupted", "failed": "failed"}
+_STATES: dict[State, str] = {
+    "running": "running, or ended without a word",
+    "interrupted": "interrupted",
+    "failed": "failed",
+}
 
 
 @dataclass(frozen=True)
@@ -153,12 +155,5 @@ def _recipe(group: Group) -> Recipe:
 
 
 def command(run: Run) -> str:
-    """What trains a run again where everything else is as in the recipe."""
-    parts = ["compressm", "train", run.name, "--seed", str(run.seed), "--order", str(run.config["model"]["order"])]
-    settings = run.config["compression"]
-    if settings is None:
-        parts.append("--baseline")
-    else:
-        given = [key for key in _POLICIES if settings.get(key) is not None]
-        parts += [part for key in given for part in ("--set", f"compression.{key}={settings[key]}")]
-    return shlex.join(parts)
+    """What trains a run again, from the configuration it wrote down."""
+    return shlex.join(["compressm", "train", f"{run.path}/config.json", "--out", f"{run.path}-again"])

@@ -15,6 +15,10 @@ from compressm.runs.run import Metric, Run
 _INCIDENTAL = ("spectra", "description", "training.checkpoint_every", "training.keep_checkpoints")
 
 
+# Settings in a label.
+_READABLE = 3
+
+
 @dataclass(frozen=True)
 class Sample:
     """Mean and standard deviation (of a sample, n − 1) over seeds; `spread` is None for one seed."""
@@ -174,7 +178,10 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _labels(runs: Sequence[Run]) -> list[str]:
-    """The recipe's label, and where several of a name share it, the settings in which they differ."""
+    """The recipe's label, and where several of a name share it, the settings in which they differ, or a letter.
+
+    Letters where there are more settings than can be read beside a line; the table of recipes says what they stand for.
+    """
     return [
         _label(run, [other for other in runs if (other.name, other.label) == (run.name, run.label)]) for run in runs
     ]
@@ -184,7 +191,15 @@ def _label(run: Run, namesakes: Sequence[Run]) -> str:
     recipes = [_recipe(other) for other in namesakes]
     own = _recipe(run)
     differing = [key for key in own if any(other.get(key) != own[key] for other in recipes)]
+    if len(differing) > _READABLE:
+        return f"{run.label} {_letter(recipes.index(own))}"
     return ", ".join([run.label, *(_said(key, own[key]) for key in differing)])
+
+
+def _letter(number: int) -> str:
+    """A … Z, AA, …"""
+    rest, last = divmod(number, 26)
+    return (_letter(rest - 1) if rest else "") + chr(ord("A") + last)
 
 
 def _said(key: str, value: Any) -> str:

@@ -26,6 +26,9 @@ class Listener(Protocol):
     def happened(self, event: Cut | Restored) -> None:
         """A cut, or its undoing."""
 
+    def kept(self, step: int) -> None:
+        """A cut was due, and no layer had enough to lose."""
+
 
 class Silent:
     """Hears nothing."""
@@ -37,6 +40,8 @@ class Silent:
     def evaluated(self, evaluation: Evaluation) -> None: ...
 
     def happened(self, event: Cut | Restored) -> None: ...
+
+    def kept(self, step: int) -> None: ...
 
 
 class Several:
@@ -60,3 +65,7 @@ class Several:
     def happened(self, event: Cut | Restored) -> None:
         for listener in self.listeners:
             listener.happened(event)
+
+    def kept(self, step: int) -> None:
+        for listener in self.listeners:
+            listener.kept(step)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from compressm.compression import Cut, HankelTracker, save_model
 from compressm.compression.distributed import Processes
@@ -17,6 +18,7 @@ from compressm.compression.naming import orders_of
 from compressm.compression.wrapping import unwrapped
 from compressm.data.shuffling import Order
 from compressm.data.task import Task, TaskKind
+from compressm.layers import SequenceError
 from compressm.runs.directory import RunDirectory, Status
 from compressm.runs.records import CutRecord, Evaluation, RestoredRecord, Spectrum, SplitName, Timing
 from compressm.training.building import build_compressor, build_model
@@ -162,8 +164,7 @@ class Run:
             self._record_spectra()
         while self.step < self.plan.steps:
             goal = self.plan.next_after(self.step)
-            with state.clock.phase("steps"):
-                self.step = state.steps.run(self.step + 1, goal, stop)
+            self._run_to(goal, stop)
             self._require_finite()
             if self.step == goal:
                 self._do_what_is_due()
@@ -173,6 +174,15 @@ class Run:
                 raise Interrupted(stop.signal or "", self.step, self.directory.path)
         self._finish()
         return self.directory
+
+    def _run_to(self, goal: int, stop: Stop) -> None:
+        try:
+            with self.state.clock.phase("steps"):
+                self.step = self.state.steps.run(self.step + 1, goal, stop)
+        except SequenceError as error:  # a layer was asked to run with weights that are not finite
+            if _all_finite(self.state.learner.model):
+                raise
+            raise self._diverged("the weights are", f"between steps {self.step} and {goal}") from error
 
     def _do_what_is_due(self) -> None:
         plan, step = self.plan, self.step
@@ -186,6 +196,7 @@ class Run:
             self._evaluate("validation")
             self._evaluate("test")
             self._record_timing()
+            self.write_status("running")
         if step in plan.checkpoints:
             self._save()
 
@@ -196,6 +207,8 @@ class Run:
         with state.clock.phase("cut"), state.clock.stages():
             events = state.compressor.step(self.step)
         if not events:
+            if self.is_first and self.step in self.plan.cuts:
+                self.listener.kept(self.step)
             return
         # What follows runs at other orders.
         self._record_timing(before)
@@ -255,12 +268,14 @@ class Run:
         totals, model = self.state.steps.totals(), self.state.learner.model
         if self.is_first and totals.steps:
             self.listener.reached(self.step, totals.loss / totals.steps)
-        finite = torch.stack([weight.isfinite().all() for weight in model.parameters()]).all()
-        if not math.isfinite(totals.loss) or not finite:
+        if not math.isfinite(totals.loss) or not _all_finite(model):
             what = "the weights are" if math.isfinite(totals.loss) else "the loss is"
-            saved = checkpoints(self.directory)
-            last = f"the last good checkpoint is {saved[0]}" if saved else "there is no checkpoint yet"
-            raise Diverged(f"{what} not finite at step {self.step}; {last}. A smaller learning rate may help")
+            raise self._diverged(what, f"at step {self.step}")
+
+    def _diverged(self, what: str, when: str) -> Diverged:
+        saved = checkpoints(self.directory)
+        last = f"the last good checkpoint is {saved[0]}" if saved else "there is no checkpoint yet"
+        return Diverged(f"{what} not finite {when}; {last}. A smaller learning rate may help")
 
     def _save(self) -> None:
         if self.is_first:
@@ -278,3 +293,7 @@ class Run:
     def write_status(self, state: str, message: str = "") -> None:
         if self.is_first:
             self.directory.write_status(Status(state, self.step, self.plan.steps, message))  # type: ignore[arg-type]
+
+
+def _all_finite(model: nn.Module) -> bool:
+    return bool(torch.stack([weight.isfinite().all() for weight in model.parameters()]).all())
