@@ -22,6 +22,7 @@ from compressm.control import (
     real_form,
 )
 from compressm.control.real_balancing import _real_gramians
+from tests.marks import later
 from tests.strategies import diagonal_systems, few
 
 
@@ -93,7 +94,7 @@ def test_real_balancing_is_stable_and_within_its_bound(system, data):
     assert real_error(system, truncation.system) <= truncation.error_bound.item() + rounding
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", later(range(3), 0))
 def test_real_balancing_and_folding_beat_plain_balancing_on_dense_spectra(seed):
     system = lru_at_initialisation(128, 4, seed=seed)
     whole = conjugate_pairs(system)
