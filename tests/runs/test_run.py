@@ -5,7 +5,7 @@ from statistics import mean, stdev
 import pytest
 
 from compressm.runs.directory import RunDirectory, Status, find_runs
-from compressm.runs.groups import Sample, group_runs, reference, speed_ups
+from compressm.runs.groups import Sample, group_runs, reference, speed_up, speed_ups
 from compressm.runs.records import CutRecord, Evaluation, RestoredRecord, RunError, Timing
 from compressm.runs.run import read_run
 
@@ -225,3 +225,10 @@ def test_groups_that_differ_in_much_get_letters_instead_of_a_list(tmp_path):
     changes = [model, model | {"layer": "S5", "depth": 2, "width": 8, "order": 4}]
     runs = [made(tmp_path / str(k), *scores((0.5, 0.5)), model=change) for k, change in enumerate(changes)]
     assert sorted(group.label for group in group_runs(runs)) == ["compressed A", "compressed B"]
+
+
+def test_the_reference_has_a_speed_up_of_one_however_its_seeds_differ(tmp_path):
+    runs = [made(tmp_path / str(k), *scores((0.5, 0.5), seconds=s), seed=k, **BASELINE) for k, s in enumerate((1, 3))]
+    (group,) = group_runs(runs)
+    assert speed_up(group, [group]).centre == 1
+    assert speed_up(group, [group]).spread > 0

@@ -87,3 +87,12 @@ def test_a_step_is_that_of_adam_with_decoupled_weight_decay():
         optimizer.step()
     for p in model.parameters():
         torch.testing.assert_close(p.detach().double(), expected[id(p)][0], rtol=1e-5, atol=1e-6)
+
+
+def test_inside_a_group_large_tensors_come_first():
+    model = SequenceClassifier(LRU, depth=2, width=4, order=6, inputs=1, classes=3)
+    optimizer = build_optimizer(model, TrainingConfig(steps=1, batch=1, learning_rate=0.1), torch.device("cpu"))
+    for group in optimizer.param_groups:
+        sizes = [parameter.numel() for parameter in group["params"]]
+        assert sizes == sorted(sizes, reverse=True)
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))

@@ -22,6 +22,7 @@ from compressm.bench.timing import median_seconds, threads
 from compressm.layers import LRU
 from compressm.models import OneMask, SequenceClassifier
 from compressm.runs.measurement import Measurement, Row
+from compressm.training.optimizers import largest_first
 from compressm.training.precision import products_in
 
 
@@ -121,13 +122,8 @@ def build_batch(case: StepCase, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def make_optimizer(model: SequenceClassifier, device: torch.device) -> torch.optim.Optimizer:
-    """AdamW in few kernels, ready for a CUDA graph where there is one.
-
-    The kernel takes some thirty tensors a launch and 65536 elements a block: sorted by size, one launch has all the
-    large tensors and the others take no time; in the order of the model each launch waits for a large one.
-    """
-    parameters = sorted(model.parameters(), key=Tensor.numel, reverse=True)
-    return torch.optim.AdamW(parameters, lr=1e-4, fused=True, capturable=device.type == "cuda")
+    """AdamW in few kernels, ready for a CUDA graph where there is one."""
+    return torch.optim.AdamW(largest_first(model.parameters()), lr=1e-4, fused=True, capturable=device.type == "cuda")
 
 
 def eager_step(

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 
 from compressm.reports.canvas import GREY
 from compressm.reports.panels import PAPER, RAMP, Chart, Panel, legend_below, shades
-from compressm.runs.groups import Group, Sample, machines, reference, speed_ups
+from compressm.runs.groups import Group, Sample, machines, reference, speed_up
 
 _SHOWN = "Circles are the mean of the three best seeds by validation, or of all where there are fewer than three; bars \
 are one standard deviation; stars are the single best seed."
@@ -26,7 +26,7 @@ def outcome_chart(groups: Sequence[Group]) -> Chart | str:
         return "No finished run has a test value yet, so there is nothing to compare."
     rows = []
     for name, own in found.items():
-        timed = [group for group in own if speed_ups(group, groups)]
+        timed = [group for group in own if speed_up(group, groups)]
         rows.append((_order_panel(name, own), *([_speed_panel(name, timed, groups)] if timed else [])))
     said = (
         _SHOWN,
@@ -81,7 +81,7 @@ def _order_panel(name: str, groups: list[Group]) -> Panel:
 
 
 def _speed_panel(name: str, groups: list[Group], every: Sequence[Group]) -> Panel:
-    found = {id(g): ups for g in groups if (ups := Sample.of(speed_ups(g, every)))}
+    found = {id(g): ups for g in groups if (ups := speed_up(g, every))}
 
     def draw(axes: Axes) -> None:
         places = {key: ups.centre for key, ups in found.items()}

@@ -11,7 +11,7 @@ from typing import Any
 from compressm.reports.grid import Grid
 from compressm.reports.wording import NOTHING, clock, number, order, percent, plus_minus, rounded, steps
 from compressm.runs.environment import Environment
-from compressm.runs.groups import Group, Sample, flat, reference, speed_ups
+from compressm.runs.groups import Group, Sample, flat, reference, speed_up
 from compressm.runs.records import CutRecord
 from compressm.runs.run import Run
 
@@ -125,7 +125,7 @@ def _result(group: Group, groups: Sequence[Group]) -> tuple[str, ...]:
 
 
 def _speed_up(group: Group, groups: Sequence[Group]) -> str:
-    ups = Sample.of(speed_ups(group, groups))
+    ups = speed_up(group, groups)
     if ups is None:
         return NOTHING
     return "reference" if reference(group, groups) is group else f"{plus_minus(ups)} ×"

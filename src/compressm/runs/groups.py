@@ -138,6 +138,14 @@ def speed_ups(group: Group, groups: Sequence[Group]) -> list[float]:
     return [base.seconds.centre / run.seconds for run in group.finished if run.seconds]
 
 
+def speed_up(group: Group, groups: Sequence[Group]) -> Sample | None:
+    """Mean seconds of the reference over those of the group: a mean of ratios would put the reference above 1."""
+    base, spread = reference(group, groups), Sample.of(speed_ups(group, groups))
+    if base is None or base.seconds is None or group.seconds is None or spread is None:
+        return None
+    return Sample(base.seconds.centre / group.seconds.centre, spread.spread, spread.count)
+
+
 def machines(runs: Iterable[Run]) -> list[str]:
     """Each once: accelerator, or processor and threads."""
     found = (run.environment for run in runs)
