@@ -1,12 +1,15 @@
 """The demo trains every model with every seed and says what came out, whichever way it falls."""
 
 import json
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from compressm.cli.app import app
+from compressm.cli.bench.terminal import _rich
 from compressm.experiments import demo
 from compressm.reports.demo_tables import demo_grids, demo_says
 from compressm.runs.measurement import Measurement
@@ -87,3 +90,11 @@ def test_it_says_when_the_method_did_not_help():
 
 def test_it_says_what_is_missing():
     assert demo_says(made(large=[98], small=[94])) == ["Not trained to the end: compressed."]
+
+
+def test_the_table_is_whole_on_a_terminal_of_80_columns():
+    rows = made(large=[98.5, 98.3], small=[94.9, 93.1], compressed=[98.0, 97.1], white_noise=[91.9, 88.1])
+    rows.rows[-2]["bounds"] = rows.rows[-1]["bounds"] = "181, 224, 291, 418, 287"
+    narrow = Console(width=80, record=True, file=StringIO())
+    narrow.print(_rich(demo_grids(rows)[0]))
+    assert "…" not in narrow.export_text()

@@ -15,7 +15,7 @@ from compressm.reports.tables import grids
 from compressm.runs.measurement import Measurement
 
 console = Console()
-_LONG = 25  # cells that may be broken into lines
+_LONG = 20  # cells that may be broken into lines
 
 
 @contextmanager
