@@ -36,7 +36,7 @@ def check(build):
 
 print(json.dumps({name: check(getattr(layers, name)) for name in sys.argv[1:]}))
 """
-LAYERS = ("LRU", "S5", "S4D")
+LAYERS = ("LRU", "S5", "S4D", "Mamba")
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from compressm.control import DeviceError, DiagonalSystem, ShapeError, UnstableSystemError
 from compressm.control.parts import modulus
 from compressm.control.validation import require_finite, require_kind
-from compressm.layers import SSMLayer
+from compressm.layers import LTILayer
 
 
 def finite_doubles(module: nn.Module, names: Iterable[str]) -> list[Tensor]:
@@ -24,7 +24,7 @@ def finite_doubles(module: nn.Module, names: Iterable[str]) -> list[Tensor]:
 
 
 def encodable(
-    layer: SSMLayer, system: DiagonalSystem, *, bank: tuple[int, ...], channels: int
+    layer: LTILayer, system: DiagonalSystem, *, bank: tuple[int, ...], channels: int
 ) -> tuple[Tensor, Tensor]:
     """B and C, in complex128, of a system that is finite, stable, of these sizes and where the layer is."""
     kind = type(layer).__name__

@@ -64,13 +64,12 @@ def _require_one_order(module: nn.Module, prepared: Mapping[str, Tensor]) -> Non
     """All parameters of a layer of ours agree on the order afterwards, and on nothing else do they change."""
     if not isinstance(module, SSMLayer):
         return
-    orders = {}
-    for name, parameter in module.named_parameters(recurse=False):
-        shape, before = list(prepared.get(name, parameter).shape), list(parameter.shape)
-        if name in module.STATE_AXES:
-            axis = module.STATE_AXES[name]
-            orders[name], before[axis] = shape[axis], shape[axis]
-        if shape != before:
-            raise ShapeError(f"the value of {name} has shape {tuple(shape)}, expected {tuple(before)}")
+    shapes = {name: prepared.get(name, parameter).shape for name, parameter in module.named_parameters()}
+    orders = {name: module.order_at(name, shape) for name, shape in shapes.items() if module.grows(name)}
+    order = next((order for order in orders.values() if order is not None), module.order)
+    for name, shape in shapes.items():
+        expected = module.shape_at(name, orders.get(name) or order)
+        if shape != expected:
+            raise ShapeError(f"the value of {name} has shape {tuple(shape)}, expected {expected}")
     if len(set(orders.values())) > 1:
         raise ShapeError("the orders would disagree: " + ", ".join(f"{name} {order}" for name, order in orders.items()))

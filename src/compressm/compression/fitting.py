@@ -40,8 +40,7 @@ def expected_shapes(model: nn.Module, orders: Mapping[str, int]) -> dict[str, Sh
 def _with_order(module: nn.Module, name: str, shape: Shape, order: int) -> Shape:
     if not isinstance(module, SSMLayer):
         return (None,) * len(shape)  # where the states stand is seen by reading the module afterwards
-    axis = module.STATE_AXES.get(name)
-    return shape if axis is None else (*shape[:axis], order, *shape[axis + 1 :])
+    return module.shape_at(name, order)
 
 
 def require_fit(tensors: Mapping[str, Tensor], expected: Mapping[str, Shape]) -> None:

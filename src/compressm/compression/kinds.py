@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, TypeVar
 from torch import nn
 
 from compressm.compression.errors import SavingError
-from compressm.layers import LRU, S4D, S5, ZOH, Bilinear, Inv, Legs, Lin
+from compressm.layers import LRU, S4D, S5, ZOH, Bilinear, Inv, Legs, Lin, Mamba
 from compressm.layers.arguments import arguments_of, keeps_arguments
 from compressm.models import (
     BatchNorm,
@@ -22,21 +22,24 @@ from compressm.models import (
     LastStep,
     LayerNorm,
     MeanPooling,
+    MixerBlock,
     NoNorm,
     OneMask,
     PerElement,
+    ResidualBlock,
     RunningNorm,
     SequenceClassifier,
 )
 from compressm.models.dropout import RandomMask
 from compressm.models.normalisation import PaddedBatchNorm, PaddedRunningNorm, StepNorm, Unchanged
 from compressm.ops import Path
+from compressm.ops.selective_scan import ScanPath
 
 Kind = TypeVar("Kind", bound=type[Any])
 Stored: TypeAlias = Any  # what JSON can hold
 
 _OURS: tuple[type[Any], ...] = (
-    *(LRU, S4D, S5, ZOH, Bilinear, Inv, Legs, Lin, Path),
+    *(LRU, S4D, S5, Mamba, ZOH, Bilinear, Inv, Legs, Lin, Path, ScanPath),
     *(SequenceClassifier, LanguageModel),
     *(BatchNorm, RunningNorm, LayerNorm, NoNorm, PerElement, OneMask, MeanPooling, LastStep, EveryStep),
 )
@@ -57,7 +60,7 @@ _BY_ATTRIBUTES: Mapping[type[nn.Module], tuple[str, ...]] = {
 }
 _WITH_BIAS = (nn.Linear, nn.LayerNorm)
 # Built with others in the place of their children, which are then replaced like any module.
-_OF_CHILDREN: tuple[type[nn.Module], ...] = (nn.Sequential, Block)
+_OF_CHILDREN: tuple[type[nn.Module], ...] = (nn.Sequential, Block, MixerBlock)
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (*_BY_ATTRIBUTES, *_OF_CHILDREN, *_OURS)}
 _KINDS["nn.LayerNorm"] = nn.LayerNorm  # one of ours has that name
 
@@ -134,7 +137,7 @@ def _arguments(value: Any, where: str) -> Mapping[str, object]:
         return given | {"bias": value.bias is not None} if isinstance(value, _WITH_BIAS) else given
     if type(value) is nn.Sequential:
         return {"names": list(value._modules)}
-    if isinstance(value, Block):
+    if isinstance(value, ResidualBlock):
         return {"mixer": value.ssm}
     if is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in fields(value) if field.init}

@@ -8,6 +8,8 @@ from compressm.layers.base import SSMLayer
 from compressm.layers.discretisation import ZOH, Bilinear, Discretisation
 from compressm.layers.initialisation import Initialisation, Inv, Legs, Lin
 from compressm.layers.lru import LRU
+from compressm.layers.lti import LTILayer
+from compressm.layers.mamba import Mamba
 from compressm.layers.s4d import S4D
 from compressm.layers.s5 import S5
 from compressm.ops import SequenceError
@@ -21,8 +23,10 @@ __all__ = [
     "Discretisation",
     "Initialisation",
     "Inv",
+    "LTILayer",
     "Legs",
     "Lin",
+    "Mamba",
     "SSMLayer",
     "SequenceError",
 ]

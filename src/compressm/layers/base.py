@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -13,29 +13,26 @@ from torch import Tensor, nn
 from compressm.layers.replacing import replace_data
 from compressm.layers.wrappers import refuse_to_train_
 from compressm.ops import SequenceError
-from compressm.ops.link import Link
 
 
 class SSMLayer(nn.Module, ABC):
-    """A linear recurrence over time between `width` input and output channels."""
-
-    # For every parameter that grows with the order: the axis on which the states stand.
-    STATE_AXES: ClassVar[Mapping[str, int]]
-    D: nn.Parameter
+    """A recurrence over time between `width` input and output channels, whose order may change."""
 
     def __init__(self, width: int, order: int) -> None:
         super().__init__()
-        for name, value in (("width", width), ("order", order)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise SequenceError(f"{name} is {value!r}, expected an integer of at least 1")
+        require_sizes(width=width, order=order)
         self.width = width
 
     @property
+    @abstractmethod
     def order(self) -> int:
-        """States kept: complex modes, a conjugate pair counting as one."""
-        name, axis = next(iter(self.STATE_AXES.items()))
-        return getattr(self, name).shape[axis]  # a plain tensor inside `functional_call`
+        """States kept."""
 
+    @abstractmethod
+    def shape_at(self, name: str, order: int) -> tuple[int, ...]:
+        """The shape that the parameter of this name has at that order; one axis at most grows with it, linearly."""
+
+    @abstractmethod
     def forward(
         self,
         x: Float[Tensor, "batch length width"],
@@ -43,36 +40,8 @@ class SSMLayer(nn.Module, ABC):
         lengths: Int[Tensor, " batch"] | None = None,
         *,
         keep_state: bool = True,
-        skip: bool = True,
-        drive: Link | None = None,
     ) -> tuple[Float[Tensor, "batch length width"], Tensor | None]:
-        """The whole sequence; steps at and after `lengths` change nothing.
-
-        Without `keep_state` the state is None; without `skip` D·x is left to the caller. A norm that gave x takes its
-        gradient through `drive`.
-        """
-        # Off a GPU D is added to the first response, which costs nothing; in padding D·x stays as it was.
-        inside = skip and lengths is None and isinstance(x, Tensor) and not x.is_cuda
-        # A hook may have changed x: then its gradient goes the common way.
-        drive = drive if drive is not None and drive.u is x else None
-        y, state = self._mix(x, state, lengths, keep_state, self.D if inside else None, drive)
-        return torch.addcmul(y, self.D.to(x.dtype), x) if skip and not inside else y, state
-
-    @abstractmethod
-    def _mix(
-        self,
-        x: Tensor,
-        state: Tensor | None,
-        lengths: Tensor | None,
-        keep_state: bool,
-        D: Tensor | None,
-        drive: Link | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The recurrence, with the skip D·x where D is given.
-
-        Everything whose shape holds the order is in here, behind `torch.compiler.disable`: what is compiled around it
-        is never compiled again after a cut.
-        """
+        """The whole sequence; steps at and after `lengths` change nothing. Without `keep_state` the state is None."""
 
     @abstractmethod
     def step(self, x: Float[Tensor, "batch width"], state: Tensor) -> tuple[Float[Tensor, "batch width"], Tensor]:
@@ -81,6 +50,23 @@ class SSMLayer(nn.Module, ABC):
     @abstractmethod
     def initial_state(self, batch: int) -> Tensor:
         """Zeros: what a stream begins with."""
+
+    @abstractmethod
+    def dynamics(self) -> Iterator[nn.Parameter]:
+        """What says how states move, poles, steps and the like: it wants no weight decay and often a smaller rate."""
+
+    def grows(self, name: str) -> bool:
+        """Whether the shape of the parameter depends on the order."""
+        return self.shape_at(name, 1) != self.shape_at(name, 2)
+
+    def order_at(self, name: str, shape: Sequence[int]) -> int | None:
+        """The inverse of `shape_at`: the order at which the parameter has this shape, None where there is none."""
+        first, second = self.shape_at(name, 1), self.shape_at(name, 2)
+        axis = next((k for k in range(len(first)) if first[k] != second[k]), None)
+        if axis is None or len(shape) != len(first):
+            return None
+        order = 1 + (shape[axis] - first[axis]) // (second[axis] - first[axis])
+        return order if order >= 1 and self.shape_at(name, order) == tuple(shape) else None
 
     def extra_repr(self) -> str:
         return f"width={self.width}, order={self.order}"
@@ -109,22 +95,23 @@ class SSMLayer(nn.Module, ABC):
         """A step needs a state, and its input where and as precise as the parameters are."""
         self._check(x, None, axes="batch")
         self._check_state(state, x.shape[0])
+        self._check_kind(x, (torch.bfloat16, torch.float16))
+
+    def _check_kind(self, x: Tensor, cast: tuple[torch.dtype, ...]) -> None:
+        """Where and as precise as the parameters, or in a dtype that autocast, where it is on, casts."""
         reference = next(self.parameters())
-        half = x.dtype in (torch.bfloat16, torch.float16) and torch.is_autocast_enabled(x.device.type)
-        if (x.dtype != reference.dtype and not half) or x.device != reference.device:
+        castable = x.dtype in cast and torch.is_autocast_enabled(reference.device.type)
+        if (x.dtype != reference.dtype and not castable) or x.device != reference.device:
             raise SequenceError(f"x is {x.dtype} on {x.device}, expected {reference.dtype} on {reference.device}")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Take the order of the checkpoint: a model that was cut loads into the module it came from."""
-        arriving = {name: state_dict.get(prefix + name) for name in self.STATE_AXES}
-        orders = {
-            value.shape[self.STATE_AXES[name]]
-            for name, value in arriving.items()
-            if isinstance(value, Tensor) and value.ndim == self.get_parameter(name).ndim
-        }
+        arriving = {name: state_dict.get(prefix + name) for name, _ in self.named_parameters() if self.grows(name)}
+        shapes = {name: value.shape for name, value in arriving.items() if isinstance(value, Tensor)}
+        orders = {self.order_at(name, shape) for name, shape in shapes.items()}
         # Only a whole checkpoint of one order; anything else is for torch's own error, with nothing changed.
-        if len(orders) == 1 and all(self._fits(name, value) for name, value in arriving.items()):
-            self._resize_({name: value.shape for name, value in arriving.items() if isinstance(value, Tensor)})
+        if len(shapes) == len(arriving) and len(orders) == 1 and None not in orders:
+            self._resize_(shapes)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _resize_(self, shapes: Mapping[str, torch.Size]) -> None:
@@ -135,14 +122,12 @@ class SSMLayer(nn.Module, ABC):
         if resized:
             refuse_to_train_([self])
 
-    def _fits(self, name: str, value: object) -> bool:
-        """The same shape but for the axis of the states."""
-        here, axis = list(self.get_parameter(name).shape), self.STATE_AXES[name]
-        if not isinstance(value, Tensor) or value.ndim != len(here):
-            return False
-        there = list(value.shape)
-        del here[axis], there[axis]
-        return here == there
+
+def require_sizes(**given: int) -> None:
+    """Integers of at least 1."""
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise SequenceError(f"{name} is {value!r}, expected an integer of at least 1")
 
 
 def require_finite_parameters(layer: nn.Module) -> None:

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from compressm.layers.arguments import keeps_arguments
-from compressm.layers.base import SSMLayer
+from compressm.layers.lti import LTILayer
 from compressm.ops import Path, SequenceError, lti_layer
 from compressm.ops.diagonal_scan import layer_dtype
 from compressm.ops.link import Link
@@ -20,7 +20,7 @@ from compressm.ops.lru_system import lru_system, plain_system
 
 @final
 @keeps_arguments
-class LRU(SSMLayer):
+class LRU(LTILayer):
     """h[t] = λ h[t−1] + γ B u[t], y[t] = Re(C h[t]) + D u[t], λ = exp(−exp(ν) + i exp(θ)).
 
     |λ| starts uniform in area on the ring [r_min, r_max] and the phase uniform up to max_phase; γ = √(1 − |λ|²) at

@@ -11,9 +11,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from compressm.layers.arguments import keeps_arguments
-from compressm.layers.base import SSMLayer
 from compressm.layers.discretisation import ZOH, Discretisation, random_log_steps, require_discretisation
 from compressm.layers.initialisation import Initialisation, Lin
+from compressm.layers.lti import LTILayer
 from compressm.layers.pairs import exponential, times
 from compressm.ops import Path, SequenceError, lti_bank
 from compressm.ops.link import Link
@@ -21,7 +21,7 @@ from compressm.ops.link import Link
 
 @final
 @keeps_arguments
-class S4D(SSMLayer):
+class S4D(LTILayer):
     """hᵢ' = aᵢ hᵢ + uᵢ, yᵢ = 2 Re(Cᵢ hᵢ) + Dᵢ uᵢ for every channel i, a = −exp(log_A_real) + i A_imag.
 
     Each mode stands for a conjugate pair. Only the product of C and the input matrix matters, so that the latter is 1.

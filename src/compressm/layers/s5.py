@@ -11,9 +11,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from compressm.layers.arguments import keeps_arguments
-from compressm.layers.base import SSMLayer
 from compressm.layers.discretisation import ZOH, Discretisation, random_log_steps, require_discretisation
 from compressm.layers.hippo import legs_modes
+from compressm.layers.lti import LTILayer
 from compressm.layers.pairs import exponential, times
 from compressm.ops import Path, lti_layer
 from compressm.ops.link import Link
@@ -21,7 +21,7 @@ from compressm.ops.link import Link
 
 @final
 @keeps_arguments
-class S5(SSMLayer):
+class S5(LTILayer):
     """h' = a h + B u, y = 2 Re(C h) + D u, a = −exp(log_A_real) + i A_imag; each mode stands for a conjugate pair.
 
     The poles start as those of the normal part of HiPPO-LegS of size 2n; B and C are real and random at first and

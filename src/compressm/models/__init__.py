@@ -3,7 +3,7 @@
 The order of an SSM layer shows in no shape outside it: what is compiled around the layers outlives a cut.
 """
 
-from compressm.models.block import Block, Blocks
+from compressm.models.block import Block, Blocks, MixerBlock, ResidualBlock
 from compressm.models.classifier import ClassifierState, SequenceClassifier
 from compressm.models.dropout import Dropout, OneMask, PerElement
 from compressm.models.encoder import EmbeddingEncoder, Encoder, LinearEncoder
@@ -25,11 +25,13 @@ __all__ = [
     "LayerNorm",
     "LinearEncoder",
     "MeanPooling",
+    "MixerBlock",
     "NoNorm",
     "Norm",
     "OneMask",
     "PerElement",
     "Pooling",
+    "ResidualBlock",
     "RunningNorm",
     "SequenceClassifier",
 ]

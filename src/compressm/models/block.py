@@ -1,7 +1,8 @@
-"""The pre-norm residual block around an SSM layer, and a stack of them."""
+"""The pre-norm residual blocks around SSM layers, and a stack of them."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast, final
 
@@ -9,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from compressm.layers import SequenceError, SSMLayer
+from compressm.layers import LTILayer, SequenceError, SSMLayer
 from compressm.models.checks import require_counts
 from compressm.models.dropout import Dropout, PerElement
 from compressm.models.normalisation import BatchNorm, Norm, PaddedBatchNorm, forked
@@ -18,21 +19,16 @@ from compressm.ops.kernels import kernels_serve
 from compressm.ops.link import Link
 
 
-@final
-class Block(nn.Module):
-    """x + dropout(GLU(dropout(GELU(mixer(norm(x)))))) with GLU(z) = W₁z ⊙ sigmoid(W₂z).
-
-    What stands around the mixer is two operations with gradients of their own, on a GPU a few kernels; the mixer is
-    called as a module, while of the gate only weight and bias are read.
-    """
+class ResidualBlock(nn.Module, ABC):
+    """x + f(mixer(norm(x)))."""
 
     def __init__(self, mixer: SSMLayer, *, norm: Norm = BatchNorm(), dropout: Dropout = PerElement(0.0)) -> None:
         super().__init__()
         self.norm = norm.build(mixer.width)
         self.ssm = mixer
-        self.gate = nn.Linear(mixer.width, 2 * mixer.width)
         self.dropout = dropout.build()
 
+    @abstractmethod
     def forward(
         self,
         x: Float[Tensor, "batch length width"],
@@ -43,6 +39,66 @@ class Block(nn.Module):
         before: nn.Module | None = None,
     ) -> tuple[Float[Tensor, "batch length width"], Tensor | None]:
         """The output and the last state; `before` names the norm, if any, that reads the output next."""
+
+    def step(self, x: Float[Tensor, "batch width"], state: Tensor) -> tuple[Float[Tensor, "batch width"], Tensor]:
+        """One step of a stream: in evaluation mode, what `forward` computes there."""
+        mixed, state = self.ssm.step(self.norm(x[:, None]).squeeze(1), state)
+        return self._after(mixed[:, None], x[:, None]).squeeze(1), state
+
+    @abstractmethod
+    def _after(
+        self, y: Float[Tensor, "batch length width"], x: Float[Tensor, "batch length width"]
+    ) -> Float[Tensor, "batch length width"]:
+        """What becomes of the layer's output y and the input x."""
+
+
+@final
+class MixerBlock(ResidualBlock):
+    """x + dropout(mixer(norm(x))), for layers that bring a gate of their own."""
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch length width"],
+        state: Tensor | None = None,
+        lengths: Int[Tensor, " batch"] | None = None,
+        *,
+        keep_state: bool = True,
+        before: nn.Module | None = None,
+    ) -> tuple[Float[Tensor, "batch length width"], Tensor | None]:
+        y, state = self.ssm(self.norm(x, lengths), state, lengths, keep_state=keep_state)
+        return self._after(y, x), state
+
+    def _after(
+        self, y: Float[Tensor, "batch length width"], x: Float[Tensor, "batch length width"]
+    ) -> Float[Tensor, "batch length width"]:
+        return x + self.dropout(y).to(x.dtype)
+
+
+@final
+class Block(ResidualBlock):
+    """x + dropout(GLU(dropout(GELU(mixer(norm(x)))))) with GLU(z) = W₁z ⊙ sigmoid(W₂z), for linear layers.
+
+    What stands around the mixer is two operations with gradients of their own, on a GPU a few kernels; the mixer is
+    called as a module, while of the gate only weight and bias are read.
+    """
+
+    ssm: LTILayer
+
+    def __init__(self, mixer: LTILayer, *, norm: Norm = BatchNorm(), dropout: Dropout = PerElement(0.0)) -> None:
+        if not isinstance(mixer, LTILayer):
+            raise SequenceError(f"the mixer is a {type(mixer).__name__}, expected a linear layer; others: MixerBlock")
+        super().__init__(mixer, norm=norm, dropout=dropout)
+        self.gate = nn.Linear(mixer.width, 2 * mixer.width)
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch length width"],
+        state: Tensor | None = None,
+        lengths: Int[Tensor, " batch"] | None = None,
+        *,
+        keep_state: bool = True,
+        before: nn.Module | None = None,
+    ) -> tuple[Float[Tensor, "batch length width"], Tensor | None]:
         u, x, link, drive = forked(self.norm, x, lengths, self.ssm.D)
         # Kernels and compilers take D ⊙ u on their way through what follows; elsewhere the layer has it for nothing,
         # and hooks are shown, and may change, the whole layer.
@@ -51,11 +107,6 @@ class Block(nn.Module):
         y, state = self.ssm(u, state, lengths, keep_state=keep_state, skip=inside, drive=drive)
         measured = isinstance(before, PaddedBatchNorm) and before.training and lengths is None
         return self._after(y, x, *([None, None] if inside else [u, link]), measured=measured), state
-
-    def step(self, x: Float[Tensor, "batch width"], state: Tensor) -> tuple[Float[Tensor, "batch width"], Tensor]:
-        """One step of a stream: in evaluation mode, what `forward` computes there."""
-        mixed, state = self.ssm.step(self.norm(x[:, None]).squeeze(1), state)
-        return self._after(mixed[:, None], x[:, None]).squeeze(1), state
 
     def _after(
         self,
@@ -75,8 +126,8 @@ class Block(nn.Module):
 class Blocks(nn.ModuleList):
     """Blocks one after the other; the state of the stack is the tuple of their states."""
 
-    def __iter__(self) -> Iterator[Block]:
-        return cast("Iterator[Block]", super().__iter__())
+    def __iter__(self) -> Iterator[ResidualBlock]:
+        return cast("Iterator[ResidualBlock]", super().__iter__())
 
     def forward(
         self,
@@ -114,11 +165,20 @@ class Blocks(nn.ModuleList):
         return state
 
 
-def build_mixers(
-    layer: type[SSMLayer], depth: int, width: int, order: int, options: Mapping[str, Any] | None
-) -> list[SSMLayer]:
-    """One layer for each of `depth` blocks."""
+def build_blocks(
+    layer: type[SSMLayer],
+    depth: int,
+    width: int,
+    order: int,
+    options: Mapping[str, Any] | None,
+    *,
+    norm: Norm,
+    dropout: Dropout,
+) -> Blocks:
+    """`depth` of them, each around a layer of its own; what has no gate gets one."""
     require_counts(depth=depth)
     if not (isinstance(layer, type) and issubclass(layer, SSMLayer)):
         raise SequenceError(f"layer is {layer!r}, expected a class of SSM layers")
-    return [layer(width, order=order, **(options or {})) for _ in range(depth)]
+    kind: type[ResidualBlock] = Block if issubclass(layer, LTILayer) else MixerBlock
+    mixers = [layer(width, order=order, **(options or {})) for _ in range(depth)]
+    return Blocks(kind(mixer, norm=norm, dropout=dropout) for mixer in mixers)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from compressm.layers import SequenceError, SSMLayer
 from compressm.layers.arguments import keeps_arguments
-from compressm.models.block import Block, Blocks, build_mixers
+from compressm.models.block import build_blocks
 from compressm.models.checks import require_counts, require_lengths
 from compressm.models.dropout import Dropout, PerElement
 from compressm.models.encoder import EmbeddingEncoder, Encoder, LinearEncoder
@@ -59,8 +59,7 @@ class SequenceClassifier(nn.Module):
             raise SequenceError(f"towers is {towers!r}, expected 1 or 2, and 1 where every step is answered")
         self.width, self.towers, self.pooling = width, towers, pooling
         self.encoder = _encoder(inputs, vocabulary, width)
-        mixers = build_mixers(layer, depth, width, order, layer_options)
-        self.blocks = Blocks(Block(mixer, norm=norm, dropout=dropout) for mixer in mixers)
+        self.blocks = build_blocks(layer, depth, width, order, layer_options, norm=norm, dropout=dropout)
         self.head = nn.Linear(width, classes) if towers == 1 else _comparison(width, classes)
 
     def forward(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from compressm.layers import SequenceError, SSMLayer
 from compressm.layers.arguments import keeps_arguments
-from compressm.models.block import Block, Blocks, build_mixers
+from compressm.models.block import build_blocks
 from compressm.models.checks import require_counts, require_lengths
 from compressm.models.dropout import Dropout, PerElement
 from compressm.models.encoder import EmbeddingEncoder
@@ -42,8 +42,7 @@ class LanguageModel(nn.Module):
         require_counts(vocabulary=vocabulary, width=width)
         # Tied logits are products of a normed vector, of length √width, with an embedding: this makes them of size 1.
         self.encoder = EmbeddingEncoder(vocabulary, width, scale=1 / math.sqrt(width) if tied else 1.0)
-        mixers = build_mixers(layer, depth, width, order, layer_options)
-        self.blocks = Blocks(Block(mixer, norm=norm, dropout=dropout) for mixer in mixers)
+        self.blocks = build_blocks(layer, depth, width, order, layer_options, norm=norm, dropout=dropout)
         self.norm = norm.build(width)
         self.head = None if tied else nn.Linear(width, vocabulary, bias=False)
 

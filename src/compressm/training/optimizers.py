@@ -13,13 +13,18 @@ from compressm.training.config import TrainingConfig
 
 
 def build_optimizer(model: nn.Module, config: TrainingConfig, device: torch.device) -> AdamW:
-    """Two groups: what has the factor and no weight decay, and the rest; on a GPU ready for a CUDA graph."""
+    """Two groups: what has the factor and no weight decay, and the rest; on a GPU ready for a CUDA graph.
+
+    Parameters that are marked with `_no_weight_decay`, such as D of Mamba, are a third.
+    """
     cuda = device.type == "cuda"
     slow = {id(parameter) for parameter in dynamics(model)}
+    rest = [parameter for parameter in model.parameters() if id(parameter) not in slow]
     groups = []
     for factor, decay, members in (
         (config.ssm_factor, 0.0, [p for p in model.parameters() if id(p) in slow]),
-        (1.0, config.weight_decay, [p for p in model.parameters() if id(p) not in slow]),
+        (1.0, 0.0, [p for p in rest if getattr(p, "_no_weight_decay", False)]),
+        (1.0, config.weight_decay, [p for p in rest if not getattr(p, "_no_weight_decay", False)]),
     ):
         rate = config.rate(1) * factor
         groups.append(
@@ -43,12 +48,10 @@ def largest_first(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def dynamics(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Poles, step sizes, normalisation and B of every SSM layer: not its readout C, nor its skip D."""
+    """Poles, steps and the like of every SSM layer."""
     for module in model.modules():
         if isinstance(module, SSMLayer):
-            for name, parameter in module.named_parameters(recurse=False):
-                if name.split("_")[0] not in ("C", "D"):
-                    yield parameter
+            yield from module.dynamics()
 
 
 def keep_rates_on_(optimizer: torch.optim.Optimizer, device: torch.device) -> None:

@@ -1,0 +1,204 @@
+"""The selective layer of Mamba (Gu & Dao 2023): a bank of systems whose step, B and C are chosen by the input."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn.functional import linear, silu
+
+from compressm.layers.arguments import keeps_arguments
+from compressm.layers.base import SSMLayer, require_sizes
+from compressm.layers.discretisation import random_log_steps
+from compressm.ops.diagonal_scan.checks import require_lengths
+from compressm.ops.selective_scan import ScanPath, selective_scan, selective_step
+
+_SHORTEST_STEP = 1e-4
+
+
+@final
+@keeps_arguments
+class Mamba(SSMLayer):
+    """h[t] = exp(Δ[t] a) h[t−1] + Δ[t] B[t] u[t], y[t] = (C[t] h[t] + D u[t]) silu(z[t]) for every inner channel.
+
+    in_proj gives v and z from the input, u = silu(conv1d(v)), x_proj gives B, C and, through dt_proj, Δ from u, and
+    out_proj reads y; a = −exp(A_log). Names and numbers at the start are those of the authors. The order counts real
+    states a channel. A stream carries the last inputs of the convolution and the states in one tensor, in float32 at
+    least: (batch, inner, conv_width − 1 + n).
+    """
+
+    def __init__(
+        self,
+        width: int,
+        order: int = 16,
+        *,
+        expand: int = 2,
+        conv_width: int = 4,
+        dt_rank: int | None = None,
+        conv_bias: bool = True,
+        bias: bool = False,
+        step_min: float = 1e-3,
+        step_max: float = 1e-1,
+        path: ScanPath | None = None,
+    ) -> None:
+        super().__init__(width, order)
+        dt_rank = math.ceil(width / 16) if dt_rank is None else dt_rank
+        require_sizes(expand=expand, conv_width=conv_width, dt_rank=dt_rank)
+        self.inner, self.conv_width, self.dt_rank, self.path = expand * width, conv_width, dt_rank, path
+        rates = torch.arange(1, order + 1, dtype=torch.get_default_dtype())
+        self.A_log = _without_decay(nn.Parameter(torch.log(rates).repeat(self.inner, 1)))
+        self.D = _without_decay(nn.Parameter(torch.ones(self.inner)))
+        self.in_proj = nn.Linear(width, 2 * self.inner, bias=bias)
+        self.conv1d = nn.Conv1d(self.inner, self.inner, conv_width, groups=self.inner, bias=conv_bias)
+        self.x_proj = RowsAsStored(self.inner, dt_rank + 2 * order, bias=False)
+        self.dt_proj = _step_projection(dt_rank, random_log_steps(self.inner, step_min, step_max))
+        self.out_proj = nn.Linear(self.inner, width, bias=bias)
+
+    @property
+    def order(self) -> int:
+        """Real states a channel."""
+        return self.A_log.shape[1]
+
+    def shape_at(self, name: str, order: int) -> tuple[int, ...]:
+        if name == "A_log":
+            return (self.inner, order)
+        if name == "x_proj.weight":
+            return (self.dt_rank + 2 * order, self.inner)
+        return tuple(self.get_parameter(name).shape)
+
+    def dynamics(self) -> Iterator[nn.Parameter]:
+        """Rates and the bias of the steps."""
+        yield self.A_log
+        yield self.dt_proj.bias
+
+    def rates(self) -> Float[Tensor, "inner n"]:
+        """a = −exp(A_log), in float32 or better."""
+        return -torch.exp(self.A_log.to(_wide(self.A_log.dtype)))
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch length width"],
+        state: Float[Tensor, "batch inner kept"] | None = None,
+        lengths: Int[Tensor, " batch"] | None = None,
+        *,
+        keep_state: bool = True,
+    ) -> tuple[Float[Tensor, "batch length width"], Float[Tensor, "batch inner kept"] | None]:
+        self._check_sequence(x, state, lengths)
+        if lengths is not None:
+            counts = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
+            x = torch.where(counts[..., None], x, 0)
+        y, state = self._mix(self.in_proj(x), state, lengths, keep_state)
+        return self.out_proj(y), state
+
+    def step(
+        self, x: Float[Tensor, "batch width"], state: Float[Tensor, "batch inner kept"]
+    ) -> tuple[Float[Tensor, "batch width"], Float[Tensor, "batch inner kept"]]:
+        self._check_step(x, state)
+        before, h = self._split(state)
+        v, z = self.in_proj(x).chunk(2, dim=-1)
+        u, inputs = self._convolved(v[:, None], before)
+        delta, B, C = self.selected(u)
+        y, h = selective_step(
+            *(u[:, 0], delta[:, 0], self.rates(), B[:, 0], C[:, 0], self.D, z),
+            state=h,
+            delta_bias=self.dt_proj.bias,
+            softplus=True,
+        )
+        return self.out_proj(y), self._joined(inputs, h, None)
+
+    def initial_state(self, batch: int) -> Float[Tensor, "batch inner kept"]:
+        kept = self.conv_width - 1 + self.order
+        return self.A_log.new_zeros(batch, self.inner, kept, dtype=_wide(self.A_log.dtype))
+
+    def selected(self, u: Float[Tensor, "batch length inner"]) -> tuple[Tensor, Tensor, Tensor]:
+        """What the input of the recurrence chooses: Δ before its bias and softplus, B and C."""
+        dt, B, C = self.x_proj(u).split([self.dt_rank, self.order, self.order], dim=-1)
+        # The bias is added in float32 by the scan: −4.6 in bfloat16 is a step that is 1 % off.
+        return linear(dt, self.dt_proj.weight), B, C
+
+    # Everything whose shape holds the order is in here: what is compiled around it is never compiled again after a cut.
+    @torch.compiler.disable
+    def _mix(
+        self, vz: Tensor, state: Tensor | None, lengths: Tensor | None, keep_state: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        v, z = vz.chunk(2, dim=-1)
+        before, h = (None, None) if state is None else self._split(state)
+        u, inputs = self._convolved(v, before)
+        delta, B, C = self.selected(u)
+        y, h = selective_scan(
+            *(u, delta, self.rates(), B, C, self.D, z, h, lengths),
+            delta_bias=self.dt_proj.bias,
+            softplus=True,
+            keep_state=keep_state,
+            path=self.path,
+        )
+        return y, None if h is None else self._joined(inputs, h, lengths)
+
+    def _convolved(
+        self, v: Float[Tensor, "batch length inner"], before: Float[Tensor, "batch inner past"] | None
+    ) -> tuple[Float[Tensor, "batch length inner"], Float[Tensor, "batch inner longer"]]:
+        """u, and all that the convolution has read: what came before, then v."""
+        past = self.conv_width - 1
+        before = v.new_zeros(v.shape[0], self.inner, past) if before is None else before.to(v.dtype)
+        inputs = torch.cat([before, v.mT], dim=-1)
+        return silu(self.conv1d(inputs)).mT, inputs
+
+    def _split(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        past = self.conv_width - 1
+        return state[..., :past], state[..., past:]
+
+    def _joined(self, inputs: Tensor, h: Tensor, lengths: Tensor | None) -> Float[Tensor, "batch inner kept"]:
+        """The last inputs of the convolution before each sequence's end, and the states."""
+        past = self.conv_width - 1
+        if lengths is None:
+            last = inputs[..., inputs.shape[-1] - past :]
+        else:
+            steps = lengths[:, None] + torch.arange(past, device=lengths.device)
+            last = inputs.gather(-1, steps[:, None].expand(-1, self.inner, -1))
+        return torch.cat([last.to(h.dtype), h], dim=-1)
+
+    # Values are read from the device here: no compiler can trace this.
+    @torch.compiler.disable
+    def _check_sequence(self, x: Tensor, state: Tensor | None, lengths: Tensor | None) -> None:
+        self._check(x, state, axes="batch length")
+        self._check_kind(x, (torch.bfloat16, torch.float16, torch.float32))
+        require_lengths(lengths, *x.shape[:2])
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, inner={self.inner}, conv_width={self.conv_width}, dt_rank={self.dt_rank}"
+
+
+@final
+class RowsAsStored(nn.Linear):
+    """A linear map with as many outputs as its weight has rows now: a cut, or a checkpoint, changes them."""
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    @out_features.setter
+    def out_features(self, count: int) -> None:
+        """What torch's constructor says before there is a weight."""
+
+
+def _step_projection(rank: int, log_steps: Float[Tensor, " inner"]) -> nn.Linear:
+    """Such that softplus(bias) are the steps, and what comes from the input is small beside it."""
+    projection = nn.Linear(rank, len(log_steps))
+    nn.init.uniform_(projection.weight, -(rank**-0.5), rank**-0.5)
+    steps = torch.exp(log_steps).clamp_min(_SHORTEST_STEP)
+    projection.bias = _without_decay(nn.Parameter(steps + torch.log(-torch.expm1(-steps))))
+    return projection
+
+
+def _without_decay(parameter: nn.Parameter) -> nn.Parameter:
+    """Marked as the authors do, for optimizers that look."""
+    vars(parameter)["_no_weight_decay"] = True
+    return parameter
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
