@@ -314,7 +314,7 @@ CHANGES = {
     "an unknown kind": (lambda c, t: c["model"].update(kind="os.system"), "'os.system', which is not known here"),
     "a kind that is no text": (lambda c, t: c["model"].update(kind=[1]), r"kind \[1\]"),
     "no module": (lambda c, t: c.update(model={"kind": "LayerNorm", "affine": True}), "no nn.Module"),
-    "an unknown class": (lambda c, t: c["model"].update(layer={"class": "GRU"}), "'Mamba', which is not known"),
+    "an unknown class": (lambda c, t: c["model"].update(layer={"class": "GRU"}), "'GRU', which is not known"),
     "replaced": (lambda c, t: c["replaced"].update({"a.b": {"kind": "Identity"}}), "'a.b' cannot be put in its place"),
     "changed": (lambda c, t: c["changed"].update({"blocks.0.forward": 1}), "changes 'blocks.0.forward'"),
     "shared": (lambda c, t: c["shared"].update({"head.weight": "tail"}), "shares 'head.weight' with 'tail'"),
