@@ -64,7 +64,7 @@ def _require_one_order(module: nn.Module, prepared: Mapping[str, Tensor]) -> Non
     """All parameters of a layer of ours agree on the order afterwards, and on nothing else do they change."""
     if not isinstance(module, SSMLayer):
         return
-    shapes = {name: prepared.get(name, parameter).shape for name, parameter in module.named_parameters()}
+    shapes = {name: prepared.get(name, value).shape for name, value in module.tensors().items()}
     orders = {name: module.order_at(name, shape) for name, shape in shapes.items() if module.grows(name)}
     order = next((order for order in orders.values() if order is not None), module.order)
     for name, shape in shapes.items():

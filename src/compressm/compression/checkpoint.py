@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, final, runtime_checkable
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from compressm.compression.errors import CompressionError, NoSuchFileError, SavingError
-from compressm.compression.fitting import expected_shapes, require_fit, require_orders
+from compressm.compression.fitting import added_by_forms, expected_shapes, require_fit, require_orders, take_forms_
 from compressm.compression.naming import keyed_state, module_versions, orders_of, plain_state
 from compressm.compression.plain import plain
 from compressm.compression.random_state import random_state, set_random_state
@@ -114,8 +114,9 @@ def load_checkpoint(
     contents = _read(Path(path))
     try:
         _require_parts(contents, optimizer=optimizer, scheduler=scheduler, compressor=compressor)
+        added = added_by_forms(model, contents["model"])
         if optimizer is not None:
-            _require_same_groups(contents["groups"], _groups(model, optimizer))
+            _require_same_groups(contents["groups"], _groups(model, optimizer), added)
         _require_fitting(model, contents)
         if isinstance(compressor, _Choosy):
             compressor.require_loadable(contents["compressor"]["state"])
@@ -125,6 +126,8 @@ def load_checkpoint(
     except (SavingError, CompressionError) as error:
         raise SavingError(f"{path}: {error}") from error
     _load_model(model, contents)
+    if optimizer is not None:
+        _add_to_groups_(optimizer, model, contents["groups"], added)
     # The compressor after what it changes, random numbers last: nobody may draw from them before training goes on.
     for part, name in ((optimizer, "optimizer"), (compressor, "compressor")):
         if part is not None:
@@ -188,8 +191,12 @@ def _require_parts(contents: Mapping[str, Any], **given: object) -> None:
             raise SavingError(f"it was saved with the {name} {stored['kind']}, this one is a {type(part).__name__}")
 
 
-def _require_same_groups(saved: list[list[str | None]], here: list[list[str | None]]) -> None:
-    """The optimizer's state goes by position: another order of parameters would give them each other's."""
+def _require_same_groups(saved: list[list[str | None]], here: list[list[str | None]], added: Set[str]) -> None:
+    """The optimizer's state goes by position: another order of parameters would give them each other's.
+
+    Parameters that the model does not have yet are `added` later.
+    """
+    saved = [[name for name in group if name not in added] for group in saved]
     if [len(group) for group in saved] != [len(group) for group in here]:
         sizes = [len(group) for group in saved], [len(group) for group in here]
         raise SavingError(f"the optimizer was saved with groups of {sizes[0]} parameters, this one has {sizes[1]}")
@@ -199,13 +206,22 @@ def _require_same_groups(saved: list[list[str | None]], here: list[list[str | No
         raise SavingError(f"the optimizer was saved with {other[0]!r} where this one has {other[1]!r}")
 
 
+def _add_to_groups_(optimizer: Optimizer, model: nn.Module, saved: list[list[str | None]], added: Set[str]) -> None:
+    """Parameters that layers have since they took the forms of the file, where the optimizer had them."""
+    state = plain_state(model)
+    for group, names in zip(optimizer.param_groups, saved, strict=True):
+        for place, name in enumerate(names):
+            if name is not None and name in added:
+                group["params"].insert(place, state[name])
+
+
 def _require_fitting(model: nn.Module, contents: Mapping[str, Any]) -> None:
     tensors: dict[str, Tensor] = contents["model"]
-    require_fit(tensors, expected_shapes(model, require_orders(model, contents["orders"])))
+    require_fit(tensors, expected_shapes(model, require_orders(model, contents["orders"]), tensors))
     for name, value in plain_state(model).items():
-        if value.dtype != tensors[name].dtype:
+        if name in tensors and value.dtype != tensors[name].dtype:
             raise SavingError(f"{name} was saved as {tensors[name].dtype}, the model's is {value.dtype}")
-    if _resized(model, tensors):
+    if _resized(model, tensors) or plain_state(model).keys() != tensors.keys():
         for wrapper in wrappers_in(model):
             require_rewrappable(wrapper)
 
@@ -215,15 +231,16 @@ def _resized(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, nn.Pa
     return {
         name: value
         for name, value in plain_state(model).items()
-        if isinstance(value, nn.Parameter) and value.shape != tensors[name].shape
+        if isinstance(value, nn.Parameter) and name in tensors and value.shape != tensors[name].shape
     }
 
 
 def _load_model(model: nn.Module, contents: Mapping[str, Any]) -> None:
     tensors: dict[str, Tensor] = contents["model"]
-    resized = _resized(model, tensors)
+    resized, reformed = _resized(model, tensors), plain_state(model).keys() != tensors.keys()
     for name, value in resized.items():
         replace_data(value, value.new_empty(tensors[name].shape))
+    take_forms_(model, tensors)
     model.load_state_dict(keyed_state(model, tensors, contents["versions"]))
-    if resized:
+    if resized or reformed:
         renew_wrappers_(model, list(unwrapped(model).modules()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from compressm.compression.errors import SavingError
@@ -27,20 +28,37 @@ def require_orders(model: nn.Module, orders: Any) -> dict[str, int]:
     return {name: orders[name] for name in layers}
 
 
-def expected_shapes(model: nn.Module, orders: Mapping[str, int]) -> dict[str, Shape]:
-    """The shape of every tensor once the layers have these orders."""
+def expected_shapes(model: nn.Module, orders: Mapping[str, int], tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
+    """The shape of every tensor once the layers have these orders, and the forms that such `tensors` are of."""
     shapes: dict[str, Shape] = {name: tuple(value.shape) for name, value in plain_state(model).items()}
     for layer, module in ssm_layers(model).items():
-        for name, _ in module.named_parameters():
-            full = f"{layer}.{name}" if layer else name
-            shapes[full] = _with_order(module, name, shapes[full], orders[layer])
+        prefix = f"{layer}." if layer else ""
+        if not isinstance(module, SSMLayer):
+            # Where the states stand is seen by reading the module afterwards.
+            shapes |= {prefix + name: (None,) * value.ndim for name, value in module.named_parameters()}
+            continue
+        for name in module.tensors():
+            shapes.pop(prefix + name, None)
+        inside = module.shapes_at(orders[layer], _shapes_inside(layer, tensors))
+        shapes |= {prefix + name: shape for name, shape in inside.items()}
     return shapes
 
 
-def _with_order(module: nn.Module, name: str, shape: Shape, order: int) -> Shape:
-    if not isinstance(module, SSMLayer):
-        return (None,) * len(shape)  # where the states stand is seen by reading the module afterwards
-    return module.shape_at(name, order)
+def added_by_forms(model: nn.Module, tensors: Mapping[str, Tensor]) -> set[str]:
+    """What layers of ours would have, in the forms that such tensors are of, and do not have now."""
+    added = set()
+    for layer, module in ssm_layers(model).items():
+        if isinstance(module, SSMLayer):
+            then = module.shapes_at(module.order, _shapes_inside(layer, tensors))
+            added |= {f"{layer}.{name}" if layer else name for name in then.keys() - module.tensors().keys()}
+    return added
+
+
+def take_forms_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Let every layer of ours make room for tensors of such orders and forms."""
+    for layer, module in ssm_layers(model).items():
+        if isinstance(module, SSMLayer):
+            module.take_form_(_shapes_inside(layer, tensors))
 
 
 def require_fit(tensors: Mapping[str, Tensor], expected: Mapping[str, Shape]) -> None:
@@ -60,3 +78,9 @@ def require_fit(tensors: Mapping[str, Tensor], expected: Mapping[str, Shape]) ->
 def _listed(names: list[str]) -> str:
     shown = ", ".join(names[:4])
     return f"{shown} and {len(names) - 4} more" if len(names) > 4 else shown or "nothing"
+
+
+def _shapes_inside(layer: str, tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    """Of the tensors of a layer, by the names they have there."""
+    prefix = f"{layer}." if layer else ""
+    return {name.removeprefix(prefix): value.shape for name, value in tensors.items() if name.startswith(prefix)}

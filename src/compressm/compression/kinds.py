@@ -27,11 +27,12 @@ from compressm.models import (
     OneMask,
     PerElement,
     ResidualBlock,
+    RMSNorm,
     RunningNorm,
     SequenceClassifier,
 )
 from compressm.models.dropout import RandomMask
-from compressm.models.normalisation import PaddedBatchNorm, PaddedRunningNorm, StepNorm, Unchanged
+from compressm.models.normalisation import PaddedBatchNorm, PaddedRunningNorm, StepNorm, StepRMSNorm, Unchanged
 from compressm.ops import Path
 from compressm.ops.selective_scan import ScanPath
 
@@ -41,7 +42,7 @@ Stored: TypeAlias = Any  # what JSON can hold
 _OURS: tuple[type[Any], ...] = (
     *(LRU, S4D, S5, Mamba, ZOH, Bilinear, Inv, Legs, Lin, Path, ScanPath),
     *(SequenceClassifier, LanguageModel),
-    *(BatchNorm, RunningNorm, LayerNorm, NoNorm, PerElement, OneMask, MeanPooling, LastStep, EveryStep),
+    *(BatchNorm, RunningNorm, LayerNorm, RMSNorm, NoNorm, PerElement, OneMask, MeanPooling, LastStep, EveryStep),
 )
 # Modules that people put in the place of others or beside them, and the attributes they are built from.
 _BY_ATTRIBUTES: Mapping[type[nn.Module], tuple[str, ...]] = {
@@ -55,6 +56,7 @@ _BY_ATTRIBUTES: Mapping[type[nn.Module], tuple[str, ...]] = {
     PaddedBatchNorm: ("num_features", "eps", "momentum", "affine"),
     PaddedRunningNorm: ("num_features", "eps", "momentum", "affine"),
     StepNorm: ("normalized_shape", "eps", "elementwise_affine"),
+    StepRMSNorm: ("normalized_shape", "eps", "elementwise_affine"),
     Unchanged: (),
     RandomMask: ("rate", "shared"),
 }

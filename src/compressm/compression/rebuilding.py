@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from compressm.compression.errors import SavingError
-from compressm.compression.fitting import expected_shapes, require_fit, require_orders
+from compressm.compression.fitting import expected_shapes, require_fit, require_orders, take_forms_
 from compressm.compression.kinds import Stored, decode, encode, is_known_by_arguments
 from compressm.compression.naming import (
     first_names,
@@ -79,8 +79,9 @@ def rebuild(description: Description, tensors: Mapping[str, Tensor]) -> nn.Modul
     _share(model, description.shared)
     orders = require_orders(model, description.orders)
     again = first_names(plain_state(model))
-    expected = {name: shape for name, shape in expected_shapes(model, orders).items() if name not in again}
-    require_fit(tensors, expected)
+    expected = expected_shapes(model, orders, tensors)
+    require_fit(tensors, {name: shape for name, shape in expected.items() if name not in again})
+    take_forms_(model, tensors)
     _fill(model, tensors, again, set(description.frozen))
     _require_filled(model)
     for name, layer in ssm_layers(model).items():

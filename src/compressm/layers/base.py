@@ -30,7 +30,7 @@ class SSMLayer(nn.Module, ABC):
 
     @abstractmethod
     def shape_at(self, name: str, order: int) -> tuple[int, ...]:
-        """The shape that the parameter of this name has at that order; one axis at most grows with it, linearly."""
+        """The shape that the tensor of this name has at that order; one axis at most grows with it, linearly."""
 
     @abstractmethod
     def forward(
@@ -56,11 +56,11 @@ class SSMLayer(nn.Module, ABC):
         """What says how states move, poles, steps and the like: it wants no weight decay and often a smaller rate."""
 
     def grows(self, name: str) -> bool:
-        """Whether the shape of the parameter depends on the order."""
+        """Whether the shape of the tensor depends on the order."""
         return self.shape_at(name, 1) != self.shape_at(name, 2)
 
     def order_at(self, name: str, shape: Sequence[int]) -> int | None:
-        """The inverse of `shape_at`: the order at which the parameter has this shape, None where there is none."""
+        """The inverse of `shape_at`: the order at which the tensor has this shape, None where there is none."""
         first, second = self.shape_at(name, 1), self.shape_at(name, 2)
         axis = next((k for k in range(len(first)) if first[k] != second[k]), None)
         if axis is None or len(shape) != len(first):
@@ -104,21 +104,34 @@ class SSMLayer(nn.Module, ABC):
         if (x.dtype != reference.dtype and not castable) or x.device != reference.device:
             raise SequenceError(f"x is {x.dtype} on {x.device}, expected {reference.dtype} on {reference.device}")
 
+    def tensors(self) -> dict[str, Tensor]:
+        """What a state dict holds of the layer, themselves, by name."""
+        return {name: value for name, value in self.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+
+    def shapes_at(self, order: int, like: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
+        """Of all tensors at that order, in the form, where a layer has several, that has tensors `like` these."""
+        return {name: self.shape_at(name, order) for name in self.tensors()}
+
+    def take_form_(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Make room for tensors of these shapes; nothing changes unless all that arrive are of one order."""
+        arriving = {name: shapes.get(name, ()) for name in self.tensors() if self.grows(name)}
+        orders = {self.order_at(name, shape) for name, shape in arriving.items()}
+        if len(orders) == 1 and None not in orders:
+            self._resize_(arriving)
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Take the order of the checkpoint: a model that was cut loads into the module it came from."""
-        arriving = {name: state_dict.get(prefix + name) for name, _ in self.named_parameters() if self.grows(name)}
-        shapes = {name: value.shape for name, value in arriving.items() if isinstance(value, Tensor)}
-        orders = {self.order_at(name, shape) for name, shape in shapes.items()}
+        inside = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
         # Only a whole checkpoint of one order; anything else is for torch's own error, with nothing changed.
-        if len(shapes) == len(arriving) and len(orders) == 1 and None not in orders:
-            self._resize_(shapes)
+        self.take_form_({name: value.shape for name, value in inside.items() if isinstance(value, Tensor)})
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
-    def _resize_(self, shapes: Mapping[str, torch.Size]) -> None:
-        resized = {name: shape for name, shape in shapes.items() if self.get_parameter(name).shape != shape}
+    def _resize_(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Give parameters other shapes; what they held is gone."""
+        resized = {name: shape for name, shape in shapes.items() if self.get_parameter(name).shape != tuple(shape)}
         for name, shape in resized.items():
             parameter = self.get_parameter(name)
-            replace_data(parameter, parameter.new_empty(shape))
+            replace_data(parameter, parameter.new_empty(tuple(shape)))
         if resized:
             refuse_to_train_([self])
 
@@ -133,8 +146,10 @@ def require_sizes(**given: int) -> None:
 def require_finite_parameters(layer: nn.Module) -> None:
     """Name the first parameter that holds NaN or infinity."""
     with torch.no_grad():
-        # Both stay in a sum: one over everything takes a third of the time of a look at each parameter.
-        if torch.cat([parameter.flatten() for parameter in layer.parameters()]).sum().isfinite():
+        # Both stay in a sum: one over all small parameters takes a third of the time of a look at each.
+        small = [parameter.flatten() for parameter in layer.parameters() if parameter.numel() < 2**16]
+        large = [parameter.sum() for parameter in layer.parameters() if parameter.numel() >= 2**16]
+        if torch.stack([*large, torch.cat(small).sum() if small else large[0]]).sum().isfinite():
             return
     for name, parameter in layer.named_parameters():
         if not bool(torch.isfinite(parameter).all()):

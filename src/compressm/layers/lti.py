@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import ClassVar
 
 import torch
@@ -28,7 +29,7 @@ class LTILayer(SSMLayer):
         return getattr(self, name).shape[axis]  # a plain tensor inside `functional_call`
 
     def shape_at(self, name: str, order: int) -> tuple[int, ...]:
-        shape, axis = tuple(self.get_parameter(name).shape), self.STATE_AXES.get(name)
+        shape, axis = tuple(attrgetter(name)(self).shape), self.STATE_AXES.get(name)
         return shape if axis is None else (*shape[:axis], order, *shape[axis + 1 :])
 
     def dynamics(self) -> Iterator[nn.Parameter]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import final
 
 import torch
@@ -13,7 +14,10 @@ from torch.nn.functional import linear, silu
 
 from compressm.layers.arguments import keeps_arguments
 from compressm.layers.base import SSMLayer, require_sizes
+from compressm.layers.channel_maps import OF_MAPS, Form, mapped, require_maps
 from compressm.layers.discretisation import random_log_steps
+from compressm.layers.replacing import replace_data
+from compressm.layers.wrappers import refuse_to_train_
 from compressm.ops.diagonal_scan.checks import require_lengths
 from compressm.ops.selective_scan import ScanPath, selective_scan, selective_step
 
@@ -29,7 +33,15 @@ class Mamba(SSMLayer):
     out_proj reads y; a = −exp(A_log). Names and numbers at the start are those of the authors. The order counts real
     states a channel. A stream carries the last inputs of the convolution and the states in one tensor, in float32 at
     least: (batch, inner, conv_width − 1 + n).
+
+    After `keep_maps_` every channel has states of its own, and rates that may be complex.
     """
+
+    # Of a layer whose channels have states of their own; None in others.
+    B_map: Tensor | None
+    C_map: Tensor | None
+    orders: Tensor | None
+    A_imag: nn.Parameter | None
 
     def __init__(
         self,
@@ -57,27 +69,78 @@ class Mamba(SSMLayer):
         self.x_proj = RowsAsStored(self.inner, dt_rank + 2 * order, bias=False)
         self.dt_proj = _step_projection(dt_rank, random_log_steps(self.inner, step_min, step_max))
         self.out_proj = nn.Linear(self.inner, width, bias=bias)
+        for name in ("B_map", "C_map", "orders"):
+            self.register_buffer(name, None)
+        self.register_parameter("A_imag", None)
 
     @property
     def order(self) -> int:
-        """Real states a channel."""
+        """Real states a channel, complex ones where rates are complex; the most that any channel has."""
         return self.A_log.shape[1]
 
+    @property
+    def projected(self) -> int:
+        """Entries of B, and of C, that x_proj gives."""
+        return (self.x_proj.weight.shape[0] - self.dt_rank) // 2
+
+    @property
+    def form(self) -> Form:
+        """Whether channels have states of their own, and complex ones."""
+        return Form() if self.B_map is None else Form(self.projected, self.A_imag is not None)
+
     def shape_at(self, name: str, order: int) -> tuple[int, ...]:
-        if name == "A_log":
-            return (self.inner, order)
-        if name == "x_proj.weight":
-            return (self.dt_rank + 2 * order, self.inner)
-        return tuple(self.get_parameter(name).shape)
+        shapes = self._shapes(self.form, order)
+        return shapes[name] if name in shapes else tuple(attrgetter(name)(self).shape)
+
+    def shapes_at(self, order: int, like: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
+        rest = {name: tuple(value.shape) for name, value in self.tensors().items() if name not in OF_MAPS}
+        return rest | self._shapes(Form.of(like), order)
+
+    def take_form_(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        order = self.order_at("A_log", shapes.get("A_log", ()))
+        wanted = {} if order is None else self._shapes(Form.of(shapes), order)
+        if order is not None and all(tuple(shapes.get(name, ())) == shape for name, shape in wanted.items()):
+            self._reshape_(wanted)
+
+    def keep_maps_(
+        self,
+        B_map: Float[Tensor, "inner *pair n projected"],
+        C_map: Float[Tensor, "inner *pair projected n"],
+        orders: Int[Tensor, " inner"],
+        A_log: Float[Tensor, "inner n"],
+        A_imag: Float[Tensor, "inner n"] | None = None,
+    ) -> None:
+        """From now on channel i has the rates −exp(A_log[i]) + i A_imag[i], and B_map[i] B[t] and C[t] C_map[i].
+
+        B[t] and C[t] are what x_proj gives, as before. Of the n states the first orders[i] are the channel's. With
+        A_imag maps are pairs (re, im), and y = Re(C h). Maps stay as they are; A_log stays the parameter it is.
+        """
+        given = {"B_map": B_map, "C_map": C_map, "orders": orders, "A_log": A_log}
+        given |= {} if A_imag is None else {"A_imag": A_imag}
+        order = A_log.shape[-1] if isinstance(A_log, Tensor) and A_log.ndim else 0
+        wanted = self._shapes(Form(self.projected, A_imag is not None), max(order, 1))
+        require_maps(given, wanted)
+        self._reshape_(wanted)
+        for name, value in given.items():
+            held = getattr(self, name)
+            data = value.detach().to(held.device, held.dtype, copy=True, memory_format=torch.contiguous_format)
+            if isinstance(held, nn.Parameter):
+                replace_data(held, data)
+            else:
+                setattr(self, name, data)
 
     def dynamics(self) -> Iterator[nn.Parameter]:
         """Rates and the bias of the steps."""
         yield self.A_log
+        if self.A_imag is not None:
+            yield self.A_imag
         yield self.dt_proj.bias
 
-    def rates(self) -> Float[Tensor, "inner n"]:
-        """a = −exp(A_log), in float32 or better."""
-        return -torch.exp(self.A_log.to(_wide(self.A_log.dtype)))
+    def rates(self) -> Float[Tensor, "*pair inner n"]:
+        """a = −exp(A_log) + i A_imag, in float32 or better; as pairs where there is an imaginary part."""
+        wide = _wide(self.A_log.dtype)
+        decay = -torch.exp(self.A_log.to(wide))
+        return decay if self.A_imag is None else torch.stack([decay, self.A_imag.to(wide)])
 
     def forward(
         self,
@@ -107,18 +170,22 @@ class Mamba(SSMLayer):
             state=h,
             delta_bias=self.dt_proj.bias,
             softplus=True,
+            orders=self.orders,
         )
         return self.out_proj(y), self._joined(inputs, h, None)
 
     def initial_state(self, batch: int) -> Float[Tensor, "batch inner kept"]:
-        kept = self.conv_width - 1 + self.order
+        kept = self.conv_width - 1 + self.order * (1 if self.A_imag is None else 2)
         return self.A_log.new_zeros(batch, self.inner, kept, dtype=_wide(self.A_log.dtype))
 
     def selected(self, u: Float[Tensor, "batch length inner"]) -> tuple[Tensor, Tensor, Tensor]:
         """What the input of the recurrence chooses: Δ before its bias and softplus, B and C."""
-        dt, B, C = self.x_proj(u).split([self.dt_rank, self.order, self.order], dim=-1)
+        dt, B, C = self.x_proj(u).split([self.dt_rank, self.projected, self.projected], dim=-1)
         # The bias is added in float32 by the scan: −4.6 in bfloat16 is a step that is 1 % off.
-        return linear(dt, self.dt_proj.weight), B, C
+        delta = linear(dt, self.dt_proj.weight)
+        if self.B_map is None or self.C_map is None:
+            return delta, B, C
+        return delta, mapped(self.B_map, B), mapped(self.C_map.mT, C)
 
     # Everything whose shape holds the order is in here: what is compiled around it is never compiled again after a cut.
     @torch.compiler.disable
@@ -133,6 +200,7 @@ class Mamba(SSMLayer):
             *(u, delta, self.rates(), B, C, self.D, z, h, lengths),
             delta_bias=self.dt_proj.bias,
             softplus=True,
+            orders=self.orders,
             keep_state=keep_state,
             path=self.path,
         )
@@ -148,8 +216,9 @@ class Mamba(SSMLayer):
         return silu(self.conv1d(inputs)).mT, inputs
 
     def _split(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        past = self.conv_width - 1
-        return state[..., :past], state[..., past:]
+        """The last inputs of the convolution, and the states as the scan has them."""
+        before, h = state.split([self.conv_width - 1, state.shape[-1] - self.conv_width + 1], dim=-1)
+        return before, h if self.A_imag is None else h.unflatten(-1, (2, -1)).movedim(-2, 1)
 
     def _joined(self, inputs: Tensor, h: Tensor, lengths: Tensor | None) -> Float[Tensor, "batch inner kept"]:
         """The last inputs of the convolution before each sequence's end, and the states."""
@@ -159,6 +228,7 @@ class Mamba(SSMLayer):
         else:
             steps = lengths[:, None] + torch.arange(past, device=lengths.device)
             last = inputs.gather(-1, steps[:, None].expand(-1, self.inner, -1))
+        h = h if self.A_imag is None else h.movedim(1, -2).flatten(-2)
         return torch.cat([last.to(h.dtype), h], dim=-1)
 
     # Values are read from the device here: no compiler can trace this.
@@ -168,8 +238,35 @@ class Mamba(SSMLayer):
         self._check_kind(x, (torch.bfloat16, torch.float16, torch.float32))
         require_lengths(lengths, *x.shape[:2])
 
+    def _shapes(self, form: Form, order: int) -> dict[str, tuple[int, ...]]:
+        return form.shapes(inner=self.inner, dt_rank=self.dt_rank, order=order)
+
+    def _reshape_(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Hold tensors of these shapes, and of those that not every form has no others; what they held is gone."""
+        if self.form != Form.of(shapes):
+            refuse_to_train_([self])
+        for name in OF_MAPS:
+            held, shape = getattr(self, name), shapes.get(name)
+            if shape is None:
+                setattr(self, name, None)
+            elif held is None:
+                setattr(self, name, self._empty(name, shape))
+            elif name != "A_imag" and held.shape != shape:
+                setattr(self, name, held.new_empty(shape))
+        self._resize_({name: shapes[name] for name in ("A_log", "A_imag", "x_proj.weight") if name in shapes})
+
+    def _empty(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name == "A_imag":
+            return _without_decay(nn.Parameter(self.A_log.new_empty(shape), requires_grad=self.A_log.requires_grad))
+        dtype = torch.int64 if name == "orders" else _wide(self.A_log.dtype)
+        return self.A_log.new_empty(shape, dtype=dtype)
+
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, inner={self.inner}, conv_width={self.conv_width}, dt_rank={self.dt_rank}"
+        sizes = f"inner={self.inner}, conv_width={self.conv_width}, dt_rank={self.dt_rank}"
+        if self.B_map is None:
+            return f"{super().extra_repr()}, {sizes}"
+        kind = "real" if self.A_imag is None else "complex"
+        return f"{super().extra_repr()}, {sizes}, own {kind} states a channel from {self.projected} of x_proj"
 
 
 @final

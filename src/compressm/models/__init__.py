@@ -8,7 +8,7 @@ from compressm.models.classifier import ClassifierState, SequenceClassifier
 from compressm.models.dropout import Dropout, OneMask, PerElement
 from compressm.models.encoder import EmbeddingEncoder, Encoder, LinearEncoder
 from compressm.models.language_model import LanguageModel
-from compressm.models.normalisation import BatchNorm, LayerNorm, NoNorm, Norm, RunningNorm
+from compressm.models.normalisation import BatchNorm, LayerNorm, NoNorm, Norm, RMSNorm, RunningNorm
 from compressm.models.pooling import EveryStep, LastStep, MeanPooling, Pooling
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "OneMask",
     "PerElement",
     "Pooling",
+    "RMSNorm",
     "ResidualBlock",
     "RunningNorm",
     "SequenceClassifier",

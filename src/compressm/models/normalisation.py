@@ -81,6 +81,17 @@ class LayerNorm(Norm):
 
 @final
 @dataclass(frozen=True)
+class RMSNorm(Norm):
+    """Each step over its channels by their root mean square alone, as Mamba has it."""
+
+    affine: bool = True
+
+    def build(self, width: int) -> nn.Module:
+        return StepRMSNorm(width, eps=1e-5, elementwise_affine=self.affine)
+
+
+@final
+@dataclass(frozen=True)
 class NoNorm(Norm):
     """The input as it is."""
 
@@ -174,6 +185,18 @@ class StepNorm(nn.LayerNorm):
         self, x: Float[Tensor, "batch length width"], lengths: Int[Tensor, " batch"] | None = None
     ) -> Float[Tensor, "batch length width"]:
         return super().forward(x)
+
+
+@final
+class StepRMSNorm(nn.RMSNorm):
+    """y = x / √(mean x² + ε) in the form of all norms here, in float32 at least; padding reaches no valid step."""
+
+    def forward(
+        self, x: Float[Tensor, "batch length width"], lengths: Int[Tensor, " batch"] | None = None
+    ) -> Float[Tensor, "batch length width"]:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        weight = None if self.weight is None else self.weight.to(wide)
+        return nn.functional.rms_norm(x.to(wide), self.normalized_shape, weight, self.eps).to(x.dtype)
 
 
 @final

@@ -30,7 +30,7 @@ from compressm.compression.selection import Selection
 from compressm.data.dataset import Form
 from compressm.data.shuffling import Order
 from compressm.data.task import Task
-from compressm.layers import LRU, S4D, S5, SSMLayer
+from compressm.layers import LRU, S4D, S5, Mamba, SSMLayer
 from compressm.models import (
     BatchNorm,
     EveryStep,
@@ -40,6 +40,7 @@ from compressm.models import (
     NoNorm,
     OneMask,
     PerElement,
+    RMSNorm,
     RunningNorm,
     SequenceClassifier,
 )
@@ -47,8 +48,8 @@ from compressm.training.config import CompressionConfig, ConfigError, ModelConfi
 from compressm.training.placing import batch_on
 from compressm.training.plan import cut_steps, settle_steps
 
-_LAYERS: dict[str, type[SSMLayer]] = {"LRU": LRU, "S5": S5, "S4D": S4D}
-_NORMS = {"batch": BatchNorm, "running": RunningNorm, "layer": LayerNorm, "none": NoNorm}
+_LAYERS: dict[str, type[SSMLayer]] = {"LRU": LRU, "S5": S5, "S4D": S4D, "Mamba": Mamba}
+_NORMS = {"batch": BatchNorm, "running": RunningNorm, "layer": LayerNorm, "rms": RMSNorm, "none": NoNorm}
 _POOLINGS = {"mean": MeanPooling(), "last": LastStep(), "steps": EveryStep()}
 _DROPOUTS = {"element": PerElement, "batch": OneMask}
 _MOMENTS = {"transport": Transport(), "restart": Restart(), "slice": Slice()}

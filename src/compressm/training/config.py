@@ -48,11 +48,11 @@ class ModelConfig(Config):
     depth: int
     width: int
     order: int
-    layer: Literal["LRU", "S5", "S4D"] = "LRU"
+    layer: Literal["LRU", "S5", "S4D", "Mamba"] = "LRU"
     layer_options: dict[str, Any] = field(default_factory=dict)
     dropout: float = 0.1
     dropout_form: Literal["element", "batch"] = "batch"
-    norm: Literal["batch", "running", "layer", "none"] = "batch"
+    norm: Literal["batch", "running", "layer", "rms", "none"] = "batch"
     norm_options: dict[str, Any] = field(default_factory=dict)
     pooling: Literal["mean", "last", "steps"] = "mean"
 
