@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 
-from compressm.models import BatchNorm, LayerNorm, NoNorm, OneMask, PerElement
+from compressm.models import BatchNorm, LayerNorm, NoNorm, OneMask, PerElement, RMSNorm
 
 BATCH, LENGTH, WIDTH = 4, 9, 5
 LENGTHS = torch.tensor([9, 4, 1, 6])
@@ -67,6 +67,25 @@ def test_layer_norm_is_that_of_torch():
     torch.testing.assert_close(LayerNorm().build(WIDTH)(x, LENGTHS), torch.nn.functional.layer_norm(x, (WIDTH,)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("affine", [True, False])
+def test_rms_norm_divides_each_step_by_its_root_mean_square(affine, dtype):
+    norm, x = RMSNorm(affine=affine).build(WIDTH).to(dtype), sequence().to(dtype)
+    if affine:
+        torch.nn.init.normal_(norm.weight)
+    wide = x.double()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * (norm.weight.double() if affine else 1)
+    y = norm(x, LENGTHS)
+    assert y.dtype == dtype
+    torch.testing.assert_close(y, expected.to(dtype))
+
+
+def test_rms_norm_of_half_precision_takes_weights_in_float32():
+    norm, x = RMSNorm().build(WIDTH), sequence().bfloat16()
+    assert norm(x).dtype == torch.bfloat16
+    torch.testing.assert_close(norm(x).float(), norm(x.float()), rtol=1e-2, atol=1e-2)
+
+
 def test_no_norm_changes_nothing():
     x = sequence()
     assert NoNorm().build(WIDTH)(x, LENGTHS) is x
@@ -99,7 +118,9 @@ def test_dropout_does_nothing_in_evaluation(choice):
     assert torch.equal(choice.build().eval()(x), x)
 
 
-@pytest.mark.parametrize("choice", [BatchNorm(0.2, False), LayerNorm(), NoNorm(), PerElement(0.1), OneMask(0.1)])
+@pytest.mark.parametrize(
+    "choice", [BatchNorm(0.2, False), LayerNorm(), RMSNorm(), NoNorm(), PerElement(0.1), OneMask(0.1)]
+)
 def test_a_choice_can_be_pickled_compared_and_read(choice):
     assert pickle.loads(pickle.dumps(choice)) == choice
     assert repr(choice).startswith(type(choice).__name__)

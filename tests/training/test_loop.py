@@ -50,6 +50,14 @@ def test_every_kind_of_task_is_learnt(task, settings, tmp_path):
     assert run.status().state == "finished"
 
 
+def test_a_recipe_of_mamba_layers_is_learnt(tmp_path):
+    options = ("model.layer=Mamba", "model.norm=rms", "model.layer_options={conv_width: 2}")
+    run = train(recipe(*FAST, *options), pairs(), tmp_path / "run")
+    losses = [e.loss for e in run.records(Evaluation) if e.split == "train"]
+    assert losses[-1] < 0.97 * losses[0]
+    assert load_model(run.path / "model").blocks[0].ssm.conv_width == 2
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A run with two cuts and everything recorded."""

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from compressm.layers import LRU, S4D, S5
+from compressm.layers import LRU, S4D, S5, Mamba
 from compressm.models import SequenceClassifier
 from compressm.training import TrainingConfig
 from compressm.training.optimizers import build_optimizer, dynamics, keep_rates_on_, set_rate
@@ -40,6 +40,18 @@ def test_the_slow_group_has_the_factor_and_no_weight_decay():
     assert (rest["lr"], rest["weight_decay"]) == (0.1, 0.05)
     grouped = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     assert sorted(grouped) == sorted(id(parameter) for parameter in model.parameters())
+
+
+def test_of_mamba_rates_and_steps_are_slow_and_the_skip_only_keeps_its_size():
+    model = model_of(Mamba)
+    optimizer = build_optimizer(model, config(ssm_factor=0.25, weight_decay=0.05), CPU)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    slow, kept, rest = ({names[id(p)].partition(".ssm.")[2] for p in g["params"]} for g in optimizer.param_groups)
+    assert (slow, kept) == ({"A_log", "dt_proj.bias"}, {"D"})
+    ordinary = {"in_proj.weight", "conv1d.weight", "conv1d.bias", "x_proj.weight", "dt_proj.weight", "out_proj.weight"}
+    assert rest - {""} == ordinary
+    settings = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+    assert settings == [(0.025, 0.0), (0.1, 0.0), (0.1, 0.05)]
 
 
 def test_a_model_without_ssm_layers_has_one_group():

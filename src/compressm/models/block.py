@@ -84,7 +84,7 @@ class Block(ResidualBlock):
 
     ssm: LTILayer
 
-    def __init__(self, mixer: LTILayer, *, norm: Norm = BatchNorm(), dropout: Dropout = PerElement(0.0)) -> None:
+    def __init__(self, mixer: SSMLayer, *, norm: Norm = BatchNorm(), dropout: Dropout = PerElement(0.0)) -> None:
         if not isinstance(mixer, LTILayer):
             raise SequenceError(f"the mixer is a {type(mixer).__name__}, expected a linear layer; others: MixerBlock")
         super().__init__(mixer, norm=norm, dropout=dropout)
