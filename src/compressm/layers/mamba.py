@@ -152,6 +152,7 @@ class Mamba(SSMLayer):
     ) -> tuple[Float[Tensor, "batch length width"], Float[Tensor, "batch inner kept"] | None]:
         self._check_sequence(x, state, lengths)
         if lengths is not None:
+            lengths = lengths.to(x.device)
             counts = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
             x = torch.where(counts[..., None], x, 0)
         y, state = self._mix(self.in_proj(x), state, lengths, keep_state)
