@@ -108,6 +108,7 @@ def test_what_is_there_already_is_not_written_over(kind, finished, tmp_path):
         (("--tau", "2"), "EnergyTolerance: tau is 2.0"),
         (("--rho", "0"), "KeepFraction: rho is 0.0"),
         (("--order", "0"), "TargetOrder: n is 0"),
+        (("--bound", "0.1", "--measured"), "--bound with --measured, whose Gramians have no error bound"),
         (("--order", "few"), "'few' is not an integer"),
         (("--tau", "some"), "'some' is not a number"),
         (("--order", "3", "--out", "/proc/nope"), "/proc/nope"),

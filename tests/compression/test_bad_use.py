@@ -95,6 +95,16 @@ MADE = {
     "step 0 in a schedule": ("make_compressor(when=[0, 5])", "when holds 0", "at least 1"),
     "measured without data": ("make_compressor(gramian=Measured())", "Measured(batches=4, stride=8)", "calibrate"),
     "measured without data, once": ("once(gramian=Measured(2))", "Measured(batches=2, stride=8)", "calibrate"),
+    "a bound with data": (
+        "make_compressor(keep=ErrorBound(0.1), calibrate=lambda model: None)",
+        "ErrorBound(eps=0.1, relative=True) with Gramians that are measured",
+        "expected gramian=WhiteNoise()",
+    ),
+    "a bound with data, for one layer": (
+        "once(overrides={'blocks.1.*': ErrorBound(0.1)}, calibrate=lambda model: None, gramian=Measured())",
+        "ErrorBound(eps=0.1, relative=True) with Gramians that are measured",
+        "expected gramian=WhiteNoise()",
+    ),
     "data that cannot be run": ("make_compressor(calibrate=3)", "calibrate is 3", "function of the model"),
     "text for a Gramian": ("make_compressor(gramian='measured')", "gramian is 'measured'", "WhiteNoise()"),
     "gate 0": ("make_compressor(gate=0)", "gate is 0", "0 < it <= 1"),

@@ -76,6 +76,10 @@ BAD_VALUES = [
     ("compression.tau=0.1", "compression: compression has tau and rho, expected one of tau, rho, order"),
     ("compression.rho=null", "compression: compression has no policy, expected one of tau, rho, order"),
     ("compression.rho=0", "compression: rho is 0.0, expected a number above 0 and at most 1"),
+    (
+        "compression={bound: 0.1, gramian: measured, when: {steps: [5]}}",
+        "bound is 0.1 with gramian measured, which has no",
+    ),
     ("compression.gate=1.1", "compression: gate is 1.1, expected a number above 0 and at most 1"),
     ("compression.when={}", "when has nothing, expected one of warmup_cuts, every, steps"),
     ("compression.when={every: 2, steps: [1]}", "when has every and steps, expected one"),

@@ -55,6 +55,10 @@ def command(
     store = Store(offline=offline) if data is None else Store(data, offline=offline)
     try:
         keep = _policy(tau=tau, rho=rho, order=order, bound=bound, total_states=total_states)
+        if measured and bound is not None:
+            raise typer.BadParameter(
+                "--bound with --measured, whose Gramians have no error bound: leave one of them out"
+            )
         saved = open_saved(path, with_data=measured, store=store)
         before = _tested(saved)
         cuts = compress_(
