@@ -51,6 +51,8 @@ def test_options_are_set_one_by_one(tmp_path):
     ("arguments", "said"),
     [
         (("mnist",), "no data set is called 'mnist', expected one of smnist"),
+        (("mnist",), "did you mean 'smnist'?"),
+        (("imdb", "--set", "lenght=3"), "did you mean 'length'?"),
         (("imdb", "--offline"), "nothing is fetched offline"),
         (("imdb", "--set", "length"), "'length', expected OPTION=VALUE"),
         (("imdb", "--set", "length=long"), "length of imdb is 'long', expected int"),

@@ -52,6 +52,7 @@ def test_a_page_is_opened_only_when_asked_for(app, tmp_path, monkeypatch):
         (["nowhere"], "nowhere does not exist, expected the folder of a run or of several"),
         (["docs"], "docs holds no run"),
         (["docs", "--formats", "png,bmp"], "'bmp', expected some of png, pdf, svg"),
+        (["docs", "--formats", "pgn"], "'pgn', expected some of png, pdf, svg; did you mean 'png'?"),
         (["docs", "--formats", ","], "',', expected some of png, pdf, svg"),
         (["docs", "--out", "/proc/nope"], "/proc/nope"),
     ],

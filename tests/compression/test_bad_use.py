@@ -114,6 +114,10 @@ MADE = {
     "moments as text": ("make_compressor(moments='slice')", "moments is 'slice'", "Slice()"),
     "a guard that is a function": ("make_compressor(guard=lambda: 1.0)", "guard is <function", "Rollback("),
     "an override for nothing": ("make_compressor(overrides={'block.*': keep})", "'block.*' matches no", "blocks.0.ssm"),
+    "an override that is nearly a layer": (
+        "make_compressor(overrides={'block.1.ssm': keep})",
+        "'block.1.ssm' matches no module; there are 'blocks.0.ssm', 'blocks.1.ssm'; did you mean 'blocks.1.ssm'?",
+    ),
     "an override that is a number": ("make_compressor(overrides={'*': 4})", "overrides['*'] is 4", "a policy"),
     "overrides as a list": ("make_compressor(overrides=[('*', keep)])", "overrides are [", "pattern"),
     "a follower without layers": ("make_compressor(follow=[nn.Linear(2, 2)])", "Linear has no SSM layer", "blocks.0"),

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from compressm.cli.paths import PathError, require_writable
+from compressm.nearest import did_you_mean
 from compressm.runs.gathering import Gathered, gather
 from compressm.runs.records import RunError
 
@@ -62,5 +63,6 @@ def _kinds(text: str) -> list[str]:
     kinds = [kind.strip().lower() for kind in text.split(",") if kind.strip()]
     if not kinds or (unknown := [kind for kind in kinds if kind not in _FORMATS]):
         came = repr(text) if not kinds else ", ".join(map(repr, unknown))
-        raise typer.BadParameter(f"{came}, expected some of {', '.join(_FORMATS)}", param_hint="--formats")
+        near = did_you_mean(unknown[0], _FORMATS) if kinds else ""
+        raise typer.BadParameter(f"{came}, expected some of {', '.join(_FORMATS)}{near}", param_hint="--formats")
     return list(dict.fromkeys(kinds))

@@ -132,10 +132,10 @@ def _recipe(
         if settings or baseline or seed is not None or order is not None:
             raise ConfigError(f"{name} goes on as it began: --set, --seed, --order and --baseline are not for --resume")
         return make_recipe(directory.config(), source=str(directory.path / "config.json"))
-    settings = [*settings, *(["compression=null"] if baseline else [])]
-    settings += [f"seed={seed}"] if seed is not None else []
-    settings += [f"model.order={order}"] if order is not None else []
-    return find_recipe(name, tuple(settings))
+    spoken = {"compression=null": "--baseline"} if baseline else {}
+    spoken |= {f"seed={seed}": f"--seed {seed}"} if seed is not None else {}
+    spoken |= {f"model.order={order}": f"--order {order}"} if order is not None else {}
+    return find_recipe(name, (*settings, *spoken), spoken=spoken)
 
 
 def _folder(recipe: Recipe, name: str, out: Path | None, resume: bool) -> Path:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from compressm.models import (
     RunningNorm,
     SequenceClassifier,
 )
+from compressm.nearest import did_you_mean
 from compressm.training.config import CompressionConfig, ConfigError, ModelConfig, Recipe
 from compressm.training.placing import batch_on
 from compressm.training.plan import cut_steps, settle_steps
@@ -57,6 +59,8 @@ _CALIBRATION_SEED = 2**31 - 1
 
 def build_model(config: ModelConfig, task: Task | Form) -> SequenceClassifier:
     """As torch's random numbers initialise it; of a task only its sizes are asked for."""
+    _require_options("layer_options", _LAYERS[config.layer], config.layer_options)
+    _require_options("norm_options", _NORMS[config.norm], config.norm_options)
     try:
         return SequenceClassifier(
             _LAYERS[config.layer],
@@ -74,6 +78,16 @@ def build_model(config: ModelConfig, task: Task | Form) -> SequenceClassifier:
         )
     except (TypeError, ValueError) as error:
         raise ConfigError(f"model: {error}") from error
+
+
+def _require_options(key: str, kind: type, options: Mapping[str, Any]) -> None:
+    known = [name for name in inspect.signature(kind).parameters if name not in ("width", "order")]
+    for option in options:
+        if option not in known:
+            raise ConfigError(
+                f"model.{key}: {kind.__name__} has no option {option!r}; its options:"
+                f" {', '.join(known) or 'none'}{did_you_mean(option, known)}"
+            )
 
 
 def build_compressor(
