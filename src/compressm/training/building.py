@@ -30,7 +30,7 @@ from compressm.compression.policies import Policy
 from compressm.compression.selection import Selection
 from compressm.data.dataset import Form
 from compressm.data.shuffling import Order
-from compressm.data.task import Task
+from compressm.data.task import Task, TaskKind
 from compressm.layers import LRU, S4D, S5, SSMLayer
 from compressm.models import (
     BatchNorm,
@@ -97,7 +97,7 @@ def build_compressor(
     task: Task,
     evaluate: Callable[[], float],
 ) -> Compressor | None:
-    """None where the recipe does not compress; `evaluate` is what a guard asks."""
+    """None where the recipe does not compress; `evaluate` is what a guard asks: the validation's `Score.value`."""
     config = recipe.compression
     if config is None:
         return None
@@ -116,8 +116,14 @@ def build_compressor(
         gate=config.gate,
         round_to=config.round_to,
         moments=_MOMENTS[config.moments],
-        guard=None if settle is None else Rollback(evaluate, drop=drop, settle=settle),
+        guard=None if settle is None else _guard(evaluate, drop, settle, task.kind),
     )
+
+
+def _guard(evaluate: Callable[[], float], drop: float, settle: int, kind: TaskKind) -> Rollback:
+    loss = kind is TaskKind.REGRESS
+    name = f"validation {'loss' if loss else 'accuracy'}"
+    return Rollback(evaluate, drop=drop, settle=settle, measures=name, lower_is_better=loss)
 
 
 def _policy(config: CompressionConfig) -> Policy:

@@ -120,11 +120,11 @@ def _build(
     learner = Learner(model, optimizer, objective or task_objective(task.kind), task, order, recipe.training, processes)
     clock = Clock(device)
 
-    def merit() -> float:
+    def validate() -> float:
         with clock.phase("evaluation"):
-            return evaluate(learner, task.validation).merit
+            return evaluate(learner, task.validation).value
 
-    compressor = build_compressor(recipe, model, optimizer, task, merit)
+    compressor = build_compressor(recipe, model, optimizer, task, validate)
     fold = recipe.compression.fold if recipe.compression else True
     spectra = recipe.spectra
     # The plan says when.
