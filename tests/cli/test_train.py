@@ -1,5 +1,6 @@
 """`compressm train` as a person meets it; what a run does is in tests/training."""
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from typer.testing import CliRunner
 
 from compressm.cli.app import app
 from compressm.experiments.catalogue import recipe_names
-from compressm.runs.directory import RunDirectory
+from compressm.runs.directory import RunDirectory, Status
 from compressm.training.steps import Learner
 
 RECIPE = """
@@ -73,8 +74,6 @@ def test_a_run_is_not_trained_over_but_goes_on_when_asked_to():
     assert again.exit_code == 2
     assert "mine already holds a run: --resume goes on with it, --out takes another folder" in plain(again)
     assert {path.name: path.read_bytes() for path in RunDirectory("mine").path.iterdir() if path.is_file()} == before
-    assert run(*small, "--resume").exit_code == 0
-    assert run("mine", "--resume").exit_code == 0
     changed = run("mine.yaml", "--out", "mine", "--set", "training.steps=6", "--resume")
     assert changed.exit_code == 2
     assert "mine is a run of another recipe: training.steps was 5 and is 6" in plain(changed)
@@ -83,6 +82,20 @@ def test_a_run_is_not_trained_over_but_goes_on_when_asked_to():
         assert refused.exit_code == 2
         assert "mine goes on as it began" in plain(refused)
     assert "--out is not for" in plain(run("mine", "--resume", "--out", "other"))
+
+
+@pytest.mark.parametrize("given", [("mine",), ("mine.yaml", "--out", "mine", "--set", "training.steps=5")])
+def test_a_finished_run_says_so_and_nothing_is_changed(tmp_path, given):
+    assert run("mine.yaml", "--out", "mine", "--set", "training.steps=5").exit_code == 0
+    shutil.rmtree(tmp_path / "data")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    done = run(*given, "--resume", "--offline")
+    assert done.exit_code == 0, done.output
+    assert plain(done) == (
+        "mine is finished: all 5 steps are trained, nothing is left to do "
+        "model: mine/model; `compressm report mine` shows the run"
+    )
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
 @pytest.mark.parametrize(
@@ -139,7 +152,9 @@ def test_a_gpu_that_is_not_there_is_an_error():
 
 def test_checkpoints_that_cannot_be_read_are_named():
     assert run("mine.yaml", "--out", "mine", "--set", "training.steps=5").exit_code == 0
-    for path in RunDirectory("mine").checkpoints.iterdir():
+    stopped = RunDirectory("mine")
+    stopped.write_status(Status("interrupted", 4, 5))
+    for path in stopped.checkpoints.iterdir():
         path.write_bytes(b"nothing")
     done = run("mine", "--resume")
     assert done.exit_code == 2

@@ -61,6 +61,14 @@ class RunDirectory:
         """A run began here."""
         return (self.path / "config.json").is_file()
 
+    @property
+    def finished(self) -> bool:
+        """It was trained to its last step, and its model is there."""
+        try:
+            return self.status().state == "finished" and (self.model / "model.safetensors").is_file()
+        except RunError:
+            return False
+
     def begin(self, config: dict[str, Any]) -> None:
         """A new run; one that is there already is refused."""
         if self.exists:
