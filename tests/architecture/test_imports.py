@@ -27,6 +27,8 @@ ALLOWED = {
     "bench": None,
     "cli": None,
 }
+# Modules beside the packages that need nothing but Python.
+FOR_ALL = {"nearest"}
 # What stands above those that may import everything below them.
 ABOVE = {"experiments": {"reports", "bench", "cli"}, "bench": {"reports", "cli"}, "cli": set()}
 
@@ -68,9 +70,14 @@ def test_imports_go_in_the_allowed_direction(path):
     relative = path.relative_to(SOURCE)
     package = relative.parts[0] if len(relative.parts) > 1 else None
     if package is None:
+        ours = [name for name in imported_modules(path) if name.startswith("compressm")]
+        assert relative.stem not in FOR_ALL or ours == []
         return  # compressm/__init__.py gathers the public names
     assert package in ALLOWED, f"{package} is a new package: say in ALLOWED what it may import"
-    ours = {name.split(".")[1] for name in imported_modules(path) if name.startswith("compressm.")} - {package}
+    ours = {name.split(".")[1] for name in imported_modules(path) if name.startswith("compressm.")} - {
+        package,
+        *FOR_ALL,
+    }
     allowed = ALLOWED[package]
     forbidden = ours & ABOVE[package] if allowed is None else ours - allowed
     assert not forbidden

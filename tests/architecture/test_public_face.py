@@ -139,7 +139,7 @@ OPTIONS = {
         *("path", "--out", "--tau", "--rho", "--order", "--bound", "--total-states"),
         *("--measured", "--fold", "--no-fold", "--data", "--offline"),
     },
-    "data": {"name", "--offline", "--root", "--set"},
+    "data": {"name", "--offline", "--data", "--root", "--set"},
     "report": {"runs", "--out", "--title", "--formats", "--open", "--no-open"},
     "demo": {"--seeds", "--out", "--processes", "--set"},
     "bench": set(),

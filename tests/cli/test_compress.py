@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -108,6 +110,7 @@ def test_what_is_there_already_is_not_written_over(kind, finished, tmp_path):
         (("--tau", "2"), "EnergyTolerance: tau is 2.0"),
         (("--rho", "0"), "KeepFraction: rho is 0.0"),
         (("--order", "0"), "TargetOrder: n is 0"),
+        (("--bound", "0.1", "--measured"), "--bound with --measured, whose Gramians have no error bound"),
         (("--order", "few"), "'few' is not an integer"),
         (("--tau", "some"), "'some' is not a number"),
         (("--order", "3", "--out", "/proc/nope"), "/proc/nope"),
@@ -117,6 +120,7 @@ def test_a_bad_value_says_what_was_given_and_exits_2(arguments, said, finished):
     done = run("compress", finished / "model", "--out", "small", *arguments)
     assert done.exit_code == 2, done.output
     assert said in plain(done)
+    assert not Path("small").exists()
 
 
 @pytest.mark.parametrize("command", [("inspect",), ("compress", "--order", "1", "--out", "small")])
@@ -139,7 +143,7 @@ def test_a_model_that_is_not_finite_is_refused(tmp_path):
         done = run(*command)
         assert done.exit_code == 2, done.output
         assert "nan" in plain(done).lower() or "finite" in plain(done)
-    assert not (tmp_path / "small" / "model.safetensors").exists()
+    assert not (tmp_path / "small").exists()
 
 
 def test_a_run_is_inspected_finished_or_not(finished, unfinished):

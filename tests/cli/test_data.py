@@ -20,7 +20,7 @@ def plain(done):
 
 def test_without_a_name_all_tasks_are_listed_with_what_is_here(tmp_path):
     write_mnist(tmp_path / "mnist")
-    done = run("--root", tmp_path)
+    done = run("--data", tmp_path)
     assert done.exit_code == 0, done.output
     lines = {line.split()[0]: line for line in done.output.replace("│", " ").splitlines() if line.strip()}
     assert lines["smnist"].split()[-1] == "yes"
@@ -29,21 +29,29 @@ def test_without_a_name_all_tasks_are_listed_with_what_is_here(tmp_path):
     assert "2 × 257 tokens" in lines["aan"]
 
 
+def test_the_earlier_name_of_data_is_still_read_but_not_shown(tmp_path):
+    write_mnist(tmp_path / "mnist")
+    assert run("--root", tmp_path).output == run("--data", tmp_path).output
+    shown = run("--help").output
+    assert "--data" in shown
+    assert "--root" not in shown
+
+
 def test_a_task_is_shown_with_its_splits(tmp_path):
     write_mnist(tmp_path / "mnist")
-    done = run("smnist", "--root", tmp_path, "--offline")
+    done = run("smnist", "--data", tmp_path, "--offline")
     assert done.exit_code == 0, done.output
     assert "train 36 uint8 (784, 1) 784 28.5 kB 8.3" in plain(done)
 
 
 def test_options_are_set_one_by_one(tmp_path):
     done = run(
-        "listops", "--root", tmp_path, *["--set", "generated=true", "--set", "examples=9", "--set", "held_out=3"]
+        "listops", "--data", tmp_path, *["--set", "generated=true", "--set", "examples=9", "--set", "held_out=3"]
     )
     assert done.exit_code == 0, done.output
     assert "train 9 uint8 (2048,)" in plain(done)
     assert "making ListOps" in done.output
-    done = run("lti_teacher", "--root", tmp_path, "--set", "examples=4", "--set", "held_out=2", "--set", "noise=0.1")
+    done = run("lti_teacher", "--data", tmp_path, "--set", "examples=4", "--set", "held_out=2", "--set", "noise=0.1")
     assert "regress" in done.output
 
 
@@ -51,6 +59,8 @@ def test_options_are_set_one_by_one(tmp_path):
     ("arguments", "said"),
     [
         (("mnist",), "no data set is called 'mnist', expected one of smnist"),
+        (("mnist",), "did you mean 'smnist'?"),
+        (("imdb", "--set", "lenght=3"), "did you mean 'length'?"),
         (("imdb", "--offline"), "nothing is fetched offline"),
         (("imdb", "--set", "length"), "'length', expected OPTION=VALUE"),
         (("imdb", "--set", "length=long"), "length of imdb is 'long', expected int"),
@@ -60,6 +70,6 @@ def test_options_are_set_one_by_one(tmp_path):
     ],
 )
 def test_a_bad_value_says_what_is_allowed_and_exits_2(tmp_path, arguments, said):
-    done = run(*arguments, "--root", tmp_path)
+    done = run(*arguments, "--data", tmp_path)
     assert done.exit_code == 2
     assert said in plain(done)

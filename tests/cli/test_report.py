@@ -1,4 +1,5 @@
 import webbrowser
+from html import unescape
 
 import pytest
 import typer
@@ -51,6 +52,7 @@ def test_a_page_is_opened_only_when_asked_for(app, tmp_path, monkeypatch):
         (["nowhere"], "nowhere does not exist, expected the folder of a run or of several"),
         (["docs"], "docs holds no run"),
         (["docs", "--formats", "png,bmp"], "'bmp', expected some of png, pdf, svg"),
+        (["docs", "--formats", "pgn"], "'pgn', expected some of png, pdf, svg; did you mean 'png'?"),
         (["docs", "--formats", ","], "',', expected some of png, pdf, svg"),
         (["docs", "--out", "/proc/nope"], "/proc/nope"),
     ],
@@ -70,7 +72,47 @@ def test_a_broken_line_is_named_and_nothing_is_written(app, tmp_path, name):
     done = run(app, folder, "--out", tmp_path / "out")
     assert done.exit_code == 2
     assert f"{name}, line 1" in plain(done).replace(" ", "").replace(",line1", ", line 1")
-    assert not (tmp_path / "out" / "report.html").exists()
+    assert not (tmp_path / "out").exists()
+
+
+BROKEN = {
+    "config.json": "{",
+    "status.json": '{"state": "finished", "step": "many", "steps": 5, "message": ""}',
+    "metrics.jsonl": '{"step": 1, "split": "test", "loss": "low", "accuracy": null, "learning_rate": 0, '
+    '"seconds": 0, "step_seconds": 0}\n',
+    "spectra.jsonl": '{"step": 1, "module": "blocks.0.ssm", "sigma": ["large"], "weyl_bound": null}\n',
+    "timings.jsonl": b"\xff\n",
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_run_is_named_and_the_others_are_reported(app, tmp_path, name):
+    for seed in range(2):
+        broken = write(Made(order=4, every=5000, seed=seed), tmp_path / "runs")
+    # Its group shows the best seed, which has to be the broken one for its spectra to be read.
+    better = (broken / "metrics.jsonl").read_text().replace('"accuracy": 0.', '"accuracy": 0.9')
+    (broken / "metrics.jsonl").write_text(better)
+    spoil = BROKEN[name]
+    (broken / name).write_bytes(spoil if isinstance(spoil, bytes) else spoil.encode())
+    (tmp_path / "docs").mkdir()
+    done = run(
+        app, tmp_path / "runs", tmp_path / "docs", tmp_path / "gone", "--out", tmp_path / "out", "--formats", "png"
+    )
+    assert done.exit_code == 0, done.output
+    page = unescape((tmp_path / "out" / "report.html").read_text())
+    for said in (f"{broken / name}", f"{tmp_path / 'docs'} holds no run", f"{tmp_path / 'gone'} does not exist"):
+        assert f"warning: left out: {said}" in done.stderr
+        assert f"Left out: {said}" in page
+    assert "smnist (1 run in 1 group)" in page
+
+
+def test_where_no_run_can_be_read_each_is_named(app, tmp_path):
+    for seed in range(2):
+        (write(Made(order=4, every=5000, seed=seed), tmp_path / "runs") / "status.json").write_text("{}")
+    done = run(app, tmp_path / "runs", "--out", tmp_path / "out")
+    assert done.exit_code == 2
+    assert plain(done).replace(" ", "").count("status.jsonholds{}") == 2
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_recipe_without_a_name_is_refused(app, tmp_path):

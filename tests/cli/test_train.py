@@ -1,5 +1,6 @@
 """`compressm train` as a person meets it; what a run does is in tests/training."""
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from typer.testing import CliRunner
 
 from compressm.cli.app import app
 from compressm.experiments.catalogue import recipe_names
-from compressm.runs.directory import RunDirectory
+from compressm.runs.directory import RunDirectory, Status
 from compressm.training.steps import Learner
 
 RECIPE = """
@@ -73,8 +74,6 @@ def test_a_run_is_not_trained_over_but_goes_on_when_asked_to():
     assert again.exit_code == 2
     assert "mine already holds a run: --resume goes on with it, --out takes another folder" in plain(again)
     assert {path.name: path.read_bytes() for path in RunDirectory("mine").path.iterdir() if path.is_file()} == before
-    assert run(*small, "--resume").exit_code == 0
-    assert run("mine", "--resume").exit_code == 0
     changed = run("mine.yaml", "--out", "mine", "--set", "training.steps=6", "--resume")
     assert changed.exit_code == 2
     assert "mine is a run of another recipe: training.steps was 5 and is 6" in plain(changed)
@@ -85,28 +84,54 @@ def test_a_run_is_not_trained_over_but_goes_on_when_asked_to():
     assert "--out is not for" in plain(run("mine", "--resume", "--out", "other"))
 
 
+@pytest.mark.parametrize("given", [("mine",), ("mine.yaml", "--out", "mine", "--set", "training.steps=5")])
+def test_a_finished_run_says_so_and_nothing_is_changed(tmp_path, given):
+    assert run("mine.yaml", "--out", "mine", "--set", "training.steps=5").exit_code == 0
+    shutil.rmtree(tmp_path / "data")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    done = run(*given, "--resume", "--offline")
+    assert done.exit_code == 0, done.output
+    assert plain(done) == (
+        "mine is finished: all 5 steps are trained, nothing is left to do "
+        "model: mine/model; `compressm report mine` shows the run"
+    )
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ((), "missing; expected one of aan"),
         (("mnist",), "'mnist' is not a recipe; expected one of aan"),
+        (("mnist",), "or a .yaml file; did you mean 'smnist'?"),
         (("gone.yaml",), "gone.yaml: No such file or directory; expected a recipe"),
-        (("mine.yaml", "--set", "model.order=0"), "mine.yaml: model: order is 0, expected at least 1"),
-        (("mine.yaml", "--set", "colour=red"), "mine.yaml: colour is not a key of a recipe"),
+        (("mine.yaml", "--set", "model.order=0"), "--set 'model.order=0': model: order is 0, expected at least 1"),
+        (
+            ("mine.yaml", "--set", "colour=red"),
+            "--set 'colour=red': colour is not a key of a recipe, expected one of name",
+        ),
+        (("mine.yaml", "--set", "modle.order=4"), "modle is not a key of a recipe"),
+        (("mine.yaml", "--set", "modle.order=4"), "did you mean 'model'?"),
+        (("mine.yaml", "--order", "0"), "--order 0: model: order is 0, expected at least 1"),
+        (("mine.yaml", "--set", "model.layer_options.r_mx=0.9"), "LRU has no option 'r_mx'; its options: r_min, r_max"),
+        (("mine.yaml", "--set", "model.layer_options.r_mx=0.9"), "did you mean 'r_max'?"),
+        (("mine.yaml", "--set", "model.norm_options.momentun=0.9"), "BatchNorm has no option 'momentun'"),
         (("mine.yaml", "--set", "seed"), "--set 'seed': expected key=value"),
         (("mine.yaml", "--set", "task.symbols=1"), "symbols is 1, expected an integer of at least 2"),
         (("mine.yaml", "--set", "task.colour=red"), "delayed_copy has no option 'colour'"),
+        (("mine.yaml", "--set", "task.symbol=5"), "did you mean 'symbols'?"),
         (("mine.yaml", "--set", "task.name=mnist"), "no data set is called 'mnist'"),
+        (("mine.yaml", "--set", "task.name=mnist"), "did you mean 'smnist'?"),
         (("mine.yaml", "--set", "training.batch=65"), "64 examples are fewer than a batch of 65"),
         (("mine.yaml", "--set", "compression.when={warmup_cuts: 4}"), "cuts is 4, but a warm-up of 0.1 of 9 steps"),
         (("mine.yaml", "--set", "compression.when.steps=[10]"), "cuts at step 10, after the last step, 9"),
-        (("mine.yaml", "--seed", "-1"), "seed is -1, expected an integer from 0"),
+        (("mine.yaml", "--seed", "-1"), "--seed -1: seed is -1, expected an integer from 0"),
         (("mine.yaml", "--order", "many"), "'many' is not an integer"),
         (("mine.yaml", "--threads", "0"), "0 is too small, expected at least 1"),
         (("mine.yaml", "--device", "tpu"), "'tpu' is not one of"),
         (("mine.yaml", "--resume"), "holds no run to go on with"),
         (("gone", "--resume"), "'gone' is not a recipe"),
-        (("mine.yaml", "--out", "mine.yaml"), "mine.yaml: File exists; expected a folder"),
+        (("mine.yaml", "--out", "mine.yaml"), "mine.yaml: Not a directory; expected a folder"),
         (("mine.yaml", "--out", "/proc/nope"), "/proc/nope: No such file or directory; expected a folder"),
     ],
 )
@@ -114,7 +139,8 @@ def test_a_bad_value_says_what_was_given_and_exits_2(arguments, said, tmp_path):
     done = run(*arguments)
     assert done.exit_code == 2, done.output
     assert said in plain(done)
-    assert not list(tmp_path.rglob("config.json"))
+    # Of a task that is refused late the data may be there.
+    assert {path.name for path in tmp_path.iterdir()} <= {"mine.yaml", "data"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -126,7 +152,9 @@ def test_a_gpu_that_is_not_there_is_an_error():
 
 def test_checkpoints_that_cannot_be_read_are_named():
     assert run("mine.yaml", "--out", "mine", "--set", "training.steps=5").exit_code == 0
-    for path in RunDirectory("mine").checkpoints.iterdir():
+    stopped = RunDirectory("mine")
+    stopped.write_status(Status("interrupted", 4, 5))
+    for path in stopped.checkpoints.iterdir():
         path.write_bytes(b"nothing")
     done = run("mine", "--resume")
     assert done.exit_code == 2

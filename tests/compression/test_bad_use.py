@@ -95,6 +95,16 @@ MADE = {
     "step 0 in a schedule": ("make_compressor(when=[0, 5])", "when holds 0", "at least 1"),
     "measured without data": ("make_compressor(gramian=Measured())", "Measured(batches=4, stride=8)", "calibrate"),
     "measured without data, once": ("once(gramian=Measured(2))", "Measured(batches=2, stride=8)", "calibrate"),
+    "a bound with data": (
+        "make_compressor(keep=ErrorBound(0.1), calibrate=lambda model: None)",
+        "ErrorBound(eps=0.1, relative=True) with Gramians that are measured",
+        "expected gramian=WhiteNoise()",
+    ),
+    "a bound with data, for one layer": (
+        "once(overrides={'blocks.1.*': ErrorBound(0.1)}, calibrate=lambda model: None, gramian=Measured())",
+        "ErrorBound(eps=0.1, relative=True) with Gramians that are measured",
+        "expected gramian=WhiteNoise()",
+    ),
     "data that cannot be run": ("make_compressor(calibrate=3)", "calibrate is 3", "function of the model"),
     "text for a Gramian": ("make_compressor(gramian='measured')", "gramian is 'measured'", "WhiteNoise()"),
     "gate 0": ("make_compressor(gate=0)", "gate is 0", "0 < it <= 1"),
@@ -104,6 +114,10 @@ MADE = {
     "moments as text": ("make_compressor(moments='slice')", "moments is 'slice'", "Slice()"),
     "a guard that is a function": ("make_compressor(guard=lambda: 1.0)", "guard is <function", "Rollback("),
     "an override for nothing": ("make_compressor(overrides={'block.*': keep})", "'block.*' matches no", "blocks.0.ssm"),
+    "an override that is nearly a layer": (
+        "make_compressor(overrides={'block.1.ssm': keep})",
+        "'block.1.ssm' matches no module; there are 'blocks.0.ssm', 'blocks.1.ssm'; did you mean 'blocks.1.ssm'?",
+    ),
     "an override that is a number": ("make_compressor(overrides={'*': 4})", "overrides['*'] is 4", "a policy"),
     "overrides as a list": ("make_compressor(overrides=[('*', keep)])", "overrides are [", "pattern"),
     "a follower without layers": ("make_compressor(follow=[nn.Linear(2, 2)])", "Linear has no SSM layer", "blocks.0"),

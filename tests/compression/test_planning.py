@@ -128,13 +128,26 @@ def test_a_layer_that_is_not_finite_is_refused_by_name():
         read_layers(model, Options(EnergyTolerance(0.1)))
 
 
+def test_a_bound_with_data_holds_by_the_exact_gramians():
+    """What the refusal of measured ones advises; of a budget the meaning is its number of states, measured or not."""
+    model = make()
+    options = Options(ErrorBound(0.5), calibrate=data, gramian=WhiteNoise(), gate=1.0)
+    layers = read_layers(model, options)
+    largest = {name: float(sigma.max()) for name, sigma in spectra(layers, options).items()}
+    cuts = plan_cuts(layers, options)
+    assert cuts
+    assert all(cut.error_bound <= 0.5 * largest[cut.layer.name] and cut.measured_error is not None for cut in cuts)
+    shared = Options(Budget(9), calibrate=data, gate=1.0)
+    assert sum(cut.system.order for cut in plan_cuts(read_layers(model, shared), shared)) == 9
+
+
 POLICIES = [TargetOrder(5), KeepFraction(0.5), Budget(9), EnergyTolerance(0.1), ErrorBound(0.1)]
+OWN = [pytest.param(lambda spectra: dict.fromkeys(spectra, 2), silent, id=f"own-{silent}") for silent in ("C", "data")]
+# Measured Gramians have no bound.
+SILENT = [(keep, silent) for silent in ("C", "data") for keep in POLICIES[: -1 if silent == "data" else None]]
 
 
-@pytest.mark.parametrize(
-    "keep", [*POLICIES, pytest.param(lambda spectra: dict.fromkeys(spectra, 2), id="own")], ids=str
-)
-@pytest.mark.parametrize("silent", ["C", "data"])
+@pytest.mark.parametrize(("keep", "silent"), [*SILENT, *OWN], ids=str)
 def test_a_layer_whose_values_are_all_zero_is_left_alone_by_every_policy(keep, silent):
     """Fixed orders took it from 12 states to 1, for good; tolerances left it alone."""
     layer = LRU(4, order=12)

@@ -241,7 +241,7 @@ def test_a_cut_that_did_harm_is_undone(value):
     assert same(run.picture(), before)
     assert restored.orders == run.orders()
     assert set(restored.orders.values()) == {8}
-    assert "from 0.9 to" in str(restored)
+    assert f"from 0.9 to {value} after the cut; 1 % is allowed" in restored.reason
 
 
 def test_negative_values_are_judged_by_their_size():
@@ -250,6 +250,32 @@ def test_negative_values_are_judged_by_their_size():
     assert guard.accepts(-2.02, -2.0)
     assert not guard.accepts(-2.03, -2.0)
     assert guard.accepts(0.0, 0.0)
+
+
+def test_a_loss_may_rise_by_the_share_that_an_accuracy_may_fall():
+    guard = Rollback(lambda: 0.0, drop=0.01, lower_is_better=True)
+    assert guard.accepts(2.02, 2.0)
+    assert guard.accepts(1.0, 2.0)
+    assert not guard.accepts(2.03, 2.0)
+    assert not guard.accepts(math.nan, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "value", "before", "said"),
+    [
+        ({}, 0.81, 0.9, "evaluate() fell by 10 %, from 0.9 to 0.81 after the cut; 1 % is allowed"),
+        ({"drop": 0.0}, math.nan, 0.9, "evaluate() fell, from 0.9 to nan after the cut; 0 % is allowed"),
+        ({}, -0.1, 0.0, "evaluate() fell, from 0 to -0.1 after the cut; 1 % is allowed"),
+        (
+            {"measures": "validation loss", "lower_is_better": True, "drop": 0.05},
+            *(0.3, 0.2, "validation loss rose by 50 %, from 0.2 to 0.3 after the cut; 5 % is allowed"),
+        ),
+    ],
+)
+def test_a_verdict_says_what_was_measured_from_where_to_where_and_what_is_allowed(options, value, before, said):
+    guard = Rollback(lambda: 0.0, **options)
+    assert not guard.accepts(value, before)
+    assert guard.verdict(value, before) == said
 
 
 def test_cuts_in_quick_succession_are_judged_together():
@@ -297,6 +323,8 @@ BAD = {
     "Rollback(float, drop=float('nan'))": "drop is nan",
     "Rollback(float, settle=-1)": "settle is -1",
     "Rollback(float, settle=1.5)": "settle is 1.5",
+    "Rollback(float, measures=3)": "measures is 3",
+    "Rollback(float, lower_is_better=1)": "lower_is_better is 1",
     "Rollback(float, folder=3)": "folder is 3",
     "Rollback(float, folder='/etc/hostname')": "folder is '/etc/hostname'",
 }

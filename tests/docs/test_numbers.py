@@ -6,6 +6,8 @@ from statistics import fmean
 
 import pytest
 
+from compressm.experiments.smnist_settings import VARIANTS
+from compressm.reports.setting_tables import REFERENCE
 from compressm.runs.measurement import Measurement
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +73,55 @@ def test_the_gpu_figure_of_a_reduction_is_the_measured_one():
     )
 
 
+def seeds(variant, order=28):
+    return [(row["before"] + row["last"]) / 2 for row in rows("smnist_settings", variant=variant, order=order)]
+
+
+def test_figures_of_the_smnist_page_are_the_measured_ones():
+    page = " ".join((ROOT / "docs" / "smnist.md").read_text().split())
+    recipe, turn, half, running = map(seeds, ("recipe", "phases up to 2π", "phases up to π", "2π, running norm"))
+    wide, wide_turn = seeds("recipe", 256), seeds("phases up to 2π", 256)
+    above = [fmean(values) - REFERENCE[order] for values, order in ((wide, 256), (recipe, 28))]
+    others = [seeds(name) for name in VARIANTS if name != "phases up to π"]
+    for sentence in (
+        f"Its means are {above[0]:.1f} and {above[1]:.1f} points above",
+        f"reaches {fmean(running):.1f} % with 28 states, {REFERENCE[28] - fmean(running):.1f} points less",
+        f"and {max(running):.1f} % with its best seed",
+        f"{fmean(recipe):.1f} % up to π/10, {fmean(turn):.1f} % up to 2π, {fmean(half):.1f} % up to π,",
+        f"{fmean(wide):.1f} % and {fmean(wide_turn):.1f} % up to 2π, where the best seed has {max(wide_turn):.1f} %",
+        f"up to 2π: {fmean(seeds('2π, no dropout')):.1f} % without it",
+        f"{fmean(seeds('2π, running norm, no dropout')):.1f} % without and {fmean(running):.1f} % with it",
+        f"{fmean(seeds('2π, dropout by element')):.1f} %, one for the batch {fmean(turn):.1f} %",
+        f"averages give {fmean(running):.1f} % up to 2π, where batch norm gives {fmean(turn):.1f} %",
+        f"{fmean(seeds('running norm')):.1f} % with the recipe's phases, where it gives {fmean(recipe):.1f} %",
+        f"gives {fmean(seeds('2π, slow norm without affine')):.1f} % up to 2π",
+        f"TF32 products give {fmean(seeds('tf32', 256)):.1f} % and {fmean(seeds('tf32')):.1f} %, float32 gives",
+        f"float32 gives {fmean(wide):.1f} % and {fmean(recipe):.1f} %",
+        f"up to {max(max(values) - min(values) for values in others):.1f} points apart",
+        f"from {min(half):.1f} % to {max(half):.1f} %",
+    ):
+        assert sentence in page
+
+
+def test_smnist_settings_differ_as_the_page_says():
+    assert all(len(seeds(name, order)) == 3 for name, (_, orders) in VARIANTS.items() for order in orders)
+    recipe, turn, running = map(seeds, ("recipe", "phases up to 2π", "2π, running norm"))
+    assert min(recipe) > max(turn + seeds("phases up to π"))
+    assert min(seeds("2π, no dropout")) > max(turn)
+    overlapping = [
+        (running, turn),
+        (running, seeds("2π, running norm, no dropout")),
+        (seeds("running norm"), recipe),
+        (seeds("2π, slow norm without affine"), turn),
+        (seeds("phases up to 2π", 256), seeds("recipe", 256)),
+    ]
+    assert all(max(one) > min(other) and max(other) > min(one) for one, other in overlapping)
+
+
+def test_smnist_without_compression_is_as_good_as_the_papers_own_code():
+    assert all(fmean(seeds("recipe", order)) >= reference - 1 for order, reference in REFERENCE.items())
+
+
 def test_steps_that_met_their_targets_still_do():
     assert step("smnist", 256, "tf32") <= 0.20
     assert step("smnist", 13, "float32") <= 0.15
@@ -91,9 +142,9 @@ def test_results_name_a_machine_and_a_clean_commit(path):
     assert len(environment.commit) == 12
 
 
-@pytest.mark.parametrize("name", ["reduction", "step", "cut", "growth"])
+@pytest.mark.parametrize("name", ["reduction-cuda", "step-cuda", "cut-cuda", "growth-cuda", "smnist_settings"])
 def test_results_of_a_gpu_name_it(name):
-    assert "H200" in result(f"{name}-cuda").environment.accelerator
+    assert "H200" in result(name).environment.accelerator
 
 
 def test_reductions_take_no_longer_than_they_may():

@@ -12,7 +12,7 @@ from compressm.reports.hankel_history import SNAPSHOTS, histories
 from compressm.reports.outcome_charts import outcome_chart
 from compressm.reports.panels import Panel, inline_svg, label_ends, short_names, write_files
 from compressm.reports.time_charts import cuts_of, phases, stages_of, time_chart, timer_chart
-from compressm.runs.directory import RunDirectory
+from compressm.runs.directory import RunDirectory, Status
 from compressm.runs.groups import group_runs
 from compressm.runs.records import Spectrum, Timing
 from compressm.runs.run import read_run
@@ -32,6 +32,17 @@ def drawn(panel):
     try:
         panel.draw(axes)
         return [text.get_text() for text in axes.texts]
+    finally:
+        plt.close(figure)
+
+
+def points(panel):
+    """The heights at which a panel has points."""
+    figure, axes = plt.subplots()
+    try:
+        panel.draw(axes)
+        marked = [line for line in axes.lines if line.get_marker() not in ("", "None", None)]
+        return [float(height) for line in marked for height in line.get_ydata()]
     finally:
         plt.close(figure)
 
@@ -76,6 +87,34 @@ def test_bounds_that_were_not_recorded_are_said_to_be_so(odd):
     panels = hankel_chart(odd["regression", "one seed"]).panels
     assert "not recorded in this run" in drawn(panels[1])
     assert "not recorded in this run" not in drawn(panels[0])
+
+
+def test_a_single_snapshot_is_drawn_as_points_and_said_to_be_alone(tmp_path):
+    """Lines through one point have no length: the panels were empty."""
+    made = Made(order=12, every=10_000, cuts=((20_000, 0.5),), state="interrupted")  # stopped before its next snapshot
+    chart = hankel_chart(group_of(made, tmp_path))
+    values, bound, paths, shares = chart.panels
+    assert len(points(paths)) == 12
+    assert len(points(shares)) == 4
+    assert all(height > 0 for height in points(paths) + points(shares))
+    assert drawn(bound) == ["one snapshot, nothing to compare it with"]
+    assert values.words.count("at step 0") == 1
+    assert "One snapshot" in paths.words
+    assert "There is one snapshot: points instead of lines" in chart.caption
+
+
+def test_lines_of_several_snapshots_have_no_points(shallow):
+    chart = hankel_chart(shallow[-1])
+    assert points(chart.panels[3]) == []
+    assert "one snapshot" not in chart.caption
+
+
+def test_snapshots_after_the_last_status_are_on_the_panel(axes, tmp_path):
+    path = write(Made(order=4, cuts=((20_000, 0.5),), every=1000, state="running"), tmp_path)
+    RunDirectory(path).write_status(Status("running", 0, 10_000))
+    (group,) = group_runs([read_run(RunDirectory(path))])
+    hankel_chart(group).panels[2].draw(axes)
+    assert axes.get_xlim() == (0, 5000)
 
 
 def test_a_loss_that_is_no_number_is_said_with_its_step(odd):

@@ -1,3 +1,4 @@
+import json
 import math
 from itertools import pairwise
 
@@ -76,6 +77,10 @@ BAD_VALUES = [
     ("compression.tau=0.1", "compression: compression has tau and rho, expected one of tau, rho, order"),
     ("compression.rho=null", "compression: compression has no policy, expected one of tau, rho, order"),
     ("compression.rho=0", "compression: rho is 0.0, expected a number above 0 and at most 1"),
+    (
+        "compression={bound: 0.1, gramian: measured, when: {steps: [5]}}",
+        "bound is 0.1 with gramian measured, which has no",
+    ),
     ("compression.gate=1.1", "compression: gate is 1.1, expected a number above 0 and at most 1"),
     ("compression.when={}", "when has nothing, expected one of warmup_cuts, every, steps"),
     ("compression.when={every: 2, steps: [1]}", "when has every and steps, expected one"),
@@ -99,6 +104,64 @@ def test_a_bad_value_is_named_with_what_is_allowed(setting, said):
     with pytest.raises(ConfigError) as error:
         recipe(CUTS, setting)
     assert said in str(error.value)
+
+
+HINTS = [
+    ("modle.order=3", "modle is not a key of a recipe, expected one of name, task, model", "did you mean 'model'?"),
+    ("model.ordr=3", "expected one of depth, width, order", "did you mean 'order'?"),
+    ("compression.when.stepz=[3]", "expected one of warmup_cuts, every, first, last, steps", "did you mean 'steps'?"),
+    ("tau=0.1", "tau is not a key of a recipe", "did you mean 'compression.tau'?"),
+    ("order=3", "order is not a key of a recipe", "did you mean 'model.order' or 'compression.order'?"),
+    ("model.layer=lru", "Input should be 'LRU', 'S5' or 'S4D'", "did you mean 'LRU'?"),
+    ("compression.gramian=white-noise", "Input should be 'white_noise' or 'measured'", "did you mean 'white_noise'?"),
+]
+
+
+@pytest.mark.parametrize(("setting", "allowed", "hint"), HINTS, ids=[setting for setting, *_ in HINTS])
+def test_a_near_miss_names_what_may_have_been_meant(setting, allowed, hint):
+    with pytest.raises(ConfigError) as error:
+        recipe(CUTS, setting)
+    assert allowed in str(error.value)
+    assert str(error.value).endswith(hint)
+
+
+def test_what_is_near_nothing_gets_no_hint():
+    with pytest.raises(ConfigError) as error:
+        recipe("wxyz=3")
+    assert "did you mean" not in str(error.value)
+
+
+BLAME = [
+    (["model.order=0"], "--set 'model.order=0': model: order is 0, expected at least 1"),
+    (["seed=1", "model.order=0", "label=x"], "--set 'model.order=0': model: order is 0, expected at least 1"),
+    (["compression.tau=0.1"], "--set 'compression.tau=0.1': compression: compression has tau and rho, expected one of"),
+    (
+        ["compression.rho=null", "compression.tau=0.1", "compression.order=3"],
+        "--set 'compression.tau=0.1' and --set 'compression.order=3': compression: compression has tau and order",
+    ),
+    (["model.order=0", "training.batch=x"], "; --set 'training.batch=x': training.batch is 'x'"),
+    (["model.width=true"], "--set 'model.width=true': model.width is True: expected a number"),
+    (["model.order=0", "model.order=0"], "--set 'model.order=0': model: order is 0"),
+    (["seed=-1"], "--seed: seed is -1"),
+]
+
+
+@pytest.mark.parametrize(("settings", "said"), BLAME, ids=[" ".join(settings) for settings, _ in BLAME])
+def test_a_setting_that_is_wrong_is_blamed_and_not_the_file(tmp_path, settings, said):
+    path = tmp_path / "mine.yaml"
+    path.write_text(json.dumps(with_settings(RECIPE, [CUTS])))
+    with pytest.raises(ConfigError) as error:
+        read_recipe(path, settings, spoken={"seed=-1": "--seed"})
+    assert said in str(error.value)
+    assert "mine.yaml" not in str(error.value)
+
+
+def test_what_is_wrong_in_the_file_is_said_of_the_file(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(json.dumps(with_settings(RECIPE, ["model.order=0"])))
+    with pytest.raises(ConfigError) as error:
+        read_recipe(path, ["training.steps=x", "label=mine"])
+    assert str(error.value).startswith(f"{path}: model: order is 0, expected at least 1; --set 'training.steps=x': ")
 
 
 def test_all_that_is_wrong_is_said_at_once():

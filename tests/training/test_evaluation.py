@@ -53,9 +53,9 @@ def test_a_regression_has_a_loss_and_no_accuracy():
     assert found.accuracy is None
 
 
-def test_higher_merit_is_better():
-    assert Score(0.5, 0.9).merit == 0.9
-    assert Score(0.5, None).merit > Score(0.6, None).merit
+def test_a_score_is_its_accuracy_or_else_its_loss():
+    assert Score(0.5, 0.9).value == 0.9
+    assert Score(0.5, None).value == 0.5
 
 
 @pytest.mark.parametrize("training", [True, False])

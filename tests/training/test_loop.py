@@ -1,4 +1,5 @@
 import json
+import re
 from itertools import pairwise
 
 import pytest
@@ -191,6 +192,9 @@ def test_a_cut_that_did_harm_is_undone_and_recorded(tmp_path):
     run = train(recipe(GUARDED), task, tmp_path / "run", listener=Worse(), objective=objective)
     (restored,) = run.records(RestoredRecord)
     assert (restored.step, restored.orders) == (8, {"blocks.0.ssm": 6})
+    assert re.fullmatch(
+        r"validation accuracy fell by \S+ %, from \S+ to \S+ after the cut; 0 % is allowed", restored.reason
+    )
     assert [(c.step, c.rank) for c in run.records(CutRecord)] == [(5, 1)]
     assert [type(event).__name__ for event in events] == ["Cut", "Restored"]
     timed = [(t.step, t.steps, t.orders["blocks.0.ssm"]) for t in run.records(Timing)]
@@ -234,7 +238,7 @@ def test_a_run_is_not_written_over(whole):
     ("settings", "said"),
     [
         (["training.batch=65"], "64 examples are fewer than a batch of 65"),
-        (["model.layer_options={colour: red}"], "model: .*colour"),
+        (["model.layer_options={colour: red}"], "model.layer_options: LRU has no option 'colour'"),
         (["model.norm_options={momentum: 3.0}"], "momentum is 3.0"),
         (["compression={rho: 0.5, when: {every: 30}}"], "would never fire"),
     ],

@@ -1,6 +1,7 @@
 """A run that was stopped, however, ends with the same bits as one that was not."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -84,14 +85,23 @@ def test_a_run_with_a_cut_that_waits_for_its_judgement_goes_on_bit_for_bit(tmp_p
         train(found, teacher(), tmp_path / "run", objective=Ascending(teacher().kind, 7))
     train(found, teacher(), tmp_path / "run", resume=True, objective=Ascending(teacher().kind, 0))
     check_same_run(tmp_path / "run", whole)
-    assert [line.get("rank", "restored") for line in lines(whole, "cuts")] == [1, "restored"]
+    cut, restored = lines(whole, "cuts")
+    assert cut["rank"] == 1
+    assert restored["reason"].startswith("validation loss rose by ")
 
 
 def test_a_run_that_is_finished_stays_as_it_is(whole, tmp_path):
     run = train(FULL, tokens(), tmp_path / "run")
-    before = {path.name: path.read_bytes() for path in run.path.iterdir() if path.suffix == ".jsonl"}
+    before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
+    ear = Ear()
+    assert train(FULL, tokens(), run.path, resume=True, listener=ear).path == run.path
+    assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
+    assert ear.heard == []
+    with pytest.raises(ConfigError, match="is a run of another recipe: seed was 0 and is 1"):
+        train(recipe(CUTS, SPECTRA, "seed=1"), tokens(), run.path, resume=True)
+    # One whose model is gone is not, and gets it back.
+    shutil.rmtree(run.model)
     train(FULL, tokens(), run.path, resume=True)
-    assert {path.name: path.read_bytes() for path in run.path.iterdir() if path.suffix == ".jsonl"} == before
     check_same_run(run.path, whole)
 
 

@@ -2,6 +2,7 @@ import importlib.util
 
 import pytest
 
+from compressm.runs.directory import Status
 from compressm.training import ConfigError, train
 from compressm.training.tensorboard import TensorBoard
 from tests.training.tiny import CUTS, recipe, tokens
@@ -59,5 +60,6 @@ def test_every_evaluation_and_every_order_is_written_at_its_step(events, tmp_pat
         assert [s for tag, _, s in writer.values if tag == f"accuracy/{split}"] == [4, 8, 12, 16]
     assert writer.flushed == len(writer.values)
     assert writer.purged is None
+    run.write_status(Status("interrupted", 16, 16))
     train(recipe(CUTS), tokens(), run.path, resume=True, listener=events)
     assert events._writer.purged == 17  # what was written beyond the checkpoint comes again

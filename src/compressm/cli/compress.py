@@ -54,7 +54,7 @@ def command(
     _require_new(out)
     store = Store(offline=offline) if data is None else Store(data, offline=offline)
     try:
-        keep = _policy(tau=tau, rho=rho, order=order, bound=bound, total_states=total_states)
+        keep = _policy(tau=tau, rho=rho, order=order, bound=bound, total_states=total_states, measured=measured)
         saved = open_saved(path, with_data=measured, store=store)
         before = _tested(saved)
         cuts = compress_(
@@ -85,12 +85,20 @@ def _require_new(out: Path) -> None:
 
 
 def _policy(
-    *, tau: float | None, rho: float | None, order: int | None, bound: float | None, total_states: int | None
+    *,
+    tau: float | None,
+    rho: float | None,
+    order: int | None,
+    bound: float | None,
+    total_states: int | None,
+    measured: bool,
 ) -> Policy:
     given = {"--tau": tau, "--rho": rho, "--order": order, "--bound": bound, "--total-states": total_states}
     chosen = [name for name, value in given.items() if value is not None]
     if len(chosen) != 1:
         raise typer.BadParameter(f"{' and '.join(chosen) or 'nothing'} given, expected one of {', '.join(given)}")
+    if measured and bound is not None:
+        raise typer.BadParameter("--bound with --measured, whose Gramians have no error bound: leave one of them out")
     if tau is not None:
         return EnergyTolerance(tau)
     if rho is not None:

@@ -24,16 +24,17 @@ console = Console()
 def data(
     name: Annotated[str | None, typer.Argument(help="A task to fetch and look at. Default: list all.")] = None,
     offline: Annotated[bool, typer.Option("--offline", help="Fetch nothing; use files that are there.")] = False,
-    root: Annotated[
-        Path | None, typer.Option(help="Folder of the files. Default: $COMPRESSM_DATA, or the user's cache.")
+    folder: Annotated[
+        Path | None, typer.Option("--data", help="Folder of the files. Default: $COMPRESSM_DATA, or a cache.")
     ] = None,
+    root: Annotated[Path | None, typer.Option(hidden=True, help="The earlier name of --data.")] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="OPTION=VALUE", help="An option of the task; again for more."),
     ] = None,
 ) -> None:
     """List all tasks, or fetch one, parse it and show its splits."""
-    store = Store(root or default_root(), offline=offline)
+    store = Store(folder or root or default_root(), offline=offline)
     try:
         if name is None:
             if set_:

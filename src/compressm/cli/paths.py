@@ -13,17 +13,27 @@ class PathError(ValueError):
 
 
 def require_writable(path: Path) -> Path:
-    """A file that can be written; its folder is made if it is missing."""
+    """A file that can be written, in a folder that is there or can be made; nothing is left behind."""
     folder = path.parent
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        with tempfile.TemporaryFile(dir=_nearest(folder)):
             pass
     except OSError as error:
         raise PathError(f"{folder}: {error.strerror}; expected a folder that can be made and written") from None
     if path.is_dir():
         raise PathError(f"{path} is a folder; expected a file")
     return path
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder itself, or of those above it the first that is there."""
+    for place in (folder, *folder.parents):
+        try:
+            place.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        return place
+    return folder
 
 
 def require_picture(path: Path) -> Path:

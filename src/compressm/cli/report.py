@@ -10,12 +10,12 @@ import typer
 from rich.console import Console
 
 from compressm.cli.paths import PathError, require_writable
-from compressm.runs.directory import find_runs
+from compressm.nearest import did_you_mean
+from compressm.runs.gathering import Gathered, gather
 from compressm.runs.records import RunError
-from compressm.runs.run import read_run
 
 _FORMATS = ("png", "pdf", "svg")
-_console = Console()
+_console, _errors = Console(), Console(stderr=True)
 
 
 def report(
@@ -34,7 +34,10 @@ def report(
     except PathError as error:
         raise typer.BadParameter(str(error), param_hint="--out") from None
     try:
-        page = _write(runs, out, title, kinds)
+        found = gather(runs)
+        for line in found.broken:
+            _errors.print(f"warning: left out: {line}", soft_wrap=True, markup=False, highlight=False)
+        page = _write(found, out, title, kinds)
     except RunError as error:
         raise typer.BadParameter(str(error), param_hint="RUN") from None
     _console.print(f"report: {page}", soft_wrap=True, markup=False, highlight=False)
@@ -42,8 +45,7 @@ def report(
         webbrowser.open(page.absolute().as_uri())
 
 
-def _write(runs: list[Path], out: Path, title: str | None, kinds: list[str]) -> Path:
-    found = [read_run(directory) for directory in find_runs(runs)]
+def _write(found: Gathered, out: Path, title: str | None, kinds: list[str]) -> Path:
     from compressm.reports.run_report import write_report  # matplotlib takes a second to import
 
     with _console.status("reading") as status:
@@ -54,12 +56,13 @@ def _write(runs: list[Path], out: Path, title: str | None, kinds: list[str]) -> 
             else:
                 _console.print(line, highlight=False, markup=False)
 
-        return write_report(found, out, title=title, formats=kinds, progress=say)
+        return write_report(found.runs, out, title=title, formats=kinds, broken=found.broken, progress=say)
 
 
 def _kinds(text: str) -> list[str]:
     kinds = [kind.strip().lower() for kind in text.split(",") if kind.strip()]
     if not kinds or (unknown := [kind for kind in kinds if kind not in _FORMATS]):
         came = repr(text) if not kinds else ", ".join(map(repr, unknown))
-        raise typer.BadParameter(f"{came}, expected some of {', '.join(_FORMATS)}", param_hint="--formats")
+        near = did_you_mean(unknown[0], _FORMATS) if kinds else ""
+        raise typer.BadParameter(f"{came}, expected some of {', '.join(_FORMATS)}{near}", param_hint="--formats")
     return list(dict.fromkeys(kinds))

@@ -28,6 +28,7 @@ from compressm.training import ConfigError, Diverged, Interrupted, Listener, Rec
 from compressm.training.listening import Several
 from compressm.training.parallel import process_group
 from compressm.training.reading import make_recipe
+from compressm.training.resuming import is_finished
 from compressm.training.tensorboard import TensorBoard
 
 INTERRUPTED = 130
@@ -92,6 +93,10 @@ def command(
     with _exit_codes():
         wanted = _recipe(recipe, settings or [], seed, order, baseline, resume)
         folder = _folder(wanted, recipe, out, resume)
+        if resume and is_finished(RunDirectory(folder), wanted):
+            _say(f"{folder} is finished: all {wanted.training.steps} steps are trained, nothing is left to do")
+            _say(f"model: {RunDirectory(folder).model}; `compressm report {shlex.quote(str(folder))}` shows the run")
+            return
         if threads is not None or wanted.model.width < _NARROW:
             torch.set_num_threads(threads or 1)
         with process_group(chosen_device(device)) as where:
@@ -121,7 +126,7 @@ def _train(recipe: Recipe, task: Task, folder: Path, device: torch.device, resum
     with spoken(console) as listener:
         listeners: list[Listener] = [listener, TensorBoard(folder / "tensorboard") if tensorboard else Silent()]
         train(recipe, task, folder, device=device, resume=resume, listener=Several(*listeners))
-    console.print(f"run: {folder}; `compressm report {folder}` shows it", soft_wrap=True, highlight=False)
+    _say(f"run: {folder}; `compressm report {shlex.quote(str(folder))}` shows it")
 
 
 def _recipe(
@@ -132,10 +137,10 @@ def _recipe(
         if settings or baseline or seed is not None or order is not None:
             raise ConfigError(f"{name} goes on as it began: --set, --seed, --order and --baseline are not for --resume")
         return make_recipe(directory.config(), source=str(directory.path / "config.json"))
-    settings = [*settings, *(["compression=null"] if baseline else [])]
-    settings += [f"seed={seed}"] if seed is not None else []
-    settings += [f"model.order={order}"] if order is not None else []
-    return find_recipe(name, tuple(settings))
+    spoken = {"compression=null": "--baseline"} if baseline else {}
+    spoken |= {f"seed={seed}": f"--seed {seed}"} if seed is not None else {}
+    spoken |= {f"model.order={order}": f"--order {order}"} if order is not None else {}
+    return find_recipe(name, (*settings, *spoken), spoken=spoken)
 
 
 def _folder(recipe: Recipe, name: str, out: Path | None, resume: bool) -> Path:

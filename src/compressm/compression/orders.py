@@ -12,6 +12,7 @@ from compressm.compression.checks import require_count, require_number
 from compressm.compression.errors import CompressionError
 from compressm.compression.policies import Policy
 from compressm.compression.spectra import Spectra, checked_spectra
+from compressm.nearest import did_you_mean
 
 # Of one state: 0.55 * 100 = 55.00000000000001, yet 55 of 100 states are not fewer than 55 %.
 _ROUNDING = 1e-9
@@ -71,8 +72,9 @@ def _shares(layers: list[str], keep: Policy, overrides: Mapping[str, Policy]) ->
     for pattern, policy in overrides.items():
         _require_policy(f"overrides[{pattern!r}]", policy)
         if not isinstance(pattern, str) or not any(fnmatchcase(name, pattern) for name in layers):
+            near = did_you_mean(pattern, layers)
             raise CompressionError(
-                f"overrides: {pattern!r} matches no module; there are {', '.join(map(repr, layers))}"
+                f"overrides: {pattern!r} matches no module; there are {', '.join(map(repr, layers))}{near}"
             )
     shares: list[tuple[Policy, list[str]]] = [(policy, []) for policy in (*overrides.values(), keep)]
     for name in layers:

@@ -16,7 +16,7 @@ from compressm.compression.calibration import Calibrate, Seen, listen, relative_
 from compressm.compression.errors import CompressionError
 from compressm.compression.gramian import Gramian, Measured, WhiteNoise
 from compressm.compression.orders import choose_orders
-from compressm.compression.policies import Policy
+from compressm.compression.policies import ErrorBound, Policy
 from compressm.compression.selection import Largest, Selection
 from compressm.compression.stages import stage
 from compressm.compression.surgery import require_plain_parameters
@@ -86,6 +86,17 @@ class Options:
             raise CompressionError(f"fold is {self.fold!r}, expected True or False")
         if not isinstance(self.select, Selection):
             raise CompressionError(f"select is {self.select!r}, expected Largest(), Smallest() or Random(seed)")
+        self._require_bounds()
+
+    def _require_bounds(self) -> None:
+        """With measured Gramians 2 Σ of the dropped σ bounds nothing, so that a policy by it would promise too much."""
+        others = self.overrides.values() if isinstance(self.overrides, Mapping) else ()
+        bound = next((policy for policy in (self.keep, *others) if isinstance(policy, ErrorBound)), None)
+        if self.measure and bound is not None:
+            raise CompressionError(
+                f"{bound} with Gramians that are measured, which have no error bound: expected gramian=WhiteNoise(),"
+                " for which calibrate still gives measured_error, or another policy, such as EnergyTolerance(0.05)"
+            )
 
     @property
     def measure(self) -> bool:

@@ -62,7 +62,8 @@ class EnergyTolerance(LayerPolicy):
 class ErrorBound(LayerPolicy):
     """The smallest r with 2 Σ_{i>r} σᵢ ≤ eps·σ₁, or ≤ eps if not `relative`; a bank by its worst channel and largest σ.
 
-    With exact Gramians the left side bounds the H∞ error of the cut; with measured ones it is a rule like any other.
+    With exact Gramians the left side bounds the H∞ error of the cut; with measured ones there is no bound, and a
+    compressor refuses it.
     """
 
     eps: float
@@ -112,8 +113,9 @@ class TargetOrder(LayerPolicy):
 @final
 @dataclass(frozen=True)
 class Budget:
-    """`total_states` at most for all layers, shared out so that their error bounds 2 Σ_{i>r} σᵢ have the smallest sum.
+    """`total_states` at most for all layers, shared out so that their tails 2 Σ_{i>r} σᵢ have the smallest sum.
 
+    With exact Gramians those are error bounds; with measured ones they weigh the states by what they do on the data.
     All of the budget is given out, of which a layer of smaller numerical rank leaves what is above it; a layer whose σ
     are all zero is left alone and may exceed it. A bank counts its shared order once and is judged by its worst
     channel. Of equally good allocations the one that keeps most in the first layers is taken, then in the second, and

@@ -22,8 +22,9 @@ from compressm.compression.snapshot import Snapshot, Subject
 @final
 @dataclass(frozen=True)
 class Rollback:
-    """Undo a cut after which `evaluate()`, higher is better, stays more than the share `drop` below what it was.
+    """Undo a cut after which `evaluate()` stays worse than it was by more than the share `drop`.
 
+    Higher is better, or with `lower_is_better`, as for a loss, lower; `measures` is its name in what a user reads.
     It is asked before a cut and again `settle` steps after it (the paper: 1 % of the value, 1 % of all steps). A cut
     that comes in between is judged together with the one before it: both stay, or neither. With a `folder` what may
     have to come back waits there in a file instead of in memory.
@@ -33,6 +34,8 @@ class Rollback:
     drop: float = 0.01
     settle: int = 100
     folder: Path | str | None = None
+    measures: str = "evaluate()"
+    lower_is_better: bool = False
 
     def __post_init__(self) -> None:
         if not callable(self.evaluate):
@@ -41,6 +44,12 @@ class Rollback:
             )
         object.__setattr__(self, "drop", require_number("Rollback: drop", self.drop, 0, 1, below=True))
         object.__setattr__(self, "settle", require_count("Rollback: settle", self.settle, low=0))
+        if not isinstance(self.measures, str):
+            raise CompressionError(f"Rollback: measures is {self.measures!r:.100}, expected text")
+        if not isinstance(self.lower_is_better, bool):
+            raise CompressionError(
+                f"Rollback: lower_is_better is {self.lower_is_better!r:.100}, expected True or False"
+            )
         if self.folder is not None:
             if not isinstance(self.folder, str | os.PathLike) or Path(self.folder).is_file():
                 raise CompressionError(f"Rollback: folder is {self.folder!r}, expected a folder, there or not, or None")
@@ -60,8 +69,16 @@ class Rollback:
             raise CompressionError(f"Rollback: evaluate returned {value!r:.100}, expected a number") from None
 
     def accepts(self, value: float, before: float) -> bool:
-        """Whether the value is at least before − drop·|before|; NaN is not."""
-        return value >= before - self.drop * abs(before)
+        """Whether the value is worse by at most drop·|before|; NaN is not."""
+        worst = before + (self.drop if self.lower_is_better else -self.drop) * abs(before)
+        return value <= worst if self.lower_is_better else value >= worst
+
+    def verdict(self, value: float, before: float) -> str:
+        """What is said of a value that is not accepted."""
+        way = "rose" if self.lower_is_better else "fell"
+        by = f" by {100 * abs(value - before) / abs(before):.3g} %" if before and math.isfinite(value) else ""
+        allowed = f"{100 * self.drop:g} % is allowed"
+        return f"{self.measures} {way}{by}, from {before:.6g} to {value:.6g} after the cut; {allowed}"
 
     def path(self, step: int) -> Path | None:
         """Where the snapshot of before that step goes, each process to its own; None for memory."""
@@ -137,8 +154,7 @@ class Watch:
         if harmless:
             return None
         orders = {name: adapter.read(module).order for name, (module, adapter) in find(self.model).items()}
-        allowed = f"{100 * self.guard.drop:g} %"
-        return Restored(step, orders, f"evaluate fell from {self.before:.6g} to {value:.6g}, more than {allowed}")
+        return Restored(step, orders, self.guard.verdict(value, self.before))
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors, numbers and text; with the snapshot, if a cut has not been judged."""

@@ -16,6 +16,7 @@ from compressm.data.listops import ListOps
 from compressm.data.lti_teacher import LTITeacher
 from compressm.data.mnist import FashionMNIST, SequentialMNIST
 from compressm.data.pathfinder import Pathfinder
+from compressm.nearest import did_you_mean
 
 CATALOGUE: dict[str, type[DataSet]] = {
     kind.name: kind
@@ -37,13 +38,15 @@ CATALOGUE: dict[str, type[DataSet]] = {
 def make(name: str, **options: Any) -> DataSet:
     """The data set of that name with these options; what is unknown is refused, with what is known."""
     if name not in CATALOGUE:
-        raise DataError(f"no data set is called {name!r}, expected one of {', '.join(CATALOGUE)}")
+        near = did_you_mean(name, CATALOGUE)
+        raise DataError(f"no data set is called {name!r}, expected one of {', '.join(CATALOGUE)}{near}")
     kind = CATALOGUE[name]
     allowed = {field.name: field.default for field in fields(kind)}
     for option, value in options.items():
         if option not in allowed:
             known = ", ".join(f"{key}={default}" for key, default in allowed.items()) or "none"
-            raise DataError(f"{name} has no option {option!r}; its options: {known}")
+            near = did_you_mean(option, allowed)
+            raise DataError(f"{name} has no option {option!r}; its options: {known}{near}")
         hint = get_type_hints(kind)[option]
         _require_type(name, option, value, hint)
         options[option] = float(value) if hint is float else value

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from numpy.typing import ArrayLike
 
 from compressm.reports.canvas import BLUE, RED
 from compressm.reports.cut_lines import mark_cuts, title_pad
@@ -29,6 +31,8 @@ from compressm.runs.run import Run
 # More values or lines in one panel could not be told apart, and a page with many layers would weigh megabytes.
 _VALUES, _LINES = 64, 32
 _PARTS = (0.25, 0.5, 0.75, 0.9)
+# Of the axis, beside a snapshot that is alone.
+_AIR = 0.03
 # Between two values for a logarithmic axis to read better than a linear one.
 _SPAN = 30.0
 
@@ -85,6 +89,8 @@ def _caption(run: Run, found: Sequence[History], followed: Sequence[Sequence[Str
         said.append(f"Of {largest} values at most {_VALUES} are drawn as a set and {_LINES} as lines, spread by rank.")
     if (drawn := len(found[0].snapshots)) < found[0].recorded:
         said.append(f"{drawn} of {found[0].recorded} recorded snapshots are drawn; bounds are between recorded ones.")
+    if all(len(history.snapshots) == 1 for history in found):
+        said.append("There is one snapshot: points instead of lines, and nothing to compare it with.")
     if skipped := sum(history.skipped for history in found):
         said.append(f"{skipped} snapshots with values that are no numbers are left out.")
     if run.events:
@@ -95,34 +101,38 @@ def _caption(run: Run, found: Sequence[History], followed: Sequence[Sequence[Str
 def _raw_panel(run: Run, history: History, prefix: str) -> Panel:
     def draw(axes: Axes) -> None:
         # Dashes of one line, not markers: those would be an element each, and a page of them megabytes.
-        half = 0.3 * run.steps / max(len(history.snapshots), 40)
+        half = (_AIR if len(history.snapshots) == 1 else 0.3 / max(len(history.snapshots), 40)) * _last_step(
+            run, history
+        )
         steps, heights = [], []
         for snapshot in history.snapshots:
             for value in _spread(snapshot.sigma, _VALUES):
                 steps += [snapshot.step - half, snapshot.step + half, math.nan]
                 heights += [value, value, math.nan]
         axes.plot(steps, heights, color=BLUE, lw=0.9, solid_capstyle="butt")
-        _finish(axes, run, history.module, "σ")
+        _finish(axes, run, history, "σ")
 
     first, last = history.snapshots[0], history.snapshots[-1]
-    words = f"{len(first.sigma)} values from {_range(first.sigma)} at step {first.step}, "
-    words += f"{len(last.sigma)} values from {_range(last.sigma)} at step {last.step}."
-    return Panel(f"{prefix}values σ", words, draw, pad=title_pad(run))
+    ends = [first] if first is last else [first, last]
+    words = ", ".join(f"{len(end.sigma)} values from {_range(end.sigma)} at step {end.step}" for end in ends)
+    return Panel(f"{prefix}values σ", f"{words}.", draw, pad=title_pad(run))
 
 
 def _bound_panel(run: Run, history: History, prefix: str) -> Panel:
     bounds = history.bounds
+    alone = len(history.snapshots) == 1
+    absent = "one snapshot, nothing to compare it with" if alone else "not recorded in this run"
 
     def draw(axes: Axes) -> None:
         if not bounds:
-            axes.text(0.5, 0.5, "not recorded in this run", transform=axes.transAxes, ha="center", va="center")
+            axes.text(0.5, 0.5, absent, transform=axes.transAxes, ha="center", va="center")
             axes.set_yticks([])
         else:
             steps, values = zip(*_with_gaps(bounds, history), strict=True)
             axes.plot(steps, values, color=BLUE, lw=1.3, marker=".", ms=3)
-        _finish(axes, run, history.module, "since the snapshot before")
+        _finish(axes, run, history, "since the snapshot before")
 
-    words = f"From {bounds[0][1]:.2g} to {bounds[-1][1]:.2g}." if bounds else "Not recorded in this run."
+    words = f"From {bounds[0][1]:.2g} to {bounds[-1][1]:.2g}." if bounds else f"{absent.capitalize()}."
     return Panel(f"{prefix}max |eig δH|", words, draw, pad=title_pad(run))
 
 
@@ -130,10 +140,12 @@ def _path_panel(run: Run, history: History, stretches: Sequence[Stretch], prefix
     def draw(axes: Axes) -> None:
         for stretch in stretches:
             _paths(axes, stretch)
-        _finish(axes, run, history.module, "σ")
+        _finish(axes, run, history, "σ")
 
     crossings = sum(stretch.crossings for stretch in stretches)
     words = f"{crossings} pairs of states changed their order." if crossings else "No two states changed their order."
+    if len(history.snapshots) == 1:
+        words = "One snapshot, in which no state can be followed."
     if not all(stretch.resolved for stretch in stretches):
         words = "Followed by rank: crossings cannot be told from snapshots this far apart."
     return Panel(f"{prefix}states followed", words, draw, pad=title_pad(run))
@@ -145,7 +157,7 @@ def _paths(axes: Axes, stretch: Stretch) -> None:
     steps, margins = np.array(stretch.steps, dtype=float), np.array(stretch.margins)
     for state, colour in zip(states, _ranked_colours(len(states)), strict=True):
         path = values[:, state]
-        axes.plot(steps, path, color=colour, lw=0.9)
+        _plot(axes, steps, path, color=colour, lw=0.9)
         narrow = margins < path
         if narrow.any():
             axes.fill_between(steps, path - margins, path + margins, where=narrow, color=colour, alpha=0.16, lw=0)
@@ -166,19 +178,19 @@ def _share_panel(run: Run, history: History, prefix: str) -> Panel:
     def draw(axes: Axes) -> None:
         ends = {}
         for (part, shares), colour in zip(curves.items(), shades(len(curves))[::-1], strict=True):
-            axes.plot(history.steps, [100 * share for share in shares], color=colour, lw=1.3)
+            _plot(axes, history.steps, [100 * share for share in shares], color=colour, lw=1.3)
             ends[f"{part:.0%}"] = (100 * shares[-1], colour)
         if isinstance(tau, int | float):
             axes.axhline(100 * tau, color=RED, lw=1, ls="--")
             ends["τ"] = (100.0 * tau, RED)
-        _finish(axes, run, history.module, "share of Σσ, %")
+        _finish(axes, run, history, "share of Σσ, %")
         label_ends(axes, {label: (max(value, axes.get_ylim()[0]), colour) for label, (value, colour) in ends.items()})
 
     said = [f"the smallest {part:.0%} hold {100 * shares[-1]:.2g} %" for part, shares in curves.items()]
     return Panel(f"{prefix}bottom share", f"At the end {', '.join(said)}.", draw, pad=title_pad(run))
 
 
-def _finish(axes: Axes, run: Run, module: str, label: str) -> None:
+def _finish(axes: Axes, run: Run, history: History, label: str) -> None:
     positive = positive_heights(axes)
     if positive and max(positive) > _SPAN * min(positive):
         axes.set_yscale("log")
@@ -187,8 +199,23 @@ def _finish(axes: Axes, run: Run, module: str, label: str) -> None:
     elif positive:
         axes.set_ylim(bottom=0)
     axes.set_ylabel(label)
-    count_steps(axes, run.steps if run.finished else max(run.status.step, 1))
-    mark_cuts(axes, run, module)
+    last = _last_step(run, history)
+    count_steps(axes, last)
+    if len(history.snapshots) == 1:
+        axes.set_xlim(-_AIR * last, (1 + _AIR) * last)  # its points may lie on either end
+    mark_cuts(axes, run, history.module)
+
+
+def _last_step(run: Run, history: History) -> int:
+    """Of a run that has not finished, the status may be older than the last snapshot."""
+    return run.steps if run.finished else max(run.status.step, history.steps[-1], 1)
+
+
+def _plot(axes: Axes, steps: ArrayLike, values: ArrayLike, **style: Any) -> None:
+    """A line, or a point where it would have no length."""
+    if np.isfinite(np.asarray(values, dtype=float)).sum() == 1:
+        style |= {"marker": ".", "ms": 6}
+    axes.plot(steps, values, **style)
 
 
 def _with_gaps(bounds: Sequence[tuple[int, float]], history: History) -> list[tuple[int, float]]:

@@ -59,9 +59,13 @@ def write_report(
     *,
     title: str | None = None,
     formats: Iterable[str] = FORMATS,
+    broken: Sequence[str] = (),
     progress: Callable[[str], None] = lambda line: None,
 ) -> Path:
-    """`out`/report.html and `out`/figures/*; the page is written last, whole or not at all."""
+    """`out`/report.html and `out`/figures/*; the page is written last, whole or not at all.
+
+    `broken` says which runs are left out and why (`gather`), for the top of the page.
+    """
     if not runs:
         raise RunError("no runs given, expected at least one")
     groups, folder, wanted = group_runs(runs), Path(out), tuple(formats)
@@ -71,7 +75,7 @@ def write_report(
         progress(f"{chart.name} ({', '.join(wanted)})")
         write_files(chart, folder / "figures", wanted)
     progress("page")
-    page = _page(groups, sections, title or f"Training report: {listed(_names(groups))}")
+    page = _page(groups, sections, title or f"Training report: {listed(_names(groups))}", broken)
     with replacing(folder / "report.html") as scratch:
         scratch.write_text(page, encoding="utf-8")
     return folder / "report.html"
@@ -90,7 +94,7 @@ def _sections(groups: list[Group], progress: Callable[[str], None]) -> list[Sect
     ]
 
 
-def _page(groups: list[Group], sections: list[Section], title: str) -> str:
+def _page(groups: list[Group], sections: list[Section], title: str, broken: Sequence[str]) -> str:
     jinja = Environment(
         loader=PackageLoader("compressm.reports"),
         autoescape=True,
@@ -108,6 +112,7 @@ def _page(groups: list[Group], sections: list[Section], title: str) -> str:
         title=title,
         summary=_summary(groups),
         unfinished=_unfinished(runs),
+        broken=broken,
         sections=sections,
         recipes_grid=recipe_grid(groups),
         results=result_grid(groups),

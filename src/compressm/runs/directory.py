@@ -61,6 +61,14 @@ class RunDirectory:
         """A run began here."""
         return (self.path / "config.json").is_file()
 
+    @property
+    def finished(self) -> bool:
+        """It was trained to its last step, and its model is there."""
+        try:
+            return self.status().state == "finished" and (self.model / "model.safetensors").is_file()
+        except RunError:
+            return False
+
     def begin(self, config: dict[str, Any]) -> None:
         """A new run; one that is there already is refused."""
         if self.exists:
@@ -107,14 +115,18 @@ class RunDirectory:
 
     def status(self) -> Status:
         stored = self._read("status.json")
-        if set(stored) != {"state", "step", "steps", "message"} or stored["state"] not in get_args(State):
+        known = set(stored) == {"state", "step", "steps", "message"} and stored["state"] in get_args(State)
+        if not known or not all(type(stored[count]) is int for count in ("step", "steps")):
             raise RunError(f"{self.path / 'status.json'} holds {stored!r:.80}, expected state, step, steps and message")
         return Status(**stored)
 
     def records(self, kind: type[_Kind]) -> list[_Kind]:
         """All of one kind, in the order they were written; a last line that a crash cut short is left out."""
         path = self.path / _FILES[kind]
-        lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
+        try:
+            lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
+        except (OSError, UnicodeDecodeError) as error:
+            raise RunError(f"{path} cannot be read: {error}") from None
         found = []
         for number, line in enumerate(lines[:-1], start=1):
             try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal, final
+from typing import Any, Literal, final, get_args
 
 SplitName = Literal["train", "validation", "test"]
 
@@ -33,7 +33,26 @@ class Record:
         step = stored["step"]
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise RunError(f"{cls.__name__}: step is {step!r:.80}, expected an integer of at least 0")
+        for entry in fields(cls):
+            if not _fits(stored[entry.name], str(entry.type)):
+                raise RunError(f"{cls.__name__}: {entry.name} is {stored[entry.name]!r:.80}, expected {entry.type}")
         return cls(**stored)
+
+
+def _fits(value: object, kind: str) -> bool:
+    """Whether a value from JSON is of a kind, written as the annotation of a field."""
+    kind, optional = kind.removesuffix(" | None"), kind.endswith(" | None")
+    if value is None:
+        return optional
+    if kind.startswith("Mapping[str, "):
+        inner = kind.removeprefix("Mapping[str, ").removesuffix("]")
+        return isinstance(value, Mapping) and all(_fits(entry, inner) for entry in value.values())
+    if kind == "list[float]":
+        return isinstance(value, list) and {type(entry) for entry in value} <= {int, float}
+    if kind == "SplitName":
+        return value in get_args(SplitName)
+    types: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
+    return isinstance(value, types[kind]) and not isinstance(value, bool)
 
 
 @final

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from compressm.compression.policies import Policy
 from compressm.compression.selection import Selection
 from compressm.data.dataset import Form
 from compressm.data.shuffling import Order
-from compressm.data.task import Task
+from compressm.data.task import Task, TaskKind
 from compressm.layers import LRU, S4D, S5, Mamba, SSMLayer
 from compressm.models import (
     BatchNorm,
@@ -44,6 +45,7 @@ from compressm.models import (
     RunningNorm,
     SequenceClassifier,
 )
+from compressm.nearest import did_you_mean
 from compressm.training.config import CompressionConfig, ConfigError, ModelConfig, Recipe
 from compressm.training.placing import batch_on
 from compressm.training.plan import cut_steps, settle_steps
@@ -58,6 +60,8 @@ _CALIBRATION_SEED = 2**31 - 1
 
 def build_model(config: ModelConfig, task: Task | Form) -> SequenceClassifier:
     """As torch's random numbers initialise it; of a task only its sizes are asked for."""
+    _require_options("layer_options", _LAYERS[config.layer], config.layer_options)
+    _require_options("norm_options", _NORMS[config.norm], config.norm_options)
     try:
         return SequenceClassifier(
             _LAYERS[config.layer],
@@ -77,6 +81,16 @@ def build_model(config: ModelConfig, task: Task | Form) -> SequenceClassifier:
         raise ConfigError(f"model: {error}") from error
 
 
+def _require_options(key: str, kind: type, options: Mapping[str, Any]) -> None:
+    known = [name for name in inspect.signature(kind).parameters if name not in ("width", "order")]
+    for option in options:
+        if option not in known:
+            raise ConfigError(
+                f"model.{key}: {kind.__name__} has no option {option!r}; its options:"
+                f" {', '.join(known) or 'none'}{did_you_mean(option, known)}"
+            )
+
+
 def build_compressor(
     recipe: Recipe,
     model: nn.Module,
@@ -84,7 +98,7 @@ def build_compressor(
     task: Task,
     evaluate: Callable[[], float],
 ) -> Compressor | None:
-    """None where the recipe does not compress; `evaluate` is what a guard asks."""
+    """None where the recipe does not compress; `evaluate` is what a guard asks: the validation's `Score.value`."""
     config = recipe.compression
     if config is None:
         return None
@@ -103,8 +117,14 @@ def build_compressor(
         gate=config.gate,
         round_to=config.round_to,
         moments=_MOMENTS[config.moments],
-        guard=None if settle is None else Rollback(evaluate, drop=drop, settle=settle),
+        guard=None if settle is None else _guard(evaluate, drop, settle, task.kind),
     )
+
+
+def _guard(evaluate: Callable[[], float], drop: float, settle: int, kind: TaskKind) -> Rollback:
+    loss = kind is TaskKind.REGRESS
+    name = f"validation {'loss' if loss else 'accuracy'}"
+    return Rollback(evaluate, drop=drop, settle=settle, measures=name, lower_is_better=loss)
 
 
 def _policy(config: CompressionConfig) -> Policy:

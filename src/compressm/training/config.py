@@ -172,6 +172,11 @@ class CompressionConfig(Config):
         self._share("gate", above=True, up_to_one=True)
         self._at_least(1, "order", "total_states", "round_to", "calibration_batches")
         self._at_least(0, "bound")
+        if self.bound is not None and self.gramian == "measured":
+            raise ConfigError(
+                f"bound is {self.bound} with gramian measured, which has no error bound: expected gramian white_noise,"
+                " or another policy, such as tau"
+            )
 
 
 @final

@@ -21,9 +21,9 @@ class Score(NamedTuple):
     accuracy: float | None
 
     @property
-    def merit(self) -> float:
-        """Higher is better."""
-        return -self.loss if self.accuracy is None else self.accuracy
+    def value(self) -> float:
+        """The accuracy, or the loss where there is none."""
+        return self.loss if self.accuracy is None else self.accuracy
 
 
 def evaluate(learner: Learner, split: Split) -> Score:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +20,7 @@ from compressm.runs.directory import RunDirectory, Status
 from compressm.runs.records import CutRecord, Evaluation, RestoredRecord, Spectrum, SplitName, Timing
 from compressm.training.building import build_compressor, build_model
 from compressm.training.clock import Clock
-from compressm.training.config import ConfigError, Recipe
+from compressm.training.config import Recipe
 from compressm.training.evaluation import evaluate
 from compressm.training.listening import Listener, Silent
 from compressm.training.objective import Objective, task_objective
@@ -32,7 +29,7 @@ from compressm.training.parallel import any_of, distributed, join
 from compressm.training.placing import placed
 from compressm.training.plan import Plan
 from compressm.training.precision import products_in
-from compressm.training.resuming import Resumable, checkpoints
+from compressm.training.resuming import Resumable, checkpoints, is_finished, require_same_recipe
 from compressm.training.signals import Stop, heard
 from compressm.training.steps import Learner, make_steps
 
@@ -61,11 +58,14 @@ def train(
 ) -> RunDirectory:
     """Train as the recipe says and write everything into the directory; with `resume`, go on from its last checkpoint.
 
+    A run that is finished stays as it is.
     On the CPU a run that was stopped and resumed ends with the same bits as one that was not. Another `objective`
     replaces the loss of the task in training, not in evaluation.
     """
     directory = directory if isinstance(directory, RunDirectory) else RunDirectory(directory)
     plan = Plan.of(recipe)
+    if resume and is_finished(directory, recipe):
+        return directory
     processes = Processes()
     with products_in(recipe.training.precision), heard() as stop:
         # What cannot be built leaves no folder behind.
@@ -85,21 +85,10 @@ def train(
 
 
 def _open(directory: RunDirectory, recipe: Recipe, resume: bool) -> None:
-    if not resume:
+    if resume:
+        require_same_recipe(directory, recipe)
+    else:
         directory.begin(recipe.as_dict())
-        return
-    stored = directory.config()
-    mine = json.loads(json.dumps(recipe.as_dict()))
-    if changed := "; ".join(_differences(stored, mine)):
-        raise ConfigError(f"{directory.path} is a run of another recipe: {changed}")
-
-
-def _differences(stored: Any, mine: Any, key: str = "") -> Iterator[str]:
-    if isinstance(stored, dict) and isinstance(mine, dict):
-        for name in sorted({*stored, *mine}):
-            yield from _differences(stored.get(name), mine.get(name), f"{key}.{name}".strip("."))
-    elif stored != mine:
-        yield f"{key} was {stored!r:.60} and is {mine!r:.60}"
 
 
 def _build(
@@ -120,11 +109,11 @@ def _build(
     learner = Learner(model, optimizer, objective or task_objective(task.kind), task, order, recipe.training, processes)
     clock = Clock(device)
 
-    def merit() -> float:
+    def validate() -> float:
         with clock.phase("evaluation"):
-            return evaluate(learner, task.validation).merit
+            return evaluate(learner, task.validation).value
 
-    compressor = build_compressor(recipe, model, optimizer, task, merit)
+    compressor = build_compressor(recipe, model, optimizer, task, validate)
     fold = recipe.compression.fold if recipe.compression else True
     spectra = recipe.spectra
     # The plan says when.

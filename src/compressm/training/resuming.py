@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from compressm.compression.checkpoint import load_checkpoint, save_checkpoint
 from compressm.compression.errors import SavingError
 from compressm.runs.directory import RunDirectory
 from compressm.training.clock import Clock
+from compressm.training.config import ConfigError, Recipe
 from compressm.training.optimizers import keep_rates_on_
 from compressm.training.steps import Learner, Steps, Totals
 
@@ -78,6 +81,29 @@ class Resumable:
         self.clock.restore(total, in_steps, extra["phases"])
         if self.tracker is not None and extra["tracker"] is not None:
             self.tracker.load_state_dict(_moved(extra["tracker"], self.learner.device))
+
+
+def is_finished(directory: RunDirectory, recipe: Recipe) -> bool:
+    """Whether nothing of this recipe is left to do there; a run of another recipe is refused."""
+    if not directory.finished:
+        return False
+    require_same_recipe(directory, recipe)
+    return True
+
+
+def require_same_recipe(directory: RunDirectory, recipe: Recipe) -> None:
+    """A run goes on as it began."""
+    mine = json.loads(json.dumps(recipe.as_dict()))
+    if changed := "; ".join(_differences(directory.config(), mine)):
+        raise ConfigError(f"{directory.path} is a run of another recipe: {changed}")
+
+
+def _differences(stored: Any, mine: Any, key: str = "") -> Iterator[str]:
+    if isinstance(stored, dict) and isinstance(mine, dict):
+        for name in sorted({*stored, *mine}):
+            yield from _differences(stored.get(name), mine.get(name), f"{key}.{name}".strip("."))
+    elif stored != mine:
+        yield f"{key} was {stored!r:.60} and is {mine!r:.60}"
 
 
 def _remove(*paths: Path) -> None:
