@@ -112,7 +112,7 @@ HINTS = [
     ("compression.when.stepz=[3]", "expected one of warmup_cuts, every, first, last, steps", "did you mean 'steps'?"),
     ("tau=0.1", "tau is not a key of a recipe", "did you mean 'compression.tau'?"),
     ("order=3", "order is not a key of a recipe", "did you mean 'model.order' or 'compression.order'?"),
-    ("model.layer=lru", "Input should be 'LRU', 'S5' or 'S4D'", "did you mean 'LRU'?"),
+    ("model.layer=lru", "Input should be 'LRU', 'S5', 'S4D' or 'Mamba'", "did you mean 'LRU'?"),
     ("compression.gramian=white-noise", "Input should be 'white_noise' or 'measured'", "did you mean 'white_noise'?"),
 ]
 
