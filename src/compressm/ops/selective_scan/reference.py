@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu, softplus
 
+from compressm.ops.around_scan.reference import plain_gate, plain_steps
 from compressm.ops.selective_scan.arguments import Selective
 
 
@@ -14,7 +14,8 @@ def scan(
 ) -> tuple[Tensor, Tensor]:
     """y in the dtype of u, and the last state, in float32 or better."""
     wide = torch.promote_types(given.u.dtype, torch.float32)
-    u, step = given.u.to(wide), steps(given, lengths)
+    u = given.u.to(wide)
+    step = plain_steps(given.delta, given.delta_bias, lengths, soft=given.softplus)
     A, B, C = masked(given, orders)
     h = u.new_zeros(given.state_shape()) if state is None else state.to(wide)
     h = pair_to_complex(h, 1) if given.complex else h
@@ -25,19 +26,6 @@ def scan(
     y = torch.stack(outputs, dim=1)
     y = finish(y.real if given.complex else y, given)
     return y.to(given.u.dtype), torch.stack([h.real, h.imag], dim=1) if given.complex else h
-
-
-def steps(given: Selective, lengths: Tensor | None) -> Tensor:
-    """Δ in float32 or better, after bias and softplus; 0 at and after `lengths`, where nothing may change."""
-    step = given.delta.to(torch.promote_types(given.delta.dtype, torch.float32))
-    if given.delta_bias is not None:
-        step = step + given.delta_bias.to(step.dtype)
-    if given.softplus:
-        step = softplus(step)
-    if lengths is None:
-        return step
-    counts = torch.arange(step.shape[1], device=step.device) < lengths[:, None].to(step.device)
-    return torch.where(counts[..., None], step, 0)
 
 
 def masked(given: Selective, orders: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,7 +49,7 @@ def finish(y: Tensor, given: Selective) -> Tensor:
     """The skip D·u and the gate silu(z)."""
     if given.D is not None:
         y = y + given.D.to(y.dtype) * given.u.to(y.dtype)
-    return y if given.z is None else y * silu(given.z.to(y.dtype))
+    return y if given.z is None else plain_gate(y, given.z)
 
 
 def pair_to_complex(pairs: Tensor, axis: int) -> Tensor:
