@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from compressm import adapters, compression, layers, models
     from compressm.compression import (
         PAPER,
+        Baked,
         Budget,
         Compressor,
         Cut,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
         Restart,
         Restored,
         Rollback,
+        SharedIndex,
         Slice,
         Smallest,
         TargetOrder,
@@ -44,6 +46,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "PAPER",
+    "Baked",
     "Budget",
     "Compressor",
     "Cut",
@@ -57,6 +60,7 @@ __all__ = [
     "Restart",
     "Restored",
     "Rollback",
+    "SharedIndex",
     "Slice",
     "Smallest",
     "TargetOrder",

@@ -12,11 +12,13 @@ from compressm.cli.app import app
 # Of `compressm.compression`, without its name in front.
 SHORT_NAMES = {
     "PAPER",
+    "Baked",
     "Compressor",
     "HankelTracker",
     "Measured",
     "Restart",
     "Rollback",
+    "SharedIndex",
     "Slice",
     "Transport",
     "WhiteNoise",
@@ -94,13 +96,16 @@ CONTROL_NAMES = {
 }
 
 ADAPTER_NAMES = {
+    "Adapter",
     "AdapterError",
     "ConformanceError",
     "Finding",
     "LRUAdapter",
+    "MambaAdapter",
     "S4DAdapter",
     "S5Adapter",
     "SSMAdapter",
+    "SelectiveAdapter",
     "adapter_for",
     "adapts",
     "check_adapter",
@@ -119,6 +124,7 @@ COMPRESSION_NAMES = SHORT_NAMES | {
     "LayerPolicy",
     "SavingError",
     "Selection",
+    "SelectiveMethod",
     "StaleWrapperError",
     "as_schedule",
     "choose_orders",

@@ -16,6 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import compressm as cs
 from compressm.compression import StaleWrapperError, load_checkpoint, save_checkpoint, surgery
+from compressm.compression.distributed import Processes
+from compressm.compression.options import Options
+from compressm.compression.planning import read_layers
 
 CASES = {}
 
@@ -29,10 +32,10 @@ def case(function):
 class Training:
     """A model with normalisation statistics in a wrapper; every process has data of its own."""
 
-    def __init__(self, rank, order=12, optimizer=torch.optim.AdamW, **options):
+    def __init__(self, rank, order=12, optimizer=torch.optim.AdamW, layer=cs.layers.LRU, **options):
         torch.manual_seed(0)
         self.rank, self.data = rank, torch.Generator().manual_seed(rank)
-        self.inner = cs.models.SequenceClassifier(cs.layers.LRU, depth=2, width=4, order=order, inputs=3, classes=5)
+        self.inner = cs.models.SequenceClassifier(layer, depth=2, width=4, order=order, inputs=3, classes=5)
         self.model = DistributedDataParallel(self.inner, **options)
         self.optimizer = optimizer(self.inner.parameters(), lr=1e-2)
 
@@ -129,6 +132,24 @@ def measured_with_other_data(rank, path):
     )
     preview = [str(cut) for cut in compressor.preview()]
     return outcome(run, events=run.train(4, compressor), preview=preview, bound=compressor.history[0].error_bound)
+
+
+@case
+def selective_layers(rank, path):
+    run = Training(rank, layer=cs.layers.Mamba)
+    parts = [torch.randn(2 + k, 30, 3, generator=torch.Generator().manual_seed(k)) for k in range(2)]
+    options = {"keep": cs.EnergyTolerance(0.1), "gramian": cs.Measured(stride=1)}
+    pooled, whole = (
+        read_layers(run.inner, Options(calibrate=lambda model, x=x: model(x), **options))["blocks.0.ssm"]
+        for x in (parts[rank], torch.cat(parts))
+    )
+    pooled = pooled.over(Processes())
+    same = all(torch.allclose(*pair) for pair in zip(pooled.data.gramians, whole.data.gramians, strict=True))
+    compressor = cs.Compressor(
+        run.model, run.optimizer, when=[2], calibrate=lambda model: model(parts[rank]), **options
+    )
+    preview = [str(cut) for cut in compressor.preview()]
+    return outcome(run, events=run.train(4, compressor), preview=preview, pooled=same)
 
 
 @case

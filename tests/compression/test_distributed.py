@@ -107,6 +107,14 @@ def test_data_of_all_processes_is_measured_together(found):
     assert [event.split(",")[0] for event in first["preview"]] == [event.split(",")[0] for event in first["events"]]
 
 
+def test_selective_layers_are_cut_by_the_averages_of_all_processes(found):
+    for one in found["selective_layers"]:
+        assert one["pooled"]
+        expected = [f"blocks.{k}.ssm: 12 -> {order} states" for k, order in enumerate(one["orders"])]
+        assert [event.split(",")[0] for event in one["preview"]] == expected
+        assert all(order < 12 for order in one["orders"])
+
+
 def test_the_first_process_decides(found):
     assert found["a_policy_that_differs"][0]["orders"] == [4, 4]
     undone = found["a_cut_that_is_undone"][0]

@@ -1,27 +1,32 @@
-"""Adapters: a module read as linear systems, and systems written back as parameter values.
+"""Adapters: a module read as linear systems or a selective one, and systems written back as parameter values.
 
 `find` lists the modules of a model that have an adapter; `@adapts` adds one for a layer of one's own, and
 `check_adapter` tests it.
 """
 
-from compressm.adapters.base import SSMAdapter, adapter_for, adapts, find, state_axes
+from compressm.adapters.base import Adapter, SSMAdapter, adapter_for, adapts, find, state_axes
 from compressm.adapters.conformance import check_adapter
 from compressm.adapters.errors import AdapterError, ConformanceError
 from compressm.adapters.lru import LRUAdapter
+from compressm.adapters.mamba import MambaAdapter
 from compressm.adapters.poles import continuous_poles
 from compressm.adapters.s4d import S4DAdapter
 from compressm.adapters.s5 import S5Adapter
+from compressm.adapters.selective import SelectiveAdapter
 from compressm.adapters.trial import Finding
 from compressm.adapters.writing import write
 
 __all__ = [
+    "Adapter",
     "AdapterError",
     "ConformanceError",
     "Finding",
     "LRUAdapter",
+    "MambaAdapter",
     "S4DAdapter",
     "S5Adapter",
     "SSMAdapter",
+    "SelectiveAdapter",
     "adapter_for",
     "adapts",
     "check_adapter",

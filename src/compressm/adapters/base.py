@@ -14,10 +14,30 @@ from compressm.adapters.errors import AdapterError
 from compressm.control import DiagonalSystem
 
 Module = TypeVar("Module", bound=nn.Module)
-Adapter = TypeVar("Adapter", bound="type[SSMAdapter[Any]]")
+System = TypeVar("System")
+Kind = TypeVar("Kind", bound="type[Adapter[Any, Any]]")
 
 
-class SSMAdapter(ABC, Generic[Module]):
+class Adapter(ABC, Generic[Module, System]):
+    """How a kind of module is read: as linear systems (`SSMAdapter`) or as a selective one (`SelectiveAdapter`)."""
+
+    @abstractmethod
+    def read(self, module: Module) -> System:
+        """The system that the module is."""
+
+    @abstractmethod
+    def encode(self, module: Module, system: System) -> dict[str, Tensor]:
+        """Values, by parameter name, that make the module the given system, of whatever order."""
+
+    @abstractmethod
+    def order(self, module: Module) -> int:
+        """How many states the module has."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+class SSMAdapter(Adapter[Module, DiagonalSystem]):
     """What a kind of module is as a system, and which parameter values make it another system.
 
     The conventions of `DiagonalSystem`: h[k] = λ h[k−1] + B u[k], and the module's output is Re(C h[k]), to which a
@@ -42,11 +62,11 @@ class SSMAdapter(ABC, Generic[Module]):
         the values that are there. Parameters without a name among the values stay as they are.
         """
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
+    def order(self, module: Module) -> int:
+        return self.read(module).order
 
 
-_ADAPTERS: dict[type[nn.Module], SSMAdapter[Any]] = {}
+_ADAPTERS: dict[type[nn.Module], Adapter[Any, Any]] = {}
 
 # Wrappers that keep what they wrap as `module`; a model's own child of that name is not to lose it.
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
@@ -54,7 +74,7 @@ _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel
 _WRAPPED = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
-def adapts(kind: type[nn.Module]) -> Callable[[Adapter], Adapter]:
+def adapts(kind: type[nn.Module]) -> Callable[[Kind], Kind]:
     """Say that the decorated adapter is the one for `kind` and for its subclasses without an adapter of their own.
 
     The last one said for a class holds.
@@ -62,8 +82,8 @@ def adapts(kind: type[nn.Module]) -> Callable[[Adapter], Adapter]:
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise AdapterError(f"@adapts takes a class of nn.Module, got {kind!r}")
 
-    def register(adapter: Adapter) -> Adapter:
-        if not (isinstance(adapter, type) and issubclass(adapter, SSMAdapter)):
+    def register(adapter: Kind) -> Kind:
+        if not (isinstance(adapter, type) and issubclass(adapter, Adapter)):
             raise AdapterError(f"@adapts({kind.__name__}) decorates a class of SSMAdapter, got {adapter!r}")
         missing = sorted(adapter.__abstractmethods__)
         if missing:
@@ -74,7 +94,7 @@ def adapts(kind: type[nn.Module]) -> Callable[[Adapter], Adapter]:
     return register
 
 
-def adapter_for(module: nn.Module) -> SSMAdapter[Any] | None:
+def adapter_for(module: nn.Module) -> Adapter[Any, Any] | None:
     """The adapter of the module's class or of its nearest ancestor that has one."""
     _require_module("adapter_for", module)
     return next((_ADAPTERS[kind] for kind in type(module).__mro__ if kind in _ADAPTERS), None)
@@ -82,7 +102,7 @@ def adapter_for(module: nn.Module) -> SSMAdapter[Any] | None:
 
 def find(
     model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None = None
-) -> dict[str, tuple[nn.Module, SSMAdapter[Any]]]:
+) -> dict[str, tuple[nn.Module, Adapter[Any, Any]]]:
     """Every module of the model that has an adapter, by name, in the order of `named_modules`; "" is the model itself.
 
     A module used in several places is there once. Names are those of the model inside DistributedDataParallel or
@@ -92,7 +112,7 @@ def find(
     if filter_fn is not None and not callable(filter_fn):
         raise AdapterError(f"filter_fn is {filter_fn!r}, expected a function of a module and its name")
     modules = dict(model.named_modules())
-    found: dict[str, tuple[nn.Module, SSMAdapter[Any]]] = {}
+    found: dict[str, tuple[nn.Module, Adapter[Any, Any]]] = {}
     inside: str | None = None
     for path, module in modules.items():
         adapter = adapter_for(module)
@@ -110,9 +130,7 @@ def state_axes(module: nn.Module, adapter: SSMAdapter[Any] | None = None) -> dic
 
     Found by encoding a system with one mode more and looking which axes became longer.
     """
-    adapter = adapter or adapter_for(module)
-    if adapter is None:
-        raise AdapterError(f"{type(module).__name__} has no adapter; write one with @adapts({type(module).__name__})")
+    adapter = linear_adapter(module, adapter)
     with torch.no_grad():
         values = adapter.encode(module, _with_a_mode_twice(adapter.read(module)))
     axes = {name: _grown_axes(module, name, value) for name, value in values.items()}
@@ -120,6 +138,16 @@ def state_axes(module: nn.Module, adapter: SSMAdapter[Any] | None = None) -> dic
     if several:
         raise AdapterError(f"{', '.join(several)}: states stand on axes {axes[several[0]]}, expected one axis")
     return {name: grown[0] for name, grown in axes.items() if grown}
+
+
+def linear_adapter(module: nn.Module, adapter: SSMAdapter[Any] | None = None) -> SSMAdapter[Any]:
+    """The given one, or the module's own if it reads the module as linear systems."""
+    found, kind = adapter or adapter_for(module), type(module).__name__
+    if found is None:
+        raise AdapterError(f"{kind} has no adapter; write one with @adapts({kind})")
+    if not isinstance(found, SSMAdapter):
+        raise AdapterError(f"{kind} is read by {found}, expected an SSMAdapter: it is no linear system")
+    return found
 
 
 def parameter_of(module: nn.Module, name: str) -> nn.Parameter:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressm.adapters.base import SSMAdapter, adapter_for
+from compressm.adapters.base import SSMAdapter, linear_adapter
 from compressm.adapters.errors import AdapterError, ConformanceError
 from compressm.adapters.promises import PROMISES
 from compressm.adapters.trial import Finding, Run, Trial, make_seeded
@@ -58,9 +58,7 @@ def _trial(
 ) -> Trial:
     """With what was not given filled in."""
     module = make_seeded(make, rest[-1])
-    adapter = adapter or adapter_for(module)
-    if adapter is None:
-        raise AdapterError(f"{type(module).__name__} has no adapter; write one with @adapts({type(module).__name__})")
+    adapter = linear_adapter(module, adapter)
     order = adapter.read(module).order
     if order < _SMALLEST_ORDER:
         raise AdapterError(f"make_module gives a module of order {order}, expected at least {_SMALLEST_ORDER}")

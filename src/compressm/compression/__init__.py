@@ -22,11 +22,13 @@ from compressm.compression.rollback import Rollback
 from compressm.compression.saving import load_model, save_model
 from compressm.compression.schedule import as_schedule, during_warmup, every, plan_text
 from compressm.compression.selection import Largest, Random, Selection, Smallest
+from compressm.compression.selective.methods import Baked, SelectiveMethod, SharedIndex
 from compressm.compression.tracker import HankelTracker
 from compressm.compression.wrapping import rewrap_
 
 __all__ = [
     "PAPER",
+    "Baked",
     "Budget",
     "Checkpoint",
     "CompressionError",
@@ -48,6 +50,8 @@ __all__ = [
     "Rollback",
     "SavingError",
     "Selection",
+    "SelectiveMethod",
+    "SharedIndex",
     "Slice",
     "Smallest",
     "StaleWrapperError",

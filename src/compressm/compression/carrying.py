@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from compressm.adapters import SSMAdapter, state_axes
 from compressm.adapters.base import parameter_of
 from compressm.compression.basis import BasisChange, Triple
-from compressm.compression.linearisation import Encoding, Reading, Values
+from compressm.compression.change import Change, Values, Writing
+from compressm.compression.linearisation import Encoding, Reading
 from compressm.compression.spread import Spread
 from compressm.control import DiagonalSystem
 
@@ -26,7 +27,7 @@ _POLES, _B, _C = range(3)
 
 @final
 @dataclass(frozen=True)
-class ModuleChange:
+class ModuleChange(Change):
     """A module as it still is, the system it will be, and the parameter values that make it that."""
 
     module: nn.Module
@@ -34,7 +35,7 @@ class ModuleChange:
     old: DiagonalSystem
     new: DiagonalSystem
     basis: BasisChange
-    values: Values
+    writing: Writing
 
     @classmethod
     def to(
@@ -48,7 +49,27 @@ class ModuleChange:
         """With the values that the adapter gives the new system."""
         with torch.no_grad():
             values = adapter.encode(module, new)
-        return cls(module, adapter, old, new, basis, values)
+        return cls(module, adapter, old, new, basis, Writing(values))
+
+    @property
+    def resized(self) -> Sequence[str]:
+        return [name for name in self.values if name in self.axes]
+
+    def first(self, name: str, moment: Tensor) -> Tensor:
+        axis = self.axes[name]
+        return moment.narrow(axis, 0, self.values[name].shape[axis]).clone()
+
+    def gradient(self, moments: Values) -> dict[str, Tensor]:
+        return carry_gradient(self, moments)
+
+    def gradient_squares(self, squares: Values) -> dict[str, Tensor]:
+        return carry_gradient_squares(self, squares)
+
+    def update(self, moments: Values) -> dict[str, Tensor]:
+        return carry_update(self, moments)
+
+    def update_squares(self, squares: Values) -> dict[str, Tensor]:
+        return carry_update_squares(self, squares)
 
     @cached_property
     def axes(self) -> dict[str, int]:

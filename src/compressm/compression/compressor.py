@@ -8,19 +8,20 @@ from typing import Any, SupportsIndex
 from torch import nn
 from torch.optim import Optimizer
 
-from compressm.compression.calibration import Calibrate
 from compressm.compression.checks import require_count
 from compressm.compression.cutting import Cutter, followers, ordinary_tensors
 from compressm.compression.errors import CompressionError
 from compressm.compression.gramian import Gramian, WhiteNoise
+from compressm.compression.listening import Calibrate
 from compressm.compression.moments import Moments, Slice, Transport
-from compressm.compression.planning import Options
+from compressm.compression.options import Options
 from compressm.compression.policies import Policy
 from compressm.compression.record import Cut, Event, Restored
 from compressm.compression.rehearsal import rehearse
 from compressm.compression.rollback import Rollback, Watch
 from compressm.compression.schedule import as_schedule, require_same_past
 from compressm.compression.selection import Largest, Selection
+from compressm.compression.selective.methods import Baked, SelectiveMethod
 
 # The paper's own arithmetic, spelled out once.
 PAPER: Mapping[str, Any] = {"gramian": WhiteNoise(), "fold": False, "moments": Slice()}
@@ -53,13 +54,14 @@ class Compressor:
         guard: Rollback | None = None,
         filter_fn: Callable[[nn.Module, str], bool] | None = None,
         overrides: Mapping[str, Policy] | None = None,
+        selective: SelectiveMethod = Baked(),
         follow: Sequence[nn.Module] = (),
         scheduler: Any = None,
     ) -> None:
         self._schedule = as_schedule(when)
         if guard is not None and not isinstance(guard, Rollback):
             raise CompressionError(f"guard is {guard!r:.100}, expected Rollback(evaluate, ...) or None")
-        options = Options(keep, calibrate, gramian, fold, select, gate, round_to, filter_fn, overrides)
+        options = Options(keep, calibrate, gramian, fold, select, gate, round_to, filter_fn, overrides, selective)
         self._cutter = Cutter(model, optimizer, options, moments, followers(follow))
         self._cutter.check()
         inner, processes = self._cutter.inner, self._cutter.processes
@@ -159,13 +161,14 @@ def compress_(
     moments: Moments = Transport(),
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     overrides: Mapping[str, Policy] | None = None,
+    selective: SelectiveMethod = Baked(),
     follow: Sequence[nn.Module] = (),
 ) -> list[Cut]:
     """Cut once, in place; the options are those of `Compressor`, but every order that falls is taken (gate 1).
 
     To be called by all processes that torch.distributed has made to train together.
     """
-    options = Options(keep, calibrate, gramian, fold, select, gate, round_to, filter_fn, overrides)
+    options = Options(keep, calibrate, gramian, fold, select, gate, round_to, filter_fn, overrides, selective)
     cutter = Cutter(model, optimizer, options, moments, followers(follow))
     with ordinary_tensors():
         cutter.check()

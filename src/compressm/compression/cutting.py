@@ -12,20 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from compressm.adapters import find
-from compressm.compression.basis import Triple
-from compressm.compression.calibration import ratio_of, squared_change
-from compressm.compression.carrying import ModuleChange
 from compressm.compression.distributed import Processes
 from compressm.compression.errors import CompressionError
+from compressm.compression.layer import Layer, PlannedCut
 from compressm.compression.moments import Moments
+from compressm.compression.options import Options
 from compressm.compression.orders import require_choices
-from compressm.compression.planning import Layer, Options, PlannedCut, find_layers, plan_cuts, read_layers
+from compressm.compression.planning import find_layers, plan_cuts, read_layers
 from compressm.compression.record import Cut
+from compressm.compression.sample import ratio_of
 from compressm.compression.stages import stage
 from compressm.compression.suitability import require_suitable
 from compressm.compression.surgery import PreparedCut, apply_cuts, prepare_cut
 from compressm.compression.wrapping import renew_wrappers_, require_rewrappable, unwrapped, wrappers_in
-from compressm.control import DiagonalSystem
 
 
 @dataclass(frozen=True)
@@ -115,8 +114,8 @@ class Cutter:
             Cut(
                 step=step,
                 module=cut.layer.name,
-                order=cut.layer.system.order,
-                rank=cut.system.order,
+                order=cut.layer.order,
+                rank=cut.rank,
                 error_bound=cut.error_bound,
                 measured_error=cut.measured_error,
                 energy_lost=cut.energy_lost,
@@ -130,12 +129,7 @@ class Cutter:
         for k, model in enumerate(self.follow):
             _require_alike(f"follow[{k}]", model, {cut.layer.name: (cut.layer.module, None) for cut in plan.cuts})
         with stage("encode"):
-            changes = {
-                cut.layer.name: ModuleChange.to(
-                    cut.layer.module, cut.layer.adapter, cut.layer.system, cut.system, cut.change
-                )
-                for cut in plan.cuts
-            }
+            changes = {cut.layer.name: cut.change() for cut in plan.cuts}
         with stage("optimizer"):
             prepared = [prepare_cut(name, change, self.optimizer, self.moments) for name, change in changes.items()]
         return prepared, [self._following(model, cut) for model in self.follow for cut in plan.cuts]
@@ -144,9 +138,8 @@ class Cutter:
         """The same change of basis for a model that follows: its layers stay in the coordinates of the first."""
         module, adapter = find(model)[cut.layer.name]
         with torch.no_grad():
-            moved = cut.change.vector(Triple.of(adapter.read(module)))
-            system = DiagonalSystem(moved.poles, moved.B, moved.C)
-            return PreparedCut(cut.layer.name, module, adapter.encode(module, system))
+            writing = cut.following(module, adapter)
+        return PreparedCut(cut.layer.name, module, writing.values, attributes=writing.attributes)
 
 
 def followers(follow: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
@@ -195,35 +188,22 @@ def _over(processes: Processes, layers: dict[str, Layer], salt: int) -> dict[str
     if processes.count == 1:
         return layers
     processes.require_same("the step of the cut", salt)
-    processes.require_same("the orders before the cut", {name: layer.system.order for name, layer in layers.items()})
-    return {
-        name: layer if layer.seen is None else replace(layer, seen=layer.seen.over(processes))
-        for name, layer in layers.items()
-    }
+    processes.require_same("the orders before the cut", {name: layer.order for name, layer in layers.items()})
+    return {name: layer.over(processes) for name, layer in layers.items()}
 
 
 def _as_first(processes: Processes, cuts: list[PlannedCut], layers: Mapping[str, Layer]) -> list[PlannedCut]:
     """The first process's plan on all of them, with the change measured on the data of all."""
     if processes.count == 1:
         return cuts
-    sent = processes.as_first(
-        [(cut.layer.name, cut.system.to("cpu"), cut.change.to("cpu"), cut.error_bound, cut.energy_lost) for cut in cuts]
-    )
-    planned = []
-    for name, system, change, bound, lost in sent:
-        layer = layers[name]
-        system, change = system.to(layer.system.device), change.to(layer.system.device)
-        planned.append(PlannedCut(layer, system, change, bound, None, lost))
+    sent = processes.as_first([(cut.layer.name, cut.sent()) for cut in cuts])
+    planned = [layers[name].received(cut) for name, cut in sent]
     with processes.together("measuring what the cut changes"):
-        squares = [
-            squared_change(cut.layer.system, cut.system, cut.layer.seen)
-            for cut in planned
-            if cut.layer.seen is not None
-        ]
+        squares = [square for cut in planned if (square := cut.squared_change()) is not None]
     if len(squares) < len(planned) or not planned:
         return planned
     totals = processes.total(torch.stack(squares))
-    return [replace(cut, measured_error=ratio_of(total)) for cut, total in zip(planned, totals, strict=True)]
+    return [cut.measured(ratio_of(total)) for cut, total in zip(planned, totals, strict=True)]
 
 
 def _written_by_first(processes: Processes, cuts: list[PreparedCut]) -> list[PreparedCut]:

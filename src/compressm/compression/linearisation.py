@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -15,9 +15,8 @@ from torch.func import functional_call
 
 from compressm.adapters import SSMAdapter
 from compressm.compression.basis import Triple
+from compressm.compression.change import Values
 from compressm.control import DiagonalSystem
-
-Values = Mapping[str, Tensor]
 
 
 @final

@@ -11,14 +11,7 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import Tensor
 
-from compressm.compression.carrying import (
-    ModuleChange,
-    carry_gradient,
-    carry_gradient_squares,
-    carry_update,
-    carry_update_squares,
-)
-from compressm.compression.linearisation import Values
+from compressm.compression.change import Change, Values
 
 
 class Role(Enum):
@@ -52,7 +45,7 @@ class Moments(ABC):
     needs_roles = False
 
     @abstractmethod
-    def carry(self, change: ModuleChange, entries: Entries) -> dict[str, dict[str, Tensor]]:
+    def carry(self, change: Change, entries: Entries) -> dict[str, dict[str, Tensor]]:
         """The entries, by key and parameter name, that belong to the new values."""
 
     def carry_scalar(self, key: str, value: Any) -> Any:
@@ -70,7 +63,7 @@ class Transport(Moments):
 
     needs_roles = True
 
-    def carry(self, change: ModuleChange, entries: Entries) -> dict[str, dict[str, Tensor]]:
+    def carry(self, change: Change, entries: Entries) -> dict[str, dict[str, Tensor]]:
         carried = {key: _carried(change, entry) for key, entry in _uncentred(entries).items()}
         return _within_reach(_centred(carried, entries), entries)
 
@@ -83,7 +76,7 @@ class Restart(Moments):
     Zeros at a late step count would make Adam's first update (1 − β₁)/√(1 − β₂) = 3.2 times too long.
     """
 
-    def carry(self, change: ModuleChange, entries: Entries) -> dict[str, dict[str, Tensor]]:
+    def carry(self, change: Change, entries: Entries) -> dict[str, dict[str, Tensor]]:
         return {
             key: {name: torch.full_like(change.values[name], entry.initial[name]) for name in entry.values}
             for key, entry in entries.items()
@@ -101,9 +94,9 @@ class Restart(Moments):
 class Slice(Moments):
     """The first r entries of every moment, as in the paper's code: whatever modes they had belonged to."""
 
-    def carry(self, change: ModuleChange, entries: Entries) -> dict[str, dict[str, Tensor]]:
+    def carry(self, change: Change, entries: Entries) -> dict[str, dict[str, Tensor]]:
         return {
-            key: {name: _first(change, name, value) for name, value in entry.values.items()}
+            key: {name: change.first(name, value) for name, value in entry.values.items()}
             for key, entry in entries.items()
         }
 
@@ -111,25 +104,20 @@ class Slice(Moments):
 _FIRST_SCALARS = {"step": 0, "mu_product": 1}
 
 
-def _first(change: ModuleChange, name: str, value: Tensor) -> Tensor:
-    axis = change.axes[name]
-    return value.narrow(axis, 0, change.values[name].shape[axis]).clone()
-
-
-def _carried(change: ModuleChange, entry: Entry) -> dict[str, Tensor]:
+def _carried(change: Change, entry: Entry) -> dict[str, Tensor]:
     match entry.role:
         case Role.GRADIENT:
-            found = carry_gradient(change, entry.values)
+            found = change.gradient(entry.values)
         case Role.GRADIENT_SQUARE:
-            found = carry_gradient_squares(change, entry.values)
+            found = change.gradient_squares(entry.values)
         case Role.GRADIENT_SIZE:
-            found = {name: torch.sqrt(value) for name, value in carry_gradient_squares(change, _squares(entry)).items()}
+            found = {name: torch.sqrt(value) for name, value in change.gradient_squares(_squares(entry)).items()}
         case Role.UPDATE:
-            found = carry_update(change, entry.values)
+            found = change.update(entry.values)
         case Role.UPDATE_SQUARE:
-            found = carry_update_squares(change, entry.values)
+            found = change.update_squares(entry.values)
         case _:
-            found = {name: torch.sqrt(value) for name, value in carry_update_squares(change, _squares(entry)).items()}
+            found = {name: torch.sqrt(value) for name, value in change.update_squares(_squares(entry)).items()}
     return {name: found[name] for name in entry.values}
 
 

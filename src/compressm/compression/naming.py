@@ -88,7 +88,7 @@ def order_of(layer: nn.Module) -> int:
         return layer.order
     adapter = adapter_for(layer)
     assert adapter is not None
-    return adapter.read(layer).order
+    return adapter.order(layer)
 
 
 def orders_of(model: nn.Module) -> dict[str, int]:

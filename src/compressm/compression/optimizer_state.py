@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressm.compression.carrying import ModuleChange
+from compressm.compression.change import Change
 from compressm.compression.errors import CompressionError
 from compressm.compression.moments import Entry, Moments, Role
 from compressm.control.validation import is_finite
@@ -97,12 +97,12 @@ def is_scalar(value: object, parameter: nn.Parameter) -> bool:
     return not isinstance(value, Tensor) or (value.numel() == 1 and value.shape != parameter.shape)
 
 
-def carried_states(change: ModuleChange, optimizer: Any, moments: Moments) -> dict[str, dict[str, Any]]:
+def carried_states(change: Change, optimizer: Any, moments: Moments) -> dict[str, dict[str, Any]]:
     """By parameter name the entries that change with the cut, as the optimizer keeps them: same dtypes, same devices.
 
     Only parameters with an axis of states, and with a state.
     """
-    parameters = {name: change.module.get_parameter(name) for name in change.axes if name in change.values}
+    parameters = {name: change.module.get_parameter(name) for name in change.resized}
     require_supported(optimizer, parameters)
     states = {name: parameter_state(optimizer, parameter) or {} for name, parameter in parameters.items()}
     entries = _entries(change, optimizer, parameters, states)
@@ -129,7 +129,7 @@ def _pairs(states: Mapping[str, State]) -> Iterator[tuple[str, str, Any]]:
 
 
 def _entries(
-    change: ModuleChange, optimizer: Any, parameters: Mapping[str, nn.Parameter], states: Mapping[str, State]
+    change: Change, optimizer: Any, parameters: Mapping[str, nn.Parameter], states: Mapping[str, State]
 ) -> dict[str, Entry]:
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     values: dict[str, dict[str, Tensor]] = {}

@@ -153,7 +153,7 @@ class Watch:
         self.forget()
         if harmless:
             return None
-        orders = {name: adapter.read(module).order for name, (module, adapter) in find(self.model).items()}
+        orders = {name: adapter.order(module) for name, (module, adapter) in find(self.model).items()}
         return Restored(step, orders, self.guard.verdict(value, self.before))
 
     def state_dict(self) -> dict[str, Any]:

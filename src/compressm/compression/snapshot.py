@@ -12,6 +12,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from compressm.compression.attributes import attributes_of
 from compressm.compression.errors import CompressionError
 from compressm.compression.whole_files import replacing
 from compressm.layers.replacing import replace_data
@@ -46,6 +47,12 @@ class Subject:
             if buffer is not None
         }
 
+    def attributes(self) -> dict[str, tuple[Any, str]]:
+        """What goes with the orders of layers beside their tensors, by the object that has it and its name there."""
+        return {
+            f"{k}/{path}": place for k, model in enumerate(self.models) for path, place in attributes_of(model).items()
+        }
+
 
 @final
 @dataclass(frozen=True)
@@ -66,6 +73,7 @@ class Snapshot:
             rest = {
                 "parameters": {name: _parameter(name, p, tensors) for name, p in subject.parameters().items()},
                 "buffers": [_buffer(name, *place, tensors) for name, place in subject.buffers().items()],
+                "attributes": {path: getattr(*place) for path, place in subject.attributes().items()},
                 "optimizer": _optimizer(subject, tensors),
                 "scheduler": None if subject.scheduler is None else copy.deepcopy(subject.scheduler.state_dict()),
             }
@@ -85,6 +93,9 @@ class Snapshot:
                 _set_parameter_(parameter, tensors[f"parameter {name}"], **self.rest["parameters"][name])
             for name, (module, key) in buffers.items():
                 module._buffers[key] = _assigned(module._buffers[key], tensors[f"buffer {name}"])
+            places = subject.attributes()
+            for path, value in self.rest.get("attributes", {}).items():
+                setattr(*places[path], value)
             if subject.optimizer is not None:
                 _restore_optimizer_(subject.optimizer, parameters, self.rest["optimizer"], tensors)
         if subject.scheduler is not None:

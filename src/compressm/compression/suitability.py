@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from compressm.adapters import SSMAdapter
+from compressm.adapters import Adapter
 from compressm.compression.errors import CompressionError
 from compressm.compression.optimizer_state import require_supported
-from compressm.compression.planning import read_system
+from compressm.compression.planning import Found, read_any
 from compressm.compression.surgery import require_plain_parameters
-
-Found = Mapping[str, tuple[nn.Module, SSMAdapter[Any]]]
 
 
 def require_suitable(model: nn.Module, found: Found, optimizer: Any | None) -> None:
@@ -33,9 +31,9 @@ def require_suitable(model: nn.Module, found: Found, optimizer: Any | None) -> N
             require_supported(optimizer, {f"{name}.{key}": p for key, p in module.named_parameters()})
 
 
-def _cut_parameters(name: str, module: nn.Module, adapter: SSMAdapter[Any]) -> Iterator[str]:
+def _cut_parameters(name: str, module: nn.Module, adapter: Adapter[Any, Any]) -> Iterator[str]:
     with torch.no_grad():
-        values = adapter.encode(module, read_system(name, module, adapter))
+        values = adapter.encode(module, read_any(name, module, adapter))
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for entry in values:
         if entry not in parameters:

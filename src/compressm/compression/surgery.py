@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from compressm.adapters.base import parameter_of
 from compressm.adapters.writing import prepared
-from compressm.compression.carrying import ModuleChange
+from compressm.compression.attributes import place_of
+from compressm.compression.change import Change, Values
 from compressm.compression.distributed import Processes
 from compressm.compression.errors import CompressionError
-from compressm.compression.linearisation import Values
 from compressm.compression.moments import Moments
 from compressm.compression.optimizer_state import carried_states, is_scalar, parameter_state, require_supported
 from compressm.control.validation import is_finite
@@ -23,19 +23,23 @@ from compressm.layers.replacing import replace_data
 @final
 @dataclass(frozen=True)
 class PreparedCut:
-    """New values for parameters of one module, and new optimizer state for those that have one, by parameter name."""
+    """New values for parameters of one module, and new optimizer state for those that have one, by parameter name.
+
+    Attributes of the module, or of what it holds, that go with its order come by their paths.
+    """
 
     name: str
     module: nn.Module
     values: Values
     states: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    attributes: Mapping[str, Any] = field(default_factory=dict)
 
 
-def prepare_cut(name: str, change: ModuleChange, optimizer: Any | None, moments: Moments) -> PreparedCut:
+def prepare_cut(name: str, change: Change, optimizer: Any | None, moments: Moments) -> PreparedCut:
     """All that a cut will write, computed; nothing is changed."""
     require_plain_parameters(name, change.module)
     states = {} if optimizer is None else carried_states(change, optimizer, moments)
-    return PreparedCut(name, change.module, change.values, states)
+    return PreparedCut(name, change.module, change.values, states, change.writing.attributes)
 
 
 def apply_cuts(
@@ -48,17 +52,22 @@ def apply_cuts(
     """
     undo_values: list[tuple[nn.Parameter, Tensor, Tensor | None]] = []
     undo_states: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    undo_attributes: list[tuple[Any, str, Any]] = []
     try:
         with processes.together("writing the cut"):
             writes = [write for cut in cuts for write in _checked_values(cut)]
             _require_disjoint(cuts)
             states = [state for cut in cuts for state in _checked_states(cut, optimizer)]
+            attributes = [attribute for cut in cuts for attribute in _checked_attributes(cut)]
             undo_values += [(parameter, parameter.data, parameter.grad) for parameter, _ in writes]
             undo_states += [(held, dict(held)) for held, _ in states]
+            undo_attributes += [(owner, leaf, getattr(owner, leaf)) for owner, leaf, _ in attributes]
             for parameter, data in writes:
                 replace_data(parameter, data)
             for held, new in states:
                 held.update(new)
+            for attribute in attributes:
+                setattr(*attribute)
     except BaseException:
         for parameter, data, gradient in undo_values:
             replace_data(parameter, data)
@@ -66,6 +75,8 @@ def apply_cuts(
         for held, before in undo_states:
             held.clear()
             held.update(before)
+        for attribute in undo_attributes:
+            setattr(*attribute)
         raise
 
 
@@ -88,6 +99,11 @@ def require_plain_parameters(name: str, module: nn.Module) -> None:
 def _checked_values(cut: PreparedCut) -> list[tuple[nn.Parameter, Tensor]]:
     require_plain_parameters(cut.name, cut.module)
     return prepared(cut.module, cut.values)
+
+
+def _checked_attributes(cut: PreparedCut) -> list[tuple[Any, str, Any]]:
+    """Each attribute as the object that has it, its name there, and its new value."""
+    return [(*place_of(cut.name, cut.module, path), value) for path, value in cut.attributes.items()]
 
 
 def _require_disjoint(cuts: Sequence[PreparedCut]) -> None:

@@ -8,12 +8,16 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor, nn
 
-from compressm.compression.calibration import Calibrate
 from compressm.compression.checks import require_count
 from compressm.compression.errors import CompressionError
 from compressm.compression.gramian import Gramian
-from compressm.compression.planning import Options, read_layers, spectra
+from compressm.compression.layer import Layer
+from compressm.compression.linear import LinearLayer
+from compressm.compression.listening import Calibrate
+from compressm.compression.options import Options
+from compressm.compression.planning import read_layers, spectra
 from compressm.compression.policies import KeepFraction
+from compressm.compression.selective.methods import Baked, SelectiveMethod
 from compressm.control import DiagonalSystem, Trajectories, hankel_change, trajectories
 
 
@@ -21,7 +25,7 @@ class HankelTracker:
     """Call `step(step)` in the training loop; every `every`-th step the spectra of all SSM layers are kept.
 
     With `changes`, `bounds` has beside each spectrum max |eig δH| since the record before, which no σ can have moved
-    further than (lem:hsv_cont); None for the first record and across a cut, of a bank the largest.
+    further than (lem:hsv_cont); None for the first record, across a cut and of selective layers, of a bank the largest.
     """
 
     def __init__(
@@ -34,12 +38,18 @@ class HankelTracker:
         fold: bool = True,
         filter_fn: Callable[[nn.Module, str], bool] | None = None,
         changes: bool = False,
+        selective: SelectiveMethod = Baked(),
     ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise CompressionError(f"every is {every!r}, expected an integer of at least 1")
         self.model, self.every = model, every
         self.options = Options(
-            keep=KeepFraction(1.0), calibrate=calibrate, gramian=gramian, fold=fold, filter_fn=filter_fn
+            keep=KeepFraction(1.0),
+            calibrate=calibrate,
+            gramian=gramian,
+            fold=fold,
+            filter_fn=filter_fn,
+            selective=selective,
         )
         self.steps: list[int] = []
         self.spectra: list[dict[str, Tensor]] = []
@@ -55,14 +65,15 @@ class HankelTracker:
         layers = read_layers(self.model, self.options)
         with torch.no_grad():
             found = {name: sigma.cpu() for name, sigma in spectra(layers, self.options).items()}
-            bounds = self._compare({name: layer.balanced for name, layer in layers.items()})
+            bounds = self._compare(layers)
         self.steps.append(now)
         self.spectra.append(found)
         self.bounds.append(bounds)
         return found
 
-    def _compare(self, systems: dict[str, DiagonalSystem]) -> dict[str, float | None]:
-        bounds: dict[str, float | None] = dict.fromkeys(systems)
+    def _compare(self, layers: Mapping[str, Layer]) -> dict[str, float | None]:
+        bounds: dict[str, float | None] = dict.fromkeys(layers)
+        systems = {name: layer.balanced for name, layer in layers.items() if isinstance(layer, LinearLayer)}
         if self.changes:
             for name, system in systems.items():
                 before = self._before.get(name)

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import SupportsIndex
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from compressm.control import validation
 from compressm.control.averaging import require_negative_rates
 from compressm.control.balancing import GramianPair, balance
-from compressm.control.errors import DefectiveSystemError, ShapeError
+from compressm.control.errors import DefectiveSystemError, OrderError, ShapeError
 from compressm.control.factors import require_semidefinite
 
 
@@ -33,16 +33,19 @@ def galerkin_projection(
     P: Float[Tensor, "*bank n n"],
     Q: Float[Tensor, "*bank n n"],
     order: SupportsIndex,
+    *,
+    states: Int[Tensor, " r"] | None = None,
 ) -> Projection:
     """Project symmetrically onto the leading eigenvectors V of the sum of both Gramians.
 
     Scaling by s = (Qᵢᵢ/Pᵢᵢ)^¼ makes the diagonals of P and Q equal. V is orthonormal, so A_r = Vᵀ diag(a) V is
-    symmetric and negative: its poles are real and exp(Δ A_r) is a contraction for every Δ > 0.
+    symmetric and negative: its poles are real and exp(Δ A_r) is a contraction for every Δ > 0. `states` names other
+    eigenvectors to keep than the first ones.
     """
     rates = require_negative_rates(rates)
-    order = validation.require_order(order, rates.shape[-1])
+    kept = _kept(order, states, rates)
     P, Q = (_checked_gramian(name, matrix, rates) for name, matrix in (("P", P), ("Q", Q)))
-    scale, V = _symmetric_subspace(P, Q, order)
+    scale, V = _symmetric_subspace(P, Q, kept)
     reduced, Y = torch.linalg.eigh(V.mT @ (rates[..., :, None] * V))
     return Projection(Y.mT @ V.mT * scale[..., None, :], (V @ Y) / scale[..., :, None], reduced)
 
@@ -53,6 +56,7 @@ def shared_projection(
     Q: Float[Tensor, "channels n n"],
     order: SupportsIndex,
     *,
+    states: Int[Tensor, " r"] | None = None,
     two_sided: bool = False,
 ) -> Projection:
     """One pair E_B, E_C for all channels, which multiplies into the layer's own projections: nothing stays at run time.
@@ -60,22 +64,41 @@ def shared_projection(
     Gramians are averaged over the channels at equal trace, the rates geometrically; channel i then has the rates
     diag(E_B diag(aⁱ) E_C), convex combinations of its own and so still negative. `two_sided` balances instead of
     projecting symmetrically: often more accurate, but its rates can turn complex or positive, which is refused.
+    `states` names other directions to keep than the first ones.
     """
     rates = require_negative_rates(rates)
     if rates.ndim != 2:
         raise ShapeError(f"rates have shape {tuple(rates.shape)}, expected (channels, n)")
-    order = validation.require_order(order, rates.shape[-1])
-    P, Q = (_checked_gramian(name, matrix, rates) for name, matrix in (("P", P), ("Q", Q)))
-    mean_P, mean_Q = _unit_trace(P).mean(0), _unit_trace(Q).mean(0)
+    kept = _kept(order, states, rates)
+    mean_P, mean_Q = shared_gramians(rates, P, Q)
     mean_rates = -torch.exp(torch.log(-rates).mean(0))
     build = _two_sided if two_sided else galerkin_projection
-    shared = build(mean_rates, mean_P, mean_Q, order)
+    shared = build(mean_rates, mean_P, mean_Q, len(kept), states=kept)
     channel_rates = torch.einsum("rn,cn,nr->cr", shared.E_B, rates, shared.E_C)
     if bool((channel_rates >= 0).any()):
         raise DefectiveSystemError(
             f"the projection gives a rate of {channel_rates.max().item():.3g}, expected < 0; use the symmetric one"
         )
     return Projection(shared.E_B, shared.E_C, channel_rates)
+
+
+def shared_gramians(
+    rates: Float[Tensor, "channels n"], P: Float[Tensor, "channels n n"], Q: Float[Tensor, "channels n n"]
+) -> tuple[Float[Tensor, "n n"], Float[Tensor, "n n"]]:
+    """The means of P and of Q over the channels at equal trace: loud channels do not drown the others."""
+    P, Q = (_checked_gramian(name, matrix, rates) for name, matrix in (("P", P), ("Q", Q)))
+    return _unit_trace(P).mean(0), _unit_trace(Q).mean(0)
+
+
+def _kept(order: SupportsIndex, states: Tensor | None, rates: Tensor) -> Int[Tensor, " r"]:
+    """Which directions stay, by their rank from 0."""
+    n = rates.shape[-1]
+    order = validation.require_order(order, n)
+    if states is None:
+        return torch.arange(order, device=rates.device)
+    if states.shape != (order,) or not bool((states >= 0).all() and (states < n).all()):
+        raise OrderError(f"states are {states.tolist()}, expected {order} numbers from 0 to {n - 1}")
+    return states.to(rates.device)
 
 
 def _checked_gramian(name: str, matrix: Tensor, rates: Tensor) -> Tensor:
@@ -86,17 +109,17 @@ def _checked_gramian(name: str, matrix: Tensor, rates: Tensor) -> Tensor:
     return matrix
 
 
-def _symmetric_subspace(P: Tensor, Q: Tensor, order: int) -> tuple[Tensor, Tensor]:
+def _symmetric_subspace(P: Tensor, Q: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
     p, q = P.diagonal(dim1=-2, dim2=-1), Q.diagonal(dim1=-2, dim2=-1)
     usable = (p > 0) & (q > 0)
     scale = torch.where(usable, torch.where(usable, q / torch.where(usable, p, 1), 1) ** 0.25, 1)
     grid = scale[..., :, None] * scale[..., None, :]
     _, vectors = torch.linalg.eigh(_unit_trace(P * grid) + _unit_trace(Q / grid))
-    return scale, vectors[..., -order:].flip(-1)
+    return scale, vectors.flip(-1)[..., kept]
 
 
-def _two_sided(rates: Tensor, P: Tensor, Q: Tensor, order: int) -> Projection:
-    result = balance(GramianPair.of(P[None], Q[None]), torch.arange(order, device=P.device)[None])
+def _two_sided(rates: Tensor, P: Tensor, Q: Tensor, order: int, *, states: Tensor) -> Projection:
+    result = balance(GramianPair.of(P[None], Q[None]), states[None])
     left, right = result.left[0], result.right[0]
     reduced, X = torch.linalg.eig(left.mT @ (rates[:, None] * right))
     if bool((reduced.imag != 0).any()) or bool((reduced.real >= 0).any()):

@@ -1,0 +1,104 @@
+"""S6 mixers, the layers of Mamba, read as selective systems: the names of their parameters are those of the authors."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor, nn
+
+from compressm.adapters.base import Adapter, Module
+from compressm.adapters.errors import AdapterError
+from compressm.control.averaging import require_negative_rates
+from compressm.control.selective import SelectiveSystem
+from compressm.control.validation import require_finite
+
+PROJECTION, RATES = "x_proj.weight", "A_log"
+
+_READ = (RATES, PROJECTION, "dt_proj.weight", "dt_proj.bias")
+_BESIDE = ("D", *(f"{name}.{part}" for name in ("in_proj", "conv1d", "out_proj") for part in ("weight", "bias")))
+
+
+class SelectiveAdapter(Adapter[Module, SelectiveSystem]):
+    """A module with x_proj (whose rows are those of Δ, B and C), dt_proj and A_log, and nothing else before its scan.
+
+    u[t] is what the module gives x_proj: (batch, length, channels). A subclass says which steps are padding, and which
+    attributes go with the order.
+    """
+
+    # Parameters and buffers that the module may have beside those of the authors.
+    KNOWN: ClassVar[frozenset[str]] = frozenset()
+
+    @abstractmethod
+    def counted(
+        self, module: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Bool[Tensor, "batch length"] | None:
+        """Of a call of the module with these arguments, which steps are no padding; None: all of them."""
+
+    def attributes(self, module: Module, order: int) -> dict[str, Any]:
+        """What the module keeps beside its parameters and goes with the order, by path: {"config.state_size": 8}."""
+        return {}
+
+    def listened(self, module: Module) -> nn.Module:
+        """The part of the module whose input is u."""
+        return module.get_submodule("x_proj")
+
+    def order(self, module: Module) -> int:
+        return module.get_parameter(RATES).shape[-1]
+
+    def read(self, module: Module) -> SelectiveSystem:
+        """The system, in float64; a module that looks otherwise is refused by name."""
+        self._require_known(module)
+        A_log, projection, step_out, step_bias = (_double(module, name) for name in _READ)
+        rows, rank = _sizes(module, A_log, projection, step_out, step_bias)
+        step_in, W_B, W_C = projection[:rank], projection[rank : rank + rows], projection[rank + rows :]
+        rates = -torch.exp(A_log)
+        require_negative_rates(rates.detach())
+        return SelectiveSystem(rates, step_in, step_out, step_bias, W_B, W_C)
+
+    def encode(self, module: Module, system: SelectiveSystem) -> dict[str, Tensor]:
+        """Values in float64, by parameter name, that make the module the given system; Δ stays as it is."""
+        require_negative_rates(system.rates.detach())
+        return {
+            PROJECTION: torch.cat([system.step_in, system.W_B, system.W_C]),
+            RATES: torch.log(-system.rates),
+        }
+
+    def _require_known(self, module: Module) -> None:
+        """What is computed between x_proj and the scan, such as a norm of B, would be cut wrongly."""
+        names = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+        missing, unknown = sorted(set(_READ) - names), sorted(names - set(_READ) - set(_BESIDE) - self.KNOWN)
+        if missing or unknown:
+            said = [f"has no {', '.join(missing)}"] if missing else []
+            said += [f"has {', '.join(unknown)}, of which {self} knows nothing"] if unknown else []
+            raise AdapterError(
+                f"{type(module).__name__} {' and '.join(said)}: expected the parameters of a Mamba mixer,"
+                f" {', '.join((*_READ, *_BESIDE))}"
+            )
+
+
+def _double(module: nn.Module, name: str) -> Tensor:
+    owner, _, leaf = name.rpartition(".")
+    value: Tensor = getattr(module.get_submodule(owner), leaf)
+    require_finite(f"{type(module).__name__}.{name}", value)
+    return value.double()
+
+
+def _sizes(
+    module: nn.Module, A_log: Tensor, projection: Tensor, step_out: Tensor, step_bias: Tensor
+) -> tuple[int, int]:
+    """Rows of B and rank of Δ, if all shapes agree."""
+    shapes = {"A_log": A_log, "x_proj.weight": projection, "dt_proj.weight": step_out, "dt_proj.bias": step_bias}
+    if A_log.ndim == 2 and step_out.ndim == 2:
+        (channels, order), rank = A_log.shape, step_out.shape[1]
+        expected = ((channels, order), (rank + 2 * order, channels), (channels, rank), (channels,))
+        if tuple(tuple(value.shape) for value in shapes.values()) == expected:
+            return order, rank
+    found = ", ".join(f"{name} {tuple(value.shape)}" for name, value in shapes.items())
+    raise AdapterError(
+        f"{type(module).__name__} has {found}, expected (channels, n), (rank + 2 n, channels), (channels, rank) and"
+        " (channels,)"
+    )

@@ -1,0 +1,32 @@
+"""What modules keep beside their tensors and goes with their order, found by its path."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+from torch import nn
+
+from compressm.adapters import SelectiveAdapter, find
+from compressm.compression.errors import CompressionError
+
+
+def place_of(name: str, module: nn.Module, path: str) -> tuple[Any, str]:
+    """The object that has the attribute, and its name there: "config.state_size" is state_size of module.config."""
+    *owners, leaf = path.split(".")
+    try:
+        owner = reduce(getattr, owners, module)
+        getattr(owner, leaf)
+    except AttributeError as error:
+        raise CompressionError(f"{name or 'the model'}: {path} should go with the order: {error}") from None
+    return owner, leaf
+
+
+def attributes_of(model: nn.Module) -> dict[str, tuple[Any, str]]:
+    """All of a model that a cut may change, by module and path."""
+    return {
+        f"{name}/{path}": place_of(name, module, path)
+        for name, (module, adapter) in find(model).items()
+        if isinstance(adapter, SelectiveAdapter)
+        for path in adapter.attributes(module, adapter.order(module))
+    }

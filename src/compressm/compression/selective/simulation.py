@@ -1,0 +1,46 @@
+"""A selective system on real inputs: its states step by step, its outputs, and those of another beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from compressm.compression.sample import Sample, sequences_at_once
+from compressm.control.selective import SelectiveSystem
+from compressm.ops.selective_scan import selective_scan
+
+
+def states(system: SelectiveSystem, u: Float[Tensor, "batch length channels"]) -> Iterator[Tensor]:
+    """h[0], h[1], … of shape (batch, channels, n)."""
+    delta, B, _ = system.selected(u)
+    h: Tensor | float = 0.0
+    for t in range(u.shape[1]):
+        b = _of_channels(system, B[:, t])
+        h = torch.exp(delta[:, t, :, None] * system.rates) * h + (delta[:, t] * u[:, t])[..., None] * b
+        yield h
+
+
+def _of_channels(system: SelectiveSystem, B: Float[Tensor, "batch m"]) -> Tensor:
+    """(batch, channels or 1, n)."""
+    if system.maps is None:
+        return B[:, None]
+    return torch.einsum("cnm,bm->bcn", system.maps.B, B.to(system.maps.B.dtype))
+
+
+def outputs(system: SelectiveSystem, u: Float[Tensor, "batch length channels"]) -> Tensor:
+    """Re(C h), what the scan gives without skip and gate."""
+    delta, B, C = system.selected(u)
+    y, _ = selective_scan(u, delta, system.rates, B, C, keep_state=False)
+    return y
+
+
+def squared_change(old: SelectiveSystem, new: SelectiveSystem, sample: Sample) -> Float[Tensor, "2"]:
+    """‖y_new − y_old‖² and ‖y_old‖², scaled up to all steps that were seen: they can be summed over processes."""
+    squares = torch.zeros(2, dtype=torch.float64, device=old.device)
+    for u, counts in sample.parts(sequences_at_once(sample.longest, old.rates.numel())):
+        before, after = (outputs(system, u) * counts[..., None] for system in (old, new))
+        squares += torch.stack([(after - before).square().sum(), before.square().sum()])
+    return squares * sample.weight
