@@ -113,7 +113,8 @@ class Scan(torch.autograd.Function):
         orders: Tensor | None,
         last_wanted: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        shape = Shape(*u.shape, A.shape[-1], B.ndim == 4 + (A.ndim == 3), A.ndim == 3)
+        batch, length, channels = u.shape
+        shape = Shape(batch, length, channels, A.shape[-1], B.ndim == 4 + (A.ndim == 3), A.ndim == 3)
         (u, u_row), (B, B_row), (C, C_row) = rows(u), rows(B), rows(C)
         A = A.float().contiguous()
         state = None if state is None else state.float().contiguous()
