@@ -155,6 +155,7 @@ OPTIONS = {
     "bench growth": {"--device", "--axis", "--precision", "--compile", "--no-compile", "--repeats", "--out"},
     "bench peers": {"--device", "--repeats", "--out"},
     "bench scan": {"--device", "--repeats", "--out"},
+    "bench selective": {"--device", "--repeats", "--out"},
     "bench step": {
         "--device",
         "--task",

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from compressm.ops.selective_tiles.triton import (
     add_heard,
+    add_over_lanes,
     advance,
     decay,
     go_back,
@@ -24,12 +25,14 @@ from compressm.ops.selective_tiles.triton import (
     keep,
     kept,
     matrix,
+    places,
     program_place,
     rates,
     read,
     shared,
     slopes,
     times,
+    weighted,
     write,
     zeros,
 )
@@ -186,9 +189,9 @@ def _forward(
 @triton.jit(do_not_specialize=["segments", "per_segment"])
 def _backward(
     u, step, A, B, C, D, orders, dy, marks, starts, scratch, du, dstep, dA, dB, dC, dD, dstate,
-    length, channels, n, first, u_row, B_row, C_row, segments, per_segment,
+    length, channels, n, first, u_row, B_row, C_row, sum_row, apart, segments, per_segment,
     BD: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr, T: tl.constexpr, SPAN: tl.constexpr,
-    OWN: tl.constexpr, COMPLEX: tl.constexpr, ADD: tl.constexpr,
+    OWN: tl.constexpr, COMPLEX: tl.constexpr, ADD: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """All gradients of one segment: dA and dD as sums over it, dB and dC added up over programs; `ADD` as above."""
     b, d = program_place(channels, BD)
@@ -200,7 +203,6 @@ def _backward(
     rate, freq = rates(A, orders, d, channels, n, first, TILES, BN, COMPLEX)
     pair: tl.constexpr = 2 if COMPLEX else 1
     size = pair * channels * n
-    own_row = n * pair * (channels if OWN else 1)
     u += b * length * u_row
     step += b * length * channels
     dy += b * length * channels
@@ -208,8 +210,8 @@ def _backward(
     dstep += b * length * channels
     B += b * length * B_row
     C += b * length * C_row
-    dB += b * length * own_row
-    dC += b * length * own_row
+    dB += b * length * sum_row
+    dC += b * length * sum_row
     GROUPS: tl.constexpr = SPAN // T
     KEPT: tl.constexpr = TILES * BN * BD * pair
     scratch += (tl.program_id(0).to(tl.int64) * segments + part) * (GROUPS * KEPT)
@@ -251,12 +253,20 @@ def _backward(
                 h_re, h_im = advance(h_re, h_im, ws[j], xs[j], Bs[j][0], Bs[j][1], rate, freq, TILES, COMPLEX)
                 hs = hs + ((h_re, h_im),)
             du_s, dstep_s, dB_s, dC_s = (), (), (), ()
+            parts, where, whether = (), (), ()
             for j in tl.static_range(T - 1, -1, -1):
                 x, w, given = xs[j], ws[j], ys[j]
                 g_re, g_im = add_heard(g_re, g_im, given, Cs[j][0], Cs[j][1], TILES, COMPLEX)
                 into = inner(g_re, g_im, Bs[j][0], Bs[j][1], 1, TILES, COMPLEX)
-                dB_s = dB_s + (shared(g_re, g_im, w * x, 1.0, TILES, OWN, COMPLEX),)
-                dC_s = dC_s + (shared(hs[j + 1][0], hs[j + 1][1], given, -1.0, TILES, OWN, COMPLEX),)
+                if LANES:
+                    B_at, there = places(apart * 0, begin + j, length, sum_row, first, TILES, BN)
+                    C_at, _ = places(apart, begin + j, length, sum_row, first, TILES, BN)
+                    parts = parts + weighted(g_re, w * x, TILES, BD, BN)
+                    parts = parts + weighted(hs[j + 1][0], given, TILES, BD, BN)
+                    where, whether = where + B_at + C_at, whether + there + there
+                else:
+                    dB_s = dB_s + (shared(g_re, g_im, w * x, 1.0, TILES, OWN, COMPLEX),)
+                    dC_s = dC_s + (shared(hs[j + 1][0], hs[j + 1][1], given, -1.0, TILES, OWN, COMPLEX),)
                 g_re, g_im = go_back(g_re, g_im, w, rate, freq, TILES, COMPLEX)
                 turned, A_re, A_im = slopes(
                     g_re, g_im, hs[j][0], hs[j][1], w, rate, freq, A_re, A_im, TILES, COMPLEX
@@ -272,12 +282,15 @@ def _backward(
                     dstep_t += tl.load(dstep + at, mask=live & (t < length), other=0.0)
                 tl.store(du + at, du_t.to(du.dtype.element_ty), mask=live & (t < length))
                 tl.store(dstep + at, dstep_t, mask=live & (t < length))
-                hand_out(
-                    dB, dB_s[i_j], t, length, own_row, orders, d, channels, n, first, TILES, BN, OWN, COMPLEX
-                )  # fmt: skip
-                hand_out(
-                    dC, dC_s[i_j], t, length, own_row, orders, d, channels, n, first, TILES, BN, OWN, COMPLEX
-                )  # fmt: skip
+                if not LANES:
+                    hand_out(
+                        dB, dB_s[i_j], t, length, sum_row, orders, d, channels, n, first, TILES, BN, OWN, COMPLEX
+                    )  # fmt: skip
+                    hand_out(
+                        dC, dC_s[i_j], t, length, sum_row, orders, d, channels, n, first, TILES, BN, OWN, COMPLEX
+                    )  # fmt: skip
+            if LANES:
+                add_over_lanes(dB, parts, where, whether, BN)
     place = b * segments + part
     write(dA + place * size, A_re, A_im, orders, d, channels, n, first, TILES, BN, COMPLEX)
     if dD is not None:

@@ -266,3 +266,55 @@ def slopes(g_re, g_im, h_re, h_im, w, rate, freq, A_re, A_im, TILES: tl.constexp
     if not COMPLEX:
         turned *= _LN2
     return turned, new_re, new_im
+
+
+@triton.jit
+def weighted(v, weight, TILES: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr):
+    """weight v, summed over the channels that lie in the same lane of 32."""
+    parts = ()
+    for q in tl.static_range(TILES):
+        part = weight[:, None] * v[q]
+        if BD > 32:
+            part = tl.sum(tl.reshape(part, (BD // 32, 32, BN)), 0)
+        parts = parts + (part,)
+    return parts
+
+
+@triton.jit
+def places(begin, t, length, row, first, TILES: tl.constexpr, BN: tl.constexpr):
+    """Where the sums of a step go, and whether there is such a step: the same in all 32 lanes."""
+    at, there = (), ()
+    lane = tl.arange(0, 32)
+    for q in tl.static_range(TILES):
+        at = at + (begin + t * row + first + q * BN + lane * 0,)
+        there = there + ((lane >= 0) & (t < length),)
+    return at, there
+
+
+@triton.jit
+def add_over_lanes(target, parts, at, there, BN: tl.constexpr):
+    """Add the sums over all 32 lanes of each part to what lies at its place.
+
+    Two parts at a time change halves: the lower lanes go on with the sum of one, the upper lanes with that of the
+    other, so that twelve parts take 13 exchanges instead of 60.
+    """
+    lane = tl.arange(0, 32)
+    for stage in tl.static_range(5):
+        upper = (lane & (16 >> stage)) != 0
+        partner = tl.broadcast_to((lane ^ (16 >> stage))[:, None], (32, BN))
+        new, new_at, new_there = (), (), ()
+        for i in tl.static_range(len(parts) // 2):
+            one, other = parts[2 * i], parts[2 * i + 1]
+            sent = tl.where(upper[:, None], one, other)
+            new = new + (tl.where(upper[:, None], other, one) + tl.gather(sent, partner, 0),)
+            new_at = new_at + (tl.where(upper, at[2 * i + 1], at[2 * i]),)
+            new_there = new_there + (tl.where(upper, there[2 * i + 1], there[2 * i]),)
+        if len(parts) % 2 == 1:
+            alone = parts[len(parts) - 1]
+            new = new + (alone + tl.gather(alone, partner, 0),)
+            new_at = new_at + (at[len(parts) - 1],)
+            new_there = new_there + (there[len(parts) - 1] & ~upper,)
+        parts, at, there = new, new_at, new_there
+    k = tl.arange(0, BN)[None, :]
+    for i in tl.static_range(len(parts)):
+        tl.atomic_add(target + at[i][:, None] + k, parts[i], mask=there[i][:, None], sem="relaxed")
