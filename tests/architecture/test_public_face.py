@@ -16,6 +16,7 @@ SHORT_NAMES = {
     "Compressor",
     "HankelTracker",
     "Measured",
+    "PerChannel",
     "Restart",
     "Rollback",
     "SharedIndex",
