@@ -14,6 +14,7 @@ from compressm.compression import (
     Compressor,
     EnergyTolerance,
     ErrorBound,
+    HankelTracker,
     KeepFraction,
     Largest,
     Measured,
@@ -105,12 +106,13 @@ def build_compressor(
     settle = settle_steps(recipe)
     drop = config.rollback.drop if config.rollback else 0.0
     measured = config.gramian == "measured"
+    data = measured or _has_selective_layers(model)
     return Compressor(
         model,
         optimizer,
         when=cut_steps(recipe),
         keep=_policy(config),
-        calibrate=_calibration(recipe, task) if measured else None,
+        calibrate=_calibration(recipe, task) if data else None,
         gramian=Measured(batches=config.calibration_batches) if measured else WhiteNoise(),
         fold=config.fold,
         select=_selection(config, recipe.seed),
@@ -119,6 +121,25 @@ def build_compressor(
         moments=_MOMENTS[config.moments],
         guard=None if settle is None else _guard(evaluate, drop, settle, task.kind),
     )
+
+
+def build_tracker(recipe: Recipe, model: nn.Module, task: Task) -> HankelTracker | None:
+    """None where the recipe records no spectra; the plan says when."""
+    if recipe.spectra is None:
+        return None
+    return HankelTracker(
+        model,
+        every=1,
+        calibrate=_calibration(recipe, task) if _has_selective_layers(model) else None,
+        gramian=WhiteNoise(),
+        fold=recipe.compression.fold if recipe.compression else True,
+        changes=recipe.spectra.changes,
+    )
+
+
+def _has_selective_layers(model: nn.Module) -> bool:
+    """Which have no spectrum without data."""
+    return any(isinstance(module, Mamba) for module in model.modules())
 
 
 def _guard(evaluate: Callable[[], float], drop: float, settle: int, kind: TaskKind) -> Rollback:
@@ -146,10 +167,10 @@ def _selection(config: CompressionConfig, seed: int) -> Selection:
 
 def _calibration(recipe: Recipe, task: Task) -> Callable[[nn.Module], None]:
     """Runs the model on training examples that are the same for every seed and every cut."""
-    assert recipe.compression is not None
+    batches = recipe.compression.calibration_batches if recipe.compression else Measured().batches
     size = min(recipe.training.batch, len(task.train))
     order = Order(len(task.train), size, _CALIBRATION_SEED)
-    rows = [order.at(step) for step in range(1, recipe.compression.calibration_batches + 1)]
+    rows = [order.at(step) for step in range(1, batches + 1)]
 
     def run(model: Any) -> None:
         for row in rows:
