@@ -42,7 +42,9 @@ class MambaAdapter(SelectiveAdapter[Mamba]):
         if system.rates.is_complex():
             B, C = torch.stack([B.real, B.imag], dim=1), torch.stack([C.real, C.imag], dim=1)
         wide = torch.promote_types(module.A_log.dtype, torch.float32)
-        return {"B_map": B.to(wide), "C_map": C.to(wide), "orders": system.maps.orders}
+        # As a file gives them back: products of another layout round otherwise, and a run that is resumed would differ.
+        B, C = (part.to(wide).contiguous() for part in (B, C))
+        return {"B_map": B, "C_map": C, "orders": system.maps.orders}
 
     def counted(
         self, module: Mamba, args: tuple[Any, ...], kwargs: Mapping[str, Any]

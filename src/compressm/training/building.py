@@ -20,6 +20,7 @@ from compressm.compression import (
     KeepFraction,
     Largest,
     Measured,
+    PerChannel,
     Random,
     Restart,
     Rollback,
@@ -59,7 +60,11 @@ _LAYERS: dict[str, type[SSMLayer]] = {"LRU": LRU, "S5": S5, "S4D": S4D, "Mamba":
 _NORMS = {"batch": BatchNorm, "running": RunningNorm, "layer": LayerNorm, "rms": RMSNorm, "none": NoNorm}
 _POOLINGS = {"mean": MeanPooling(), "last": LastStep(), "steps": EveryStep()}
 _DROPOUTS = {"element": PerElement, "batch": OneMask}
-_SELECTIVE: dict[str, type[SelectiveMethod]] = {"baked": Baked, "shared-index": SharedIndex}
+_SELECTIVE: dict[str, type[SelectiveMethod]] = {
+    "baked": Baked,
+    "per-channel": PerChannel,
+    "shared-index": SharedIndex,
+}
 _MOMENTS = {"transport": Transport(), "restart": Restart(), "slice": Slice()}
 # The options of a recipe that does not compress, of which no policy is asked.
 _UNCUT = CompressionConfig(rho=1.0, when=WhenConfig(steps=(1,)))

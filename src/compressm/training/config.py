@@ -139,7 +139,7 @@ class RollbackConfig(Config):
 
 
 # What each kind of cut can be told.
-_SELECTIVE = {"baked": ("two_sided", "refit"), "shared-index": ("refit",)}
+_SELECTIVE = {"baked": ("two_sided", "refit"), "per-channel": ("surrogate", "two_sided"), "shared-index": ("refit",)}
 
 
 @final
@@ -147,9 +147,10 @@ _SELECTIVE = {"baked": ("two_sided", "refit"), "shared-index": ("refit",)}
 class SelectiveConfig(Config):
     """How Mamba layers are cut: the kind, with options that only some kinds have; None is the default of the kind."""
 
-    kind: Literal["baked", "shared-index"] = "baked"
+    kind: Literal["baked", "per-channel", "shared-index"] = "baked"
     two_sided: bool | None = None
     refit: bool | None = None
+    surrogate: Literal["mean", "second_moment", "measured"] | None = None
 
     def __post_init__(self) -> None:
         known = _SELECTIVE[self.kind]
@@ -157,9 +158,9 @@ class SelectiveConfig(Config):
             raise ConfigError(f"{self.kind} has no {' and no '.join(strange)}, expected {' or '.join(known)}")
 
     @property
-    def options(self) -> dict[str, bool]:
+    def options(self) -> dict[str, bool | str]:
         """Those that were given."""
-        given = {"two_sided": self.two_sided, "refit": self.refit}
+        given = {"two_sided": self.two_sided, "refit": self.refit, "surrogate": self.surrogate}
         return {name: value for name, value in given.items() if value is not None}
 
 
