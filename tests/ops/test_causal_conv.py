@@ -15,7 +15,8 @@ pytestmark = MARK
 def small_tiles(monkeypatch):
     """Several tiles along both axes at sizes that the interpreter can do."""
     if not GPU:
-        monkeypatch.setattr("compressm.ops.causal_conv.triton._TILE", {"ROWS": 8, "COLS": 4, "num_warps": 1})
+        for name in ("_TILE", "_SUMMED"):
+            monkeypatch.setattr(f"compressm.ops.causal_conv.triton.{name}", {"ROWS": 8, "COLS": 4, "num_warps": 1})
 
 
 @pytest.mark.usefixtures("nan_memory", "small_tiles")

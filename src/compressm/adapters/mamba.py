@@ -24,6 +24,9 @@ class MambaAdapter(SelectiveAdapter[Mamba]):
     KNOWN: ClassVar[frozenset[str]] = frozenset(OF_MAPS)
     keeps_maps: ClassVar[bool] = True
 
+    def attributes(self, module: Mamba, order: int) -> dict[str, Any]:
+        return {}
+
     def maps(self, module: Mamba) -> ChannelMaps | None:
         if module.B_map is None or module.C_map is None or module.orders is None:
             return None

@@ -44,7 +44,8 @@ class SelectiveAdapter(Adapter[Module, SelectiveSystem]):
 
     def attributes(self, module: Module, order: int) -> dict[str, Any]:
         """What the module keeps beside its parameters and goes with the order, by path: {"config.state_size": 8}."""
-        return {}
+        rank = module.get_parameter("dt_proj.weight").shape[1]
+        return {"x_proj.out_features": rank + 2 * order}
 
     def buffers(self, module: Module, system: SelectiveSystem) -> dict[str, Tensor]:
         """Buffers by name that belong to the system, as `encode` gives parameters."""

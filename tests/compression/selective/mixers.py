@@ -51,7 +51,7 @@ class MixerAdapter(SelectiveAdapter):
         return None if mask is None else mask.bool()
 
     def attributes(self, module, order):
-        return {"ssm_state_size": order, "config.state_size": order}
+        return super().attributes(module, order) | {"ssm_state_size": order, "config.state_size": order}
 
 
 def make(order=6, width=4, seed=0, kind=Mamba, dtype=torch.float64):

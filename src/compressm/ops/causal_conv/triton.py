@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _TILE = {"ROWS": 32, "COLS": 64, "num_warps": 4}
+# Sums over the rows of a tile go through shared memory: longer tiles have fewer of them.
+_SUMMED = {"ROWS": 128, "COLS": 32, "num_warps": 4}
 
 
 @triton.jit
@@ -97,7 +99,7 @@ class CausalConv(torch.autograd.Function):
             v = v.contiguous()
         weight = weight.contiguous()
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        _forward[_grid(v)](v, weight, bias, out, *v.shape[1:], v.stride(1), K=weight.shape[-1], **_TILE)
+        _forward[_grid(v, _TILE)](v, weight, bias, out, *v.shape[1:], v.stride(1), K=weight.shape[-1], **_TILE)
         ctx.save_for_backward(v, weight, bias)
         return out
 
@@ -105,17 +107,17 @@ class CausalConv(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         v, weight, bias = ctx.saved_tensors
-        taps, (blocks, _, batch), channels = weight.shape[-1], _grid(v), v.shape[2]
+        taps, (blocks, _, batch), channels = weight.shape[-1], _grid(v, _SUMMED), v.shape[2]
         g, dv = (torch.empty(v.shape, dtype=v.dtype, device=v.device) for _ in range(2))
         sums = torch.empty(batch * blocks, taps + 1, channels, dtype=torch.float32, device=v.device)
-        _slopes[_grid(v)](
-            *(v, weight, bias, dout.contiguous(), g, sums, *v.shape[1:], v.stride(1)), K=taps, **_TILE
+        _slopes[_grid(v, _SUMMED)](
+            *(v, weight, bias, dout.contiguous(), g, sums, *v.shape[1:], v.stride(1)), K=taps, **_SUMMED
         )  # fmt: skip
-        _backward[_grid(v)](g, weight, dv, *v.shape[1:], K=taps, **_TILE)
+        _backward[_grid(v, _TILE)](g, weight, dv, *v.shape[1:], K=taps, **_TILE)
         total = sums.sum(0)
         dweight = total[:taps].mT.reshape(weight.shape).to(weight.dtype)
         return dv, dweight, None if bias is None else total[taps].to(bias.dtype)
 
 
-def _grid(v: Tensor) -> tuple[int, int, int]:
-    return -(-v.shape[1] // _TILE["ROWS"]), -(-v.shape[2] // _TILE["COLS"]), v.shape[0]
+def _grid(v: Tensor, tile: dict[str, int]) -> tuple[int, int, int]:
+    return -(-v.shape[1] // tile["ROWS"]), -(-v.shape[2] // tile["COLS"]), v.shape[0]

@@ -29,8 +29,8 @@ _TILES: dict[tuple[bool, bool], tuple[int, int, int | None]] = {
 }
 # Lanes of a warp.
 _LANES = 32
-# Programs that keep a GPU busy.
-_BUSY = 4096
+# Programs that keep a GPU busy, forward and, where a thread has more registers and fewer of them fit, backward.
+_BUSY = {False: 2048, True: 4096}
 
 
 class Shape(NamedTuple):
@@ -78,9 +78,12 @@ class Tile(NamedTuple):
         tiles = -(-states // BN)
         BD, steps, registers = _TILES[narrow, back]
         BD = max(1, min(BD if narrow else BD * 128 // BN, 1 << (shape.channels - 1).bit_length()))
+        busy = _BUSY[back and not narrow]
+        if not (narrow or back) and shape.batch * shape.channels // BD < busy:
+            BD = max(1, BD // 2)  # smaller tiles cost less than a pass for the ends of segments
         programs = shape.batch * -(-shape.channels // BD)
         spans = -(-shape.length // SPANS[narrow])
-        wanted = max(1, min(_BUSY // programs, spans // 2))
+        wanted = max(1, min(busy // programs, spans // 2))
         per_segment = -(-spans // wanted)
         segments = -(-spans // per_segment)
         return cls(BD, BN, tiles, steps, SPANS[narrow], registers, segments, per_segment * SPANS[narrow])
