@@ -1,7 +1,8 @@
 """Mamba on IMDB (app:mamba): 128 states, 16 from the start, and 128 that become few within the warm-up.
 
 The paper's way cuts every channel by the Hankel values of its mean system, with τ = 0.001 at each of four cuts. Ours
-halves and more, 128 → 76 → 45 → 27 → 16, by one projection for all channels; random states go the same way.
+goes 128 → 76 → 45 → 27 → 16 by one projection for all channels, or to 16 in one cut after 100 steps; random states go
+the first of these ways.
 
 python -m compressm.experiments.imdb_mamba --seeds 2 --data FOLDER
 """
@@ -31,6 +32,7 @@ VARIANTS: dict[str, tuple[str, ...] | None] = {
     "16 states": None,
     "paper: means, τ = 0.001": ("compression.selective={kind: per-channel, surrogate: mean}",),
     "baked to 16": _FOUR_CUTS,
+    "baked to 16 at once": ("compression.tau=null", "compression.order=16", "compression.when={steps: [100]}"),
     "random states to 16": (
         *_FOUR_CUTS,
         "compression.selective={kind: shared-index}",
