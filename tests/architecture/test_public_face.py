@@ -102,6 +102,7 @@ ADAPTER_NAMES = {
     "Finding",
     "LRUAdapter",
     "MambaAdapter",
+    "MambaMixerAdapter",
     "S4DAdapter",
     "S5Adapter",
     "SSMAdapter",

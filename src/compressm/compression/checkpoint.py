@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from compressm.compression.attributes import take_orders_
 from compressm.compression.errors import CompressionError, NoSuchFileError, SavingError
 from compressm.compression.fitting import added_by_forms, expected_shapes, require_fit, require_orders, take_forms_
 from compressm.compression.naming import keyed_state, module_versions, orders_of, plain_state
@@ -242,5 +243,6 @@ def _load_model(model: nn.Module, contents: Mapping[str, Any]) -> None:
         replace_data(value, value.new_empty(tensors[name].shape))
     take_forms_(model, tensors)
     model.load_state_dict(keyed_state(model, tensors, contents["versions"]))
+    take_orders_(model)
     if resized or reformed:
         renew_wrappers_(model, list(unwrapped(model).modules()))
