@@ -15,10 +15,12 @@ _TABLE = re.compile(r"<!-- table: (\S+) -->\n.*?<!-- end of table -->", re.DOTAL
 
 
 def filled(text: str) -> str:
-    """The text with every table as its result file has it."""
+    """The text with every table as its result file has it, and a word where there is no file yet."""
 
     def table(match: re.Match[str]) -> str:
-        return f"<!-- table: {match[1]} -->\n{markdown(Measurement.read(ROOT / match[1]))}\n<!-- end of table -->"
+        path = ROOT / match[1]
+        shown = markdown(Measurement.read(path)) if path.exists() else "*Not measured yet.*"
+        return f"<!-- table: {match[1]} -->\n{shown}\n<!-- end of table -->"
 
     return _TABLE.sub(table, text)
 

@@ -16,6 +16,7 @@ SHORT_NAMES = {
     "Compressor",
     "HankelTracker",
     "Measured",
+    "PerChannel",
     "Restart",
     "Rollback",
     "SharedIndex",
@@ -156,6 +157,7 @@ OPTIONS = {
     "bench growth": {"--device", "--axis", "--precision", "--compile", "--no-compile", "--repeats", "--out"},
     "bench peers": {"--device", "--repeats", "--out"},
     "bench scan": {"--device", "--repeats", "--out"},
+    "bench selective": {"--device", "--repeats", "--out"},
     "bench step": {
         "--device",
         "--task",

@@ -153,6 +153,23 @@ def selective_layers(rank, path):
 
 
 @case
+def channels_with_states_of_their_own(rank, path):
+    run = Training(rank, layer=cs.layers.Mamba)
+    x = torch.randn(4, 60, 3, generator=torch.Generator().manual_seed(rank))
+    options = {
+        "keep": cs.KeepFraction(0.6),
+        "calibrate": lambda model: model(x),
+        "selective": cs.PerChannel("measured"),
+    }
+    compressor = cs.Compressor(run.model, run.optimizer, when=[2, 4], **options)
+    events = run.train(6, compressor)
+    layer = run.inner.blocks[0].ssm
+    maps = [None, None]
+    dist.all_gather_object(maps, torch.cat([layer.B_map.flatten(), layer.C_map.flatten(), layer.orders.double()]))
+    return outcome(run, events=events, maps=torch.equal(*maps), complex=layer.A_imag is not None)
+
+
+@case
 def a_policy_that_differs(rank, path):
     run = Training(rank)
     compressor = cs.Compressor(

@@ -115,6 +115,13 @@ def test_selective_layers_are_cut_by_the_averages_of_all_processes(found):
         assert all(order < 12 for order in one["orders"])
 
 
+def test_all_processes_keep_the_same_maps(found):
+    for one in found["channels_with_states_of_their_own"]:
+        assert one["maps"]
+        assert one["complex"]
+        assert all(order <= 4 for order in one["orders"])
+
+
 def test_the_first_process_decides(found):
     assert found["a_policy_that_differs"][0]["orders"] == [4, 4]
     undone = found["a_cut_that_is_undone"][0]

@@ -1,5 +1,8 @@
 """The same numbers on the GPU, and results that stay there."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -68,3 +71,16 @@ def test_folding_tracking_and_real_balancing_run_on_the_gpu():
     assert real_balanced_truncation(there, 5).system.poles.is_cuda
     change = hankel_change(there, type(there)(there.poles * 0.99, there.B, there.C))
     assert (change.largest_shift <= change.weyl_bound).all()
+
+
+def test_solvers_may_first_be_called_by_several_threads():
+    script = """
+import torch
+from compressm.control.side_by_side import each
+torch.set_num_threads(4)
+matrices = [(k + 1.0) * torch.eye(40, dtype=torch.float64, device="cuda") for k in range(8)]
+factors = each(lambda matrix: torch.linalg.cholesky_ex(matrix).L, matrices)
+assert all(abs(factor[0, 0].item() ** 2 - k - 1) < 1e-12 for k, factor in enumerate(factors))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from compressm.experiments.catalogue import find_recipe
-from compressm.experiments.smnist_settings import VARIANTS, Job, collect, jobs
+from compressm.experiments.smnist_settings import VARIANTS, collect, jobs
 from compressm.reports.tables import grids
 from compressm.runs.directory import RunDirectory, Status
 from compressm.runs.records import Evaluation
@@ -14,8 +14,7 @@ from compressm.runs.records import Evaluation
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_is_a_recipe_of_its_own(variant):
-    command = Job(variant, 28, 1, Path("folder")).command(None, 80)
-    settings = [command[k + 1] for k, part in enumerate(command) if part == "--set"]
+    settings = jobs(Path("folder"), [variant], 1, 80)[-1].training.settings
     recipe = find_recipe("smnist", (*settings, "compression=null", "model.order=28"))
     assert (recipe.label, recipe.training.steps, recipe.training.evaluate_every) == (variant, 80, 10)
     plain = find_recipe("smnist")
@@ -24,8 +23,10 @@ def test_every_variant_is_a_recipe_of_its_own(variant):
 
 
 def write(job, accuracies, state="finished"):
-    run = RunDirectory(job.folder)
+    run = RunDirectory(job.training.folder)
     run.begin({})
+    run.model.mkdir()
+    (run.model / "model.safetensors").touch()
     for step, accuracy in accuracies:
         run.append(Evaluation(step, "test", 0.5, accuracy, 1e-3, step / 10, step / 20))
     run.write_status(Status(state, 8, 8))
@@ -39,4 +40,4 @@ def test_the_table_is_the_mean_of_the_last_two_over_seeds_that_are_done(tmp_path
     found = collect(wanted)
     assert [(row["seed"], row["before"], row["last"]) for row in found.rows] == [(0, 80, 82), (1, 84, 90)]
     assert grids(found)[0].rows == (("recipe", "28", "81.0, 87.0", "84.0", "89.5"),)
-    assert [job.finished for job in wanted] == [True, True, False]
+    assert [job.training.finished for job in wanted] == [True, True, False]

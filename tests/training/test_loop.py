@@ -59,6 +59,18 @@ def test_a_recipe_of_mamba_layers_is_learnt(tmp_path):
     assert load_model(run.path / "model").blocks[0].ssm.conv_width == 2
 
 
+@pytest.mark.parametrize("gramian", ["white_noise", "measured"])
+def test_mamba_layers_shrink_by_training_data_and_their_spectra_are_recorded(gramian, tmp_path):
+    cuts = f"compression={{rho: 0.5, gate: 1.0, gramian: {gramian}, when: {{steps: [10]}}}}"
+    found = recipe(*FAST, SPECTRA, cuts, "model.layer=Mamba", "model.norm=rms")
+    run = train(found, tokens(), tmp_path / "run")
+    (cut,) = run.records(CutRecord)
+    assert (cut.order, cut.rank, cut.error_bound) == (6, 3, None)
+    assert 0 < cut.measured_error < 1
+    assert load_model(run.path / "model").blocks[0].ssm.order == 3
+    assert {len(spectrum.sigma) for spectrum in run.records(Spectrum)} == {6, 3}
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A run with two cuts and everything recorded."""

@@ -159,7 +159,7 @@ def state_axes(module: nn.Module, adapter: SSMAdapter[Any] | None = None) -> dic
     return {name: grown[0] for name, grown in axes.items() if grown}
 
 
-def linear_adapter(module: nn.Module, adapter: SSMAdapter[Any] | None = None) -> SSMAdapter[Any]:
+def linear_adapter(module: nn.Module, adapter: Adapter[Any, Any] | None = None) -> SSMAdapter[Any]:
     """The given one, or the module's own if it reads the module as linear systems."""
     found, kind = adapter or adapter_for(module), type(module).__name__
     if found is None:

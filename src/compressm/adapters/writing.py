@@ -25,12 +25,20 @@ def write(module: nn.Module, values: Mapping[str, Tensor]) -> None:
         replace_data(parameter, data)
 
 
-def prepared(module: nn.Module, values: Mapping[str, Tensor]) -> list[tuple[nn.Parameter, Tensor]]:
-    """The parameters that `write` would change, each with its new data; all is checked and nothing changed."""
+def prepared(
+    module: nn.Module, values: Mapping[str, Tensor], beside: Mapping[str, Tensor] | None = None
+) -> list[tuple[nn.Parameter, Tensor]]:
+    """The parameters that `write` would change, each with its new data; all is checked and nothing changed.
+
+    `beside` are other tensors that the module will have then, as where its channels get states of their own.
+    """
     parameters = {name: parameter_of(module, name) for name in values}
     _require_distinct(parameters)
     copies = {name: _prepare(name, parameter, values[name]) for name, parameter in parameters.items()}
-    _require_one_order(module, copies)
+    if beside:
+        _require_one_form(module, {**copies, **beside})
+    else:
+        _require_one_order(module, copies)
     return [(parameter, copies[name]) for name, parameter in parameters.items()]
 
 
@@ -73,3 +81,16 @@ def _require_one_order(module: nn.Module, prepared: Mapping[str, Tensor]) -> Non
             raise ShapeError(f"the value of {name} has shape {tuple(shape)}, expected {expected}")
     if len(set(orders.values())) > 1:
         raise ShapeError("the orders would disagree: " + ", ".join(f"{name} {order}" for name, order in orders.items()))
+
+
+def _require_one_form(module: nn.Module, prepared: Mapping[str, Tensor]) -> None:
+    """All tensors of a layer of ours agree on order and form afterwards."""
+    if not isinstance(module, SSMLayer):
+        return
+    held = module.tensors()
+    shapes = {name: tuple(value.shape) for name, value in {**held, **prepared}.items()}
+    orders = (module.order_at(name, shapes[name]) for name in prepared if name in held and module.grows(name))
+    expected = module.shapes_at(next((order for order in orders if order is not None), module.order), shapes)
+    odd = next((name for name in shapes | expected if shapes.get(name) != expected.get(name)), None)
+    if odd is not None:
+        raise ShapeError(f"the value of {odd} has shape {shapes.get(odd)}, expected {expected.get(odd)}")

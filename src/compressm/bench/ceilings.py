@@ -30,7 +30,7 @@ def measure_ceilings(device: torch.device, precision: str, *, repeats: int = 9) 
 
     On a CPU those of the threads torch has now. What fits in a cache can move faster than the copy.
     """
-    return Ceilings(_product_rate(device, precision, repeats), _copy_rate(device, repeats), _launch_seconds(device))
+    return Ceilings(_product_rate(device, precision, repeats), copy_rate(device, repeats), _launch_seconds(device))
 
 
 def _product_rate(device: torch.device, precision: str, repeats: int) -> float:
@@ -40,7 +40,7 @@ def _product_rate(device: torch.device, precision: str, repeats: int) -> float:
         return 2 * size**3 / best_seconds(lambda: matrix @ matrix, repeats=repeats, device=device)
 
 
-def _copy_rate(device: torch.device, repeats: int) -> float:
+def copy_rate(device: torch.device, repeats: int) -> float:
     """Every byte is read and written."""
     source = torch.zeros(_COPY_BYTES[device.type] // 4, device=device)
     target = torch.empty_like(source)

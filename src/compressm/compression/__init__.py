@@ -23,6 +23,7 @@ from compressm.compression.saving import load_model, save_model
 from compressm.compression.schedule import as_schedule, during_warmup, every, plan_text
 from compressm.compression.selection import Largest, Random, Selection, Smallest
 from compressm.compression.selective.methods import Baked, SelectiveMethod, SharedIndex
+from compressm.compression.selective.per_channel import PerChannel
 from compressm.compression.tracker import HankelTracker
 from compressm.compression.wrapping import rewrap_
 
@@ -44,6 +45,7 @@ __all__ = [
     "LayerPolicy",
     "Measured",
     "Moments",
+    "PerChannel",
     "Random",
     "Restart",
     "Restored",

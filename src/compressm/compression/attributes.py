@@ -38,3 +38,14 @@ def attributes_of(model: nn.Module) -> dict[str, tuple[Any, str]]:
         if isinstance(adapter, SelectiveAdapter)
         for path in adapter.attributes(module, adapter.order(module))
     }
+
+
+def optional_in(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Parameters and buffers that layers have since a cut, and had not before, by module and name."""
+    return [
+        (module, leaf)
+        for module, adapter in find(model).values()
+        if isinstance(adapter, SelectiveAdapter)
+        for leaf in sorted(adapter.KNOWN)
+        if getattr(module, leaf, None) is not None
+    ]

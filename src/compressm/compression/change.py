@@ -15,11 +15,16 @@ Values: TypeAlias = Mapping[str, Tensor]
 @final
 @dataclass(frozen=True)
 class Writing:
-    """New values of parameters, by name; new buffers; and attributes by path, as {"config.state_size": 8}."""
+    """New values of parameters, by name; new buffers; and attributes by path, as {"config.state_size": 8}.
+
+    `added` names parameters that the module does not have yet, each with the one that it joins: in the optimizer's
+    groups, and in all that is said of a parameter.
+    """
 
     values: Values
     buffers: Values = field(default_factory=dict)
     attributes: Mapping[str, Any] = field(default_factory=dict)
+    added: Mapping[str, str] = field(default_factory=dict)
 
 
 class Change(ABC):

@@ -139,7 +139,7 @@ class Cutter:
         module, adapter = find(model)[cut.layer.name]
         with torch.no_grad():
             writing = cut.following(module, adapter)
-        return PreparedCut(cut.layer.name, module, writing.values, attributes=writing.attributes)
+        return PreparedCut(cut.layer.name, module, writing.values, writing=writing)
 
 
 def followers(follow: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
@@ -210,11 +210,14 @@ def _written_by_first(processes: Processes, cuts: list[PreparedCut]) -> list[Pre
     """The same cuts with the first process's values and states, where this process keeps its own."""
     if processes.count == 1:
         return cuts
-    sent = processes.as_first([(_moved(cut.values, "cpu"), _moved(cut.states, "cpu")) for cut in cuts])
+    sent = processes.as_first(
+        [tuple(_moved(part, "cpu") for part in (cut.values, cut.writing.buffers, cut.states)) for cut in cuts]
+    )
     written = []
-    for cut, (values, states) in zip(cuts, sent, strict=True):
+    for cut, (values, buffers, states) in zip(cuts, sent, strict=True):
         device = next(cut.module.parameters()).device
-        written.append(replace(cut, values=_moved(values, device), states=_like(states, cut.states)))
+        writing = replace(cut.writing, buffers=_moved(buffers, device))
+        written.append(replace(cut, values=_moved(values, device), states=_like(states, cut.states), writing=writing))
     return written
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compressm.compression.checks import require_count, require_number
 from compressm.compression.errors import CompressionError
-from compressm.compression.policies import Policy
+from compressm.compression.policies import LayerPolicy, Policy
 from compressm.compression.spectra import Spectra, checked_spectra
 from compressm.nearest import did_you_mean
 
@@ -102,4 +102,38 @@ def _asked(policy: Policy, spectra: dict[str, Tensor]) -> dict[str, int]:
     return {
         name: require_count(f"{policy!r:.100}: the order of {name!r}", orders[name], high=sigma.shape[-1])
         for name, sigma in spectra.items()
+    }
+
+
+def choose_channel_orders(
+    spectra: Spectra,
+    keep: Policy,
+    *,
+    overrides: Mapping[str, Policy] | None = None,
+    gate: float = 0.95,
+    round_to: int = 1,
+) -> dict[str, list[int]]:
+    """The order of every channel of every layer: the policy is asked about each channel as if it were a layer."""
+    spectra = checked_spectra(spectra)
+    shares = require_choices(spectra, keep, overrides, gate, round_to)
+    chosen: dict[str, list[int]] = {}
+    for policy, names in shares:
+        for name in names:
+            asked = ((_asked_of_one(policy, name, sigma), sigma) for sigma in spectra[name])
+            chosen[name] = [_gated(order, sigma, float(gate), int(round_to)) for order, sigma in asked]
+    return {name: chosen[name] for name in spectra}
+
+
+def _asked_of_one(policy: Policy, name: str, sigma: Tensor) -> int:
+    # Of ours, which have been checked already: there may be thousands of channels.
+    return policy.order(sigma) if isinstance(policy, LayerPolicy) else _asked(policy, {name: sigma})[name]
+
+
+def restricted(overrides: Mapping[str, Policy] | None, names: Iterable[str]) -> dict[str, Policy]:
+    """Those whose patterns match one of these names."""
+    layers = list(names)
+    return {
+        pattern: policy
+        for pattern, policy in (overrides or {}).items()
+        if any(fnmatchcase(name, pattern) for name in layers)
     }

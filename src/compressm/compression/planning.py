@@ -17,9 +17,11 @@ from compressm.compression.layer import Layer, PlannedCut
 from compressm.compression.linear import LinearLayer, energy_lost, linear_spectra, plan_linear, read_system
 from compressm.compression.listening import Listener, run_listening
 from compressm.compression.options import Options
-from compressm.compression.orders import choose_orders
+from compressm.compression.orders import choose_orders, require_choices, restricted
+from compressm.compression.policies import Budget, ErrorBound
 from compressm.compression.selection import Largest
 from compressm.compression.selective.calibrated import Calibrated
+from compressm.compression.selective.channel_planning import plan_channels
 from compressm.compression.selective.layer import SelectiveLayer, read_selective
 from compressm.compression.selective.seen import SelectiveListener
 from compressm.compression.stages import stage
@@ -50,10 +52,29 @@ def find_layers(model: nn.Module, options: Options) -> dict[str, tuple[nn.Module
             f"{', '.join(name or 'the model' for name in selective)}: selective layers are cut by what their inputs"
             " choose; pass calibrate, a function that runs the model on data: calibrate=lambda model: model(inputs)"
         )
+    _require_policies(found, selective, options)
     for name, (module, adapter) in selective.items():
         assert isinstance(adapter, SelectiveAdapter)
+        read_any(name, module, adapter)
         options.selective.require(name or "the model", module, adapter)
     return found
+
+
+def _require_policies(found: Found, selective: Found, options: Options) -> None:
+    """Refuse those that have no meaning for a selective layer."""
+    shares = require_choices(found, options.keep, options.overrides, options.gate, options.round_to)
+    for policy, names in shares:
+        touched = ", ".join(name or "the model" for name in names if name in selective)
+        if touched and isinstance(policy, ErrorBound):
+            raise CompressionError(
+                f"{touched}: {policy} for selective layers, which have no error bound; expected another policy, such as"
+                " EnergyTolerance(0.05), for them in keep or overrides"
+            )
+        if touched and isinstance(policy, Budget) and options.selective.by_channel:
+            raise CompressionError(
+                f"{touched}: {policy} shares states out among layers, while {options.selective} gives every channel an"
+                " order of its own; expected another policy, such as EnergyTolerance(0.05)"
+            )
 
 
 def read_layers(model: nn.Module, options: Options) -> dict[str, Layer]:
@@ -129,15 +150,11 @@ def plan_cuts(layers: Mapping[str, Layer], options: Options, *, salt: int = 0) -
     """The cuts that the policy wants, in the order of the layers; those the gate holds back are left out."""
     with stage("spectra"):
         values = spectra(layers, options)
-    orders = choose_orders(
-        values, options.keep, overrides=options.overrides, gate=options.gate, round_to=options.round_to
-    )
-    wanted = {name: rank for name, rank in orders.items() if rank < layers[name].order}
-    if isinstance(options.select, Largest):
-        # Each layer by its own rank: in a group those of lower rank would be filled up with modes that do nothing.
-        wanted = {name: min(rank, int(numerical_rank(values[name]).amax())) for name, rank in wanted.items()}
+    apart = [layer for layer in layers.values() if isinstance(layer, SelectiveLayer) and layer.method.by_channel]
+    together = {name: values[name] for name in layers if name not in {layer.name for layer in apart}}
+    wanted = _wanted(together, options) if together else {}
+    chosen = [layers[name] for name in wanted]
     with stage("reduce"):
-        chosen = [layers[name] for name in wanted]
         linear = [layer for layer in chosen if isinstance(layer, LinearLayer)]
         planned: dict[str, PlannedCut] = dict(plan_linear(linear, wanted, values, options, salt))
         for layer in chosen:
@@ -145,4 +162,16 @@ def plan_cuts(layers: Mapping[str, Layer], options: Options, *, salt: int = 0) -
                 sigma = values[layer.name]
                 kept = options.select(sigma, wanted[layer.name], salt=f"{layer.name}@{salt}")
                 planned[layer.name] = layer.cut([kept], energy_lost(sigma, kept))
+        planned |= plan_channels(apart, values, options, salt) if apart else {}
     return [planned[name] for name in layers if name in planned]
+
+
+def _wanted(values: Mapping[str, Tensor], options: Options) -> dict[str, int]:
+    """The orders of layers that are to have fewer states."""
+    overrides = restricted(options.overrides, values)
+    orders = choose_orders(values, options.keep, overrides=overrides, gate=options.gate, round_to=options.round_to)
+    wanted = {name: rank for name, rank in orders.items() if rank < values[name].shape[-1]}
+    if isinstance(options.select, Largest):
+        # Each layer by its own rank: in a group those of lower rank would be filled up with modes that do nothing.
+        wanted = {name: min(rank, int(numerical_rank(values[name]).amax())) for name, rank in wanted.items()}
+    return wanted

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -12,7 +12,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from compressm.compression.attributes import attributes_of
+from compressm.compression.attributes import attributes_of, optional_in
 from compressm.compression.errors import CompressionError
 from compressm.compression.whole_files import replacing
 from compressm.layers.replacing import replace_data
@@ -53,6 +53,22 @@ class Subject:
             f"{k}/{path}": place for k, model in enumerate(self.models) for path, place in attributes_of(model).items()
         }
 
+    def added(self, then: Collection[str]) -> dict[str, tuple[nn.Module, str]]:
+        """Parameters and buffers that are not among those of then and that a cut may have added, by their places."""
+        places = {
+            id(getattr(module, leaf)): (module, leaf) for model in self.models for module, leaf in optional_in(model)
+        }
+        now = {**self.parameters(), **{name: getattr(*place) for name, place in self.buffers().items()}}
+        return {name: places[id(value)] for name, value in now.items() if name not in then and id(value) in places}
+
+    def remove_(self, added: Mapping[str, tuple[nn.Module, str]]) -> None:
+        """Take them away, from the optimizer too."""
+        gone = {id(getattr(*place)) for place in added.values()}
+        for group in [] if self.optimizer is None else self.optimizer.param_groups:
+            group["params"][:] = [parameter for parameter in group["params"] if id(parameter) not in gone]
+        for module, leaf in added.values():
+            setattr(module, leaf, None)
+
 
 @final
 @dataclass(frozen=True)
@@ -86,8 +102,10 @@ class Snapshot:
     def restore_(self, subject: Subject) -> None:
         """Bring it all back into the same objects; what is not as it was described is refused before that."""
         tensors = self._loaded()
+        added = subject.added({*self.rest["parameters"], *self.rest["buffers"]})
+        self._require_same(subject, added)
+        subject.remove_(added)
         parameters, buffers = subject.parameters(), subject.buffers()
-        self._require_same(subject)
         with torch.no_grad():
             for name, parameter in parameters.items():
                 _set_parameter_(parameter, tensors[f"parameter {name}"], **self.rest["parameters"][name])
@@ -101,11 +119,12 @@ class Snapshot:
         if subject.scheduler is not None:
             subject.scheduler.load_state_dict(copy.deepcopy(self.rest["scheduler"]))
 
-    def _require_same(self, subject: Subject) -> None:
+    def _require_same(self, subject: Subject, added: Collection[str]) -> None:
         for what, now, then in (
             ("parameters", set(subject.parameters()), set(self.rest["parameters"])),
             ("buffers", set(subject.buffers()), set(self.rest["buffers"])),
         ):
+            now -= set(added)
             if now != then:
                 other = ", ".join(sorted(now ^ then)[:8])
                 raise CompressionError(f"the {what} are not those of the snapshot: {other} are on one side only")

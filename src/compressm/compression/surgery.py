@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from compressm.adapters.base import parameter_of
 from compressm.adapters.writing import prepared
 from compressm.compression.attributes import place_of
-from compressm.compression.change import Change, Values
+from compressm.compression.change import Change, Values, Writing
 from compressm.compression.distributed import Processes
 from compressm.compression.errors import CompressionError
 from compressm.compression.moments import Moments
@@ -25,21 +25,62 @@ from compressm.layers.replacing import replace_data
 class PreparedCut:
     """New values for parameters of one module, and new optimizer state for those that have one, by parameter name.
 
-    Attributes of the module, or of what it holds, that go with its order come by their paths.
+    `writing` has what else the module gets: buffers, attributes, and which of the parameters it does not have yet.
     """
 
     name: str
     module: nn.Module
     values: Values
     states: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    attributes: Mapping[str, Any] = field(default_factory=dict)
+    writing: Writing = field(default_factory=lambda: Writing({}))
+
+    @property
+    def present(self) -> list[str]:
+        """Parameters that are written to and that the module has already."""
+        return [name for name in self.values if name not in self.writing.added]
+
+
+@final
+class Undo:
+    """What was, to be brought back."""
+
+    def __init__(self) -> None:
+        self._values: list[tuple[nn.Parameter, Tensor, Tensor | None]] = []
+        self._states: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._attributes: list[tuple[Any, str, Any]] = []
+        self._groups: list[tuple[list[nn.Parameter], list[nn.Parameter]]] = []
+
+    def remember(
+        self,
+        writes: Iterable[tuple[nn.Parameter, Tensor]],
+        states: Iterable[tuple[dict[str, Any], Mapping[str, Any]]],
+        attributes: Iterable[tuple[Any, str, Any]],
+        groups: Iterable[tuple[list[nn.Parameter], nn.Parameter]],
+    ) -> None:
+        """All that is about to be written to."""
+        self._values += [(parameter, parameter.data, parameter.grad) for parameter, _ in writes]
+        self._states += [(held, dict(held)) for held, _ in states]
+        self._attributes += [(owner, leaf, getattr(owner, leaf)) for owner, leaf, _ in attributes]
+        self._groups += [(members, list(members)) for members, _ in groups]
+
+    def __call__(self) -> None:
+        for parameter, data, gradient in self._values:
+            replace_data(parameter, data)
+            parameter.grad = gradient
+        for held, before in self._states:
+            held.clear()
+            held.update(before)
+        for attribute in self._attributes:
+            setattr(*attribute)
+        for members, then in self._groups:
+            members[:] = then
 
 
 def prepare_cut(name: str, change: Change, optimizer: Any | None, moments: Moments) -> PreparedCut:
     """All that a cut will write, computed; nothing is changed."""
     require_plain_parameters(name, change.module)
     states = {} if optimizer is None else carried_states(change, optimizer, moments)
-    return PreparedCut(name, change.module, change.values, states, change.writing.attributes)
+    return PreparedCut(name, change.module, change.values, states, change.writing)
 
 
 def apply_cuts(
@@ -48,35 +89,29 @@ def apply_cuts(
     """Check every cut, then make them all; whatever goes wrong, model and optimizer are afterwards as they were.
 
     Parameters stay the same objects in the same groups, with hooks and attributes; their gradients are dropped. The
-    optimizer's dictionaries stay the same too, with new tensors in them. Of several processes all do it or none.
+    optimizer's dictionaries stay the same too, with new tensors in them; parameters that are added join its groups. Of
+    several processes all do it or none.
     """
-    undo_values: list[tuple[nn.Parameter, Tensor, Tensor | None]] = []
-    undo_states: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    undo_attributes: list[tuple[Any, str, Any]] = []
+    undo = Undo()
     try:
         with processes.together("writing the cut"):
             writes = [write for cut in cuts for write in _checked_values(cut)]
             _require_disjoint(cuts)
             states = [state for cut in cuts for state in _checked_states(cut, optimizer)]
-            attributes = [attribute for cut in cuts for attribute in _checked_attributes(cut)]
-            undo_values += [(parameter, parameter.data, parameter.grad) for parameter, _ in writes]
-            undo_states += [(held, dict(held)) for held, _ in states]
-            undo_attributes += [(owner, leaf, getattr(owner, leaf)) for owner, leaf, _ in attributes]
+            added = {(cut.name, name): _made(cut, name) for cut in cuts for name in cut.writing.added}
+            attributes = [attribute for cut in cuts for attribute in _attributes(cut, added)]
+            groups = [joined for cut in cuts for joined in _joined(cut, added, optimizer)]
+            undo.remember(writes, states, attributes, groups)
             for parameter, data in writes:
                 replace_data(parameter, data)
             for held, new in states:
                 held.update(new)
             for attribute in attributes:
                 setattr(*attribute)
+            for members, parameter in groups:
+                members.append(parameter)
     except BaseException:
-        for parameter, data, gradient in undo_values:
-            replace_data(parameter, data)
-            parameter.grad = gradient
-        for held, before in undo_states:
-            held.clear()
-            held.update(before)
-        for attribute in undo_attributes:
-            setattr(*attribute)
+        undo()
         raise
 
 
@@ -98,19 +133,46 @@ def require_plain_parameters(name: str, module: nn.Module) -> None:
 
 def _checked_values(cut: PreparedCut) -> list[tuple[nn.Parameter, Tensor]]:
     require_plain_parameters(cut.name, cut.module)
-    return prepared(cut.module, cut.values)
+    beside = {**cut.writing.buffers, **{name: cut.values[name] for name in cut.writing.added}}
+    return prepared(cut.module, {name: cut.values[name] for name in cut.present}, beside)
 
 
-def _checked_attributes(cut: PreparedCut) -> list[tuple[Any, str, Any]]:
-    """Each attribute as the object that has it, its name there, and its new value."""
-    return [(*place_of(cut.name, cut.module, path), value) for path, value in cut.attributes.items()]
+def _made(cut: PreparedCut, name: str) -> nn.Parameter:
+    """A parameter that is added: where and as precise as the one that it joins, and with all that was said of that."""
+    origin = parameter_of(cut.module, cut.writing.added[name])
+    value = cut.values[name].to(origin.device, origin.dtype, copy=True)
+    if not is_finite(value):
+        raise CompressionError(f"{cut.name}.{name} would hold entries that are not finite")
+    made = nn.Parameter(value, requires_grad=origin.requires_grad)
+    vars(made).update(vars(origin))
+    return made
+
+
+def _attributes(cut: PreparedCut, added: Mapping[tuple[str, str], nn.Parameter]) -> list[tuple[Any, str, Any]]:
+    """Attributes, buffers and parameters that are added: the object that gets each, its name there, and its value."""
+    new = {**cut.writing.attributes, **cut.writing.buffers}
+    new |= {name: added[cut.name, name] for name in cut.writing.added}
+    return [(*place_of(cut.name, cut.module, path), value) for path, value in new.items()]
+
+
+def _joined(
+    cut: PreparedCut, added: Mapping[tuple[str, str], nn.Parameter], optimizer: Any | None
+) -> list[tuple[list[nn.Parameter], nn.Parameter]]:
+    """The optimizer's groups that get a parameter more: those that have the one that it joins."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return [
+        (group["params"], added[cut.name, name])
+        for name, origin in cut.writing.added.items()
+        for group in groups
+        if any(member is parameter_of(cut.module, origin) for member in group["params"])
+    ]
 
 
 def _require_disjoint(cuts: Sequence[PreparedCut]) -> None:
     """A parameter that two layers share cannot be cut for both."""
     owners: dict[int, str] = {}
     for cut in cuts:
-        for name in cut.values:
+        for name in cut.present:
             parameter, mine = parameter_of(cut.module, name), f"{cut.name}.{name}"
             if id(parameter) in owners:
                 raise CompressionError(
@@ -125,7 +187,7 @@ def _checked_states(cut: PreparedCut, optimizer: Any | None) -> list[tuple[dict[
         if cut.states:
             raise CompressionError(f"{cut.name} was prepared with an optimizer, and is applied without one")
         return []
-    parameters = {name: parameter_of(cut.module, name) for name in cut.values}
+    parameters = {name: parameter_of(cut.module, name) for name in cut.present}
     if cut.states:
         require_supported(optimizer, {name: parameters[name] for name in cut.states})
     found = []

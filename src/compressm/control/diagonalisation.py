@@ -37,18 +37,23 @@ def eigenbasis(
     without it): products are kept, and an optimizer meets B and C of the sizes it knew.
     """
     poles, X = eig(system.A)
-    condition = _condition(X)
-    if not bool((condition < _LARGEST_CONDITION).all()):
-        worst = condition.max().item()
-        raise DefectiveSystemError(
-            f"eigenvectors of A have condition number {worst:.3g}, expected < {_LARGEST_CONDITION:g}"
-        )
+    require_eigenvectors(X)
     plain = in_eigenbasis(system, X, poles)
     ratio = 1.0 if like is None else input_output_ratio(like)[..., None]
     b, c = _mode_sizes(plain)
     usable = (b > 0) & (c > 0)
     length = torch.where(usable, torch.sqrt(b / (ratio * torch.where(usable, c, 1))), 1)
     return X * length[..., None, :], poles
+
+
+def require_eigenvectors(X: Complex[Tensor, "*bank n n"]) -> None:
+    """Refuse eigenvectors that are nearly dependent."""
+    condition = _condition(X)
+    if not bool((condition < _LARGEST_CONDITION).all()):
+        worst = condition.max().item()
+        raise DefectiveSystemError(
+            f"eigenvectors of A have condition number {worst:.3g}, expected < {_LARGEST_CONDITION:g}"
+        )
 
 
 def _condition(X: Tensor) -> Float[Tensor, "*bank"]:

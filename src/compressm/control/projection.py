@@ -34,13 +34,13 @@ def galerkin_projection(
     Q: Float[Tensor, "*bank n n"],
     order: SupportsIndex,
     *,
-    states: Int[Tensor, " r"] | None = None,
+    states: Int[Tensor, "*each r"] | None = None,
 ) -> Projection:
     """Project symmetrically onto the leading eigenvectors V of the sum of both Gramians.
 
     Scaling by s = (Qᵢᵢ/Pᵢᵢ)^¼ makes the diagonals of P and Q equal. V is orthonormal, so A_r = Vᵀ diag(a) V is
     symmetric and negative: its poles are real and exp(Δ A_r) is a contraction for every Δ > 0. `states` names other
-    eigenvectors to keep than the first ones.
+    eigenvectors to keep than the first ones, for all members of the bank or for each.
     """
     rates = require_negative_rates(rates)
     kept = _kept(order, states, rates)
@@ -90,13 +90,15 @@ def shared_gramians(
     return _unit_trace(P).mean(0), _unit_trace(Q).mean(0)
 
 
-def _kept(order: SupportsIndex, states: Tensor | None, rates: Tensor) -> Int[Tensor, " r"]:
+def _kept(order: SupportsIndex, states: Tensor | None, rates: Tensor) -> Int[Tensor, "*each r"]:
     """Which directions stay, by their rank from 0."""
     n = rates.shape[-1]
     order = validation.require_order(order, n)
     if states is None:
         return torch.arange(order, device=rates.device)
-    if states.shape != (order,) or not bool((states >= 0).all() and (states < n).all()):
+    if states.shape not in ((order,), (*rates.shape[:-1], order)) or not bool(
+        (states >= 0).all() and (states < n).all()
+    ):
         raise OrderError(f"states are {states.tolist()}, expected {order} numbers from 0 to {n - 1}")
     return states.to(rates.device)
 
@@ -115,7 +117,7 @@ def _symmetric_subspace(P: Tensor, Q: Tensor, kept: Tensor) -> tuple[Tensor, Ten
     scale = torch.where(usable, torch.where(usable, q / torch.where(usable, p, 1), 1) ** 0.25, 1)
     grid = scale[..., :, None] * scale[..., None, :]
     _, vectors = torch.linalg.eigh(_unit_trace(P * grid) + _unit_trace(Q / grid))
-    return scale, vectors.flip(-1)[..., kept]
+    return scale, vectors.flip(-1).gather(-1, kept[..., None, :].expand(*vectors.shape[:-1], kept.shape[-1]))
 
 
 def _two_sided(rates: Tensor, P: Tensor, Q: Tensor, order: int, *, states: Tensor) -> Projection:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import TypeVar
 
 import torch
@@ -70,12 +71,20 @@ def each(
     workers = min(threads, len(items))
     if threads == 1 or workers < (1 if alone_on_one_thread else 2):
         return [function(item) for item in items]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        _load_solvers()
     try:
         # Each worker must say so itself: new threads start with as many BLAS threads as there are cores.
         with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             return list(pool.map(function, items))
     finally:
         torch.set_num_threads(threads)
+
+
+@cache
+def _load_solvers() -> None:
+    """Torch loads those of a GPU when they are first called, and fails where two threads are the first."""
+    torch.linalg.cholesky_ex(torch.eye(1, dtype=torch.float64, device="cuda"))
 
 
 def _on_threads(solve: Callable[[Tensor], tuple[Tensor, ...]], A: Tensor) -> tuple[Tensor, ...]:

@@ -9,13 +9,11 @@ python -m compressm.experiments.smnist_settings --seeds 3 --data FOLDER
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from compressm.experiments.trainings import Training, run_all
 from compressm.runs.directory import RunDirectory
 from compressm.runs.measurement import Measurement, Row
 from compressm.runs.records import Evaluation
@@ -44,37 +42,30 @@ class Job:
     variant: str
     order: int
     seed: int
-    folder: Path
-
-    def command(self, data: Path | None, steps: int) -> list[str]:
-        """As a person would type it."""
-        settings = [
-            *VARIANTS[self.variant][0],
-            f"label={self.variant!r}",
-            "spectra=null",
-            f"training.steps={steps}",
-            f"training.evaluate_every={max(1, steps // 8)}",
-            f"training.checkpoint_every={steps}",
-        ]
-        options = ["--baseline", "--order", str(self.order), "--seed", str(self.seed), "--out", str(self.folder)]
-        place = [] if data is None else ["--data", str(data), "--offline"]
-        chosen = [part for setting in settings for part in ("--set", setting)]
-        return [sys.executable, "-m", "compressm.cli", "train", "smnist", *options, *place, *chosen]
-
-    @property
-    def finished(self) -> bool:
-        run = RunDirectory(self.folder)
-        return run.exists and run.status().state == "finished"
+    training: Training
 
 
 def jobs(out: Path, variants: Iterable[str], seeds: int, steps: int) -> list[Job]:
     """All trainings; folders have the number of steps in their names."""
     return [
-        Job(variant, order, seed, out / "runs" / f"{_plain(variant)}-n{order}-{steps}" / f"seed-{seed}")
+        Job(variant, order, seed, _training(out, variant, order, seed, steps))
         for variant in variants
         for order in VARIANTS[variant][1]
         for seed in range(seeds)
     ]
+
+
+def _training(out: Path, variant: str, order: int, seed: int, steps: int) -> Training:
+    settings = (
+        *VARIANTS[variant][0],
+        f"label={variant!r}",
+        "spectra=null",
+        f"training.steps={steps}",
+        f"training.evaluate_every={max(1, steps // 8)}",
+        f"training.checkpoint_every={steps}",
+    )
+    folder = out / "runs" / f"{_plain(variant)}-n{order}-{steps}" / f"seed-{seed}"
+    return Training("smnist", folder, ("--baseline", "--order", str(order), "--seed", str(seed)), settings)
 
 
 def collect(wanted: Sequence[Job]) -> Measurement:
@@ -82,8 +73,8 @@ def collect(wanted: Sequence[Job]) -> Measurement:
     rows: list[Row] = []
     environments = []
     for job in wanted:
-        if job.finished:
-            run = RunDirectory(job.folder)
+        if job.training.finished:
+            run = RunDirectory(job.training.folder)
             tests = [found for found in run.records(Evaluation) if found.split == "test"][-2:]
             values = [100 * found.accuracy for found in tests if found.accuracy is not None]
             environments.append(run.environment())
@@ -106,20 +97,12 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     parser.add_argument("--steps", type=int, default=STEPS, help="of each training (%(default)s)")
     given = parser.parse_args(arguments)
     wanted = jobs(given.out, given.only or VARIANTS, given.seeds, given.steps)
-    with ThreadPoolExecutor(given.processes) as pool:
-        for job, ended in zip(wanted, pool.map(lambda job: _train(job, given.data, given.steps), wanted), strict=True):
-            print(f"{job.variant}, n = {job.order}, seed {job.seed}: {ended}", flush=True)
+    ended = run_all((job.training for job in wanted), processes=given.processes, data=given.data)
+    for job, said in zip(wanted, ended, strict=True):
+        print(f"{job.variant}, n = {job.order}, seed {job.seed}: {said}", flush=True)
     path = collect(wanted).write(given.out / "smnist_settings.json")
     print(f"result: {path}; `compressm bench table {path}` shows it")
     return path
-
-
-def _train(job: Job, data: Path | None, steps: int) -> str:
-    if job.finished:
-        return "was done"
-    ended = subprocess.run(job.command(data, steps), capture_output=True, text=True)
-    lines = (ended.stdout + ended.stderr).strip().splitlines()
-    return "done" if ended.returncode == 0 else f"failed with {ended.returncode}: {' '.join(lines[-3:])}"
 
 
 def _plain(name: str) -> str:

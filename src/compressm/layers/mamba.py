@@ -18,7 +18,9 @@ from compressm.layers.channel_maps import OF_MAPS, Form, mapped, require_maps
 from compressm.layers.discretisation import random_log_steps
 from compressm.layers.replacing import replace_data
 from compressm.layers.wrappers import refuse_to_train_
+from compressm.ops.causal_conv import causal_conv
 from compressm.ops.diagonal_scan.checks import require_lengths
+from compressm.ops.kernels import kernels_serve
 from compressm.ops.selective_scan import ScanPath, selective_scan, selective_step
 
 _SHORTEST_STEP = 1e-4
@@ -164,7 +166,7 @@ class Mamba(SSMLayer):
         self._check_step(x, state)
         before, h = self._split(state)
         v, z = self.in_proj(x).chunk(2, dim=-1)
-        u, inputs = self._convolved(v[:, None], before)
+        u = self._convolved(v[:, None], before)
         delta, B, C = self.selected(u)
         y, h = selective_step(
             *(u[:, 0], delta[:, 0], self.rates(), B[:, 0], C[:, 0], self.D, z),
@@ -173,7 +175,7 @@ class Mamba(SSMLayer):
             softplus=True,
             orders=self.orders,
         )
-        return self.out_proj(y), self._joined(inputs, h, None)
+        return self.out_proj(y), self._joined(v[:, None], before, h, None)
 
     def initial_state(self, batch: int) -> Float[Tensor, "batch inner kept"]:
         kept = self.conv_width - 1 + self.order * (1 if self.A_imag is None else 2)
@@ -195,7 +197,7 @@ class Mamba(SSMLayer):
     ) -> tuple[Tensor, Tensor | None]:
         v, z = vz.chunk(2, dim=-1)
         before, h = (None, None) if state is None else self._split(state)
-        u, inputs = self._convolved(v, before)
+        u = self._convolved(v, before)
         delta, B, C = self.selected(u)
         y, h = selective_scan(
             *(u, delta, self.rates(), B, C, self.D, z, h, lengths),
@@ -205,30 +207,34 @@ class Mamba(SSMLayer):
             keep_state=keep_state,
             path=self.path,
         )
-        return y, None if h is None else self._joined(inputs, h, lengths)
+        return y, None if h is None else self._joined(v, before, h, lengths)
 
     def _convolved(
         self, v: Float[Tensor, "batch length inner"], before: Float[Tensor, "batch inner past"] | None
-    ) -> tuple[Float[Tensor, "batch length inner"], Float[Tensor, "batch inner longer"]]:
-        """u, and all that the convolution has read: what came before, then v."""
-        past = self.conv_width - 1
-        before = v.new_zeros(v.shape[0], self.inner, past) if before is None else before.to(v.dtype)
-        inputs = torch.cat([before, v.mT], dim=-1)
-        return silu(self.conv1d(inputs)).mT, inputs
+    ) -> Float[Tensor, "batch length inner"]:
+        """u, after what the convolution has read before."""
+        if not kernels_serve(v):
+            before = v.new_zeros(v.shape[0], self.inner, self.conv_width - 1) if before is None else before.to(v.dtype)
+            return silu(self.conv1d(torch.cat([before, v.mT], dim=-1))).mT
+        return causal_conv(v, self.conv1d.weight, self.conv1d.bias, None if before is None else before.mT)
 
     def _split(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """The last inputs of the convolution, and the states as the scan has them."""
         before, h = state.split([self.conv_width - 1, state.shape[-1] - self.conv_width + 1], dim=-1)
         return before, h if self.A_imag is None else h.unflatten(-1, (2, -1)).movedim(-2, 1)
 
-    def _joined(self, inputs: Tensor, h: Tensor, lengths: Tensor | None) -> Float[Tensor, "batch inner kept"]:
+    def _joined(
+        self, v: Tensor, before: Tensor | None, h: Tensor, lengths: Tensor | None
+    ) -> Float[Tensor, "batch inner kept"]:
         """The last inputs of the convolution before each sequence's end, and the states."""
         past = self.conv_width - 1
+        first = v.new_zeros(v.shape[0], self.inner, past) if before is None else before.to(v.dtype)
         if lengths is None:
-            last = inputs[..., inputs.shape[-1] - past :]
+            last = torch.cat([first, v[:, max(0, v.shape[1] - past) :].mT], dim=-1)
+            last = last[..., last.shape[-1] - past :]
         else:
             steps = lengths[:, None] + torch.arange(past, device=lengths.device)
-            last = inputs.gather(-1, steps[:, None].expand(-1, self.inner, -1))
+            last = torch.cat([first, v.mT], dim=-1).gather(-1, steps[:, None].expand(-1, self.inner, -1))
         h = h if self.A_imag is None else h.movedim(1, -2).flatten(-2)
         return torch.cat([last.to(h.dtype), h], dim=-1)
 

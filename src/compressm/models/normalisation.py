@@ -14,6 +14,7 @@ from compressm.layers import SequenceError
 from compressm.models.padding import without_padding
 from compressm.ops.batch_norm import Normalised, RunningStatistics, batch_norm
 from compressm.ops.kernels import kernels_serve
+from compressm.ops.rms_norm import rms_norm
 
 
 def forked(
@@ -194,9 +195,7 @@ class StepRMSNorm(nn.RMSNorm):
     def forward(
         self, x: Float[Tensor, "batch length width"], lengths: Int[Tensor, " batch"] | None = None
     ) -> Float[Tensor, "batch length width"]:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        weight = None if self.weight is None else self.weight.to(wide)
-        return nn.functional.rms_norm(x.to(wide), self.normalized_shape, weight, self.eps).to(x.dtype)
+        return rms_norm(x, self.weight, 1e-5 if self.eps is None else self.eps)
 
 
 @final

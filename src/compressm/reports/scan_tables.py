@@ -1,4 +1,4 @@
-"""Paths of a layer, `compressm bench scan`, and the recurrence beside its peers, `compressm bench peers`."""
+"""Scans: paths of a layer, the recurrence beside its peers, and that of selective layers."""
 
 from __future__ import annotations
 
@@ -32,6 +32,23 @@ def peer_grids(measurement: Measurement) -> list[Grid]:
         title = f"batch {row['batch']}, length {row['length']}, n = {row['order']}, {row['precision']}"
         tables.setdefault(title, []).append(row)
     return [_peer_grid(title, rows) for title, rows in tables.items()]
+
+
+def selective_grids(measurement: Measurement) -> list[Grid]:
+    """One row an order."""
+    needed = ("batch", "length", "channels", "order", "precision", "forward_s", "both_s")
+    measurement.require("selective", needed=needed, words=("precision", "device"))
+    tables: dict[str, list[Row]] = {}
+    for row in measurement.rows:
+        title = "batch {batch}, length {length}, {channels} channels, {precision}".format(**row)
+        tables.setdefault(title, []).append(row)
+    columns = {"forward": "forward_s", "least": "floor_forward_s", "both": "both_s", "least of both": "floor_both_s"}
+    grids = []
+    for title, rows in tables.items():
+        shown = {head: column for head, column in columns.items() if any(column in row for row in rows)}
+        cells = tuple((str(row["order"]), *(_cell(row, column) for column in shown.values())) for row in rows)
+        grids.append(Grid(f"Selective scan: {title}", ("n", *shown), cells, "median; both: with backward"))
+    return grids
 
 
 def _peer_grid(title: str, rows: list[Row]) -> Grid:

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from compressm.reports.cut_tables import cut_grids
 from compressm.reports.demo_tables import demo_grids
 from compressm.reports.grid import Grid
+from compressm.reports.mamba_tables import imdb_mamba_grids
 from compressm.reports.reduction_tables import reduction_grids
-from compressm.reports.scan_tables import peer_grids, scan_grids
+from compressm.reports.scan_tables import peer_grids, scan_grids, selective_grids
 from compressm.reports.setting_tables import setting_grids
 from compressm.reports.step_tables import growth_grids, step_grids
 from compressm.reports.study_tables import hidden_system_grids, loss_continuity_grids, one_shot_grids
@@ -21,11 +22,13 @@ _GRIDS: dict[str, Callable[[Measurement], list[Grid]]] = {
     "growth": growth_grids,
     "scan": scan_grids,
     "peers": peer_grids,
+    "selective": selective_grids,
     "one_shot": one_shot_grids,
     "hidden_system": hidden_system_grids,
     "loss_continuity": loss_continuity_grids,
     "demo": demo_grids,
     "smnist_settings": setting_grids,
+    "imdb_mamba": imdb_mamba_grids,
 }
 
 

@@ -10,16 +10,22 @@ import torch
 from torch import nn
 
 from compressm.compression import (
+    Baked,
     Budget,
     Compressor,
     EnergyTolerance,
     ErrorBound,
+    Gramian,
+    HankelTracker,
     KeepFraction,
     Largest,
     Measured,
+    PerChannel,
     Random,
     Restart,
     Rollback,
+    SelectiveMethod,
+    SharedIndex,
     Slice,
     Smallest,
     TargetOrder,
@@ -46,7 +52,7 @@ from compressm.models import (
     SequenceClassifier,
 )
 from compressm.nearest import did_you_mean
-from compressm.training.config import CompressionConfig, ConfigError, ModelConfig, Recipe
+from compressm.training.config import CompressionConfig, ConfigError, ModelConfig, Recipe, SelectiveConfig, WhenConfig
 from compressm.training.placing import batch_on
 from compressm.training.plan import cut_steps, settle_steps
 
@@ -54,7 +60,14 @@ _LAYERS: dict[str, type[SSMLayer]] = {"LRU": LRU, "S5": S5, "S4D": S4D, "Mamba":
 _NORMS = {"batch": BatchNorm, "running": RunningNorm, "layer": LayerNorm, "rms": RMSNorm, "none": NoNorm}
 _POOLINGS = {"mean": MeanPooling(), "last": LastStep(), "steps": EveryStep()}
 _DROPOUTS = {"element": PerElement, "batch": OneMask}
+_SELECTIVE: dict[str, type[SelectiveMethod]] = {
+    "baked": Baked,
+    "per-channel": PerChannel,
+    "shared-index": SharedIndex,
+}
 _MOMENTS = {"transport": Transport(), "restart": Restart(), "slice": Slice()}
+# The options of a recipe that does not compress, of which no policy is asked.
+_UNCUT = CompressionConfig(rho=1.0, when=WhenConfig(steps=(1,)))
 _CALIBRATION_SEED = 2**31 - 1
 
 
@@ -104,14 +117,14 @@ def build_compressor(
         return None
     settle = settle_steps(recipe)
     drop = config.rollback.drop if config.rollback else 0.0
-    measured = config.gramian == "measured"
     return Compressor(
         model,
         optimizer,
         when=cut_steps(recipe),
         keep=_policy(config),
-        calibrate=_calibration(recipe, task) if measured else None,
-        gramian=Measured(batches=config.calibration_batches) if measured else WhiteNoise(),
+        calibrate=_calibration(recipe, task, config) if _needs_data(recipe, config) else None,
+        gramian=_gramian(config),
+        selective=build_method(config.selective),
         fold=config.fold,
         select=_selection(config, recipe.seed),
         gate=config.gate,
@@ -119,6 +132,44 @@ def build_compressor(
         moments=_MOMENTS[config.moments],
         guard=None if settle is None else _guard(evaluate, drop, settle, task.kind),
     )
+
+
+def build_tracker(recipe: Recipe, model: nn.Module, task: Task) -> HankelTracker | None:
+    """None where the recipe records no spectra; when it is asked, the plan says.
+
+    Linear layers have the spectra of white noise, selective ones those that cuts go by.
+    """
+    if recipe.spectra is None:
+        return None
+    config = recipe.compression or _UNCUT
+    selective = _is_selective(recipe)
+    return HankelTracker(
+        model,
+        every=1,
+        fold=config.fold,
+        changes=recipe.spectra.changes,
+        calibrate=_calibration(recipe, task, config) if selective else None,
+        gramian=_gramian(config) if selective else None,
+        selective=build_method(config.selective),
+    )
+
+
+def build_method(config: SelectiveConfig | None) -> SelectiveMethod:
+    """How selective layers are cut."""
+    return Baked() if config is None else _SELECTIVE[config.kind](**config.options)
+
+
+def _is_selective(recipe: Recipe) -> bool:
+    return recipe.model.layer == "Mamba"
+
+
+def _needs_data(recipe: Recipe, config: CompressionConfig) -> bool:
+    """Selective layers are cut by what their inputs choose, whatever the Gramian is."""
+    return config.gramian == "measured" or _is_selective(recipe)
+
+
+def _gramian(config: CompressionConfig) -> Gramian:
+    return Measured(batches=config.calibration_batches) if config.gramian == "measured" else WhiteNoise()
 
 
 def _guard(evaluate: Callable[[], float], drop: float, settle: int, kind: TaskKind) -> Rollback:
@@ -144,12 +195,11 @@ def _selection(config: CompressionConfig, seed: int) -> Selection:
     return {"largest": Largest(), "smallest": Smallest(), "random": Random(seed)}[config.select]
 
 
-def _calibration(recipe: Recipe, task: Task) -> Callable[[nn.Module], None]:
+def _calibration(recipe: Recipe, task: Task, config: CompressionConfig) -> Callable[[nn.Module], None]:
     """Runs the model on training examples that are the same for every seed and every cut."""
-    assert recipe.compression is not None
     size = min(recipe.training.batch, len(task.train))
     order = Order(len(task.train), size, _CALIBRATION_SEED)
-    rows = [order.at(step) for step in range(1, recipe.compression.calibration_batches + 1)]
+    rows = [order.at(step) for step in range(1, config.calibration_batches + 1)]
 
     def run(model: Any) -> None:
         for row in rows:

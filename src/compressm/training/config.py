@@ -138,6 +138,32 @@ class RollbackConfig(Config):
         self._at_least(1, "settle")
 
 
+# What each kind of cut can be told.
+_SELECTIVE = {"baked": ("two_sided", "refit"), "per-channel": ("surrogate", "two_sided"), "shared-index": ("refit",)}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SelectiveConfig(Config):
+    """How Mamba layers are cut: the kind, with options that only some kinds have; None is the default of the kind."""
+
+    kind: Literal["baked", "per-channel", "shared-index"] = "baked"
+    two_sided: bool | None = None
+    refit: bool | None = None
+    surrogate: Literal["mean", "second_moment", "measured"] | None = None
+
+    def __post_init__(self) -> None:
+        known = _SELECTIVE[self.kind]
+        if strange := [name for name in self.options if name not in known]:
+            raise ConfigError(f"{self.kind} has no {' and no '.join(strange)}, expected {' or '.join(known)}")
+
+    @property
+    def options(self) -> dict[str, bool | str]:
+        """Those that were given."""
+        given = {"two_sided": self.two_sided, "refit": self.refit, "surrogate": self.surrogate}
+        return {name: value for name, value in given.items() if value is not None}
+
+
 _POLICIES = ("tau", "rho", "order", "bound", "total_states")
 
 
@@ -160,6 +186,7 @@ class CompressionConfig(Config):
     gate: float = 0.95
     round_to: int = 1
     rollback: RollbackConfig | None = None
+    selective: SelectiveConfig | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in _POLICIES if getattr(self, name) is not None]
@@ -211,9 +238,22 @@ class Recipe(Config):
             raise ConfigError(f"task is {self.task!r:.100}, expected its name and options, as in {{name: smnist}}")
         if not 0 <= self.seed < 2**31:
             raise ConfigError(f"seed is {self.seed}, expected an integer from 0 to 2**31 - 1")
+        if self.compression is not None:
+            _require_selective(self.compression, self.model.layer)
         if not self.label:
             object.__setattr__(self, "label", "compressed" if self.compression else "baseline")
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON and YAML."""
         return asdict(self)
+
+
+def _require_selective(compression: CompressionConfig, layer: str) -> None:
+    """What the input chooses has no error bound, and what it does not choose is not cut by averages over data."""
+    if layer == "Mamba" and compression.bound is not None:
+        raise ConfigError(
+            f"compression: bound is {compression.bound} with layer Mamba, whose cuts have no error bound: expected"
+            " another policy, such as tau"
+        )
+    if layer != "Mamba" and compression.selective is not None:
+        raise ConfigError(f"compression: selective is for layer Mamba, and layer is {layer}: leave it out")

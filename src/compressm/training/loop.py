@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from compressm.compression import Cut, HankelTracker, save_model
+from compressm.compression import Cut, save_model
 from compressm.compression.distributed import Processes
 from compressm.compression.naming import orders_of
 from compressm.compression.wrapping import unwrapped
@@ -18,7 +18,7 @@ from compressm.data.task import Task, TaskKind
 from compressm.layers import SequenceError
 from compressm.runs.directory import RunDirectory, Status
 from compressm.runs.records import CutRecord, Evaluation, RestoredRecord, Spectrum, SplitName, Timing
-from compressm.training.building import build_compressor, build_model
+from compressm.training.building import build_compressor, build_model, build_tracker
 from compressm.training.clock import Clock
 from compressm.training.config import Recipe
 from compressm.training.evaluation import evaluate
@@ -114,10 +114,7 @@ def _build(
             return evaluate(learner, task.validation).value
 
     compressor = build_compressor(recipe, model, optimizer, task, validate)
-    fold = recipe.compression.fold if recipe.compression else True
-    spectra = recipe.spectra
-    # The plan says when.
-    tracker = HankelTracker(model, every=1, fold=fold, changes=spectra.changes) if spectra else None
+    tracker = build_tracker(recipe, model, task)
     state = Resumable(learner, make_steps(learner, clock), compressor, tracker, clock)
     return Run(recipe, plan, directory, listener, state)
 

@@ -1,11 +1,13 @@
 """A selective mixer that is not ours, with the names of the authors, and independent truths: plain loops in NumPy."""
 
+import copy
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 from torch import nn
 
+import compressm as cs
 from compressm.adapters import SelectiveAdapter, adapts
 from compressm.layers import Mamba
 
@@ -49,7 +51,7 @@ class MixerAdapter(SelectiveAdapter):
         return None if mask is None else mask.bool()
 
     def attributes(self, module, order):
-        return {"ssm_state_size": order, "config.state_size": order}
+        return super().attributes(module, order) | {"ssm_state_size": order, "config.state_size": order}
 
 
 def make(order=6, width=4, seed=0, kind=Mamba, dtype=torch.float64):
@@ -96,3 +98,19 @@ def simulate(layer, u):
                 now = np.exp(delta[b, t, i] * rates[i]) * now + delta[b, t, i] * B[b, t] * u[b, t, i]
                 h[b, t, i], y[b, t, i] = now, C[b, t] @ now
     return h, y
+
+
+def complex_layer(dtype=torch.float64):
+    """One whose balanced channels have complex rates."""
+    for seed in range(20):
+        layer = make(order=12, seed=seed, dtype=dtype)
+        if complex_one(layer):
+            return layer
+    raise AssertionError("none has")
+
+
+def complex_one(layer):
+    trial = copy.deepcopy(layer)
+    runs = lambda layer: layer(data().to(layer.D.dtype))  # noqa: E731
+    cs.compress_(trial, keep=cs.TargetOrder(6), calibrate=runs, selective=cs.PerChannel())
+    return trial.A_imag is not None

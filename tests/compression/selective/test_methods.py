@@ -251,12 +251,15 @@ CASES = {
     "two_sided": ("Baked(two_sided=1)", "Baked: two_sided is 1", "expected True or False"),
     "refit": ("Baked(refit=None)", "Baked: refit is None", "expected True or False"),
     "refitted indices": ("SharedIndex(refit='no')", "SharedIndex: refit is 'no'", "expected True or False"),
+    "a surrogate": ("PerChannel('average')", "surrogate is 'average'", "expected 'mean', 'second_moment', 'measured'"),
+    "no surrogate": ("PerChannel(None)", "surrogate is None", "expected 'mean'"),
+    "sides": ("PerChannel(two_sided=2)", "PerChannel: two_sided is 2", "expected True or False"),
     "a class": ("cut(selective=Baked)", "selective is <class", "expected Baked(), PerChannel(...) or SharedIndex()"),
     "a word": ("cut(selective='baked')", "selective is 'baked'", "expected Baked()"),
     "nothing": ("inspect(Mamba(4), selective=None)", "selective is None", "expected Baked()"),
 }
 PREAMBLE = """
-from compressm.compression import Baked, SharedIndex, TargetOrder, compress_, inspect
+from compressm.compression import Baked, PerChannel, SharedIndex, TargetOrder, compress_, inspect
 from compressm.layers import Mamba
 
 def cut(**options):

@@ -14,6 +14,7 @@ for command in (
     growth.growth,
     scan.scan,
     scan.peers,
+    scan.selective,
     results.table,
     results.draw,
 ):

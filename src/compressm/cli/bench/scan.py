@@ -1,4 +1,4 @@
-"""`compressm bench scan` and `compressm bench peers`."""
+"""`compressm bench scan`, `compressm bench peers` and `compressm bench selective`."""
 
 from __future__ import annotations
 
@@ -25,4 +25,15 @@ def peers(device: DeviceOption = Device.cpu, repeats: RepeatsOption = 9, out: Ou
     require(device, result)
     with measuring() as say:
         measurement = measure_peers(device=device.value, repeats=repeats, progress=say)
+    report(measurement, result)
+
+
+def selective(device: DeviceOption = Device.cpu, repeats: RepeatsOption = 9, out: OutOption = OUT) -> None:
+    """The scan of Mamba layers at orders from 128 to 8, on a GPU beside the least time it could take."""
+    from compressm.bench.selective import measure_selective
+
+    result = out / f"selective-{device.value}.json"
+    require(device, result)
+    with measuring() as say:
+        measurement = measure_selective(device=device.value, repeats=repeats, progress=say)
     report(measurement, result)

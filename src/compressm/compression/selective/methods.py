@@ -41,7 +41,7 @@ class SelectiveMethod(ABC):
         """Falling values, one a state."""
 
     @abstractmethod
-    def reduce(self, layer: Calibrated, kept: Sequence[Int[Tensor, " r"]]) -> Reduction:
+    def reduce(self, layer: Calibrated, kept: Sequence[Int[Tensor, " _"]]) -> Reduction:
         """Onto the states at these places of the spectrum: one list for all channels, or one for each."""
 
 
@@ -63,16 +63,16 @@ class Baked(SelectiveMethod):
     refit: bool = False
 
     def __post_init__(self) -> None:
-        _require_truth(self, two_sided=self.two_sided, refit=self.refit)
+        require_truth(self, two_sided=self.two_sided, refit=self.refit)
 
     def require(self, name: str, module: nn.Module, adapter: SelectiveAdapter[Any]) -> None:
-        return
+        _require_shared_states(self, name, module, adapter)
 
     def spectrum(self, layer: Calibrated) -> Float[Tensor, " n"]:
         P, Q = shared_gramians(layer.system.rates, *layer.gramians)
         return hankel_values(GramianPair.of(P[None], Q[None]))[0]
 
-    def reduce(self, layer: Calibrated, kept: Sequence[Int[Tensor, " r"]]) -> SharedReduction:
+    def reduce(self, layer: Calibrated, kept: Sequence[Int[Tensor, " _"]]) -> SharedReduction:
         (states,) = kept
         projection = shared_projection(
             layer.system.rates, *layer.gramians, len(states), states=states, two_sided=self.two_sided
@@ -98,15 +98,15 @@ class SharedIndex(SelectiveMethod):
     refit: bool = False
 
     def __post_init__(self) -> None:
-        _require_truth(self, refit=self.refit)
+        require_truth(self, refit=self.refit)
 
     def require(self, name: str, module: nn.Module, adapter: SelectiveAdapter[Any]) -> None:
-        return
+        _require_shared_states(self, name, module, adapter)
 
     def spectrum(self, layer: Calibrated) -> Float[Tensor, " n"]:
         return _scores(layer).sort(descending=True).values
 
-    def reduce(self, layer: Calibrated, kept: Sequence[Int[Tensor, " r"]]) -> SharedReduction:
+    def reduce(self, layer: Calibrated, kept: Sequence[Int[Tensor, " _"]]) -> SharedReduction:
         (places,) = kept
         ranking = _scores(layer).argsort(descending=True, stable=True)
         states = ranking[places.to(ranking.device)].sort().values
@@ -120,13 +120,24 @@ class SharedIndex(SelectiveMethod):
         return reduction.refitted(P[:, states] @ inverse)
 
 
+def _require_shared_states(
+    method: SelectiveMethod, name: str, module: nn.Module, adapter: SelectiveAdapter[Any]
+) -> None:
+    if adapter.keeps_maps and adapter.read(module).maps is not None:
+        raise CompressionError(
+            f"{name}: channels have states of their own since an earlier cut, of which {method} can make nothing;"
+            " expected selective=PerChannel(...)"
+        )
+
+
 def _scores(layer: Calibrated) -> Float[Tensor, " n"]:
     P, Q = layer.gramians
     squares = P.diagonal(dim1=-2, dim2=-1) * Q.diagonal(dim1=-2, dim2=-1)
     return torch.sqrt(squares.clamp_min(0)).sum(0)
 
 
-def _require_truth(method: object, **given: object) -> None:
+def require_truth(method: object, **given: object) -> None:
+    """Refuse by name what is neither True nor False."""
     for name, value in given.items():
         if not isinstance(value, bool):
             raise CompressionError(f"{type(method).__name__}: {name} is {value!r}, expected True or False")

@@ -12,6 +12,9 @@ from compressm.compression.sample import Sample, sequences_at_once
 from compressm.control.selective import SelectiveSystem
 from compressm.ops.selective_scan import selective_scan
 
+# Numbers that a scan holds at once for each state: it, its B and C where channels have their own, all of them pairs.
+_PER_STATE = 4
+
 
 def states(system: SelectiveSystem, u: Float[Tensor, "batch length channels"]) -> Iterator[Tensor]:
     """h[0], h[1], … of shape (batch, channels, n)."""
@@ -33,14 +36,23 @@ def _of_channels(system: SelectiveSystem, B: Float[Tensor, "batch m"]) -> Tensor
 def outputs(system: SelectiveSystem, u: Float[Tensor, "batch length channels"]) -> Tensor:
     """Re(C h), what the scan gives without skip and gate."""
     delta, B, C = system.selected(u)
-    y, _ = selective_scan(u, delta, system.rates, B, C, keep_state=False)
+    if system.maps is None:
+        y, _ = selective_scan(u, delta, system.rates, B, C, keep_state=False)
+        return y
+    maps, kind = system.maps, system.maps.B.dtype
+    B, C = (torch.einsum("cnm,blm->blcn", rows, x.to(kind)) for rows, x in ((maps.B, B), (maps.C.mT, C)))
+    rates, orders = system.rates, maps.orders
+    if rates.is_complex():
+        rates = torch.stack([rates.real, rates.imag])
+        B, C = torch.stack([B.real, B.imag], dim=-2), torch.stack([C.real, C.imag], dim=-2)
+    y, _ = selective_scan(u, delta, rates, B, C, orders=orders, keep_state=False)
     return y
 
 
 def squared_change(old: SelectiveSystem, new: SelectiveSystem, sample: Sample) -> Float[Tensor, "2"]:
     """‖y_new − y_old‖² and ‖y_old‖², scaled up to all steps that were seen: they can be summed over processes."""
     squares = torch.zeros(2, dtype=torch.float64, device=old.device)
-    for u, counts in sample.parts(sequences_at_once(sample.longest, old.rates.numel())):
+    for u, counts in sample.parts(sequences_at_once(sample.longest, _PER_STATE * old.rates.numel())):
         before, after = (outputs(system, u) * counts[..., None] for system in (old, new))
         squares += torch.stack([(after - before).square().sum(), before.square().sum()])
     return squares * sample.weight

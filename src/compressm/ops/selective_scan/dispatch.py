@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from compressm.ops.errors import SequenceError
+from compressm.ops.kernels import kernels_serve
 from compressm.ops.selective_scan import reference
 from compressm.ops.selective_scan.arguments import Selective, check
 
@@ -16,6 +17,7 @@ class ScanPath(Enum):
     """How a selective scan is computed; None lets the op choose."""
 
     LOOP = "loop"
+    TRITON = "triton"
 
 
 def selective_scan(
@@ -46,7 +48,12 @@ def selective_scan(
     check(given, state, lengths, orders)
     if path is not None and not isinstance(path, ScanPath):
         raise SequenceError(f"path is {path!r}, expected one of {', '.join(map(str, ScanPath))} or None")
-    y, last = reference.scan(given, state, lengths, orders)
+    if path is ScanPath.TRITON or (path is None and kernels_serve(u)):
+        from compressm.ops.selective_scan import on_gpu  # where Triton is
+
+        y, last = on_gpu.scan(given, state, lengths, orders, keep_state)
+    else:
+        y, last = reference.scan(given, state, lengths, orders)
     return y, last if keep_state else None
 
 

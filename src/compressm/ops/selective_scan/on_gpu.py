@@ -27,8 +27,10 @@ _TILES: dict[tuple[bool, bool], tuple[int, int, int | None]] = {
     (True, False): (64, 4, 128),
     (True, True): (64, 2, None),
 }
-# Programs that keep a GPU busy.
-_BUSY = 4096
+# Lanes of a warp.
+_LANES = 32
+# Programs that keep a GPU busy, forward and, where a thread has more registers and fewer of them fit, backward.
+_BUSY = {False: 2048, True: 4096}
 
 
 class Shape(NamedTuple):
@@ -76,9 +78,12 @@ class Tile(NamedTuple):
         tiles = -(-states // BN)
         BD, steps, registers = _TILES[narrow, back]
         BD = max(1, min(BD if narrow else BD * 128 // BN, 1 << (shape.channels - 1).bit_length()))
+        busy = _BUSY[back and not narrow]
+        if not (narrow or back) and shape.batch * shape.channels // BD < busy:
+            BD = max(1, BD // 2)  # smaller tiles cost less than a pass for the ends of segments
         programs = shape.batch * -(-shape.channels // BD)
         spans = -(-shape.length // SPANS[narrow])
-        wanted = max(1, min(_BUSY // programs, spans // 2))
+        wanted = max(1, min(busy // programs, spans // 2))
         per_segment = -(-spans // wanted)
         segments = -(-spans // per_segment)
         return cls(BD, BN, tiles, steps, SPANS[narrow], registers, segments, per_segment * SPANS[narrow])
@@ -113,7 +118,8 @@ class Scan(torch.autograd.Function):
         orders: Tensor | None,
         last_wanted: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        shape = Shape(*u.shape, A.shape[-1], B.ndim == 4 + (A.ndim == 3), A.ndim == 3)
+        batch, length, channels = u.shape
+        shape = Shape(batch, length, channels, A.shape[-1], B.ndim == 4 + (A.ndim == 3), A.ndim == 3)
         (u, u_row), (B, B_row), (C, C_row) = rows(u), rows(B), rows(C)
         A = A.float().contiguous()
         state = None if state is None else state.float().contiguous()
@@ -157,7 +163,8 @@ class Scan(torch.autograd.Function):
         dA = _fresh(u, *shape.states(shape.batch, tile.segments))
         if orders is not None:
             dA.zero_()
-        dB, dC = (_gradient_of(M, shape, orders) for M in (B, C))
+        lanes = tile.BN == 4 and tile.BD >= _LANES and not (shape.own or shape.complex)
+        sums, row = _room_for_sums(B, shape, orders, tile.TILES * tile.BN if lanes else shape.n)
         dD = None if D is None else _fresh(u, shape.batch, tile.segments, shape.channels)
         dstate = _fresh(u, *shape.states(shape.batch)).zero_() if ctx.has_state else None
         scratch = _fresh(
@@ -166,17 +173,20 @@ class Scan(torch.autograd.Function):
         for first in blocks:
             starts = _starts_back(tile, shape, first, step, A, C, C_row, dy, orders, dlast)
             kernels._backward[(programs, tile.segments)](
-                *(u, step, A, B, C, D, orders, dy, marks, starts, scratch, du, dstep, dA, dB, dC, dD, dstate),
-                *(shape.length, shape.channels, shape.n, first, u_row, B_row, C_row, tile.segments, tile.per_segment),
+                *(u, step, A, B, C, D, orders, dy, marks, starts, scratch, du, dstep, dA, *sums, dD, dstate),
+                *(shape.length, shape.channels, shape.n, first, u_row, B_row, C_row, row, sums[0].numel()),
+                *(tile.segments, tile.per_segment),
                 **tile.sizes(),
                 T=tile.T,
                 SPAN=tile.SPAN,
                 OWN=shape.own,
                 COMPLEX=shape.complex,
                 ADD=first > 0,
+                LANES=lanes,
             )
+        dB, dC = (total[..., : shape.n].to(M.dtype) for total, M in zip(sums, (B, C), strict=True))
         dD = None if dD is None else dD.sum((0, 1)).to(D.dtype)
-        return du.to(u.dtype), dstep, dA.sum((0, 1)), dB.to(B.dtype), dC.to(C.dtype), dD, dstate, None, None
+        return du.to(u.dtype), dstep, dA.sum((0, 1)), dB, dC, dD, dstate, None, None
 
 
 def _blocks(shape: Shape, orders: Tensor | None) -> range:
@@ -263,11 +273,16 @@ def _joined(
     return starts
 
 
-def _gradient_of(M: Tensor, shape: Shape, orders: Tensor | None) -> Tensor:
-    """Where dB or dC is gathered: sums over channels begin with zeros."""
+def _room_for_sums(B: Tensor, shape: Shape, orders: Tensor | None, n: int) -> tuple[Tensor, int]:
+    """Where dB and dC are gathered, one behind the other, and the numbers of a step: sums over channels begin with 0.
+
+    Rows hold n states, which may be some more than there are.
+    """
     if shape.own:
-        return torch.zeros(M.shape, dtype=M.dtype, device=M.device) if orders is not None else M.new_empty(M.shape)
-    return torch.zeros(M.shape, dtype=torch.float32, device=M.device)
+        fresh = torch.empty if orders is None else torch.zeros
+        return fresh(2, *B.shape, dtype=B.dtype, device=B.device), shape.own_row
+    sums = torch.zeros(2, *B.shape[:-1], n, dtype=torch.float32, device=B.device)
+    return sums, shape.own_row // shape.n * n
 
 
 def rows(x: Tensor) -> tuple[Tensor, int]:

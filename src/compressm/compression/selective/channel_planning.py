@@ -1,0 +1,61 @@
+"""Cuts in which every channel of a selective layer gets an order of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from compressm.compression.options import Options
+from compressm.compression.orders import choose_channel_orders, restricted
+from compressm.compression.selection import Largest
+from compressm.compression.selective.layer import SelectiveCut, SelectiveLayer
+from compressm.control import numerical_rank
+
+
+def plan_channels(
+    layers: Iterable[SelectiveLayer], values: Mapping[str, Tensor], options: Options, salt: int
+) -> dict[str, SelectiveCut]:
+    """The layers of which some channels are to have fewer states."""
+    named = {layer.name: layer for layer in layers}
+    orders = choose_channel_orders(
+        {name: values[name] for name in named},
+        options.keep,
+        overrides=restricted(options.overrides, named),
+        gate=options.gate,
+        round_to=options.round_to,
+    )
+    planned = {}
+    for name, layer in named.items():
+        sigma = values[name].cpu()
+        wanted = _within_rank(torch.tensor(orders[name]), sigma, options)
+        wanted = torch.where(wanted < _present(layer), wanted, layer.order)
+        if bool((wanted < layer.order).any()):
+            kept = [
+                options.select(one, int(order), salt=f"{name}[{channel}]@{salt}")
+                for channel, (one, order) in enumerate(zip(sigma, wanted, strict=True))
+            ]
+            planned[name] = layer.cut(kept, _lost(sigma, kept))
+    return planned
+
+
+def _present(layer: SelectiveLayer) -> Int[Tensor, " channels"]:
+    """States that each channel has."""
+    maps = layer.system.maps
+    return torch.full((layer.system.channels,), layer.order) if maps is None else maps.orders.cpu()
+
+
+def _within_rank(orders: Tensor, sigma: Float[Tensor, "channels n"], options: Options) -> Int[Tensor, " channels"]:
+    """No channel that is cut keeps more than its numerical rank; those without a trace are left alone."""
+    rank = numerical_rank(sigma)
+    cut = (orders < sigma.shape[-1]) & (rank > 0) & isinstance(options.select, Largest)
+    return torch.where(cut, torch.minimum(orders, rank), orders)
+
+
+def _lost(sigma: Float[Tensor, "channels n"], kept: list[Int[Tensor, " _"]]) -> float:
+    """The share of Σσ over all channels that goes."""
+    stays = torch.stack([one[states].sum() for one, states in zip(sigma, kept, strict=True)]).sum()
+    whole = float(sigma.sum())
+    return max(0.0, 1 - float(stays) / whole) if whole > 0 else 0.0

@@ -1,0 +1,156 @@
+"""Mamba on IMDB (app:mamba): 128 states, 16 from the start, and 128 that become few within the warm-up.
+
+The paper's way cuts every channel by the Hankel values of its mean system, with τ = 0.001 at each of four cuts. Ours
+goes 128 → 76 → 45 → 27 → 16 by one projection for all channels, or to 16 in one cut after 100 steps; random states go
+the first of these ways.
+
+python -m compressm.experiments.imdb_mamba --seeds 2 --data FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+
+from compressm.compression import load_model
+from compressm.experiments.trainings import Training, run_all
+from compressm.layers import Mamba
+from compressm.runs.directory import RunDirectory
+from compressm.runs.measurement import Measurement, Row
+from compressm.runs.run import Run, read_run
+
+STEPS, EVALUATIONS = 3_000, 6
+LARGE, SMALL = 128, 16
+# (16 / 128)^(1/4): four cuts lead from 128 to 16.
+_FOUR_CUTS = ("compression.tau=null", "compression.rho=0.5946")
+# What differs from the recipe; None: it is not cut, and has so few states from the start.
+VARIANTS: dict[str, tuple[str, ...] | None] = {
+    "128 states": None,
+    "16 states": None,
+    "paper: means, τ = 0.001": ("compression.selective={kind: per-channel, surrogate: mean}",),
+    "baked to 16": _FOUR_CUTS,
+    "baked to 16 at once": ("compression.tau=null", "compression.order=16", "compression.when={steps: [100]}"),
+    "random states to 16": (
+        *_FOUR_CUTS,
+        "compression.selective={kind: shared-index}",
+        "compression.select=random",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training, in a process of its own."""
+
+    variant: str
+    seed: int
+    training: Training
+
+
+def jobs(out: Path, variants: Iterable[str], seeds: int, steps: int, evaluations: int) -> list[Job]:
+    """All trainings, seed by seed; folders have the number of steps in their names."""
+    wanted = list(variants)
+    return [Job(name, seed, _training(out, name, seed, steps, evaluations)) for seed in range(seeds) for name in wanted]
+
+
+def _training(out: Path, variant: str, seed: int, steps: int, evaluations: int) -> Training:
+    differs = VARIANTS[variant]
+    order = int(variant.split()[0]) if differs is None else LARGE
+    uncut = ("--baseline",) if differs is None else ()
+    settings = (
+        f"label={variant!r}",
+        "spectra=null",
+        f"training.steps={steps}",
+        f"training.evaluate_every={max(1, steps // evaluations)}",
+        f"training.checkpoint_every={max(1, steps // EVALUATIONS)}",
+        *(differs or ()),
+    )
+    folder = out / "runs" / f"{_plain(variant)}-{steps}" / f"seed-{seed}"
+    return Training("imdb-mamba", folder, (*uncut, "--order", str(order), "--seed", str(seed)), settings)
+
+
+def collect(wanted: Sequence[Job]) -> Measurement:
+    """One row a training that is done: orders, test accuracies in percent, and seconds."""
+    rows: list[Row] = []
+    environments = []
+    for job in wanted:
+        if job.training.finished:
+            directory = RunDirectory(job.training.folder)
+            rows.append({"variant": job.variant, "seed": job.seed, **_row(read_run(directory), directory)})
+            environments.append(directory.environment())
+    if not rows:
+        raise SystemExit("no training was finished: there is nothing to collect")
+    return Measurement("imdb_mamba", "Mamba on IMDB, cut in the warm-up", 1, rows, environments[-1])
+
+
+def _row(run: Run, directory: RunDirectory) -> Row:
+    """`best` is the test accuracy where validation was best since the last cut; `step_s` of one step at the end."""
+    last = [found for found in run.evaluations if found.split == "test"][-1]
+    assert run.score is not None
+    assert run.score.test is not None
+    assert last.accuracy is not None
+    return {
+        "steps": run.steps,
+        "initial_order": run.mean_initial_order,
+        "order": run.mean_order,
+        **_sizes(directory),
+        "best": 100 * run.score.test,
+        "last": 100 * last.accuracy,
+        "steps_s": last.step_seconds,
+        "seconds": last.seconds,
+        "cuts_s": sum(cut.seconds or 0.0 for cut in run.cut_records),
+        "step_s": _step_seconds(run),
+    }
+
+
+def _sizes(directory: RunDirectory) -> Row:
+    """States of a channel in the mean over channels and layers, how many layers have complex ones, and all numbers."""
+    model = load_model(directory.model)
+    layers = [module for module in model.modules() if isinstance(module, Mamba)]
+    states = [layer.order if layer.orders is None else float(layer.orders.double().mean()) for layer in layers]
+    return {
+        "channel_order": fmean(states),
+        "complex_layers": sum(layer.A_imag is not None for layer in layers),
+        "numbers": sum(tensor.numel() for tensor in model.state_dict().values()),
+    }
+
+
+def _step_seconds(run: Run) -> float:
+    """At the orders of the end, where no graph was recorded; all steps where there is no such stretch."""
+    whole = [timing for timing in run.timings if timing.steps]
+    alike = [timing for timing in whole if timing.orders == run.final_orders and "capture" not in timing.seconds]
+    return median(timing.seconds["steps"] / timing.steps for timing in alike or whole)
+
+
+def main(arguments: Sequence[str] | None = None) -> Path:
+    """Train what is not done yet, and write OUT/imdb_mamba.json."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--out", type=Path, default=Path("out/studies"), help="folder of result and runs (%(default)s)")
+    parser.add_argument("--seeds", type=int, default=2, help="trainings of each (%(default)s)")
+    parser.add_argument("--only", action="append", choices=list(VARIANTS), help="one variant; again for more")
+    parser.add_argument(
+        "--processes", type=int, default=1, help="trainings at a time; times compare only one by one (%(default)s)"
+    )
+    parser.add_argument("--data", type=Path, help="folder of data sets")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of each training (%(default)s)")
+    parser.add_argument("--evaluations", type=int, default=EVALUATIONS, help="of each training (%(default)s)")
+    given = parser.parse_args(arguments)
+    wanted = jobs(given.out, given.only or VARIANTS, given.seeds, given.steps, given.evaluations)
+    ended = run_all((job.training for job in wanted), processes=given.processes, data=given.data)
+    for job, said in zip(wanted, ended, strict=True):
+        print(f"{job.variant}, seed {job.seed}: {said}", flush=True)
+    path = collect(wanted).write(given.out / "imdb_mamba.json")
+    print(f"result: {path}; `compressm bench table {path}` shows it")
+    return path
+
+
+def _plain(name: str) -> str:
+    """As the name of a folder."""
+    return "-".join(name.replace("τ", "tau").replace(":", "").replace(",", "").replace("=", "").split())
+
+
+if __name__ == "__main__":
+    main()

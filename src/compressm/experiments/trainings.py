@@ -1,0 +1,50 @@
+"""Trainings as processes of their own: those that are done are left alone, those that were stopped go on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from compressm.runs.directory import RunDirectory
+
+
+@dataclass(frozen=True)
+class Training:
+    """One `compressm train`, as a person would type it: the recipe, its options, and the folder of the run."""
+
+    recipe: str
+    folder: Path
+    options: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+
+    def command(self, data: Path | None) -> list[str]:
+        """To begin, or to go on with what a stopped process left; `data` is the folder of data sets."""
+        place = [] if data is None else ["--data", str(data), "--offline"]
+        train = [sys.executable, "-m", "compressm.cli", "train"]
+        if RunDirectory(self.folder).exists:
+            return [*train, str(self.folder), "--resume", *place]
+        chosen = [part for setting in self.settings for part in ("--set", setting)]
+        return [*train, self.recipe, *self.options, "--out", str(self.folder), *place, *chosen]
+
+    @property
+    def finished(self) -> bool:
+        return RunDirectory(self.folder).finished
+
+    def run(self, data: Path | None) -> str:
+        """Wait for it; how it ended, in words."""
+        if self.finished:
+            return "was done"
+        ended = subprocess.run(self.command(data), capture_output=True, text=True)
+        lines = (ended.stdout + ended.stderr).strip().splitlines()
+        return "done" if ended.returncode == 0 else f"failed with {ended.returncode}: {' '.join(lines[-3:])}"
+
+
+def run_all(trainings: Iterable[Training], *, processes: int, data: Path | None) -> Iterator[str]:
+    """How each ended, in their order, `processes` at a time."""
+    wanted: Sequence[Training] = list(trainings)
+    with ThreadPoolExecutor(processes) as pool:
+        yield from pool.map(lambda training: training.run(data), wanted)

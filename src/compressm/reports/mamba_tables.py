@@ -1,0 +1,55 @@
+"""Tables of the studies of Mamba layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from statistics import fmean
+
+from compressm.reports.grid import Grid, duration
+from compressm.runs.measurement import Measurement, Row
+
+_COMMAND = "python -m compressm.experiments"
+_WHOLE = "128 states"  # what times are compared with
+
+
+def imdb_mamba_grids(measurement: Measurement) -> list[Grid]:
+    """One row a variant: sizes and times in the mean over seeds, accuracies of each."""
+    sizes = ("initial_order", "order", "channel_order", "complex_layers", "numbers")
+    needed = ("variant", "seed", "steps", *sizes, "best", "last", "steps_s", "seconds", "cuts_s", "step_s")
+    measurement.require("imdb_mamba", needed=needed, words=("variant",), command=_COMMAND)
+    groups: dict[str, list[Row]] = {}
+    for row in measurement.rows:
+        groups.setdefault(str(row["variant"]), []).append(row)
+    heads = ("training", "n → r", "states a channel", "numbers", "test accuracy", "at the end", "a step")
+    times = ("gradient steps", "speed", "cuts", "whole run")
+    whole = _mean(groups[_WHOLE], "steps_s") if _WHOLE in groups else None
+    lines = tuple((name, *_cells(rows), *_times(rows, whole)) for name, rows in groups.items())
+    seeds, steps = len(next(iter(groups.values()))), measurement.rows[0]["steps"]
+    caption = f"test accuracy in percent where validation was best, and at the end, of {seeds} seeds; {steps} steps"
+    return [Grid("Mamba on IMDB", (*heads, *times), lines, caption)]
+
+
+def _cells(rows: list[Row]) -> tuple[str, ...]:
+    kind = ", complex" if any(row["complex_layers"] for row in rows) else ""
+    return (
+        f"{_mean(rows, 'initial_order'):.0f} → {_mean(rows, 'order'):.3g}",
+        f"{_mean(rows, 'channel_order'):.3g}{kind}",
+        f"{_mean(rows, 'numbers') / 1e3:.0f} k",
+        _each(rows, "best"),
+        _each(rows, "last"),
+        duration(_mean(rows, "step_s")),
+    )
+
+
+def _times(rows: list[Row], whole: float | None) -> tuple[str, ...]:
+    steps = _mean(rows, "steps_s")
+    speed = "" if whole is None else f"{whole / steps:.2f}×"
+    return duration(steps), speed, duration(_mean(rows, "cuts_s")), duration(_mean(rows, "seconds"))
+
+
+def _mean(rows: Iterable[Row], column: str) -> float:
+    return fmean(float(row[column]) for row in rows)
+
+
+def _each(rows: Iterable[Row], column: str) -> str:
+    return ", ".join(f"{float(row[column]):.1f}" for row in rows)

@@ -1,0 +1,167 @@
+"""Layers whose channels have complex states: their parameters and buffers in training, undone, followed, averaged."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+import compressm as cs
+from compressm.adapters import adapter_for
+from compressm.compression.options import Options
+from compressm.compression.planning import plan_cuts, read_layers
+from tests.compression.selective.mixers import complex_layer, data
+
+
+def runs(layer):
+    return layer(data())
+
+
+def cut(layer, order):
+    cs.compress_(layer, keep=cs.TargetOrder(order), calibrate=runs, selective=cs.PerChannel())
+
+
+class Training:
+    def __init__(self, layer, **options):
+        self.layer = layer
+        decayed = [p for name, p in layer.named_parameters() if name != "A_log"]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": [layer.A_log], "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        options = {"when": [2], "keep": cs.TargetOrder(6), "calibrate": self.runs, **options}
+        self.compressor = cs.Compressor(layer, self.optimizer, selective=cs.PerChannel(), **options)
+
+    def runs(self, layer):
+        return layer(data().float())
+
+    def train(self, steps, first=1):
+        events = []
+        for step in range(first, first + steps):
+            self.optimizer.zero_grad()
+            (self.layer(data().float())[0] - data(seed=7).float()).square().mean().backward()
+            self.optimizer.step()
+            events += self.compressor.step(step)
+        return events
+
+    def picture(self):
+        return {k: v.clone() for k, v in self.layer.state_dict().items()}, copy.deepcopy(self.optimizer.state_dict())
+
+
+def test_imaginary_parts_join_the_group_of_the_rates_and_are_trained():
+    run = Training(complex_layer(torch.float32), when=[2, 4], keep=cs.KeepFraction(0.5))
+    rates, known = id(run.layer.A_log), {id(p) for p in run.layer.parameters()}
+    run.train(2)
+    layer, before = run.layer, run.layer.A_imag.detach().clone()
+    assert run.optimizer.param_groups[1]["params"][1] is layer.A_imag
+    assert (id(layer.A_log), {id(p) for p in layer.parameters()} - {id(layer.A_imag)}) == (rates, known)
+    assert layer.A_imag._no_weight_decay
+    run.train(1, first=3)
+    assert (layer.A_imag[before != 0] != before[before != 0]).all()
+    imaginary = id(layer.A_imag)
+    run.train(2, first=4)
+    assert id(layer.A_imag) == imaginary
+    assert run.optimizer.state[layer.A_imag]["exp_avg"].shape == layer.A_imag.shape == layer.A_log.shape
+    assert layer.order <= 3
+
+
+def test_a_cut_to_maps_is_undone_bit_for_bit():
+    scores = iter([1.0, 0.5])
+    run = Training(complex_layer(torch.float32), guard=cs.Rollback(lambda: next(scores), settle=1))
+    run.train(1)
+    before = run.picture()
+    run.compressor.step(2)
+    assert run.layer.B_map is not None
+    run.layer(data().float())[0].sum().backward()
+    run.optimizer.step()  # gives A_imag a state
+    run.compressor.step(3)
+    assert run.layer.B_map is run.layer.A_imag is None
+    torch.testing.assert_close(run.picture(), before, rtol=0, atol=0)
+    run.train(2, first=4)
+
+
+def test_a_failure_in_the_middle_of_writing_leaves_no_maps(monkeypatch):
+    run = Training(complex_layer(torch.float32))
+    run.train(1)
+    before, groups = run.picture(), [list(group["params"]) for group in run.optimizer.param_groups]
+    import compressm.compression.surgery as surgery
+
+    def failing(owner, leaf, value):
+        setattr(owner, leaf, value)
+        if leaf == "A_imag" and value is not None:
+            raise MemoryError("no more")
+
+    monkeypatch.setattr(surgery, "setattr", failing, raising=False)
+    with pytest.raises(MemoryError):
+        run.compressor.step(2)
+    monkeypatch.undo()
+    torch.testing.assert_close(run.picture(), before, rtol=0, atol=0)
+    assert [len(group["params"]) for group in run.optimizer.param_groups] == [len(group) for group in groups]
+    run.train(2, first=2)
+
+
+def test_an_average_follows_into_the_same_maps():
+    layer = complex_layer()
+    average = copy.deepcopy(layer)
+    average.A_log.data += 1e-4 * torch.randn(layer.A_log.shape, generator=torch.Generator().manual_seed(0)).double()
+    cs.compress_(layer, keep=cs.TargetOrder(6), calibrate=runs, selective=cs.PerChannel(), follow=[average])
+    assert torch.equal(average.B_map, layer.B_map)
+    assert torch.equal(average.orders, layer.orders)
+    torch.testing.assert_close(average.A_log, layer.A_log, rtol=0, atol=1e-2)
+    assert not torch.equal(average.A_log, layer.A_log)
+    torch.testing.assert_close(average(data())[0], layer(data())[0], rtol=0, atol=1e-3)
+
+
+def change_of(layer, method):
+    options = Options(cs.TargetOrder(4), calibrate=runs, selective=method)
+    return plan_cuts(read_layers(layer, options), options)[0].change()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_moments_of_rates_go_as_rates_do(again):
+    """Steps as a finite difference of the reduction; gradients by moving the diagonal of E_C diag(a') E_B."""
+    layer = complex_layer()
+    if again:
+        cut(layer, 6)
+    change = change_of(layer, cs.PerChannel())
+    names, g = [name for name in ("A_log", "A_imag") if name in change.resized], torch.Generator().manual_seed(2)
+    step, gradient = ({name: torch.randn(layer.A_log.shape, generator=g).double() for name in names} for _ in range(2))
+    adapter = adapter_for(layer)
+
+    def encoded(size):
+        moved = copy.deepcopy(layer)
+        for name, value in step.items():
+            moved.get_parameter(name).data += size * value
+        return adapter.encode(layer, change.reduction.applied(adapter.read(moved).detach()))
+
+    one, other = encoded(1e-6), encoded(-1e-6)
+    for name, value in change.update(step).items():
+        torch.testing.assert_close(value, (one[name] - other[name]) / 2e-6, rtol=1e-5, atol=1e-6)
+    E_B, E_C, new = (part.numpy() for part in (change.reduction.E_B, change.reduction.E_C, change.new))
+    shape = new.shape
+    parts = np.random.default_rng(0).standard_normal((2, *shape))
+    lifted = np.einsum("cnr,cr,crn->cn", E_C, parts[0] * new.real + 1j * parts[1], E_B)  # of (A_log', A_imag')
+    whole = gradient["A_log"].numpy() / change.old.real.numpy() * lifted.real
+    whole = whole + gradient["A_imag"].numpy() * lifted.imag if again else whole
+    carried = change.gradient(gradient)
+    along = (carried["A_log"].numpy() * parts[0]).sum(1)
+    if again:
+        along = along + (carried["A_imag"].numpy() * parts[1]).sum(1)
+        np.testing.assert_allclose(along, whole.sum(1), rtol=1e-8)
+    else:  # the imaginary parts are new, and begin without moments
+        flat = np.einsum("cnr,cr,crn->cn", E_C, parts[0] * new.real, E_B).real
+        np.testing.assert_allclose(along, (gradient["A_log"].numpy() / change.old.numpy() * flat).sum(1), rtol=1e-8)
+    assert change.first("A_log", torch.zeros(8, layer.order)).shape == shape
+
+
+def test_squares_are_those_of_moments_that_vary_independently():
+    layer = complex_layer()
+    cut(layer, 6)
+    change = change_of(layer, cs.PerChannel())
+    g = torch.Generator().manual_seed(4)
+    sizes = {name: torch.rand(layer.A_log.shape, generator=g).double() for name in ("A_log", "A_imag")}
+    for carry, squares in ((change.gradient, change.gradient_squares), (change.update, change.update_squares)):
+        total = dict.fromkeys(sizes, 0)
+        for _ in range(800):
+            noise = {name: size * torch.randn(size.shape, generator=g).double() for name, size in sizes.items()}
+            total = {name: total[name] + value**2 for name, value in carry(noise).items()}
+        for name, found in squares({name: size**2 for name, size in sizes.items()}).items():
+            torch.testing.assert_close(total[name] / 800, found, rtol=0.3, atol=1e-6)

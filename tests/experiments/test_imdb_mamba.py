@@ -1,0 +1,140 @@
+"""The study of Mamba on IMDB runs the command line, goes on with what was stopped, and reads sizes off the models."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from compressm.compression import Baked, PerChannel, SharedIndex, load_model
+from compressm.experiments import imdb_mamba
+from compressm.experiments.catalogue import find_recipe
+from compressm.experiments.imdb_mamba import STEPS, VARIANTS, Job, collect, jobs
+from compressm.experiments.trainings import Training, run_all
+from compressm.reports.tables import grids
+from compressm.runs.directory import RunDirectory, Status
+from compressm.runs.measurement import Measurement
+from compressm.training import Plan, train
+from compressm.training.building import build_method
+from tests.training.tiny import tokens
+
+
+def recipe_of(variant, steps=STEPS):
+    (job,) = jobs(Path("folder"), [variant], 1, steps, 6)
+    training = job.training
+    uncut = ("compression=null",) if "--baseline" in training.options else ()
+    order = training.options[training.options.index("--order") + 1]
+    return find_recipe(training.recipe, (*training.settings, *uncut, f"model.order={order}"))
+
+
+def test_every_variant_is_the_recipe_cut_in_its_way():
+    plain, whole, few = find_recipe("imdb-mamba"), recipe_of("128 states"), recipe_of("16 states")
+    paper, baked, chance = map(recipe_of, list(VARIANTS)[2:])
+    assert (whole.compression, few.compression, whole.model) == (None, None, plain.model)
+    assert few.model == replace(plain.model, order=16)
+    assert [found.label for found in (whole, few, paper, baked, chance)] == list(VARIANTS)
+    assert build_method(paper.compression.selective) == PerChannel(surrogate="mean")
+    assert (paper.compression.tau, baked.compression.tau, chance.compression.tau) == (1e-3, None, None)
+    assert build_method(baked.compression.selective) == Baked()
+    assert build_method(chance.compression.selective) == SharedIndex()
+    assert (baked.compression.select, chance.compression.select) == ("largest", "random")
+    assert all(Plan.of(found).cuts == [150, 300, 450, 600] for found in (paper, baked, chance))
+    assert Plan.of(whole).evaluations == [500, 1000, 1500, 2000, 2500, 3000]
+    assert Plan.of(recipe_of("baked to 16", 20)).cuts == [1, 2, 3, 4]
+
+
+def test_four_cuts_lead_to_sixteen_states():
+    rho, order = recipe_of("baked to 16").compression.rho, 128
+    found = [order := int(rho * order + 0.5) for _ in range(4)]
+    assert found == [76, 45, 27, 16]
+
+
+def small(variant):
+    """The same cuts of a model that is trained in a moment."""
+    size = ("model.width=4", "model.depth=1", "training.batch=8", "training.precision=float32")
+    return find_recipe(
+        "imdb-mamba", (*size, *VARIANTS[variant], "training.steps=20", "model.order=6", "training.evaluate_every=3")
+    )
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """Of two variants one seed each, and one that was stopped."""
+    wanted = []
+    for variant, seed in (("paper: means, τ = 0.001", 0), ("baked to 16", 0), ("baked to 16", 1)):
+        folder = tmp_path / f"{len(wanted)}"
+        train(replace(small(variant), label=variant, seed=seed), tokens(), folder)
+        wanted.append(Job(variant, seed, Training("imdb-mamba", folder)))
+    RunDirectory(wanted[-1].training.folder).write_status(Status("interrupted", 6, 20))
+    return wanted
+
+
+def test_rows_are_of_the_trainings_that_are_done_with_sizes_of_their_models(trained):
+    found = collect(trained)
+    assert [row["variant"] for row in found.rows] == ["paper: means, τ = 0.001", "baked to 16"]
+    paper, baked = found.rows
+    layer = load_model(RunDirectory(trained[0].training.folder).model).blocks[0].ssm
+    assert paper["channel_order"] == pytest.approx(float(layer.orders.double().mean()))
+    assert paper["channel_order"] <= paper["order"] < paper["initial_order"] == 6
+    assert (baked["order"], baked["channel_order"], baked["complex_layers"]) == (1, 1, 0)
+    assert paper["numbers"] > baked["numbers"]
+    for row in found.rows:
+        assert 0 <= row["last"] <= 100
+        assert 0 <= row["best"] <= 100
+        assert 0 < row["step_s"] < row["steps_s"] < row["seconds"]
+        assert row["steps"] == 20
+
+
+def test_what_is_not_trained_cannot_be_collected(tmp_path):
+    with pytest.raises(SystemExit, match="nothing to collect"):
+        collect(jobs(tmp_path, VARIANTS, 1, 10, 2))
+
+
+def test_a_training_begins_goes_on_and_is_left_alone(tmp_path, monkeypatch):
+    ran = []
+
+    class Done:
+        returncode, stdout, stderr = 0, "", ""
+
+    new = Training("imdb-mamba", tmp_path / "new", ("--seed", "1"), ("label='a b'",))
+    stopped, done = Training("imdb-mamba", tmp_path / "stopped"), Training("imdb-mamba", tmp_path / "done")
+    for training, state in ((stopped, "interrupted"), (done, "finished")):
+        run = RunDirectory(training.folder)
+        run.begin({})
+        run.model.mkdir()
+        (run.model / "model.safetensors").touch()
+        run.write_status(Status(state, 1, 1))
+    monkeypatch.setattr("subprocess.run", lambda command, **_: ran.append(command[4:]) or Done())
+    assert list(run_all([new, stopped, done], processes=1, data=tmp_path)) == ["done", "done", "was done"]
+    place = ["--data", str(tmp_path), "--offline"]
+    assert ran[0] == ["imdb-mamba", "--seed", "1", "--out", str(new.folder), *place, "--set", "label='a b'"]
+    assert ran[1] == [str(stopped.folder), "--resume", *place]
+    Done.returncode, Done.stderr = 2, "no data\nthere is none"
+    assert new.run(None) == "failed with 2: no data there is none"
+
+
+def test_the_command_trains_what_was_asked_for_and_writes_the_result(tmp_path, monkeypatch, capsys, trained):
+    monkeypatch.setattr(imdb_mamba, "jobs", lambda *given: trained[:2] if given[1:] == (["x"], 1, 9, 3) else [])
+    monkeypatch.setattr(imdb_mamba, "VARIANTS", {"x": ()})
+    out = ["--out", str(tmp_path / "out"), "--seeds", "1", "--steps", "9", "--evaluations", "3", "--only", "x"]
+    path = imdb_mamba.main(out)
+    assert len(Measurement.read(path).rows) == 2
+    assert "baked to 16, seed 0: was done" in capsys.readouterr().out
+
+
+def row(variant, seed, **other):
+    sizes = {"initial_order": 128.0, "order": 20.0, "channel_order": 12.25, "complex_layers": 1, "numbers": 250_000}
+    times = {"steps_s": 50.0, "seconds": 80.0, "cuts_s": 2.5, "step_s": 0.016}
+    return {"variant": variant, "seed": seed, "steps": 3000, "best": 80.0, "last": 79.0, **sizes, **times, **other}
+
+
+def test_the_table_compares_times_with_those_of_all_states():
+    whole = row("128 states", 0, steps_s=100.0, order=128.0, channel_order=128.0, complex_layers=0)
+    found = Measurement("imdb_mamba", "t", 1, [whole, row("paper", 0), row("paper", 1, best=81.0, steps_s=30.0)])
+    (grid,) = grids(found)
+    assert grid.rows[0][1:3] == ("128 → 128", "128")
+    assert grid.rows[1] == (
+        *("paper", "128 → 20", "12.2, complex", "250 k", "80.0, 81.0", "79.0, 79.0"),
+        *("16 ms", "40 s", "2.50×", "2.5 s", "80 s"),
+    )
+    (alone,) = grids(Measurement("imdb_mamba", "t", 1, [row("paper", 0)]))
+    assert alone.rows[0][8] == ""
