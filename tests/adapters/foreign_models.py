@@ -40,11 +40,18 @@ def cut(model, keep=THREE, **options):
     return cs.compress_(model, keep=keep, calibrate=runs, **options)
 
 
-def unequal(model, *orders):
+def unequal(model, *orders, **options):
     """Another order for each layer."""
     overrides = {f"*layers.{k}.mixer": cs.TargetOrder(order) for k, order in enumerate(orders)}
-    cut(model, keep=cs.KeepFraction(1.0), overrides=overrides, gate=1.0)
+    cut(model, keep=cs.KeepFraction(1.0), overrides=overrides, gate=1.0, **options)
     return model
+
+
+def train(model, optimizer):
+    """One step."""
+    optimizer.zero_grad()
+    model(IDS, labels=IDS).loss.backward()
+    optimizer.step()
 
 
 def said_orders(model):

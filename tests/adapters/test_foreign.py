@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import compressm as cs
-from compressm.adapters import AdapterError, adapter_for, find
+from compressm.adapters import AdapterError, adapter_for, check_adapter, find
 from compressm.adapters.foreign.layer_config import LayerConfig
 from compressm.compression import CompressionError
 from tests.adapters.foreign_models import (
@@ -35,6 +35,14 @@ def test_mixers_are_found_by_the_name_of_their_class():
         found = find(make(kind))
         assert list(found) == [f"{prefix}layers.0.mixer", f"{prefix}layers.1.mixer"]
         assert {str(adapter) for _, adapter in found.values()} == {"MambaMixerAdapter()"}
+
+
+def test_the_adapter_keeps_its_promises():
+    def mixer():
+        return MambaMixer(MambaConfig(hidden_size=8, state_size=6, num_hidden_layers=1), 0)
+
+    # Parts of it are computed in float32 whatever the parameters are.
+    assert len(check_adapter(mixer, length=20, dtype=torch.float32, tolerance=1e-4)) >= 5
 
 
 def test_a_mixer_is_cut_as_our_own_layer_with_the_same_parameters():
@@ -203,6 +211,13 @@ def test_a_mixer_that_looks_different_is_refused_by_name_and_left_alone(odd):
         cut(model)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert model.config.to_dict() == config
+
+
+def test_channels_have_no_states_of_their_own():
+    model = make()
+    with pytest.raises(CompressionError, match=r"a MambaMixer cannot keep maps .* expected selective=Baked\(\)"):
+        cut(model, selective=cs.PerChannel())
+    assert said_orders(model) == [6, 6]
 
 
 def test_a_mixer_that_is_called_otherwise_is_refused_by_name():

@@ -18,9 +18,11 @@ _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def is_pretrained(folder: Path) -> bool:
-    """Whether its config is one of transformers."""
-    config = folder / _CONFIG
-    return config.is_file() and "model_type" in _json(config)
+    """Whether its config is one of transformers; ours may stand beside a file that says it all, and be broken."""
+    try:
+        return (folder / _CONFIG).is_file() and "model_type" in _json(folder / _CONFIG)
+    except SavingError:
+        return False
 
 
 def read_pretrained(folder: Path) -> tuple[Description, dict[str, Tensor]]:

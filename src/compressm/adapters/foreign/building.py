@@ -58,7 +58,7 @@ def _build(
     gradient_checkpointing: bool = False,
 ) -> nn.Module:
     """The model as its class builds it, then each mixer at the order that the config says."""
-    parsed = kind.config_class.from_dict(dict(config))
+    parsed = _parsed(kind, config)
     orders = state_sizes(parsed)
     # Constructors of transformers know one size for all layers.
     set_state_sizes_(parsed, [max(orders)] * len(orders))
@@ -71,6 +71,15 @@ def _build(
         if isinstance(adapter := adapter_for(module), MambaMixerAdapter):
             _make_room_(module, adapter, orders[module.layer_idx])
     return model
+
+
+def _parsed(kind: Any, config: Mapping[str, Any]) -> Any:
+    # What transformers' configs answer to a value of another type; no ValueError.
+    refusal = getattr(sys.modules.get("huggingface_hub.errors"), "StrictDataclassError", ValueError)
+    try:
+        return kind.config_class.from_dict(dict(config))
+    except refusal as error:
+        raise AdapterError(f"{kind.config_class.__name__} does not take what is given: {error}") from error
 
 
 def _make_room_(mixer: nn.Module, adapter: MambaMixerAdapter, order: int) -> None:

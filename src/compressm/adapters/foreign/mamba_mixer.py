@@ -30,17 +30,8 @@ class MambaMixerAdapter(SelectiveAdapter[nn.Module]):
     def read(self, module: nn.Module) -> SelectiveSystem:
         system = super().read(module)
         _require_config(module)
-        rank = len(system.step_in)
-        _require_attributes(
-            self,
-            module,
-            {
-                **self.attributes(module, system.order),
-                "time_step_rank": rank,
-                "intermediate_size": system.channels,
-                "x_proj.out_features": rank + 2 * system.order,
-            },
-        )
+        sizes = {"time_step_rank": len(system.step_in), "intermediate_size": system.channels}
+        _require_attributes(self, module, sizes | self.attributes(module, system.order))
         return system
 
     def counted(
@@ -56,8 +47,7 @@ class MambaMixerAdapter(SelectiveAdapter[nn.Module]):
         return None if mask is None else mask.bool()
 
     def attributes(self, module: nn.Module, order: int) -> dict[str, Any]:
-        rank = module.get_parameter("dt_proj.weight").shape[1]
-        return {"ssm_state_size": order, "x_proj.out_features": rank + 2 * order, "config.state_size": order}
+        return super().attributes(module, order) | {"ssm_state_size": order, "config.state_size": order}
 
     def place(self, module: nn.Module, path: str) -> tuple[Any, str]:
         if path != "config.state_size":
