@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any
 
 import torch
@@ -49,8 +48,7 @@ class SelectiveTrial:
         attributes = self.adapter.attributes(module, system.order)
         write(module, self.adapter.encode(module, system))
         for path, value in attributes.items():
-            *owners, leaf = path.split(".")
-            setattr(reduce(getattr, owners, module), leaf, value)
+            setattr(*self.adapter.place(module, path), value)
 
 
 def reading(trial: SelectiveTrial) -> Iterator[Finding]:
