@@ -8,7 +8,7 @@ import pytest
 from compressm.compression import Baked, PerChannel, SharedIndex, load_model
 from compressm.experiments import imdb_mamba
 from compressm.experiments.catalogue import find_recipe
-from compressm.experiments.imdb_mamba import STEPS, VARIANTS, Job, collect, jobs
+from compressm.experiments.imdb_mamba import STEPS, VARIANTS, Job, collect, jobs, joined
 from compressm.experiments.trainings import Training, run_all
 from compressm.reports.tables import grids
 from compressm.runs.directory import RunDirectory, Status
@@ -115,11 +115,25 @@ def test_a_training_begins_goes_on_and_is_left_alone(tmp_path, monkeypatch):
 
 def test_the_command_trains_what_was_asked_for_and_writes_the_result(tmp_path, monkeypatch, capsys, trained):
     monkeypatch.setattr(imdb_mamba, "jobs", lambda *given: trained[:2] if given[1:] == (["x"], 1, 9, 3) else [])
-    monkeypatch.setattr(imdb_mamba, "VARIANTS", {"x": ()})
+    monkeypatch.setattr(imdb_mamba, "VARIANTS", {"x": (), **VARIANTS})
     out = ["--out", str(tmp_path / "out"), "--seeds", "1", "--steps", "9", "--evaluations", "3", "--only", "x"]
     path = imdb_mamba.main(out)
     assert len(Measurement.read(path).rows) == 2
     assert "baked to 16, seed 0: was done" in capsys.readouterr().out
+
+
+def test_results_of_several_days_are_joined_in_the_order_of_the_variants():
+    def result(*rows):
+        return Measurement("imdb_mamba", "t", 1, list(rows))
+
+    first = result(row("baked to 16", 0, best=1.0), row("128 states", 1))
+    found = joined(result(row("baked to 16", 0), row("16 states", 0)), [first])
+    assert [(one["variant"], one["seed"]) for one in found.rows] == [
+        ("128 states", 1),
+        ("16 states", 0),
+        ("baked to 16", 0),
+    ]
+    assert found.rows[-1]["best"] == 80.0  # of what was trained last
 
 
 def row(variant, seed, **other):

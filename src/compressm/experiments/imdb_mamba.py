@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 
@@ -86,6 +86,13 @@ def collect(wanted: Sequence[Job]) -> Measurement:
     return Measurement("imdb_mamba", "Mamba on IMDB, cut in the warm-up", 1, rows, environments[-1])
 
 
+def joined(found: Measurement, earlier: Iterable[Measurement]) -> Measurement:
+    """With the rows of earlier results for what is not there, in the order of the variants."""
+    rows = {(row["variant"], row["seed"]): row for one in (*earlier, found) for row in one.rows}
+    places = list(VARIANTS)
+    return replace(found, rows=sorted(rows.values(), key=lambda row: (places.index(str(row["variant"])), row["seed"])))
+
+
 def _row(run: Run, directory: RunDirectory) -> Row:
     """`best` is the test accuracy where validation was best since the last cut; `step_s` of one step at the end."""
     last = [found for found in run.evaluations if found.split == "test"][-1]
@@ -137,12 +144,16 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     parser.add_argument("--data", type=Path, help="folder of data sets")
     parser.add_argument("--steps", type=int, default=STEPS, help="of each training (%(default)s)")
     parser.add_argument("--evaluations", type=int, default=EVALUATIONS, help="of each training (%(default)s)")
+    parser.add_argument(
+        "--add", type=Path, nargs="+", default=[], help="results of other trainings, as of an earlier day"
+    )
     given = parser.parse_args(arguments)
     wanted = jobs(given.out, given.only or VARIANTS, given.seeds, given.steps, given.evaluations)
     ended = run_all((job.training for job in wanted), processes=given.processes, data=given.data)
     for job, said in zip(wanted, ended, strict=True):
         print(f"{job.variant}, seed {job.seed}: {said}", flush=True)
-    path = collect(wanted).write(given.out / "imdb_mamba.json")
+    found = joined(collect(wanted), [Measurement.read(path) for path in given.add])
+    path = found.write(given.out / "imdb_mamba.json")
     print(f"result: {path}; `compressm bench table {path}` shows it")
     return path
 

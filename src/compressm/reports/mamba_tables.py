@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from statistics import fmean
+from statistics import fmean, stdev
 
 from compressm.reports.grid import Grid, duration
 from compressm.runs.measurement import Measurement, Row
@@ -45,6 +45,47 @@ def _times(rows: list[Row], whole: float | None) -> tuple[str, ...]:
     steps = _mean(rows, "steps_s")
     speed = "" if whole is None else f"{whole / steps:.2f}×"
     return duration(steps), speed, duration(_mean(rows, "cuts_s")), duration(_mean(rows, "seconds"))
+
+
+def selective_cuts_grids(measurement: Measurement) -> list[Grid]:
+    """Three tables a model: the change of outputs, accuracy right after the cut, and later; one row a way."""
+    values = ("error", "accuracy", "accuracy_later", "full_accuracy", "full_later")
+    needed = ("setting", "seed", "way", "order", "rank", "more", *values)
+    measurement.require("selective_cuts", needed=needed, words=("setting", "way", "device"), command=_COMMAND)
+    tables = []
+    for setting in dict.fromkeys(str(row["setting"]) for row in measurement.rows):
+        rows = [row for row in measurement.rows if row["setting"] == setting]
+        said = f"{setting.capitalize()}: "
+        whole, later = (_spread(_once_a_seed(rows, column)) for column in ("full_accuracy", "full_later"))
+        tables += [
+            _by_way(rows, "error", f"{said}relative change of a layer's output", f"{measurement.repeats} seeds"),
+            _by_way(rows, "accuracy", f"{said}test accuracy right after the cut", f"before it {whole}"),
+            _by_way(
+                rows, "accuracy_later", f"{said}test accuracy {rows[0]['more']} steps later", f"without a cut {later}"
+            ),
+        ]
+    return tables
+
+
+def _by_way(rows: list[Row], column: str, title: str, caption: str) -> Grid:
+    ranks = list(dict.fromkeys(int(row["rank"]) for row in rows))
+    seeds = len({row["seed"] for row in rows})
+    lines = []
+    for way in dict.fromkeys(str(row["way"]) for row in rows):
+        cells = [[float(row[column]) for row in rows if row["way"] == way and row["rank"] == rank] for rank in ranks]
+        lines.append(
+            (way, *(_spread(cell) if len(cell) == seeds else f"refused {seeds - len(cell)}×" for cell in cells))
+        )
+    return Grid(title, ("way", *(f"{rows[0]['order']} → {rank}" for rank in ranks)), tuple(lines), caption)
+
+
+def _once_a_seed(rows: Iterable[Row], column: str) -> Iterable[float]:
+    return {row["seed"]: float(row[column]) for row in rows}.values()
+
+
+def _spread(values: Iterable[float]) -> str:
+    found = list(values)
+    return f"{fmean(found):.3f} ± {stdev(found):.3f}" if len(found) > 1 else f"{found[0]:.3f}"
 
 
 def _mean(rows: Iterable[Row], column: str) -> float:

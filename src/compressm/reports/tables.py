@@ -7,7 +7,7 @@ from collections.abc import Callable
 from compressm.reports.cut_tables import cut_grids
 from compressm.reports.demo_tables import demo_grids
 from compressm.reports.grid import Grid
-from compressm.reports.mamba_tables import imdb_mamba_grids
+from compressm.reports.mamba_tables import imdb_mamba_grids, selective_cuts_grids
 from compressm.reports.reduction_tables import reduction_grids
 from compressm.reports.scan_tables import peer_grids, scan_grids, selective_grids
 from compressm.reports.setting_tables import setting_grids
@@ -29,6 +29,7 @@ _GRIDS: dict[str, Callable[[Measurement], list[Grid]]] = {
     "demo": demo_grids,
     "smnist_settings": setting_grids,
     "imdb_mamba": imdb_mamba_grids,
+    "selective_cuts": selective_cuts_grids,
 }
 
 
