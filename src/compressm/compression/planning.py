@@ -55,6 +55,7 @@ def find_layers(model: nn.Module, options: Options) -> dict[str, tuple[nn.Module
     _require_policies(found, selective, options)
     for name, (module, adapter) in selective.items():
         assert isinstance(adapter, SelectiveAdapter)
+        require_plain_parameters(name, module)
         read_any(name, module, adapter)
         options.selective.require(name or "the model", module, adapter)
     return found
