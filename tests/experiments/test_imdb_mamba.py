@@ -28,16 +28,17 @@ def recipe_of(variant, steps=STEPS):
 
 def test_every_variant_is_the_recipe_cut_in_its_way():
     plain, whole, few = find_recipe("imdb-mamba"), recipe_of("128 states"), recipe_of("16 states")
-    paper, baked, chance = map(recipe_of, list(VARIANTS)[2:])
+    paper, baked, once, chance = map(recipe_of, list(VARIANTS)[2:])
     assert (whole.compression, few.compression, whole.model) == (None, None, plain.model)
     assert few.model == replace(plain.model, order=16)
-    assert [found.label for found in (whole, few, paper, baked, chance)] == list(VARIANTS)
+    assert [found.label for found in (whole, few, paper, baked, once, chance)] == list(VARIANTS)
     assert build_method(paper.compression.selective) == PerChannel(surrogate="mean")
     assert (paper.compression.tau, baked.compression.tau, chance.compression.tau) == (1e-3, None, None)
     assert build_method(baked.compression.selective) == Baked()
     assert build_method(chance.compression.selective) == SharedIndex()
     assert (baked.compression.select, chance.compression.select) == ("largest", "random")
     assert all(Plan.of(found).cuts == [150, 300, 450, 600] for found in (paper, baked, chance))
+    assert (once.compression.order, Plan.of(once).cuts) == (16, [100])
     assert Plan.of(whole).evaluations == [500, 1000, 1500, 2000, 2500, 3000]
     assert Plan.of(recipe_of("baked to 16", 20)).cuts == [1, 2, 3, 4]
 
