@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, final
 
+_SIZE = "state_size"
+
 
 @final
 class LayerConfig:
@@ -31,22 +33,25 @@ class LayerConfig:
 
 def state_sizes(config: Any) -> list[int]:
     """Of every layer."""
-    return [int(layer.state_size) for layer in config.per_layer_config]
+    # Not from per_layer_config, which makes a copy of the config for each.
+    own, common = _overrides(config), config.to_dict()[_SIZE]
+    return [int(own.get(layer, {}).get(_SIZE, common)) for layer in range(config.num_hidden_layers)]
 
 
 def set_state_sizes_(config: Any, orders: Sequence[int]) -> None:
     """Let the config say these orders, one a layer, and leave all else that it says of single layers."""
-    said = config.to_dict().get("per_layer_config") or {}
-    layers = {int(layer): {key: value for key, value in own.items() if key != _SIZE} for layer, own in said.items()}
+    layers = _overrides(config)
     common = max(orders)
     for layer, order in enumerate(orders):
-        if order != common:
-            layers.setdefault(layer, {})[_SIZE] = order
-    # In this order: with differences left in it the config would not let its common value be compared.
+        layers.setdefault(layer, {})[_SIZE] = order
+    # The common value first: what is said of a layer and equals it is dropped.
     config.per_layer_config = None
     config.state_size = common
-    if any(layers.values()):
+    if any(own != {_SIZE: common} for own in layers.values()):
         config.per_layer_config = layers
 
 
-_SIZE = "state_size"
+def _overrides(config: Any) -> dict[int, dict[str, Any]]:
+    """What the config says of single layers; the keys of transformers are text."""
+    said = config.to_dict().get("per_layer_config") or {}
+    return {int(layer): dict(own) for layer, own in said.items()}
