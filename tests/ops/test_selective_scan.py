@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from compressm.ops.selective_scan import ScanPath, selective_scan, selective_step
@@ -64,7 +64,6 @@ def test_sizes_need_not_be_multiples_of_anything(sizes, path, cut):
         assert largest_error(results(scan, given, case, path=path), exact(given, case)) < 1e-12
 
 
-@settings(max_examples=25)
 @given(
     sizes=st.tuples(st.integers(1, 3), st.integers(1, 40), st.integers(1, 5), st.integers(1, 5)),
     flags=st.lists(st.booleans(), min_size=6, max_size=6),
