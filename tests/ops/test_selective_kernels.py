@@ -162,3 +162,31 @@ def test_kernels_are_chosen_where_they_serve(sized, monkeypatch):
     u, delta, A, B, C, *_ = inputs(Case(1, 5, 2, 2), device=DEVICE)
     assert dispatch.fastest_path(Selective(u, delta, A, B, C)) is ScanPath.TRITON
     assert dispatch.fastest_path(Selective(u.double(), delta, A, B, C)) is ScanPath.LOOP
+
+
+class Recorder:
+    """A kernel that notes which marks it was given."""
+
+    def __init__(self, kernel):
+        self.kernel, self.marks = kernel, []
+
+    def __getitem__(self, grid):
+        def launch(*args, **options):
+            self.marks.append(args[9])
+            return self.kernel[grid](*args, **options)
+
+        return launch
+
+
+@pytest.mark.usefixtures("sized")
+def test_no_states_are_kept_where_no_gradient_is_taken(monkeypatch):
+    from compressm.ops.selective_scan import on_gpu
+
+    recorder = Recorder(on_gpu.kernels._forward)
+    monkeypatch.setattr(on_gpu.kernels, "_forward", recorder)
+    u, B, C = (torch.ones(1, 5, 3, device=DEVICE, requires_grad=True) for _ in range(3))
+    A = -torch.ones(3, 3, device=DEVICE)
+    with torch.no_grad():
+        selective_scan(u, u.detach(), A, B, C, path=ScanPath.TRITON)
+    selective_scan(u, u.detach(), A, B, C, path=ScanPath.TRITON)
+    assert [marks is None for marks in recorder.marks] == [True, False]

@@ -98,7 +98,9 @@ def scan(
     """As `reference.scan`."""
     step = step_sizes(given.delta, given.delta_bias, lengths, softplus=given.softplus)
     last_wanted = keep_state or state is not None
-    y, last = Scan.apply(given.u, step, given.A, given.B, given.C, given.D, state, orders, last_wanted)
+    # Inside a function of autograd gradients are off, and what needs one says so even where none is taken.
+    wanted = (last_wanted, torch.is_grad_enabled())
+    y, last = Scan.apply(given.u, step, given.A, given.B, given.C, given.D, state, orders, wanted)
     return y if given.z is None else gated(y, given.z), last
 
 
@@ -116,21 +118,21 @@ class Scan(torch.autograd.Function):
         D: Tensor | None,
         state: Tensor | None,
         orders: Tensor | None,
-        last_wanted: bool,
+        wanted: tuple[bool, bool],
     ) -> tuple[Tensor, Tensor | None]:
         batch, length, channels = u.shape
         shape = Shape(batch, length, channels, A.shape[-1], B.ndim == 4 + (A.ndim == 3), A.ndim == 3)
         (u, u_row), (B, B_row), (C, C_row) = rows(u), rows(B), rows(C)
         A = A.float().contiguous()
         state = None if state is None else state.float().contiguous()
-        last = _fresh(u, *shape.states(shape.batch)) if last_wanted else None
+        last = _fresh(u, *shape.states(shape.batch)) if wanted[0] else None
         if last is not None and orders is not None:
             last.zero_()
         blocks = _blocks(shape, orders)
         y = torch.empty(u.shape, dtype=u.dtype if len(blocks) == 1 else torch.float32, device=u.device)
         tile = Tile.of(shape, blocks.step, back=False)
         spans = -(-shape.length // tile.SPAN)
-        marks = _fresh(u, *shape.states(shape.batch, spans)) if any(ctx.needs_input_grad) else None
+        marks = _fresh(u, *shape.states(shape.batch, spans)) if wanted[1] and any(ctx.needs_input_grad) else None
         for first in blocks:
             starts = _starts(tile, shape, first, u, u_row, step, A, B, B_row, orders, state)
             kernels._forward[(shape.batch * -(-shape.channels // tile.BD), tile.segments)](
