@@ -103,6 +103,7 @@ ADAPTER_NAMES = {
     "Finding",
     "LRUAdapter",
     "MambaAdapter",
+    "MambaMixerAdapter",
     "S4DAdapter",
     "S5Adapter",
     "SSMAdapter",

@@ -95,3 +95,29 @@ def test_training_goes_on_in_a_graph_recorded_anew(moments, precision):
         orders.append([event.rank for event in compressor.step(number)])
     assert orders == [[], [20] * 3, [], [10] * 3, []]
     assert math.isfinite(float(outputs(model, x).sum()))
+
+
+@pytest.mark.parametrize(
+    "method", [cs.Baked(), cs.Baked(refit=True), cs.SharedIndex(refit=True), cs.PerChannel()], ids=str
+)
+def test_a_cut_of_selective_layers_on_a_gpu_is_that_on_the_cpu(method):
+    tokens, found = torch.randint(0, 11, (6, 40), generator=torch.Generator().manual_seed(1)), {}
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        model = cs.models.LanguageModel(cs.layers.Mamba, vocabulary=11, depth=2, width=16, order=12).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        there = tokens.to(device)
+        model(there)[0].square().mean().backward()
+        optimizer.step()
+        compressor = cs.Compressor(
+            model,
+            optimizer,
+            when=[1],
+            keep=cs.TargetOrder(5),
+            calibrate=lambda model, there=there: model(there),
+            selective=method,
+        )
+        errors = [cut.measured_error for cut in compressor.step(1)]
+        found[device] = errors, model.eval()(there)[0].detach().cpu()
+    assert found["cuda"][0] == pytest.approx(found["cpu"][0], rel=0.02)
+    torch.testing.assert_close(found["cuda"][1], found["cpu"][1], rtol=0, atol=1e-2)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-DEMO = Path(__file__).parents[2] / "examples" / "reduce_a_layer.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+DEMO, MAMBA = EXAMPLES / "reduce_a_layer.py", EXAMPLES / "huggingface_mamba.py"
 
 
 def check_demo(printed, folder):
@@ -32,3 +33,26 @@ def test_the_demo_ends_with_what_it_shows_and_where_the_picture_is(tmp_path):
     done = subprocess.run([sys.executable, str(DEMO), "--out", str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     check_demo(done.stdout, tmp_path)
+
+
+def check_mamba(printed, folder, states):
+    assert (folder / "config.json").is_file()
+    assert printed.count("before the cut") == 2
+    assert "measured 0." in printed
+    assert f"has {states} states a channel and writes the same." in printed
+
+
+def test_a_small_mamba_of_transformers_shrinks_and_writes_the_same_when_it_is_read_again(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(sys, "argv", [str(MAMBA), "--quick", "--out", str(tmp_path)])
+    runpy.run_path(str(MAMBA))["main"]()
+    check_mamba(capsys.readouterr().out, tmp_path, states=2)
+
+
+@pytest.mark.slow
+def test_a_mamba_of_transformers_learns_a_text_while_it_shrinks(tmp_path):
+    done = subprocess.run([sys.executable, str(MAMBA), "--out", str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    check_mamba(done.stdout, tmp_path, states=4)
+    losses = [float(line.split("loss ")[1].split()[0]) for line in done.stdout.splitlines() if ": loss" in line]
+    assert losses[-1] < 1.2 < 1.7 < losses[0]

@@ -28,11 +28,12 @@ def recipe_of(variant, **scale):
 
 def test_every_variant_is_the_recipe_cut_in_its_way():
     plain, whole, few = find_recipe("imdb-mamba"), recipe_of("whole"), recipe_of("small")
-    paper, baked, chance = map(recipe_of, ("paper", "baked", "random"))
+    paper, baked, once, chance = map(recipe_of, ("paper", "baked", "once", "random"))
     assert (whole.compression, few.compression, whole.model) == (None, None, plain.model)
     assert few.model == replace(plain.model, order=16)
-    assert [found.label for found in (whole, few, paper, baked, chance)] == [
-        *("128 states", "16 states", "paper: means, τ = 0.001", "baked to 16", "random states to 16")
+    assert [found.label for found in (whole, few, paper, baked, once, chance)] == [
+        *("128 states", "16 states", "paper: means, τ = 0.001", "baked to 16"),
+        *("baked to 16 at once", "random states to 16"),
     ]
     assert build_method(paper.compression.selective) == PerChannel(surrogate="mean")
     assert (paper.compression.tau, baked.compression.tau, chance.compression.tau) == (1e-3, None, None)
@@ -40,14 +41,15 @@ def test_every_variant_is_the_recipe_cut_in_its_way():
     assert build_method(chance.compression.selective) == SharedIndex()
     assert (baked.compression.select, chance.compression.select) == ("largest", "random")
     assert all(Plan.of(found).cuts == [150, 300, 450, 600] for found in (paper, baked, chance))
+    assert (once.compression.order, Plan.of(once).cuts) == (16, [100])
     assert Plan.of(whole).evaluations == [500, 1000, 1500, 2000, 2500, 3000]
     assert Plan.of(recipe_of("baked", steps=20)).cuts == [1, 2, 3, 4]
     assert recipe_of("small", size=8).label == "8 states"
     folders = [job.training.folder.parent.name for job in jobs(Path("f"), VARIANTS, 1, Scale(20, 1, 8))]
-    assert folders == ["whole-20", "small-8-20", "paper-20", "baked-8-20", "random-8-20"]
+    assert folders == ["whole-20", "small-8-20", "paper-20", "baked-8-20", "once-8-20", "random-8-20"]
 
 
-@pytest.mark.parametrize("size", [4, 5, 6, 8, 12, 16, 24])
+@pytest.mark.parametrize("size", [3, 4, 5, 6, 8, 12, 16, 24])
 def test_four_cuts_lead_to_the_size(size):
     rho, order = recipe_of("baked", size=size).compression.rho, 128
     found = [order := int(rho * order + 0.5) for _ in range(4)]

@@ -7,6 +7,7 @@
 from compressm.adapters.base import Adapter, SSMAdapter, adapter_for, adapts, find, state_axes
 from compressm.adapters.conformance import check_adapter
 from compressm.adapters.errors import AdapterError, ConformanceError
+from compressm.adapters.foreign import MambaMixerAdapter
 from compressm.adapters.lru import LRUAdapter
 from compressm.adapters.mamba import MambaAdapter
 from compressm.adapters.poles import continuous_poles
@@ -23,6 +24,7 @@ __all__ = [
     "Finding",
     "LRUAdapter",
     "MambaAdapter",
+    "MambaMixerAdapter",
     "S4DAdapter",
     "S5Adapter",
     "SSMAdapter",

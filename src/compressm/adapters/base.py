@@ -67,6 +67,8 @@ class SSMAdapter(Adapter[Module, DiagonalSystem]):
 
 
 _ADAPTERS: dict[type[nn.Module], Adapter[Any, Any]] = {}
+# Of classes that may be absent: "package.module.Class".
+_NAMED: dict[str, Adapter[Any, Any]] = {}
 
 # Wrappers that keep what they wrap as `module`; a model's own child of that name is not to lose it.
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
@@ -94,10 +96,27 @@ def adapts(kind: type[nn.Module]) -> Callable[[Kind], Kind]:
     return register
 
 
+def adapts_named(path: str) -> Callable[[Kind], Kind]:
+    """The same for a class of a package that need not be there, by its name: "package.module.Class".
+
+    Nothing is imported: whoever has such a module has imported its class. What `adapts` says of the class goes before.
+    """
+
+    def register(adapter: Kind) -> Kind:
+        _NAMED[path] = adapter()
+        return adapter
+
+    return register
+
+
 def adapter_for(module: nn.Module) -> Adapter[Any, Any] | None:
     """The adapter of the module's class or of its nearest ancestor that has one."""
     _require_module("adapter_for", module)
-    return next((_ADAPTERS[kind] for kind in type(module).__mro__ if kind in _ADAPTERS), None)
+    for kind in type(module).__mro__:
+        found = _ADAPTERS.get(kind) or _NAMED.get(f"{kind.__module__}.{kind.__qualname__}")
+        if found is not None:
+            return found
+    return None
 
 
 def find(
@@ -140,7 +159,7 @@ def state_axes(module: nn.Module, adapter: SSMAdapter[Any] | None = None) -> dic
     return {name: grown[0] for name, grown in axes.items() if grown}
 
 
-def linear_adapter(module: nn.Module, adapter: SSMAdapter[Any] | None = None) -> SSMAdapter[Any]:
+def linear_adapter(module: nn.Module, adapter: Adapter[Any, Any] | None = None) -> SSMAdapter[Any]:
     """The given one, or the module's own if it reads the module as linear systems."""
     found, kind = adapter or adapter_for(module), type(module).__name__
     if found is None:

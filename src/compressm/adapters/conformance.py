@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from compressm.adapters.base import SSMAdapter, linear_adapter
+from compressm.adapters.base import Adapter, SSMAdapter, adapter_for, linear_adapter
 from compressm.adapters.errors import AdapterError, ConformanceError
 from compressm.adapters.promises import PROMISES
+from compressm.adapters.selective import SelectiveAdapter
+from compressm.adapters.selective_promises import SELECTIVE_PROMISES, SelectiveTrial
 from compressm.adapters.trial import Finding, Run, Trial, make_seeded
 from compressm.layers import SSMLayer
+
+AnyTrial = TypeVar("AnyTrial", Trial, SelectiveTrial)
 
 # Halving it must leave something, and two states are killed to see them go.
 _SMALLEST_ORDER = 4
@@ -21,7 +25,7 @@ _SMALLEST_ORDER = 4
 def check_adapter(
     make_module: Callable[[], nn.Module],
     *,
-    adapter: SSMAdapter[Any] | None = None,
+    adapter: Adapter[Any, Any] | None = None,
     run: Run | None = None,
     stream: Run | None = None,
     dtype: torch.dtype = torch.float64,
@@ -43,31 +47,52 @@ def check_adapter(
     The module is made with torch's seed at `seed`, of order 4 at least, and compared in `dtype` relative to its largest
     output. `run(module, u)` is the output for u of shape (batch, length, channels), by default `module(u)` or the first
     of it; `stream(module, u)` the same step by step, which layers of ours have and others may leave out.
+
+    Of a `SelectiveAdapter` the promises are fewer: x_proj is given u; encode(read) gives the values back; states in
+    another order and scale, or without input or output, make no difference; and after a cut all weights are trained.
     """
-    trial = _trial(make_module, adapter, run, stream, dtype, tolerance, length, seed)
-    findings = [finding for promise in PROMISES for finding in _measure(promise, trial)]
+    module = make_seeded(make_module, seed)
+    found = adapter or adapter_for(module)
+    if isinstance(found, SelectiveAdapter):
+        _require_order(found.order(module))
+        selective = SelectiveTrial(module, found, run or _run, dtype, tolerance, length, seed)
+        return _kept(found, [_measure(promise, selective) for promise in SELECTIVE_PROMISES])
+    linear = linear_adapter(module, found)
+    trial = _trial(make_module, module, linear, run, stream, dtype, tolerance, length, seed)
+    return _kept(linear, [_measure(promise, trial) for promise in PROMISES])
+
+
+def _kept(adapter: Adapter[Any, Any], measured: list[list[Finding]]) -> list[Finding]:
+    """All findings, if all of them hold."""
+    findings = [finding for found in measured for finding in found]
     broken = [finding for finding in findings if not finding.holds]
     if broken:
         lines = "".join(f"\n- {finding}" for finding in broken)
-        raise ConformanceError(f"{trial.adapter} breaks {len(broken)} promises:{lines}")
+        raise ConformanceError(f"{adapter} breaks {len(broken)} promises:{lines}")
     return findings
 
 
-def _trial(
-    make: Callable[[], nn.Module], adapter: SSMAdapter[Any] | None, run: Run | None, stream: Run | None, *rest: Any
-) -> Trial:
-    """With what was not given filled in."""
-    module = make_seeded(make, rest[-1])
-    adapter = linear_adapter(module, adapter)
-    order = adapter.read(module).order
+def _require_order(order: int) -> None:
     if order < _SMALLEST_ORDER:
         raise AdapterError(f"make_module gives a module of order {order}, expected at least {_SMALLEST_ORDER}")
+
+
+def _trial(
+    make: Callable[[], nn.Module],
+    module: nn.Module,
+    adapter: SSMAdapter[Any],
+    run: Run | None,
+    stream: Run | None,
+    *rest: Any,
+) -> Trial:
+    """With what was not given filled in."""
+    _require_order(adapter.read(module).order)
     if stream is None and isinstance(module, SSMLayer):
         stream = _streamed
     return Trial(make, module, adapter, run or _run, stream, *rest)
 
 
-def _measure(promise: Callable[[Trial], Iterator[Finding]], trial: Trial) -> list[Finding]:
+def _measure(promise: Callable[[AnyTrial], Iterator[Finding]], trial: AnyTrial) -> list[Finding]:
     try:
         return list(promise(trial))
     # Whatever goes wrong inside an adapter or its module, the promise it happened in has to be named.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from functools import reduce
 from typing import Any, ClassVar
 
 import torch
@@ -58,6 +59,11 @@ class SelectiveAdapter(Adapter[Module, SelectiveSystem]):
     def listened(self, module: Module) -> nn.Module:
         """The part of the module whose input is u."""
         return module.get_submodule("x_proj")
+
+    def place(self, module: Module, path: str) -> tuple[Any, str]:
+        """The object that has an attribute, and its name there: "config.state_size" is state_size of module.config."""
+        *owners, leaf = path.split(".")
+        return reduce(getattr, owners, module), leaf
 
     def order(self, module: Module) -> int:
         return module.get_parameter(RATES).shape[-1]

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from functools import reduce
 from typing import Any
 
 from torch import nn
 
-from compressm.adapters import SelectiveAdapter, find
+from compressm.adapters import SelectiveAdapter, adapter_for, find
 from compressm.compression.errors import CompressionError
 
 
 def place_of(name: str, module: nn.Module, path: str) -> tuple[Any, str]:
-    """The object that has the attribute, and its name there: "config.state_size" is state_size of module.config."""
-    *owners, leaf = path.split(".")
+    """The object that has the attribute, and its name there, as the module's adapter says."""
+    adapter = adapter_for(module)
+    assert isinstance(adapter, SelectiveAdapter)
     try:
-        owner = reduce(getattr, owners, module)
+        owner, leaf = adapter.place(module, path)
         getattr(owner, leaf)
     except AttributeError as error:
         raise CompressionError(f"{name or 'the model'}: {path} should go with the order: {error}") from None
     return owner, leaf
+
+
+def take_orders_(model: nn.Module) -> None:
+    """Let all that goes with orders say those that the parameters have by now."""
+    for name, (module, adapter) in find(model).items():
+        if isinstance(adapter, SelectiveAdapter):
+            for path, value in adapter.attributes(module, adapter.order(module)).items():
+                setattr(*place_of(name, module, path), value)
 
 
 def attributes_of(model: nn.Module) -> dict[str, tuple[Any, str]]:

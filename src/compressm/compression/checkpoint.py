@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from compressm.compression.attributes import attributes_of, take_orders_
 from compressm.compression.errors import CompressionError, NoSuchFileError, SavingError
 from compressm.compression.fitting import added_by_forms, expected_shapes, require_fit, require_orders, take_forms_
 from compressm.compression.naming import keyed_state, module_versions, orders_of, plain_state
@@ -221,7 +222,10 @@ def _require_fitting(model: nn.Module, contents: Mapping[str, Any]) -> None:
     for name, value in plain_state(model).items():
         if name in tensors and value.dtype != tensors[name].dtype:
             raise SavingError(f"{name} was saved as {tensors[name].dtype}, the model's is {value.dtype}")
-    if _resized(model, tensors) or plain_state(model).keys() != tensors.keys():
+    resized = _resized(model, tensors)
+    if resized:
+        attributes_of(model)  # what goes with orders has a place
+    if resized or plain_state(model).keys() != tensors.keys():
         for wrapper in wrappers_in(model):
             require_rewrappable(wrapper)
 
@@ -242,5 +246,7 @@ def _load_model(model: nn.Module, contents: Mapping[str, Any]) -> None:
         replace_data(value, value.new_empty(tensors[name].shape))
     take_forms_(model, tensors)
     model.load_state_dict(keyed_state(model, tensors, contents["versions"]))
+    if resized:
+        take_orders_(model)
     if resized or reformed:
         renew_wrappers_(model, list(unwrapped(model).modules()))

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from torch import nn
 
+from compressm.adapters import AdapterError, foreign
 from compressm.compression.errors import SavingError
 from compressm.layers import LRU, S4D, S5, ZOH, Bilinear, Inv, Legs, Lin, Mamba
 from compressm.layers.arguments import arguments_of, keeps_arguments
@@ -111,11 +112,12 @@ def decode(stored: Stored, where: str) -> Any:
     values = {name: decode(value, name) for name, value in stored.items() if name != "kind"}
     if "kind" not in stored:
         return values
-    kind = _kind_of(stored["kind"], where)
+    kind = _builder_of(stored["kind"], where)
     try:
         if kind is nn.Sequential:
             return nn.Sequential(OrderedDict((name, nn.Identity()) for name in values["names"]))
-        return kind[values["name"]] if issubclass(kind, Enum) else kind(**values)
+        is_enum = isinstance(kind, type) and issubclass(kind, Enum)
+        return kind[values["name"]] if is_enum else kind(**values)
     except _REFUSALS as error:
         raise SavingError(f"{where} cannot be built: {stored!r:.200} gives {type(error).__name__}: {error}") from error
 
@@ -141,6 +143,8 @@ def _arguments(value: Any, where: str) -> Mapping[str, object]:
         return {"names": list(value._modules)}
     if isinstance(value, ResidualBlock):
         return {"mixer": value.ssm}
+    if foreign.kind_name(type(value)) is not None:
+        return foreign.arguments_of(value)
     if is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in fields(value) if field.init}
     kept = arguments_of(value)
@@ -165,7 +169,7 @@ def _finite(value: int | float, where: str) -> int | float:
 
 
 def _name_of(kind: type[Any], value: object, where: str) -> str:
-    name = next((name for name, known in _KINDS.items() if known is kind), None)
+    name = next((name for name, known in _KINDS.items() if known is kind), foreign.kind_name(kind))
     if name is None:
         raise SavingError(
             f"{where} is {_shown(value)}, and {kind.__module__}.{kind.__qualname__} is no class that a file may name: "
@@ -177,6 +181,15 @@ def _name_of(kind: type[Any], value: object, where: str) -> str:
 
 def _shown(value: object) -> str:
     return f"a {type(value).__name__}" if isinstance(value, nn.Module) else f"{value!r:.80}"
+
+
+def _builder_of(name: object, where: str) -> Any:
+    """A class, or what builds a model of another package."""
+    try:
+        found = foreign.builder(name) if isinstance(name, str) and name not in _KINDS else None
+    except AdapterError as error:
+        raise SavingError(f"{where}: {error}") from None
+    return _kind_of(name, where) if found is None else found
 
 
 def _kind_of(name: object, where: str) -> type[Any]:

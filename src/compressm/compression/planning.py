@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from compressm.adapters import Adapter, SelectiveAdapter, SSMAdapter, find
+from compressm.adapters.foreign import refused_in
 from compressm.compression.calibration import InputListener, Seen
 from compressm.compression.errors import CompressionError
 from compressm.compression.layer import Layer, PlannedCut
@@ -42,7 +43,9 @@ def find_layers(model: nn.Module, options: Options) -> dict[str, tuple[nn.Module
             f"filter_fn takes no SSM layer of {kind}; expected at least one of {', '.join(map(repr, all_of_them))}"
         )
     if not found:
-        raise CompressionError(f"{kind} has no SSM layer that an adapter reads; see compressm.adapters")
+        raise CompressionError(
+            f"{kind} has no SSM layer that an adapter reads{refused_in(model)}; see compressm.adapters"
+        )
     selective = {name: both for name, both in found.items() if isinstance(both[1], SelectiveAdapter)}
     if selective and options.calibrate is None:
         raise CompressionError(
@@ -52,6 +55,7 @@ def find_layers(model: nn.Module, options: Options) -> dict[str, tuple[nn.Module
     _require_policies(found, selective, options)
     for name, (module, adapter) in selective.items():
         assert isinstance(adapter, SelectiveAdapter)
+        require_plain_parameters(name, module)
         read_any(name, module, adapter)
         options.selective.require(name or "the model", module, adapter)
     return found

@@ -24,6 +24,9 @@ from compressm.compression.naming import (
 
 Named: TypeAlias = dict[str, Stored]
 
+# Attributes that say how a model is used or where it came from, not what it is.
+_PASSING = ("training", "name_or_path")
+
 
 @final
 @dataclass(frozen=True)
@@ -69,6 +72,11 @@ def describe(model: nn.Module) -> Description:
     frozen = [name for name, value in state.items() if isinstance(value, nn.Parameter) and not value.requires_grad]
     shared = shared_modules | shared_tensors
     return Description(stored, orders_of(model), replaced, _changed(twin, model), shared, frozen)
+
+
+def described(stored: Stored) -> Description:
+    """The same of a model that is as its class builds it."""
+    return describe(_build(stored))
 
 
 def rebuild(description: Description, tensors: Mapping[str, Tensor]) -> nn.Module:
@@ -143,7 +151,7 @@ def _put(model: nn.Module, replaced: Named) -> None:
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """What a module keeps beside tensors, modules and hooks, which torch has behind underscores."""
-    return {name: value for name, value in vars(module).items() if name[0] != "_" and name != "training"}
+    return {name: value for name, value in vars(module).items() if name[0] != "_" and name not in _PASSING}
 
 
 def _changed(twin: nn.Module, model: nn.Module) -> Named:

@@ -20,7 +20,7 @@ class Cut:
     is none (measured Gramians, selective layers); `measured_error` is ‖y_new − y_old‖ / ‖y_old‖ of the layer's output
     without its skip D·u, over sequences spread evenly over the calibration data of all processes, None without data;
     `energy_lost` the share of Σσ that went. `rank` may be below what was asked for: no more is kept than the numerical
-    rank of the layer, #{σ > n ε σ₁}.
+    rank of the layer, #{σ > n ε σ₁}. Where channels of a selective layer have orders of their own it is the largest.
     """
 
     step: int

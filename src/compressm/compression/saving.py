@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from compressm.compression.errors import NoSuchFileError, SavingError
 from compressm.compression.naming import first_names, plain_modules, plain_state
+from compressm.compression.pretrained import is_pretrained, read_pretrained
 from compressm.compression.rebuilding import Description, describe, rebuild
 from compressm.compression.whole_files import replacing
 
@@ -56,21 +57,33 @@ def load_model(
 ) -> nn.Module:
     """The model that `save_model` wrote, in evaluation mode; on the CPU and in its own dtype unless said otherwise.
 
-    Nothing is unpickled: only classes of ours and those that were said to be `savable` are built.
+    Nothing is unpickled: only classes of ours and those that were said to be `savable` are built. Once transformers is
+    imported, a folder may also be one that `save_pretrained` wrote.
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise SavingError(f"dtype is {dtype!r}, expected a floating-point dtype of torch")
+    if is_pretrained(Path(path)):
+        return _rebuilt(Path(path), lambda: read_pretrained(Path(path)), device, dtype)
     source = _to_read(Path(path))
     config, tensors = _read(source)
-    try:
-        description = _described(config, tensors)
-        moved = {name: _moved(value, device, dtype) for name, value in tensors.items()}
-        model = rebuild(description, moved)
-    except SavingError as error:
-        raise SavingError(f"{source}: {error}") from error
+    model = _rebuilt(source, lambda: (_described(config, tensors), tensors), device, dtype)
     if source != Path(path):
         _compare_with_copy(source, config)
-    return model.eval()
+    return model
+
+
+def _rebuilt(
+    source: Path,
+    read: Callable[[], tuple[Description, dict[str, Tensor]]],
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> nn.Module:
+    """The model that was read; what is wrong with it is said with its place."""
+    try:
+        description, tensors = read()
+        return rebuild(description, {name: _moved(value, device, dtype) for name, value in tensors.items()}).eval()
+    except SavingError as error:
+        raise SavingError(f"{source}: {error}") from error
 
 
 def _to_write(path: Path) -> Path:

@@ -1,7 +1,8 @@
 """Mamba on IMDB (app:mamba): 128 states, 16 from the start, and 128 that become few within the warm-up.
 
 The paper's way cuts every channel by the Hankel values of its mean system, with τ = 0.001 at each of four cuts. Ours
-goes down in four equal parts, 128 → 76 → 45 → 27 → 16, by one projection for all channels; random states do the same.
+goes 128 → 76 → 45 → 27 → 16 by one projection for all channels, or to 16 in one cut after 100 steps; random states go
+the first of these ways.
 
 python -m compressm.experiments.imdb_mamba --seeds 2 --data FOLDER
 """
@@ -30,6 +31,10 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...] | None]] = {
     "small": ("SIZE states", None),
     "paper": ("paper: means, τ = 0.001", ("compression.selective={kind: per-channel, surrogate: mean}",)),
     "baked": ("baked to SIZE", ("compression.tau=null", "compression.rho=SHARE")),
+    "once": (
+        "baked to SIZE at once",
+        ("compression.tau=null", "compression.order=SIZE", "compression.when={steps: [100]}"),
+    ),
     "random": (
         "random states to SIZE",
         (

@@ -1,13 +1,15 @@
 """Selective layers in any model: found, read, written back, or refused by name."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
-from compressm.adapters import AdapterError, adapter_for, check_adapter, find, state_axes, write
+from compressm.adapters import AdapterError, ConformanceError, adapter_for, check_adapter, find, state_axes, write
 from compressm.compression import CompressionError, TargetOrder, compress_
 from compressm.layers import LRU, Mamba
-from tests.compression.selective.mixers import Mixer, chosen, data, inputs_of, make, simulate
+from tests.compression.selective.mixers import Mixer, MixerAdapter, chosen, data, inputs_of, make, simulate
 
 KINDS = [Mamba, Mixer]
 
@@ -93,9 +95,55 @@ def test_an_attribute_that_should_go_with_the_order_and_is_missing_is_named():
 
 
 def test_what_is_for_linear_systems_says_so():
-    for call in (state_axes, lambda layer: check_adapter(lambda: layer)):
-        with pytest.raises(AdapterError, match=r"Mamba is read by MambaAdapter\(\), expected an SSMAdapter"):
-            call(make())
+    with pytest.raises(AdapterError, match=r"Mamba is read by MambaAdapter\(\), expected an SSMAdapter"):
+        state_axes(make())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_of_selective_layers_keep_their_promises(kind):
+    findings = check_adapter(lambda: kind(4, order=6), length=20)
+    assert all(finding.holds for finding in findings)
+    assert len(findings) == 8
+
+
+class Forgetful(MixerAdapter):
+    """Does not know that the order stands in an attribute."""
+
+    def attributes(self, module, order):
+        return {}
+
+
+class Deaf(MixerAdapter):
+    """Listens to what is not given u."""
+
+    def listened(self, module):
+        return module.in_proj
+
+
+class Mirrored(MixerAdapter):
+    """Takes the rows of B for those of C, and puts them back."""
+
+    def read(self, module):
+        system = super().read(module)
+        return replace(system, W_B=system.W_B.flip(0))
+
+
+WRONG = {
+    Forgetful: r"fails where it promises: One state without input",
+    Deaf: r"x_proj is given u of shape \(batch, length, 8\): 1",
+    Mirrored: r"encode\(read\) gives the values back",
+}
+
+
+@pytest.mark.parametrize("adapter", WRONG)
+def test_the_check_of_adapters_finds_what_is_wrong(adapter):
+    with pytest.raises(ConformanceError, match=WRONG[adapter]):
+        check_adapter(lambda: Mixer(4, order=6), adapter=adapter(), length=20)
+
+
+def test_the_check_of_adapters_wants_a_few_states():
+    with pytest.raises(AdapterError, match="order 3, expected at least 4"):
+        check_adapter(lambda: Mixer(4, order=3))
 
 
 def test_a_written_layer_has_the_order_of_what_was_encoded():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import final
 
 from jaxtyping import Inexact
@@ -22,7 +21,7 @@ class Calibrated:
     system: SelectiveSystem
     seen: SelectiveSeen
 
-    @cached_property
+    @property
     def gramians(self) -> tuple[Inexact[Tensor, "channels n n"], Inexact[Tensor, "channels n n"]]:
         """P and Q of every channel, in continuous time.
 

@@ -71,21 +71,23 @@ class PerChannel(SelectiveMethod):
         return hankel_values(GramianPair.of(*layer.gramians))
 
     def reduce(self, layer: Calibrated, kept: Sequence[Int[Tensor, " _"]]) -> ChannelReduction:
-        orders = [len(states) for states in kept]
+        orders, gramians = [len(states) for states in kept], self._gramians(layer)
         parts: dict[tuple[int, ...], Modes] = {}
         for order in sorted(set(orders)):
             members = [channel for channel, own in enumerate(orders) if own == order]
             states = torch.stack([kept[member] for member in members]).to(layer.system.device)
-            parts[tuple(members)] = self._modes(layer, members, states)
+            parts[tuple(members)] = self._modes(layer, gramians, members, states)
         return ChannelReduction.of(layer.system, parts)
 
-    def _modes(self, layer: Calibrated, members: list[int], states: Int[Tensor, "members r"]) -> Modes:
+    def _modes(
+        self, layer: Calibrated, gramians: tuple[Tensor, Tensor], members: list[int], states: Int[Tensor, "members r"]
+    ) -> Modes:
         rates, maps = layer.system.rates[members], layer.system.maps
         if states.shape[-1] == rates.shape[-1]:
             return _as_they_are(rates, None if maps is None else maps.orders[members])
         if self.surrogate == "mean" and self.two_sided:
             return _of_means(_mean_system(layer)[members], layer.seen.averages.mean("step")[members], states)
-        P, Q = (gramian[members] for gramian in self._gramians(layer))
+        P, Q = (gramian[members] for gramian in gramians)
         if not self.two_sided:
             found = galerkin_projection(rates, P, Q, states.shape[-1], states=states)
             return _single(found.rates, found.E_B, found.E_C)

@@ -18,7 +18,7 @@ SPANS = {True: 16, False: 64}
 # from channel to channel in smaller blocks, so that a block without states is passed over.
 _MOST, _MOST_OF_ORDERS = 128, 32
 # So few states are tiles of four, each in one thread.
-_NARROW = 32
+_NARROW = 16
 # Channels of a program (of more states than few: of 128 states), steps at a time, and registers of a thread at most: by
 # whether there are few states, and whether it is backward.
 _TILES: dict[tuple[bool, bool], tuple[int, int, int | None]] = {

@@ -19,6 +19,7 @@ def scan(
     A, B, C = masked(given, orders)
     h = u.new_zeros(given.state_shape()) if state is None else state.to(wide)
     h = pair_to_complex(h, 1) if given.complex else h
+    h = h if orders is None else torch.where(there(given, orders), h, 0)
     outputs = []
     for t in range(u.shape[1]):
         h = torch.exp(step[:, t, :, None] * A) * h + (step[:, t] * u[:, t])[..., None] * B[:, t]
@@ -31,7 +32,7 @@ def scan(
 def masked(given: Selective, orders: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """A (channels, n), B and C (batch, length, channels or 1, n), real or complex.
 
-    States at and above a channel's order are neither driven nor heard.
+    States at and above a channel's order are neither driven nor heard; they are 0.
     """
     wide = torch.promote_types(given.u.dtype, torch.float32)
     A, B, C = (M.to(wide) for M in (given.A, given.B, given.C))
@@ -41,8 +42,13 @@ def masked(given: Selective, orders: Tensor | None) -> tuple[Tensor, Tensor, Ten
         B, C = B[:, :, None], C[:, :, None]
     if orders is None:
         return A, B, C
-    there = torch.arange(given.order, device=A.device) < orders[:, None]
-    return A, torch.where(there, B, 0), torch.where(there, C, 0)
+    present = there(given, orders)
+    return A, torch.where(present, B, 0), torch.where(present, C, 0)
+
+
+def there(given: Selective, orders: Tensor) -> Tensor:
+    """Which states each channel has: (channels, n)."""
+    return torch.arange(given.order, device=given.u.device) < orders.to(given.u.device)[:, None]
 
 
 def finish(y: Tensor, given: Selective) -> Tensor:

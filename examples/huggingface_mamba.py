@@ -1,0 +1,138 @@
+"""Train transformers' Mamba on a small text, letter by letter, with a quarter of its states left at the end.
+
+python examples/huggingface_mamba.py --out out/huggingface_mamba
+
+The model is cut twice while it trains, its optimizer with it. Afterwards it is an ordinary model of transformers:
+`save_pretrained` writes it, `from_pretrained` reads it, and it writes the same text.
+"""
+
+import argparse
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import MambaConfig, MambaForCausalLM
+
+import compressm as cs
+
+TEXT = Path(__file__).parent / "data" / "beekeeping.txt"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How large the model is and how long it trains; it is cut at the steps `cuts`, each time to half its states."""
+
+    width: int = 48
+    layers: int = 2
+    states: int = 16
+    length: int = 32
+    batch: int = 8
+    steps: int = 300
+    cuts: tuple[int, ...] = (100, 150)
+    every: int = 50  # steps between two lines
+    written: int = 200  # letters
+
+
+QUICK = Setting(width=16, states=8, length=16, batch=4, steps=16, cuts=(4, 8), every=8, written=16)
+
+
+class Letters:
+    """A text as numbers; 0 is kept for padding."""
+
+    def __init__(self, text: str) -> None:
+        self.alphabet = sorted(set(text))
+        self.ids = self.encode(text)
+
+    def encode(self, text: str) -> Tensor:
+        """One number a letter."""
+        return torch.tensor([self.alphabet.index(letter) + 1 for letter in text])
+
+    def decode(self, ids: Tensor) -> str:
+        """The inverse."""
+        return "".join(self.alphabet[k - 1] for k in ids.tolist() if k > 0)
+
+    def windows(self, count: int, length: int, draw: torch.Generator) -> Tensor:
+        """Pieces of the text from random places."""
+        starts = torch.randint(len(self.ids) - length, (count,), generator=draw)
+        return torch.stack([self.ids[start : start + length] for start in starts.tolist()])
+
+
+def new_model(letters: Letters, setting: Setting) -> MambaForCausalLM:
+    """With weights drawn at random."""
+    config = MambaConfig(
+        vocab_size=len(letters.alphabet) + 1,
+        hidden_size=setting.width,
+        num_hidden_layers=setting.layers,
+        state_size=setting.states,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return MambaForCausalLM(config)
+
+
+@torch.no_grad()
+def loss_on(model: MambaForCausalLM, ids: Tensor) -> float:
+    """Nats a letter."""
+    return float(model(ids, labels=ids, use_cache=False).loss)
+
+
+def train(model: MambaForCausalLM, letters: Letters, setting: Setting) -> None:
+    """The loop of any model, with one line more: `compressor.step`."""
+    draw = torch.Generator().manual_seed(0)
+    shown = letters.windows(32, setting.length, draw)  # to look at the loss, and at what the layers see
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    compressor = cs.Compressor(
+        model, optimizer, when=setting.cuts, keep=cs.KeepFraction(0.5), calibrate=lambda model: model(shown)
+    )
+    for step in range(1, setting.steps + 1):
+        ids = letters.windows(setting.batch, setting.length, draw)
+        optimizer.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+        before = loss_on(model, shown) if step in setting.cuts else None
+        for cut in compressor.step(step):
+            print(f"step {step:4}: {cut}")
+        if before is not None:
+            print(f"step {step:4}: loss {before:.3f} before the cut, {loss_on(model, shown):.3f} after it")
+        elif step % setting.every == 0:
+            print(f"step {step:4}: loss {loss_on(model, shown):.3f}")
+
+
+def written_by(model: MambaForCausalLM, letters: Letters, setting: Setting) -> str:
+    """How the model goes on from a few words, taking the most likely letter each time."""
+    start = letters.encode("In summer the ")[None]
+    ids = model.generate(start, attention_mask=torch.ones_like(start), max_new_tokens=setting.written, do_sample=False)
+    return letters.decode(ids[0])
+
+
+def main() -> None:
+    """Train, save, load, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("out/huggingface_mamba"), help="folder for the model")
+    parser.add_argument("--quick", action="store_true", help="a tiny model for some seconds, which learns little")
+    arguments = parser.parse_args()
+    setting, began = QUICK if arguments.quick else Setting(), time.perf_counter()
+    transformers.logging.set_verbosity_error()  # it would tell of kernels that only GPUs have
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)  # tensors this small are not worth sharing out
+    torch.manual_seed(0)
+    letters = Letters(TEXT.read_text(encoding="utf-8"))
+    model = new_model(letters, setting)
+    print(f"{len(letters.ids)} letters, {model.num_parameters()} parameters, {setting.states} states a channel")
+    train(model, letters, setting)
+    print(f"{model.num_parameters()} parameters, {model.config.state_size} states a channel")
+    model.eval().save_pretrained(arguments.out)
+    text = written_by(model, letters, setting)
+    again = MambaForCausalLM.from_pretrained(arguments.out)
+    print(f"\n{text}\n")
+    print(f"The model read from {arguments.out} has {again.config.state_size} states a channel and writes", end=" ")
+    print("the same." if written_by(again, letters, setting) == text else "something else.")
+    print(f"{time.perf_counter() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
