@@ -8,7 +8,7 @@ import pytest
 from compressm.compression import Baked, PerChannel, SharedIndex, load_model
 from compressm.experiments import imdb_mamba
 from compressm.experiments.catalogue import find_recipe
-from compressm.experiments.imdb_mamba import STEPS, VARIANTS, Job, collect, jobs, joined
+from compressm.experiments.imdb_mamba import VARIANTS, Job, Scale, collect, jobs, joined
 from compressm.experiments.trainings import Training, run_all
 from compressm.reports.tables import grids
 from compressm.runs.directory import RunDirectory, Status
@@ -18,8 +18,8 @@ from compressm.training.building import build_method
 from tests.training.tiny import tokens
 
 
-def recipe_of(variant, steps=STEPS):
-    (job,) = jobs(Path("folder"), [variant], 1, steps, 6)
+def recipe_of(variant, **scale):
+    (job,) = jobs(Path("folder"), [variant], 1, Scale(**scale))
     training = job.training
     uncut = ("compression=null",) if "--baseline" in training.options else ()
     order = training.options[training.options.index("--order") + 1]
@@ -27,11 +27,14 @@ def recipe_of(variant, steps=STEPS):
 
 
 def test_every_variant_is_the_recipe_cut_in_its_way():
-    plain, whole, few = find_recipe("imdb-mamba"), recipe_of("128 states"), recipe_of("16 states")
-    paper, baked, once, chance = map(recipe_of, list(VARIANTS)[2:])
+    plain, whole, few = find_recipe("imdb-mamba"), recipe_of("whole"), recipe_of("small")
+    paper, baked, once, chance = map(recipe_of, ("paper", "baked", "once", "random"))
     assert (whole.compression, few.compression, whole.model) == (None, None, plain.model)
     assert few.model == replace(plain.model, order=16)
-    assert [found.label for found in (whole, few, paper, baked, once, chance)] == list(VARIANTS)
+    assert [found.label for found in (whole, few, paper, baked, once, chance)] == [
+        *("128 states", "16 states", "paper: means, τ = 0.001", "baked to 16"),
+        *("baked to 16 at once", "random states to 16"),
+    ]
     assert build_method(paper.compression.selective) == PerChannel(surrogate="mean")
     assert (paper.compression.tau, baked.compression.tau, chance.compression.tau) == (1e-3, None, None)
     assert build_method(baked.compression.selective) == Baked()
@@ -40,20 +43,26 @@ def test_every_variant_is_the_recipe_cut_in_its_way():
     assert all(Plan.of(found).cuts == [150, 300, 450, 600] for found in (paper, baked, chance))
     assert (once.compression.order, Plan.of(once).cuts) == (16, [100])
     assert Plan.of(whole).evaluations == [500, 1000, 1500, 2000, 2500, 3000]
-    assert Plan.of(recipe_of("baked to 16", 20)).cuts == [1, 2, 3, 4]
+    assert Plan.of(recipe_of("baked", steps=20)).cuts == [1, 2, 3, 4]
+    assert recipe_of("small", size=8).label == "8 states"
+    folders = [job.training.folder.parent.name for job in jobs(Path("f"), VARIANTS, 1, Scale(20, 1, 8))]
+    assert folders == ["whole-20", "small-8-20", "paper-20", "baked-8-20", "once-8-20", "random-8-20"]
 
 
-def test_four_cuts_lead_to_sixteen_states():
-    rho, order = recipe_of("baked to 16").compression.rho, 128
+@pytest.mark.parametrize("size", [3, 4, 5, 6, 8, 12, 16, 24])
+def test_four_cuts_lead_to_the_size(size):
+    rho, order = recipe_of("baked", size=size).compression.rho, 128
     found = [order := int(rho * order + 0.5) for _ in range(4)]
-    assert found == [76, 45, 27, 16]
+    assert found[-1] == size
+    assert size != 16 or found == [76, 45, 27, 16]
 
 
 def small(variant):
     """The same cuts of a model that is trained in a moment."""
     size = ("model.width=4", "model.depth=1", "training.batch=8", "training.precision=float32")
+    settings = map(Scale().filled, VARIANTS[variant][1])
     return find_recipe(
-        "imdb-mamba", (*size, *VARIANTS[variant], "training.steps=20", "model.order=6", "training.evaluate_every=3")
+        "imdb-mamba", (*size, *settings, "training.steps=20", "model.order=6", "training.evaluate_every=3")
     )
 
 
@@ -61,7 +70,7 @@ def small(variant):
 def trained(tmp_path):
     """Of two variants one seed each, and one that was stopped."""
     wanted = []
-    for variant, seed in (("paper: means, τ = 0.001", 0), ("baked to 16", 0), ("baked to 16", 1)):
+    for variant, seed in (("paper", 0), ("baked", 0), ("baked", 1)):
         folder = tmp_path / f"{len(wanted)}"
         train(replace(small(variant), label=variant, seed=seed), tokens(), folder)
         wanted.append(Job(variant, seed, Training("imdb-mamba", folder)))
@@ -71,7 +80,7 @@ def trained(tmp_path):
 
 def test_rows_are_of_the_trainings_that_are_done_with_sizes_of_their_models(trained):
     found = collect(trained)
-    assert [row["variant"] for row in found.rows] == ["paper: means, τ = 0.001", "baked to 16"]
+    assert [row["variant"] for row in found.rows] == ["paper", "baked"]
     paper, baked = found.rows
     layer = load_model(RunDirectory(trained[0].training.folder).model).blocks[0].ssm
     assert paper["channel_order"] == pytest.approx(float(layer.orders.double().mean()))
@@ -87,7 +96,7 @@ def test_rows_are_of_the_trainings_that_are_done_with_sizes_of_their_models(trai
 
 def test_what_is_not_trained_cannot_be_collected(tmp_path):
     with pytest.raises(SystemExit, match="nothing to collect"):
-        collect(jobs(tmp_path, VARIANTS, 1, 10, 2))
+        collect(jobs(tmp_path, VARIANTS, 1, Scale()))
 
 
 def test_a_training_begins_goes_on_and_is_left_alone(tmp_path, monkeypatch):
@@ -114,26 +123,28 @@ def test_a_training_begins_goes_on_and_is_left_alone(tmp_path, monkeypatch):
 
 
 def test_the_command_trains_what_was_asked_for_and_writes_the_result(tmp_path, monkeypatch, capsys, trained):
-    monkeypatch.setattr(imdb_mamba, "jobs", lambda *given: trained[:2] if given[1:] == (["x"], 1, 9, 3) else [])
-    monkeypatch.setattr(imdb_mamba, "VARIANTS", {"x": (), **VARIANTS})
-    out = ["--out", str(tmp_path / "out"), "--seeds", "1", "--steps", "9", "--evaluations", "3", "--only", "x"]
-    path = imdb_mamba.main(out)
+    asked = []
+    monkeypatch.setattr(imdb_mamba, "jobs", lambda *given: asked.append(given[1:]) or trained[:2])
+    options = ["--seeds", "1", "--steps", "9", "--evaluations", "3", "--only", "baked", "--size", "4"]
+    path = imdb_mamba.main(["--out", str(tmp_path / "out"), *options])
+    assert asked == [(["baked"], 1, Scale(9, 3, 4))]
     assert len(Measurement.read(path).rows) == 2
-    assert "baked to 16, seed 0: was done" in capsys.readouterr().out
+    assert "baked, seed 0: was done" in capsys.readouterr().out
+    Measurement("imdb_mamba", "t", 1, [row("whole", 0)]).write(tmp_path / "earlier.json")
+    again = imdb_mamba.main(["--out", str(tmp_path / "out"), "--add", str(tmp_path / "earlier.json")])
+    assert [found["variant"] for found in Measurement.read(again).rows] == ["whole", "paper", "baked"]
 
 
-def test_results_of_several_days_are_joined_in_the_order_of_the_variants():
+def test_results_of_several_days_are_joined_variant_by_variant():
     def result(*rows):
         return Measurement("imdb_mamba", "t", 1, list(rows))
 
-    first = result(row("baked to 16", 0, best=1.0), row("128 states", 1))
-    found = joined(result(row("baked to 16", 0), row("16 states", 0)), [first])
+    first = result(row("128 states", 1), row("baked to 16", 0, best=1.0))
+    found = joined(result(row("baked to 16", 0), row("16 states", 0), row("128 states", 0)), [first])
     assert [(one["variant"], one["seed"]) for one in found.rows] == [
-        ("128 states", 1),
-        ("16 states", 0),
-        ("baked to 16", 0),
+        *(("128 states", 0), ("128 states", 1), ("baked to 16", 0), ("16 states", 0))
     ]
-    assert found.rows[-1]["best"] == 80.0  # of what was trained last
+    assert found.rows[2]["best"] == 80.0  # of what was trained last
 
 
 def row(variant, seed, **other):

@@ -14,6 +14,7 @@ from compressm.experiments.selective_cuts import (
     _task,
     cut,
     cut_in_every_way,
+    measure_selective_cuts,
     trained,
     ways,
 )
@@ -59,6 +60,13 @@ def test_the_same_seed_trains_the_same_model(learner):
     state = learner.model.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in again.model.state_dict().items())
     assert QUICK[0].order // max(SHARES) >= 1
+
+
+def test_models_are_measured_one_after_the_other_or_side_by_side():
+    alone = measure_selective_cuts(seeds=2, settings=[SETTING])
+    beside = measure_selective_cuts(seeds=2, settings=[SETTING], processes=2)
+    assert alone.rows == beside.rows
+    assert {row["seed"] for row in alone.rows} == {0, 1}
 
 
 def row(way, seed, rank, error, now=0.5, later=0.9):

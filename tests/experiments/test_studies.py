@@ -79,6 +79,15 @@ def test_the_command_writes_the_result_and_says_where(tmp_path, capsys):
     assert str(path) in said[1]
 
 
+def test_a_study_that_can_is_told_how_many_processes_it_may_have(tmp_path):
+    def study(*, seeds, quick, progress, processes):
+        return Measurement("study", "t", seeds, [{"processes": processes}])
+
+    out = ["--out", str(tmp_path), "--processes", "2"]
+    path = command.run(study, seeds=3, description="d", arguments=out, parallel=True)
+    assert Measurement.read(path).rows == [{"processes": 2}]
+
+
 @pytest.mark.parametrize("given", ["0", "-1", "many", "1.5"])
 def test_a_number_of_seeds_that_means_nothing_is_refused(given, capsys):
     with pytest.raises(SystemExit) as stopped:

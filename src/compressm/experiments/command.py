@@ -11,7 +11,8 @@ import torch
 from compressm.runs.measurement import Measurement
 
 Progress = Callable[[str], None]
-# Called as study(seeds=…, quick=…, progress=…): seeds 0, 1, …; `quick` is a small version that takes seconds.
+# Called as study(seeds=…, quick=…, progress=…): seeds 0, 1, …; `quick` is a small version that takes seconds. A study
+# that can do several things at a time takes processes=… too.
 Study = Callable[..., Measurement]
 
 
@@ -19,15 +20,27 @@ def silent(line: str) -> None:
     """Progress that nobody reads."""
 
 
-def run(study: Study, *, seeds: int, description: str, arguments: Sequence[str] | None = None) -> Path:
+def spoken(line: str) -> None:
+    """Progress at once, from any process."""
+    print(line, flush=True)
+
+
+def run(
+    study: Study, *, seeds: int, description: str, arguments: Sequence[str] | None = None, parallel: bool = False
+) -> Path:
     """Measure, with a line whenever something was done, and write OUT/NAME.json."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, default=Path("out/studies"), help="folder of the result (%(default)s)")
     parser.add_argument("--seeds", type=_count, default=seeds, help="how often, each with its own seed (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="a small version, in seconds")
+    if parallel:
+        parser.add_argument(
+            "--processes", type=_count, default=1, help="models at a time, on one core each (%(default)s)"
+        )
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)  # the models are small: on several threads they are slower
-    measurement = study(seeds=given.seeds, quick=given.quick, progress=lambda line: print(line, flush=True))
+    options = {"processes": given.processes} if parallel else {}
+    measurement = study(seeds=given.seeds, quick=given.quick, progress=spoken, **options)
     path = measurement.write(given.out / f"{measurement.name}.json")
     print(f"result: {path}; `compressm bench table {path}` shows it")
     return path

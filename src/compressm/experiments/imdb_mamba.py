@@ -24,19 +24,25 @@ from compressm.runs.run import Run, read_run
 
 STEPS, EVALUATIONS = 3_000, 6
 LARGE, SMALL = 128, 16
-# (16 / 128)^(1/4): four cuts lead from 128 to 16.
-_FOUR_CUTS = ("compression.tau=null", "compression.rho=0.5946")
-# What differs from the recipe; None: it is not cut, and has so few states from the start.
-VARIANTS: dict[str, tuple[str, ...] | None] = {
-    "128 states": None,
-    "16 states": None,
-    "paper: means, τ = 0.001": ("compression.selective={kind: per-channel, surrogate: mean}",),
-    "baked to 16": _FOUR_CUTS,
-    "baked to 16 at once": ("compression.tau=null", "compression.order=16", "compression.when={steps: [100]}"),
-    "random states to 16": (
-        *_FOUR_CUTS,
-        "compression.selective={kind: shared-index}",
-        "compression.select=random",
+# By what a user calls them, what their labels are and what differs from the recipe, where SIZE is the final order and
+# SHARE what each of four cuts leaves; None: never cut, with so many states from the start.
+VARIANTS: dict[str, tuple[str, tuple[str, ...] | None]] = {
+    "whole": (f"{LARGE} states", None),
+    "small": ("SIZE states", None),
+    "paper": ("paper: means, τ = 0.001", ("compression.selective={kind: per-channel, surrogate: mean}",)),
+    "baked": ("baked to SIZE", ("compression.tau=null", "compression.rho=SHARE")),
+    "once": (
+        "baked to SIZE at once",
+        ("compression.tau=null", "compression.order=SIZE", "compression.when={steps: [100]}"),
+    ),
+    "random": (
+        "random states to SIZE",
+        (
+            "compression.tau=null",
+            "compression.rho=SHARE",
+            "compression.selective={kind: shared-index}",
+            "compression.select=random",
+        ),
     ),
 }
 
@@ -50,26 +56,42 @@ class Job:
     training: Training
 
 
-def jobs(out: Path, variants: Iterable[str], seeds: int, steps: int, evaluations: int) -> list[Job]:
-    """All trainings, seed by seed; folders have the number of steps in their names."""
+@dataclass(frozen=True)
+class Scale:
+    """Steps and evaluations of every training, and the order that small models have and cut ones get."""
+
+    steps: int = STEPS
+    evaluations: int = EVALUATIONS
+    size: int = SMALL
+
+    def filled(self, text: str) -> str:
+        """With numbers in the place of SIZE and SHARE."""
+        return text.replace("SIZE", str(self.size)).replace("SHARE", f"{(self.size / LARGE) ** 0.25:.4f}")
+
+
+def jobs(out: Path, variants: Iterable[str], seeds: int, scale: Scale) -> list[Job]:
+    """All trainings, seed by seed; folders are named by final orders and numbers of steps."""
     wanted = list(variants)
-    return [Job(name, seed, _training(out, name, seed, steps, evaluations)) for seed in range(seeds) for name in wanted]
+    return [_job(out, name, seed, scale) for seed in range(seeds) for name in wanted]
 
 
-def _training(out: Path, variant: str, seed: int, steps: int, evaluations: int) -> Training:
-    differs = VARIANTS[variant]
-    order = int(variant.split()[0]) if differs is None else LARGE
+def _job(out: Path, variant: str, seed: int, scale: Scale) -> Job:
+    name, differs = VARIANTS[variant]
+    label = scale.filled(name)
+    order = scale.size if variant == "small" else LARGE
     uncut = ("--baseline",) if differs is None else ()
     settings = (
-        f"label={variant!r}",
+        f"label={label!r}",
         "spectra=null",
-        f"training.steps={steps}",
-        f"training.evaluate_every={max(1, steps // evaluations)}",
-        f"training.checkpoint_every={max(1, steps // EVALUATIONS)}",
-        *(differs or ()),
+        f"training.steps={scale.steps}",
+        f"training.evaluate_every={max(1, scale.steps // scale.evaluations)}",
+        f"training.checkpoint_every={max(1, scale.steps // EVALUATIONS)}",
+        *map(scale.filled, differs or ()),
     )
-    folder = out / "runs" / f"{_plain(variant)}-{steps}" / f"seed-{seed}"
-    return Training("imdb-mamba", folder, (*uncut, "--order", str(order), "--seed", str(seed)), settings)
+    final = f"-{scale.size}" if "SIZE" in name else ""
+    folder = out / "runs" / f"{variant}{final}-{scale.steps}" / f"seed-{seed}"
+    options = (*uncut, "--order", str(order), "--seed", str(seed))
+    return Job(label, seed, Training("imdb-mamba", folder, options, settings))
 
 
 def collect(wanted: Sequence[Job]) -> Measurement:
@@ -87,10 +109,10 @@ def collect(wanted: Sequence[Job]) -> Measurement:
 
 
 def joined(found: Measurement, earlier: Iterable[Measurement]) -> Measurement:
-    """With the rows of earlier results for what is not there, in the order of the variants."""
-    rows = {(row["variant"], row["seed"]): row for one in (*earlier, found) for row in one.rows}
-    places = list(VARIANTS)
-    return replace(found, rows=sorted(rows.values(), key=lambda row: (places.index(str(row["variant"])), row["seed"])))
+    """With the rows of earlier results before those that are new, variant by variant."""
+    rows = {(str(row["variant"]), row["seed"]): row for one in (*earlier, found) for row in one.rows}
+    places = list(dict.fromkeys(variant for variant, _ in rows))
+    return replace(found, rows=[rows[key] for key in sorted(rows, key=lambda key: (places.index(key[0]), key[1]))])
 
 
 def _row(run: Run, directory: RunDirectory) -> Row:
@@ -147,8 +169,9 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     parser.add_argument(
         "--add", type=Path, nargs="+", default=[], help="results of other trainings, as of an earlier day"
     )
+    parser.add_argument("--size", type=int, default=SMALL, help="order of small and of cut models (%(default)s)")
     given = parser.parse_args(arguments)
-    wanted = jobs(given.out, given.only or VARIANTS, given.seeds, given.steps, given.evaluations)
+    wanted = jobs(given.out, given.only or VARIANTS, given.seeds, Scale(given.steps, given.evaluations, given.size))
     ended = run_all((job.training for job in wanted), processes=given.processes, data=given.data)
     for job, said in zip(wanted, ended, strict=True):
         print(f"{job.variant}, seed {job.seed}: {said}", flush=True)
@@ -156,11 +179,6 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     path = found.write(given.out / "imdb_mamba.json")
     print(f"result: {path}; `compressm bench table {path}` shows it")
     return path
-
-
-def _plain(name: str) -> str:
-    """As the name of a folder."""
-    return "-".join(name.replace("τ", "tau").replace(":", "").replace(",", "").replace("=", "").split())
 
 
 if __name__ == "__main__":

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import tempfile
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -80,7 +83,7 @@ class Setting:
 
 SETTINGS = (
     Setting("delayed copy, 24 steps", DelayedCopy(copied=8, delay=8, examples=4000), EveryStep(), steps=1500),
-    Setting("digits, 64 steps", Digits(), LastStep(), steps=800),
+    Setting("digits, 64 steps", Digits(), LastStep(), steps=600),
 )
 QUICK = (
     Setting(
@@ -115,16 +118,30 @@ def ways(seed: int) -> dict[str, Mapping[str, Any]]:
 
 
 def measure_selective_cuts(
-    *, seeds: int = 3, quick: bool = False, progress: Progress = silent, settings: Iterable[Setting] | None = None
+    *,
+    seeds: int = 3,
+    quick: bool = False,
+    progress: Progress = silent,
+    settings: Iterable[Setting] | None = None,
+    processes: int = 1,
 ) -> Measurement:
     """One row a model, way and order: the change of outputs, test accuracy right after the cut and some steps later."""
-    rows: list[Row] = []
-    for setting in settings or (QUICK if quick else SETTINGS):
-        task = _task(setting.data)
-        for seed in range(seeds):
-            learner = trained(setting, task, seed)
-            rows += cut_in_every_way(setting, learner, seed, progress)
+    models = [(setting, seed) for setting in settings or (QUICK if quick else SETTINGS) for seed in range(seeds)]
+    if processes == 1:
+        found = [measure_model(*model, progress) for model in models]
+    else:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(
+            processes, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)
+        ) as pool:
+            found = list(pool.map(measure_model, *zip(*models, strict=True), repeat(progress)))
+    rows = [row for rows in found for row in rows]
     return Measurement("selective_cuts", "Mamba layers right after one cut, and later", seeds, rows)
+
+
+def measure_model(setting: Setting, seed: int, progress: Progress = silent) -> list[Row]:
+    """All rows of one model."""
+    return cut_in_every_way(setting, trained(setting, _task(setting.data), seed), seed, progress)
 
 
 def trained(setting: Setting, task: Task, seed: int) -> Learner:
@@ -192,4 +209,4 @@ def _task(data: DataSet) -> Task:
 
 
 if __name__ == "__main__":
-    run(measure_selective_cuts, seeds=3, description=__doc__ or "")
+    run(measure_selective_cuts, seeds=3, description=__doc__ or "", parallel=True)
