@@ -36,7 +36,7 @@ def _of_channels(system: SelectiveSystem, B: Float[Tensor, "batch m"]) -> Tensor
 def outputs(system: SelectiveSystem, u: Float[Tensor, "batch length channels"]) -> Tensor:
     """Re(C h), what the scan gives without skip and gate.
 
-    On a GPU in float32, by the kernels that train: a loop in float64 took 2.4 s of a cut of two layers.
+    On a GPU in float32, by the kernels that train: they have no float64, and without them it is a loop over time.
     """
     chosen = (_for_kernels(part) for part in (u, *system.selected(u)))
     u, delta, B, C = chosen
