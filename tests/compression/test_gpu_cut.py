@@ -20,7 +20,7 @@ def trained(device, case=CASE, steps=3):
     torch.manual_seed(0)
     model = build_model(case)
     x, target = build_batch(case, torch.device("cpu"))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = make_optimizer(model, torch.device("cpu"))
     step = eager_step(model, x, target, case, optimizer)
     for _ in range(steps):
         step()

@@ -19,15 +19,16 @@ SPAN = 4
 @pytest.fixture
 def sized(monkeypatch):
     """Short spans; with `segments` time is cut, with `most` states are taken so many at a time."""
-    from compressm.ops.selective_scan import on_gpu
+    from compressm.ops.selective_scan import programs
 
     monkeypatch.setattr("compressm.ops.kernels._DEVICES", (DEVICE.type,))
 
-    def size(*, segments=False, most=128):
-        changed = {"SPANS": SPAN, "_BUSY": 64 if segments else 1, "_MOST": most, "_MOST_OF_ORDERS": min(most, 32)}
+    def size(*, segments=False, most=128, span=SPAN, few=16):
+        changed = {"SPANS": span, "_BUSY": 64 if segments else 1, "_MOST": most, "_MOST_OF_ORDERS": min(most, 32)}
+        changed |= {"_NARROW": few, "_STATES": few // 4}
         for name, value in changed.items():
-            held = getattr(on_gpu, name)
-            monkeypatch.setattr(on_gpu, name, dict.fromkeys(held, value) if isinstance(held, dict) else value)
+            held = getattr(programs, name)
+            monkeypatch.setattr(programs, name, dict.fromkeys(held, value) if isinstance(held, dict) else value)
 
     size()
     return size
@@ -44,7 +45,7 @@ CASES = {
     "own and complex in segments": (Case(1, 13, 2, 3, own=True, complex=True, state=True), {"segments": True}),
     "orders in blocks of states": (Case(1, 5, 3, 6, orders=(6, 0, 3), state=True), {"most": 4}),
     "many states": (Case(1, 6, 2, 40, state=True), {}),
-    "as many channels as lanes": (Case(1, 5, 33, 5), {}),
+    "two narrow blocks of as many channels as lanes": (Case(1, 5, 33, 7), {"few": 4}),
 }
 SLOW = {
     "neither skip nor gate nor softplus": (Case(1, 11, 3, 3, skip=False, gate=False, softplus=False), {}),
@@ -63,6 +64,8 @@ SLOW = {
         {"segments": True, "most": 4},
     ),
     "lengths in segments": (Case(2, 21, 5, 6, lengths=(5, 21)), {"segments": True}),
+    "as many channels as lanes": (Case(1, 5, 33, 5), {}),
+    "states in scratch memory": (Case(1, 19, 3, 5, state=True), {"span": 8}),
     "more channels than lanes": (Case(1, 17, 70, 9, state=True), {"segments": True}),
 }
 CHOSEN = [*CASES, *map(later, SLOW)]
@@ -89,17 +92,20 @@ def test_kernels_read_half_precision(name, sized):
 
 
 def test_segments_and_blocks_are_what_is_tested(sized):
-    from compressm.ops.selective_scan import on_gpu
+    from compressm.ops.selective_scan import programs
 
     sized(segments=True, most=4)
-    shape = on_gpu.Shape(1, 35, 3, 9, own=False, complex=False)
-    assert len(on_gpu._blocks(shape, None)) == 3
-    assert all(on_gpu.Tile.of(shape, 4, back=back).segments > 1 for back in (False, True))
+    shape = programs.Shape(1, 35, 3, 9, own=False, complex=False)
+    assert len(programs.blocks_of(shape, None)) == 3
+    sized(few=8)
+    assert len(programs.blocks_of(shape, None)) == 2
+    sized(segments=True, most=4)
+    assert all(programs.Tile.of(shape, 4, back=back).segments > 1 for back in (False, True))
 
 
 @pytest.mark.skipif(not GPU, reason="the interpreter takes minutes")
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("variant", [{}, {"own": True}, {"complex": True}, {"n": 64}, {"n": 200}], ids=str)
+@pytest.mark.parametrize("variant", [{}, {"own": True}, {"complex": True}, {"n": 24}, {"n": 64}, {"n": 200}], ids=str)
 def test_kernels_are_plain_torch_at_their_own_sizes(variant, dtype):
     case = Case(**{"batch": 3, "length": 333, "channels": 70, "n": 16, "state": True} | variant)
     given = inputs(case, dtype=dtype, device=DEVICE)
@@ -182,8 +188,8 @@ class Recorder:
 def test_no_states_are_kept_where_no_gradient_is_taken(monkeypatch):
     from compressm.ops.selective_scan import on_gpu
 
-    recorder = Recorder(on_gpu.kernels._forward)
-    monkeypatch.setattr(on_gpu.kernels, "_forward", recorder)
+    recorder = Recorder(on_gpu.kernels._scan)
+    monkeypatch.setattr(on_gpu.kernels, "_scan", recorder)
     u, B, C = (torch.ones(1, 5, 3, device=DEVICE, requires_grad=True) for _ in range(3))
     A = -torch.ones(3, 3, device=DEVICE)
     with torch.no_grad():

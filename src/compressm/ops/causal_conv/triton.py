@@ -31,7 +31,7 @@ def _before_silu(v, weight, bias, t, col, length, channels, v_row, K: tl.constex
 
 
 @triton.jit
-def _forward(
+def _convolve(
     v, weight, bias, out, length, channels, v_row, K: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
     b = tl.program_id(2).to(tl.int64)
@@ -72,7 +72,7 @@ def _slopes(
 
 
 @triton.jit
-def _backward(
+def _convolve_back(
     g, weight, dv, length, channels, K: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
     """dv[t] = Σ weight[k] g[t + K − 1 − k]."""
@@ -99,7 +99,7 @@ class CausalConv(torch.autograd.Function):
             v = v.contiguous()
         weight = weight.contiguous()
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        _forward[_grid(v, _TILE)](v, weight, bias, out, *v.shape[1:], v.stride(1), K=weight.shape[-1], **_TILE)
+        _convolve[_grid(v, _TILE)](v, weight, bias, out, *v.shape[1:], v.stride(1), K=weight.shape[-1], **_TILE)
         ctx.save_for_backward(v, weight, bias)
         return out
 
@@ -113,7 +113,7 @@ class CausalConv(torch.autograd.Function):
         _slopes[_grid(v, _SUMMED)](
             *(v, weight, bias, dout.contiguous(), g, sums, *v.shape[1:], v.stride(1)), K=taps, **_SUMMED
         )  # fmt: skip
-        _backward[_grid(v, _TILE)](g, weight, dv, *v.shape[1:], K=taps, **_TILE)
+        _convolve_back[_grid(v, _TILE)](g, weight, dv, *v.shape[1:], K=taps, **_TILE)
         total = sums.sum(0)
         dweight = total[:taps].mT.reshape(weight.shape).to(weight.dtype)
         return dv, dweight, None if bias is None else total[taps].to(bias.dtype)

@@ -15,7 +15,7 @@ _PROGRAMS = 1024  # of the backward pass, each with a row of sums
 
 
 @triton.jit
-def _forward(x, weight, out, rows, width, eps, ROWS: tl.constexpr, COLS: tl.constexpr):
+def _normalise(x, weight, out, rows, width, eps, ROWS: tl.constexpr, COLS: tl.constexpr):
     row, col = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLS)
     live = (row < rows)[:, None] & (col < width)[None, :]
     at = row[:, None] * width + col[None, :]
@@ -28,7 +28,7 @@ def _forward(x, weight, out, rows, width, eps, ROWS: tl.constexpr, COLS: tl.cons
 
 
 @triton.jit
-def _backward(x, weight, dout, dx, sums, rows, width, eps, ROWS: tl.constexpr, COLS: tl.constexpr):
+def _normalise_back(x, weight, dout, dx, sums, rows, width, eps, ROWS: tl.constexpr, COLS: tl.constexpr):
     """With n = x s and g = weight dout, dx = s (g − n mean(g n)); dweight is the sum of dout n."""
     col = tl.arange(0, COLS)
     factor = tl.full((COLS,), 1.0, tl.float32)
@@ -59,7 +59,7 @@ class RMSNormRows(torch.autograd.Function):
         x = x.contiguous()
         out = torch.empty_like(x)
         rows, width, tile = _sizes(x)
-        _forward[(-(-rows // tile["ROWS"]),)](x, weight, out, rows, width, eps, **tile)
+        _normalise[(-(-rows // tile["ROWS"]),)](x, weight, out, rows, width, eps, **tile)
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
         return out
@@ -72,7 +72,7 @@ class RMSNormRows(torch.autograd.Function):
         rows, width, tile = _sizes(x)
         programs = min(_PROGRAMS, -(-rows // tile["ROWS"]))
         sums = None if weight is None else torch.empty(programs, width, dtype=torch.float32, device=x.device)
-        _backward[(programs,)](x, weight, dout.contiguous(), dx, sums, rows, width, ctx.eps, **tile)
+        _normalise_back[(programs,)](x, weight, dout.contiguous(), dx, sums, rows, width, ctx.eps, **tile)
         return dx, None if sums is None else sums.sum(0).to(weight.dtype), None
 
 

@@ -50,6 +50,23 @@ def program_place(channels, BD: tl.constexpr):
 
 
 @triton.jit
+def softplus(x):
+    """log(1 + exp x); the polynomial is log(1 + e) / e for e in [0, 1], to 2e-8."""
+    e = tl.exp(-tl.abs(x))
+    p = -0.0289919564 + e * 0.0051058258
+    p = 0.190713096 + e * (-0.135906002 + e * (0.0773807384 + e * p))
+    p = 0.999999965 + e * (-0.499994357 + e * (0.333179343 + e * (-0.248339455 + e * p)))
+    return tl.maximum(x, 0.0) + e * p
+
+
+@triton.jit
+def share_of_step(w):
+    """The slope of softplus where it is w: 1 − exp(−w), by its series where the difference would cancel."""
+    series = w * (1.0 - w * (0.5 - w * (0.16666667 - w * 0.041666668)))
+    return tl.where(w < 0.06, series, 1.0 - tl.exp(-w))
+
+
+@triton.jit
 def states_of(orders, d, channels, n, first, q: tl.constexpr, BN: tl.constexpr):
     """The states of a tile, and which of them each channel has."""
     k = first + q * BN + tl.arange(0, BN)
@@ -125,14 +142,15 @@ def matrix(
     re, im = (), ()
     for q in tl.static_range(TILES):
         k, there = states_of(orders, d, channels, n, first, q, BN)
-        some = (there if OWN else (k < n)[None, :]) & (t < length)
+        # Rows that all channels share are as long as all tiles: nothing but the end of time is masked.
+        some = (there if OWN else (k >= 0)[None, :]) & (t < length)
         at = matrix_at(M, t, row, d, k, n, OWN, COMPLEX)
         part = tl.load(at, mask=some, other=0.0).to(tl.float32)
         if orders is not None:
             part = tl.where(there, part, 0.0)
         re = re + (part,)
         if COMPLEX:
-            part = tl.load(at + n, mask=some, other=0.0).to(tl.float32)
+            part = tl.load(at + (n if OWN else row // 2), mask=some, other=0.0).to(tl.float32)
             if orders is not None:
                 part = tl.where(there, part, 0.0)
             im = im + (part,)
@@ -190,24 +208,32 @@ def inner(a_re, a_im, b_re, b_im, SIGN: tl.constexpr, TILES: tl.constexpr, COMPL
 
 
 @triton.jit
-def keep(target, re, im, BD: tl.constexpr, TILES: tl.constexpr, BN: tl.constexpr, COMPLEX: tl.constexpr):
-    """Tiles into scratch memory, one after the other."""
-    inside = tl.arange(0, BD)[:, None] * BN + tl.arange(0, BN)[None, :]
-    for q in tl.static_range(TILES):
-        tl.store(target + q * BD * BN + inside, re[q])
-        if COMPLEX:
-            tl.store(target + (TILES + q) * BD * BN + inside, im[q])
+def numbers(channels, TILES: tl.constexpr, BN: tl.constexpr, COMPLEX: tl.constexpr):
+    """How many `keep` writes for all channels."""
+    return (2 if COMPLEX else 1) * TILES * BN * channels
 
 
 @triton.jit
-def kept(source, BD: tl.constexpr, TILES: tl.constexpr, BN: tl.constexpr, COMPLEX: tl.constexpr):
+def keep(target, re, im, d, channels, TILES: tl.constexpr, BN: tl.constexpr, COMPLEX: tl.constexpr):
+    """Whole tiles, states of a channel side by side: ([2,] TILES, channels, BN)."""
+    inside = d[:, None] * BN + tl.arange(0, BN)[None, :]
+    live = (d < channels)[:, None]
+    for q in tl.static_range(TILES):
+        tl.store(target + q * channels * BN + inside, re[q], mask=live)
+        if COMPLEX:
+            tl.store(target + (TILES + q) * channels * BN + inside, im[q], mask=live)
+
+
+@triton.jit
+def kept(source, d, channels, TILES: tl.constexpr, BN: tl.constexpr, COMPLEX: tl.constexpr):
     """And back."""
-    inside = tl.arange(0, BD)[:, None] * BN + tl.arange(0, BN)[None, :]
+    inside = d[:, None] * BN + tl.arange(0, BN)[None, :]
+    live = (d < channels)[:, None]
     re, im = (), ()
     for q in tl.static_range(TILES):
-        re = re + (tl.load(source + q * BD * BN + inside),)
+        re = re + (tl.load(source + q * channels * BN + inside, mask=live, other=0.0),)
         if COMPLEX:
-            im = im + (tl.load(source + (TILES + q) * BD * BN + inside),)
+            im = im + (tl.load(source + (TILES + q) * channels * BN + inside, mask=live, other=0.0),)
     return re, im
 
 
