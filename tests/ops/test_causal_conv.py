@@ -15,8 +15,9 @@ pytestmark = MARK
 def small_tiles(monkeypatch):
     """Several tiles along both axes at sizes that the interpreter can do."""
     if not GPU:
-        for name in ("_TILE", "_SUMMED"):
-            monkeypatch.setattr(f"compressm.ops.causal_conv.triton.{name}", {"ROWS": 8, "COLS": 4, "num_warps": 1})
+        here = "compressm.ops.causal_conv.triton"
+        monkeypatch.setattr(f"{here}._TILE", {"ROWS": 8, "COLS": 4, "num_warps": 1})
+        monkeypatch.setattr(f"{here}._TILES", 2)
 
 
 @pytest.mark.usefixtures("nan_memory", "small_tiles")

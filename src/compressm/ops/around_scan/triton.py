@@ -10,6 +10,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from compressm.ops.column_sums.triton import column_sums
+
 _TILE = {"ROWS": 32, "COLS": 128, "num_warps": 4}
 
 
@@ -117,7 +119,7 @@ class Steps(torch.autograd.Function):
             SOFTPLUS=ctx.softplus,
             **_TILE,
         )
-        return ddelta, None if sums is None or bias is None else sums.sum(0).to(bias.dtype), None, None
+        return ddelta, None if sums is None or bias is None else column_sums(sums).to(bias.dtype), None, None
 
 
 class Gate(torch.autograd.Function):

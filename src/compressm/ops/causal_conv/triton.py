@@ -10,9 +10,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from compressm.ops.column_sums.triton import column_sums
+
 _TILE = {"ROWS": 32, "COLS": 64, "num_warps": 4}
-# Sums over the rows of a tile go through shared memory: longer tiles have fewer of them.
-_SUMMED = {"ROWS": 128, "COLS": 32, "num_warps": 4}
+# Sums over the rows of a tile go through shared memory: so many tiles are added up before.
+_TILES = 8
 
 
 @triton.jit
@@ -47,28 +49,35 @@ def _convolve(
 @triton.jit
 def _slopes(
     v, weight, bias, dout, g, sums, length, channels, v_row,
-    K: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    K: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """The gradient before SiLU, and for each tile its sums with every input and alone: (tiles, K + 1, channels)."""
+    """The gradient before SiLU, and its sums with every input and alone for each program: (…, K + 1, channels)."""
     b = tl.program_id(2).to(tl.int64)
-    t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    v += b * length * v_row
-    total = _before_silu(v, weight, bias, t, col, length, channels, v_row, K)
-    share = 1.0 / (1.0 + tl.exp(-total))
     there = col < channels
-    mask = (t < length)[:, None] & there[None, :]
-    inside = (b * length + t[:, None]) * channels + col[None, :]
-    given = tl.load(dout + inside, mask=mask, other=0.0).to(tl.float32)
-    slope = given * share * (1.0 + total * (1.0 - share))
-    tl.store(g + inside, slope.to(g.dtype.element_ty), mask=mask)
+    v += b * length * v_row
+    totals = ()
+    for _ in tl.static_range(K + 1):
+        totals = totals + (tl.zeros((ROWS, COLS), tl.float32),)
+    for i in range(0, TILES):
+        t = (tl.program_id(0) * TILES + i) * ROWS + tl.arange(0, ROWS)
+        total = _before_silu(v, weight, bias, t, col, length, channels, v_row, K)
+        share = 1.0 / (1.0 + tl.exp(-total))
+        mask = (t < length)[:, None] & there[None, :]
+        inside = (b * length + t[:, None]) * channels + col[None, :]
+        given = tl.load(dout + inside, mask=mask, other=0.0).to(tl.float32)
+        slope = given * share * (1.0 + total * (1.0 - share))
+        tl.store(g + inside, slope.to(g.dtype.element_ty), mask=mask)
+        new = ()
+        for k in tl.static_range(K):
+            source = t - (K - 1) + k
+            seen = ((source >= 0) & (source < length))[:, None] & there[None, :]
+            x = tl.load(v + source[:, None] * v_row + col[None, :], mask=seen, other=0.0).to(tl.float32)
+            new = new + (totals[k] + slope * x,)
+        totals = new + (totals[K] + slope,)
     target = sums + (b * tl.num_programs(0) + tl.program_id(0)) * (K + 1) * channels + col
-    for k in tl.static_range(K):
-        source = t - (K - 1) + k
-        seen = ((source >= 0) & (source < length))[:, None] & there[None, :]
-        x = tl.load(v + source[:, None] * v_row + col[None, :], mask=seen, other=0.0).to(tl.float32)
-        tl.store(target + k * channels, tl.sum(slope * x, 0), mask=there)
-    tl.store(target + K * channels, tl.sum(slope, 0), mask=there)
+    for k in tl.static_range(K + 1):
+        tl.store(target + k * channels, tl.sum(totals[k], 0), mask=there)
 
 
 @triton.jit
@@ -99,7 +108,7 @@ class CausalConv(torch.autograd.Function):
             v = v.contiguous()
         weight = weight.contiguous()
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        _convolve[_grid(v, _TILE)](v, weight, bias, out, *v.shape[1:], v.stride(1), K=weight.shape[-1], **_TILE)
+        _convolve[_grid(v)](v, weight, bias, out, *v.shape[1:], v.stride(1), K=weight.shape[-1], **_TILE)
         ctx.save_for_backward(v, weight, bias)
         return out
 
@@ -107,17 +116,17 @@ class CausalConv(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         v, weight, bias = ctx.saved_tensors
-        taps, (blocks, _, batch), channels = weight.shape[-1], _grid(v, _SUMMED), v.shape[2]
+        taps, channels, grid = weight.shape[-1], v.shape[2], _grid(v, tiles=_TILES)
         g, dv = (torch.empty(v.shape, dtype=v.dtype, device=v.device) for _ in range(2))
-        sums = torch.empty(batch * blocks, taps + 1, channels, dtype=torch.float32, device=v.device)
-        _slopes[_grid(v, _SUMMED)](
-            *(v, weight, bias, dout.contiguous(), g, sums, *v.shape[1:], v.stride(1)), K=taps, **_SUMMED
+        sums = torch.empty(grid[0] * grid[2], taps + 1, channels, dtype=torch.float32, device=v.device)
+        _slopes[grid](
+            *(v, weight, bias, dout.contiguous(), g, sums, *v.shape[1:], v.stride(1)), K=taps, **_TILE, TILES=_TILES
         )  # fmt: skip
-        _convolve_back[_grid(v, _TILE)](g, weight, dv, *v.shape[1:], K=taps, **_TILE)
-        total = sums.sum(0)
+        _convolve_back[_grid(v)](g, weight, dv, *v.shape[1:], K=taps, **_TILE)
+        total = column_sums(sums.flatten(1)).view(taps + 1, channels)
         dweight = total[:taps].mT.reshape(weight.shape).to(weight.dtype)
         return dv, dweight, None if bias is None else total[taps].to(bias.dtype)
 
 
-def _grid(v: Tensor, tile: dict[str, int]) -> tuple[int, int, int]:
-    return -(-v.shape[1] // tile["ROWS"]), -(-v.shape[2] // tile["COLS"]), v.shape[0]
+def _grid(v: Tensor, *, tiles: int = 1) -> tuple[int, int, int]:
+    return -(-v.shape[1] // (tiles * _TILE["ROWS"])), -(-v.shape[2] // _TILE["COLS"]), v.shape[0]

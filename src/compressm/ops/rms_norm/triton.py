@@ -10,6 +10,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from compressm.ops.column_sums.triton import column_sums
+
 _VALUES = 4096  # of a tile
 _PROGRAMS = 1024  # of the backward pass, each with a row of sums
 
@@ -73,7 +75,7 @@ class RMSNormRows(torch.autograd.Function):
         programs = min(_PROGRAMS, -(-rows // tile["ROWS"]))
         sums = None if weight is None else torch.empty(programs, width, dtype=torch.float32, device=x.device)
         _normalise_back[(programs,)](x, weight, dout.contiguous(), dx, sums, rows, width, ctx.eps, **tile)
-        return dx, None if sums is None else sums.sum(0).to(weight.dtype), None
+        return dx, None if sums is None else column_sums(sums).to(weight.dtype), None
 
 
 def _sizes(x: Tensor) -> tuple[int, int, dict[str, int]]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from compressm.ops.around_scan import gated, step_sizes
+from compressm.ops.column_sums.triton import column_sums
 from compressm.ops.selective_scan import triton as kernels
 from compressm.ops.selective_scan.arguments import Selective
 from compressm.ops.selective_scan.programs import Shape, Tile, blocks_of, rows
@@ -107,11 +108,12 @@ class Scan(torch.autograd.Function):
             )
         dB, dC = (total[..., : shape.n].to(M.dtype) for total, M in zip(room.sums, (B, C), strict=True))
         dbias, dD = (
-            None if total is None else total.flatten(0, -2).sum(0).to(dtype)
+            None if total is None else column_sums(total.flatten(0, -2)).to(dtype)
             for total, dtype in ((room.dbias, ctx.delta[1]), (room.dskip, None if D is None else D.dtype))
         )
+        dA = column_sums(room.drates.flatten(0, 1).flatten(1)).view(A.shape)
         dsteps = (room.ddelta.to(ctx.delta[0]), dbias, None)
-        return room.du.to(u.dtype), *dsteps, room.drates.sum((0, 1)), dB, dC, dD, room.dstate, None, None, None
+        return room.du.to(u.dtype), *dsteps, dA, dB, dC, dD, room.dstate, None, None, None
 
 
 def _steps(delta: Tensor, bias: Tensor | None, lengths: Tensor | None, *, soft: bool, later: bool) -> Tensor:
