@@ -16,6 +16,7 @@ SHORT_NAMES = {
     "Compressor",
     "HankelTracker",
     "Measured",
+    "Modal",
     "PerChannel",
     "Restart",
     "Rollback",

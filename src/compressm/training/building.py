@@ -20,6 +20,7 @@ from compressm.compression import (
     KeepFraction,
     Largest,
     Measured,
+    Modal,
     PerChannel,
     Random,
     Restart,
@@ -169,7 +170,8 @@ def _needs_data(recipe: Recipe, config: CompressionConfig) -> bool:
 
 
 def _gramian(config: CompressionConfig) -> Gramian:
-    return Measured(batches=config.calibration_batches) if config.gramian == "measured" else WhiteNoise()
+    measured = Measured(batches=config.calibration_batches)
+    return {"white_noise": WhiteNoise(), "measured": measured, "modal": Modal()}[config.gramian]
 
 
 def _guard(evaluate: Callable[[], float], drop: float, settle: int, kind: TaskKind) -> Rollback:

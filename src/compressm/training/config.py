@@ -178,7 +178,7 @@ class CompressionConfig(Config):
     order: int | None = None
     bound: float | None = None
     total_states: int | None = None
-    gramian: Literal["white_noise", "measured"] = "white_noise"
+    gramian: Literal["white_noise", "measured", "modal"] = "white_noise"
     calibration_batches: int = 4
     fold: bool = True
     moments: Literal["transport", "restart", "slice"] = "transport"
@@ -255,5 +255,7 @@ def _require_selective(compression: CompressionConfig, layer: str) -> None:
             f"compression: bound is {compression.bound} with layer Mamba, whose cuts have no error bound: expected"
             " another policy, such as tau"
         )
+    if layer == "Mamba" and compression.gramian == "modal":
+        raise ConfigError("compression: gramian is modal with layer Mamba, whose input chooses its poles: leave it out")
     if layer != "Mamba" and compression.selective is not None:
         raise ConfigError(f"compression: selective is for layer Mamba, and layer is {layer}: leave it out")
