@@ -56,6 +56,14 @@ def test_the_last_step_that_adds_the_same_is_known_ahead(hold, last):
 
 
 @pytest.mark.parametrize("hold", [True, False])
+def test_a_step_that_is_asked_for_twice_finds_its_gradient_once(hold):
+    """As after the recording of a CUDA graph, which runs nothing."""
+    model, penalty = held(every=3, hold=hold)
+    assert added(model, penalty, [1, 1, 4, 4]) == ([2, 2, 4, 4] if hold else [6, 6, 12, 12])
+    assert penalty.evaluations == 2
+
+
+@pytest.mark.parametrize("hold", [True, False])
 def test_after_a_cut_a_gradient_of_the_new_sizes_is_there(hold):
     model, penalty = held(every=4, hold=hold)
     penalty.ready(1)

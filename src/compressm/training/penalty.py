@@ -65,9 +65,10 @@ class HeldPenalty:
         """Hold what this step is to add; the last step from here on that adds the same."""
         every, hold = self.config.every, self.config.hold
         due = (step - 1) % every == 0
-        if due or (self._stale and hold):
+        # A step that is asked for again, as after the recording of a graph, has what it needs.
+        if (due and self.found_at != step) or (self._stale and hold):
             self._find(step)
-        elif not hold:
+        elif not (hold or due):
             self._hold({name: torch.zeros_like(self._parameter(name)) for name in self._held})
         self._stale = False
         return step if due and not hold else step + every - 1 - (step - 1) % every
