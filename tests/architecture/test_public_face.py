@@ -16,6 +16,7 @@ SHORT_NAMES = {
     "Compressor",
     "HankelTracker",
     "Measured",
+    "Modal",
     "PerChannel",
     "Restart",
     "Rollback",
@@ -156,6 +157,7 @@ OPTIONS = {
     "bench draw": {"result", "--picture"},
     "bench growth": {"--device", "--axis", "--precision", "--compile", "--no-compile", "--repeats", "--out"},
     "bench peers": {"--device", "--repeats", "--out"},
+    "bench regulariser": {"--device", "--order", "--repeats", "--out"},
     "bench scan": {"--device", "--repeats", "--out"},
     "bench selective": {"--device", "--repeats", "--out"},
     "bench step": {

@@ -88,6 +88,16 @@ def test_peers_are_listed_with_their_reason_where_they_do_not_run(tmp_path, smal
     assert "needs a GPU" in run("bench", "table", str(tmp_path / "peers-cpu.json")).output
 
 
+def test_a_penalty_is_measured_beside_a_step_and_the_papers_way(tmp_path):
+    done = run("bench", "regulariser", "--order", "3", "--repeats", "1", "--out", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    assert [path.name for path in tmp_path.iterdir()] == ["regulariser-cpu.json"]
+    table = run("bench", "table", str(tmp_path / "regulariser-cpu.json")).output
+    assert "| smnist | 3 | 0.314 |" in table
+    assert "| smnist | 3 | 6.28 |" in table
+    assert "by autograd" in table
+
+
 def test_paths_of_a_layer_are_listed_beside_the_choice(tmp_path, small):
     done = run("bench", "scan", "--repeats", "1", "--out", str(tmp_path))
     assert done.exit_code == 0, done.output

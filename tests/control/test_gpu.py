@@ -9,6 +9,7 @@ import torch
 from compressm.bench.systems import lru_at_initialisation, lru_trained_like
 from compressm.control import (
     DenseSystem,
+    DiagonalSystem,
     balanced_truncation,
     controllability_gramian,
     fold,
@@ -84,3 +85,15 @@ assert all(abs(factor[0, 0].item() ** 2 - k - 1) < 1e-12 for k, factor in enumer
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_nuclear_norm_by_products_is_that_of_the_cpu():
+    found = {}
+    for device in ("cpu", "cuda"):
+        system = lru_at_initialisation(96, 8, bank=(3,)).to(device)
+        parts = [part.clone().requires_grad_() for part in (system.poles, system.B, system.C)]
+        norm = hankel_nuclear_norm(DiagonalSystem(*parts), floor=1e-6)
+        norm.sum().backward()
+        found[device] = [norm.detach().cpu(), *(part.grad.cpu() for part in parts)]
+    for mine, its in zip(found["cuda"], found["cpu"], strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-6, atol=1e-6 * float(its.abs().max()))

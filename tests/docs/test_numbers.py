@@ -135,6 +135,14 @@ def test_cuts_take_no_longer_than_they_may():
     assert result("cut-cpu").environment.threads == 1
 
 
+def test_a_penalty_costs_less_than_a_step_at_the_sizes_of_the_paper():
+    """There it made a step 16 times as long."""
+    (recipe,) = rows("regulariser-cpu", order=256, max_phase=0.314)
+    assert recipe["ratio"] < 2
+    assert all(row["ratio_every"] < 2 for row in result("regulariser-cpu").rows)
+    assert result("regulariser-cpu").environment.threads == 1
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("*.json")), ids=lambda path: path.stem)
 def test_results_name_a_machine_and_a_clean_commit(path):
     environment = Measurement.read(path).environment

@@ -113,7 +113,11 @@ HINTS = [
     ("tau=0.1", "tau is not a key of a recipe", "did you mean 'compression.tau'?"),
     ("order=3", "order is not a key of a recipe", "did you mean 'model.order' or 'compression.order'?"),
     ("model.layer=lru", "Input should be 'LRU', 'S5', 'S4D' or 'Mamba'", "did you mean 'LRU'?"),
-    ("compression.gramian=white-noise", "Input should be 'white_noise' or 'measured'", "did you mean 'white_noise'?"),
+    (
+        "compression.gramian=white-noise",
+        "Input should be 'white_noise', 'measured' or 'modal'",
+        "did you mean 'white_noise'?",
+    ),
 ]
 
 

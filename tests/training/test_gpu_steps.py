@@ -3,14 +3,18 @@
 import pytest
 import torch
 
+from compressm.baselines import HankelNuclearNorm
 from compressm.compression import Compressor, TargetOrder
 from compressm.data import Order
-from compressm.runs.records import CutRecord, Evaluation, Timing
+from compressm.experiments.comparisons import comparison
+from compressm.runs.records import CutRecord, Evaluation, PenaltyRecord, Timing
 from compressm.training import (
     CompressionConfig,
+    DistillationConfig,
     Interrupted,
     ModelConfig,
     Recipe,
+    RegulariserConfig,
     SelectiveConfig,
     SpectraConfig,
     TrainingConfig,
@@ -27,11 +31,12 @@ from tests.training.tiny import Sending, lines, tokens
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
+_PARTS = ("compression", "spectra", "regulariser", "distillation")
 
 
 def recipe(steps=40, dropout=0.0, learning_rate=0.01, **others):
     """Without pydantic, which a machine with a GPU may not have."""
-    parts = {name: others.pop(name) for name in ("compression", "spectra") if name in others}
+    parts = {name: others.pop(name) for name in _PARTS if name in others}
     model = others.pop("model", {})
     training = {"batch": 8, "schedule": "cosine", "evaluate_every": 4, "checkpoint_every": 6, **others}
     return Recipe(
@@ -130,3 +135,33 @@ def test_graphs_of_mamba_layers_are_recorded_anew_after_a_cut(kind, precision, t
     assert runs[0].records(CutRecord)[-1].rank <= 3
     mine, its = ([e.loss for e in run.records(Evaluation)] for run in runs)
     assert mine == pytest.approx(its, rel=2e-2 if precision == "float32" else 0.1)
+
+
+@pytest.mark.parametrize("hold", [True, False])
+def test_a_graph_adds_a_penalty_as_a_plain_loop_does_before_and_after_a_cut(hold, tmp_path):
+    """Its gradient is found outside the graph, at other steps than those that warm it up."""
+    found = recipe(
+        steps=40,
+        compression=CompressionConfig(rho=0.7, gate=1.0, when=WhenConfig(steps=(20,))),
+        regulariser=RegulariserConfig(kind="hankel-nuclear-norm", beta=0.05, every=5, hold=hold),
+    )
+    penalty = HankelNuclearNorm()
+    runs = [train(found, tokens(), tmp_path / device, device=device, penalty=penalty) for device in ("cuda", "cpu")]
+    mine, its = ([record.value for record in run.records(PenaltyRecord)] for run in runs)
+    assert mine == pytest.approx(its, rel=2e-2)
+    assert mine[-1] < mine[0]
+    mine, its = ([e.loss for e in run.records(Evaluation)] for run in runs)
+    assert mine == pytest.approx(its, rel=2e-2)
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_graph_learns_from_a_teacher(cache, tmp_path):
+    teacher = train(recipe(steps=8), tokens(), tmp_path / "teacher", device="cpu")
+    config = DistillationConfig(teacher=str(teacher.path), cache=cache)
+    found = recipe(steps=24, distillation=config)
+    runs = []
+    for device in ("cuda", "cpu"):
+        objective = comparison(found, tokens()).objective
+        runs.append(train(found, tokens(), tmp_path / device, device=device, objective=objective))
+    mine, its = ([e.loss for e in run.records(Evaluation)] for run in runs)
+    assert mine == pytest.approx(its, rel=2e-2)

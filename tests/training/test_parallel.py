@@ -3,16 +3,18 @@
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 import yaml
 
+from compressm.baselines import HankelNuclearNorm
 from compressm.compression import load_checkpoint, load_model
 from compressm.compression.distributed import Processes
 from compressm.runs.directory import RunDirectory
-from compressm.runs.records import CutRecord, Evaluation, Spectrum
-from compressm.training import ConfigError, train
+from compressm.runs.records import CutRecord, Evaluation, PenaltyRecord, Spectrum
+from compressm.training import ConfigError, RegulariserConfig, train
 from compressm.training.building import build_model
 from compressm.training.parallel import distributed, join
 from tests.training.tiny import copies, recipe, weights
@@ -94,3 +96,15 @@ def test_random_numbers_differ_between_processes_and_steps(monkeypatch):
     assert first == torch.rand(1).item()
     assert len({drawn(rank, seed, step) for rank in (1, 2) for seed in (0, 1) for step in (0, 8)}) == 8
     assert drawn(1, 0, 8) == drawn(1, 0, 8)
+
+
+def test_two_processes_add_the_same_penalty_as_one(tmp_path):
+    """Their weights stay the same only as long as what they add is: a cut would refuse them otherwise."""
+    found = replace(FOUND, regulariser=RegulariserConfig(kind="hankel-nuclear-norm", beta=0.1, every=3))
+    child = two_processes(tmp_path, found)
+    said, _ = child.communicate(timeout=120)
+    assert child.returncode == 0, said
+    alone = train(found, copies(), tmp_path / "alone", penalty=HankelNuclearNorm())
+    mine, its = RunDirectory(tmp_path / "run").records(PenaltyRecord), alone.records(PenaltyRecord)
+    assert [record.value for record in mine] == pytest.approx([record.value for record in its], rel=1e-2)
+    torch.testing.assert_close(weights(tmp_path / "run"), weights(alone.path), rtol=0.02, atol=0.02)

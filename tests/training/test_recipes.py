@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -47,22 +48,37 @@ def test_the_pragmatic_variant_is_that_of_the_paper():
     )
 
 
+def test_what_compression_is_compared_with_has_the_numbers_of_the_paper():
+    """app:hnn_det and tab:hnn_vs_compressm; app:kd."""
+    hnn, smnist = find_recipe("smnist-hnn"), find_recipe("smnist")
+    assert (hnn.regulariser.alpha, hnn.regulariser.beta) == (1.0, 0.1)
+    assert hnn.truncation.orders == (191, 148, 76, 47, 28, 13)
+    assert (hnn.model, hnn.training, hnn.name) == (smnist.model, smnist.training, smnist.name)
+    for name in ("smnist-distillation", "scifar-distillation", "digits-distillation"):
+        student, alone = find_recipe(name), find_recipe(name.removesuffix("-distillation"))
+        assert (student.distillation.temperature, student.distillation.alpha) == (2.0, 0.5)
+        assert student.training == alone.training
+        assert replace(student.model, order=alone.model.order) == alone.model
+        teacher = f"out/runs/{alone.name}/baseline-n{alone.model.order}/seed-0"
+        assert student.distillation.teacher == teacher
+
+
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_of_the_catalogue_can_be_planned_and_built(name):
     found = find_recipe(name)
     plan = Plan.of(found)
-    assert plan.cuts
+    assert plan.cuts or found.regulariser or found.distillation
     assert found.description
     assert found.task["name"] in CATALOGUE
     options = {key: value for key, value in found.task.items() if key != "name"}
     # The smallest model of its kind: its sizes have been looked at above.
-    small = find_recipe(name, ("model.depth=1", "model.width=2", "model.order=2"))
+    small = find_recipe(name, ("model.depth=1", "model.width=2", "model.order=2", "truncation=null"))
     assert build_model(small.model, make(found.task["name"], **options).form).blocks[0].ssm.order == 2
 
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_has_a_baseline(name):
-    baseline = find_recipe(name, ("compression=null",))
+    baseline = find_recipe(name, ("compression=null", "regulariser=null", "distillation=null", "label=''"))
     assert baseline.label == "baseline"
     assert Plan.of(baseline).cuts == []
 

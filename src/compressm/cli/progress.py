@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from compressm.compression import Cut, Restored
-from compressm.runs.records import Evaluation
+from compressm.runs.records import Evaluation, PenaltyRecord, TruncationRecord
 from compressm.training import Plan, Recipe
 
 
@@ -48,6 +48,14 @@ class Spoken:
 
     def kept(self, step: int) -> None:
         self._say(f"step {step}: nothing cut, no layer would fall below the gate")
+
+    def compared(self, record: PenaltyRecord | TruncationRecord) -> None:
+        if isinstance(record, PenaltyRecord):
+            each = 1e3 * record.seconds / max(1, record.evaluations)
+            self._say(f"step {record.step}: {record.kind} {record.value:.4g}, found in {each:.3g} ms")
+        elif record.split == "test":
+            score = f"{record.loss:.4f}" if record.accuracy is None else f"{100 * record.accuracy:.2f} %"
+            self._say(f"cut once to {record.mean_order:g} states by {record.gramian.replace('_', ' ')}: test {score}")
 
     def _say(self, line: str) -> None:
         self._console.print(escape(line), highlight=False, soft_wrap=True)

@@ -22,6 +22,7 @@ from compressm.cli.progress import spoken
 from compressm.compression.errors import CompressionError, SavingError
 from compressm.data import DataError, Store, Task, make
 from compressm.experiments.catalogue import find_recipe, recipe_names
+from compressm.experiments.comparisons import Comparison, comparison
 from compressm.runs.directory import RunDirectory
 from compressm.runs.records import RunError
 from compressm.training import ConfigError, Diverged, Interrupted, Listener, Recipe, Silent, train
@@ -32,6 +33,8 @@ from compressm.training.resuming import is_finished
 from compressm.training.tensorboard import TensorBoard
 
 INTERRUPTED = 130
+# What a baseline does without.
+_BASELINE = ("compression=null", "regulariser=null", "distillation=null", "truncation=null")
 _NARROW = 64
 _REFUSED = (ConfigError, CompressionError, DataError, PathError, RunError, SavingError)
 console = Console()
@@ -51,7 +54,7 @@ SeedOption = Annotated[
 OrderOption = Annotated[
     int | None, typer.Option(parser=integer, metavar="INTEGER", help="States of every layer at the start.")
 ]
-BaselineOption = Annotated[bool, typer.Option("--baseline", help="Without compression.")]
+BaselineOption = Annotated[bool, typer.Option("--baseline", help="Without compression, penalty and teacher.")]
 OutOption = Annotated[
     Path | None, typer.Option(help="Folder of the run. Default: out/runs/NAME/LABEL-nORDER/seed-SEED.")
 ]
@@ -101,7 +104,7 @@ def command(
             torch.set_num_threads(threads or 1)
         with process_group(chosen_device(device)) as where:
             task = _task(wanted, data, offline)
-            _train(wanted, task, folder, where, resume, tensorboard)
+            _train(wanted, task, folder, where, resume, tensorboard, comparison(wanted, task))
 
 
 @contextmanager
@@ -119,13 +122,22 @@ def _exit_codes() -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
-def _train(recipe: Recipe, task: Task, folder: Path, device: torch.device, resume: bool, tensorboard: bool) -> None:
+def _train(
+    recipe: Recipe,
+    task: Task,
+    folder: Path,
+    device: torch.device,
+    resume: bool,
+    tensorboard: bool,
+    beside: Comparison,
+) -> None:
+    parts = beside._asdict()
     if not _is_first():
-        train(recipe, task, folder, device=device, resume=resume)
+        train(recipe, task, folder, device=device, resume=resume, **parts)
         return
     with spoken(console) as listener:
         listeners: list[Listener] = [listener, TensorBoard(folder / "tensorboard") if tensorboard else Silent()]
-        train(recipe, task, folder, device=device, resume=resume, listener=Several(*listeners))
+        train(recipe, task, folder, device=device, resume=resume, listener=Several(*listeners), **parts)
     _say(f"run: {folder}; `compressm report {shlex.quote(str(folder))}` shows it")
 
 
@@ -137,10 +149,12 @@ def _recipe(
         if settings or baseline or seed is not None or order is not None:
             raise ConfigError(f"{name} goes on as it began: --set, --seed, --order and --baseline are not for --resume")
         return make_recipe(directory.config(), source=str(directory.path / "config.json"))
-    spoken = {"compression=null": "--baseline"} if baseline else {}
+    spoken = dict.fromkeys(_BASELINE, "--baseline") if baseline else {}
     spoken |= {f"seed={seed}": f"--seed {seed}"} if seed is not None else {}
     spoken |= {f"model.order={order}": f"--order {order}"} if order is not None else {}
-    return find_recipe(name, (*settings, *spoken), spoken=spoken)
+    # The label that a recipe gives itself is not that of its baseline; one that is set is.
+    first = {"label=''": "--baseline"} if baseline else {}
+    return find_recipe(name, (*first, *settings, *spoken), spoken=first | spoken)
 
 
 def _folder(recipe: Recipe, name: str, out: Path | None, resume: bool) -> Path:

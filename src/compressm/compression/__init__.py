@@ -3,7 +3,7 @@
 from compressm.compression.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from compressm.compression.compressor import PAPER, Compressor, compress_
 from compressm.compression.errors import CompressionError, SavingError, StaleWrapperError
-from compressm.compression.gramian import Gramian, Measured, WhiteNoise
+from compressm.compression.gramian import Gramian, Measured, Modal, WhiteNoise
 from compressm.compression.inspecting import inspect
 from compressm.compression.inspection import Inspection
 from compressm.compression.kinds import savable
@@ -44,6 +44,7 @@ __all__ = [
     "Largest",
     "LayerPolicy",
     "Measured",
+    "Modal",
     "Moments",
     "PerChannel",
     "Random",

@@ -1,4 +1,4 @@
-"""Which controllability Gramian a cut goes by: the exact one of white noise, or that of data a layer really sees."""
+"""What a cut goes by: the exact Gramian of white noise, that of data a layer really sees, or none."""
 
 from __future__ import annotations
 
@@ -35,3 +35,13 @@ class Measured(Gramian):
         for name, value in (("batches", self.batches), ("stride", self.stride)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise CompressionError(f"Measured: {name} is {value!r}, expected an integer of at least 1")
+
+
+@final
+@dataclass(frozen=True)
+class Modal(Gramian):
+    """No Gramian: modes are dropped one by one, those first whose share of the output has the smallest H∞ norm.
+
+    What stays is not changed. A yardstick: at the same order it loses far more than balanced truncation. In place of σ
+    stand ½ ‖b‖ ‖c‖ / (1 − |λ|), so that 2 Σ of the dropped bounds the error here too.
+    """

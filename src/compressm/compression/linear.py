@@ -11,13 +11,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from compressm.adapters import Adapter, SSMAdapter
-from compressm.compression.basis import BasisChange, Triple, reduce_system
+from compressm.compression.basis import BasisChange, Reduction, Triple, reduce_system
 from compressm.compression.calibration import Seen, relative_change, squared_change
 from compressm.compression.carrying import ModuleChange
 from compressm.compression.change import Writing
 from compressm.compression.distributed import Processes
 from compressm.compression.errors import CompressionError
 from compressm.compression.layer import Layer, PlannedCut
+from compressm.compression.modal import drop_modes, sorted_sizes
 from compressm.compression.options import Options
 from compressm.compression.selection import Largest
 from compressm.control import ControlError, DiagonalSystem, hankel_singular_values
@@ -121,6 +122,8 @@ def linear_spectra(layers: Iterable[LinearLayer], options: Options) -> dict[str,
 
 
 def _values(group: list[LinearLayer], options: Options) -> Tensor:
+    if options.modal:
+        return sorted_sizes(_stacked([layer.system for layer in group]))
     return hankel_singular_values(_stacked([layer.balanced for layer in group]), P=_gramians(group, options))
 
 
@@ -151,13 +154,8 @@ def _plan_group(
     group: list[LinearLayer], rank: int, values: Mapping[str, Tensor], options: Options, salt: int
 ) -> dict[str, LinearCut]:
     kept = [options.select(values[layer.name], rank, salt=f"{layer.name}@{salt}") for layer in group]
-    reduction = reduce_system(
-        _stacked([layer.system for layer in group]),
-        states=None if isinstance(options.select, Largest) else _state_numbers(kept, group[0].system),
-        order=rank,
-        fold=options.fold,
-        P=_gramians(group, options),
-    )
+    states = None if isinstance(options.select, Largest) else _state_numbers(kept, group[0].system)
+    reduction = _reduced(group, rank, states, options)
     cuts = {}
     for k, layer in enumerate(group):
         bound = None if reduction.error_bound is None else float(reduction.error_bound[k].max())
@@ -165,6 +163,13 @@ def _plan_group(
         change = None if layer.seen is None else relative_change(layer.system, system, layer.seen)
         cuts[layer.name] = LinearCut(layer, system, reduction.change[k], bound, change, energy_lost(sigma, kept[k]))
     return cuts
+
+
+def _reduced(group: list[LinearLayer], rank: int, states: Tensor | None, options: Options) -> Reduction:
+    systems = _stacked([layer.system for layer in group])
+    if options.modal:
+        return drop_modes(systems, rank, states)
+    return reduce_system(systems, rank, states=states, fold=options.fold, P=_gramians(group, options))
 
 
 def energy_lost(sigma: Float[Tensor, "*channels n"], kept: Tensor) -> float:

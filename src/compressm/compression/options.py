@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from compressm.compression.errors import CompressionError
-from compressm.compression.gramian import Gramian, Measured, WhiteNoise
+from compressm.compression.gramian import Gramian, Measured, Modal, WhiteNoise
 from compressm.compression.listening import Calibrate
 from compressm.compression.policies import ErrorBound, Policy
 from compressm.compression.selection import Largest, Selection
@@ -34,7 +34,7 @@ class Options:
         if isinstance(self.gramian, Measured) and self.calibrate is None:
             raise CompressionError(f"gramian is {self.gramian} without calibrate: there is no data to measure on")
         if self.gramian is not None and not isinstance(self.gramian, Gramian):
-            raise CompressionError(f"gramian is {self.gramian!r}, expected WhiteNoise() or Measured(...)")
+            raise CompressionError(f"gramian is {self.gramian!r}, expected WhiteNoise(), Measured(...) or Modal()")
         if self.calibrate is not None and not callable(self.calibrate):
             raise CompressionError(f"calibrate is {self.calibrate!r}, expected a function of the model")
         if self.filter_fn is not None and not callable(self.filter_fn):
@@ -63,6 +63,11 @@ class Options:
     def measured(self) -> Measured:
         """How much of the data counts."""
         return self.gramian if isinstance(self.gramian, Measured) else Measured()
+
+    @property
+    def modal(self) -> bool:
+        """Whether modes are dropped as they are."""
+        return isinstance(self.gramian, Modal)
 
     @property
     def measure(self) -> bool:

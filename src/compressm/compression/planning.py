@@ -52,6 +52,11 @@ def find_layers(model: nn.Module, options: Options) -> dict[str, tuple[nn.Module
             f"{', '.join(name or 'the model' for name in selective)}: selective layers are cut by what their inputs"
             " choose; pass calibrate, a function that runs the model on data: calibrate=lambda model: model(inputs)"
         )
+    if selective and options.modal:
+        raise CompressionError(
+            f"{', '.join(name or 'the model' for name in selective)}: {options.gramian} is for layers whose poles are"
+            " fixed, and selective ones have none; expected WhiteNoise() or Measured(...)"
+        )
     _require_policies(found, selective, options)
     for name, (module, adapter) in selective.items():
         assert isinstance(adapter, SelectiveAdapter)

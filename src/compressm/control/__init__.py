@@ -25,10 +25,11 @@ from compressm.control.errors import (
 )
 from compressm.control.folding import conjugate_pairs, fold, real_form
 from compressm.control.gramians import controllability_gramian, observability_gramian
-from compressm.control.hankel import hankel_nuclear_norm, hankel_nuclear_norm_majoriser, hankel_singular_values
+from compressm.control.hankel import hankel_singular_values
 from compressm.control.lyapunov import solve_lyapunov
 from compressm.control.measured import StateCovariance, measured_gramian
 from compressm.control.norms import h2_error, h2_norm, h_infinity_error, h_infinity_norm
+from compressm.control.nuclear_norm import hankel_nuclear_norm, hankel_nuclear_norm_majoriser
 from compressm.control.projection import Projection, galerkin_projection, shared_projection
 from compressm.control.real_balancing import RealTruncation, real_balanced_truncation
 from compressm.control.system import DenseSystem, DiagonalSystem, LinearSystem

@@ -1,4 +1,4 @@
-"""Hankel singular values: how much each state matters, whatever the basis; their sum as a differentiable penalty."""
+"""Hankel singular values: how much each state matters, whatever the basis."""
 
 from __future__ import annotations
 
@@ -60,19 +60,6 @@ def gramian_pair(system: LinearSystem, P: Inexact[Tensor, "*bank n n"] | None) -
     Q = observability_gramian(system)
     dtype = torch.promote_types(P.dtype, Q.dtype)
     return GramianPair.of(P.to(dtype).reshape(-1, n, n), Q.to(dtype).reshape(-1, n, n), source)
-
-
-def hankel_nuclear_norm(system: LinearSystem) -> Float[Tensor, "*bank"]:
-    """Σσᵢ, the penalty of Hankel-nuclear-norm regularisation (app:hnn_det); finite gradients at ties and at zero."""
-    return hankel_singular_values(system).sum(-1)
-
-
-def hankel_nuclear_norm_majoriser(system: DiagonalSystem) -> Float[Tensor, "*bank"]:
-    """Σᵢ √(Pᵢᵢ Qᵢᵢ) = Σᵢ ‖bᵢ‖ ‖cᵢ‖ / (1 − |λᵢ|²) ≥ Σσᵢ, in O(n(p + q)) and without a Gramian."""
-    validation.require_kind("hankel_nuclear_norm_majoriser", system, DiagonalSystem, hint="call diagonalise first")
-    b = torch.linalg.vector_norm(system.B, dim=-1)
-    c = torch.linalg.vector_norm(system.C, dim=-2)
-    return (b * c / system.decay).sum(-1)
 
 
 class HankelValues(torch.autograd.Function):

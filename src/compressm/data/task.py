@@ -24,11 +24,12 @@ class TaskKind(Enum):
 
 
 class Batch(NamedTuple):
-    """As a model takes it: signals are normalised float32, tokens int64."""
+    """As a model takes it: signals are normalised float32, tokens int64; `indices` say which examples of a split."""
 
     inputs: Float[Tensor, "batch length channels"] | Int64[Tensor, "batch *towers length"]
     targets: Shaped[Tensor, "batch *target"]
     lengths: Int64[Tensor, "batch *towers"] | None
+    indices: Int[Tensor, " batch"] | None = None
 
 
 @final
@@ -111,8 +112,8 @@ class Task:
         """On the split's device, by operations that a CUDA graph can hold: no copy from the host, no wait."""
         chosen = split.select(indices)
         if self.vocabulary is not None:
-            return Batch(chosen.inputs.long(), chosen.targets, chosen.lengths)
-        return Batch(self._normalised(chosen.inputs), chosen.targets, chosen.lengths)
+            return Batch(chosen.inputs.long(), chosen.targets, chosen.lengths, indices)
+        return Batch(self._normalised(chosen.inputs), chosen.targets, chosen.lengths, indices)
 
     def _normalised(self, x: Shaped[Tensor, "*batch channels"]) -> Float[Tensor, "*batch channels"]:
         unit = 1 / 255 if x.dtype == torch.uint8 else 1.0

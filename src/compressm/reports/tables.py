@@ -9,6 +9,7 @@ from compressm.reports.demo_tables import demo_grids
 from compressm.reports.grid import Grid
 from compressm.reports.mamba_tables import imdb_mamba_grids, selective_cuts_grids
 from compressm.reports.reduction_tables import reduction_grids
+from compressm.reports.regulariser_tables import regulariser_grids
 from compressm.reports.scan_tables import peer_grids, scan_grids, selective_grids
 from compressm.reports.setting_tables import setting_grids
 from compressm.reports.step_tables import growth_grids, step_grids
@@ -18,6 +19,7 @@ from compressm.runs.measurement import Measurement, MeasurementError
 _GRIDS: dict[str, Callable[[Measurement], list[Grid]]] = {
     "reduction": reduction_grids,
     "cut": cut_grids,
+    "regulariser": regulariser_grids,
     "step": step_grids,
     "growth": growth_grids,
     "scan": scan_grids,

@@ -4,6 +4,7 @@ config.json        the recipe as it was resolved           metrics.jsonl    `Eva
 environment.json   machine, date, commit, versions         cuts.jsonl       `CutRecord` and `RestoredRecord`
 status.json        `Status`                                spectra.jsonl    `Spectrum`
 checkpoints/       what --resume goes on from              timings.jsonl    `Timing`
+penalties.jsonl    `PenaltyRecord`                         truncations.jsonl  `TruncationRecord`
 model/             the final model, for `load_model`       tensorboard/     events, where asked for
 """
 
@@ -18,7 +19,17 @@ from typing import Any, Literal, TypeVar, get_args
 
 from compressm.runs.atomic import replacing
 from compressm.runs.environment import Environment
-from compressm.runs.records import CutRecord, Evaluation, Record, RestoredRecord, RunError, Spectrum, Timing
+from compressm.runs.records import (
+    CutRecord,
+    Evaluation,
+    PenaltyRecord,
+    Record,
+    RestoredRecord,
+    RunError,
+    Spectrum,
+    Timing,
+    TruncationRecord,
+)
 
 State = Literal["running", "finished", "interrupted", "failed"]
 _Kind = TypeVar("_Kind", bound=Record)
@@ -29,6 +40,8 @@ _FILES: dict[type[Record], str] = {
     RestoredRecord: "cuts.jsonl",
     Spectrum: "spectra.jsonl",
     Timing: "timings.jsonl",
+    PenaltyRecord: "penalties.jsonl",
+    TruncationRecord: "truncations.jsonl",
 }
 
 

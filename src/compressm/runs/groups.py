@@ -52,6 +52,10 @@ class Group:
         return self.runs[0].compressed
 
     @property
+    def plain(self) -> bool:
+        return self.runs[0].plain
+
+    @property
     def finished(self) -> tuple[Run, ...]:
         return tuple(run for run in self.runs if run.finished)
 
@@ -124,7 +128,7 @@ def reference(group: Group, groups: Sequence[Group]) -> Group | None:
     A smaller model that was never cut is held against the same one as the compressed groups of its name, as in the
     paper, or where there are none against the largest.
     """
-    alike = [other for other in groups if _comparable(group, other) and not other.compressed and other.seconds]
+    alike = [other for other in groups if _comparable(group, other) and other.plain and other.seconds]
     starts = {other.initial_order for other in groups if other.compressed and _comparable(group, other)}
     wanted = {group.initial_order} if group.compressed else starts or {max((g.initial_order for g in alike), default=0)}
     return next((other for other in alike if other.initial_order == max(wanted)), None)

@@ -112,9 +112,42 @@ class Spectrum(Record):
 class Timing(Record):
     """Seconds by phase since the record before, in which there were `steps` gradient steps at these `orders`.
 
-    Phases: steps, data, evaluation, spectrum, cut, optimizer, capture, checkpoint.
+    Phases: steps, data, evaluation, spectrum, cut, optimizer, capture, checkpoint, regulariser, teacher, truncation.
     """
 
     steps: int
     orders: Mapping[str, int]
     seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+@final
+@dataclass(frozen=True)
+class PenaltyRecord(Record):
+    """A penalty without its weight `beta`, as it was before step `found_at`.
+
+    It has been found so many times since training began, in so many `seconds`.
+    """
+
+    kind: str
+    value: float
+    beta: float
+    found_at: int
+    evaluations: int
+    seconds: float
+
+
+@final
+@dataclass(frozen=True)
+class TruncationRecord(Record):
+    """A copy of the final model, cut once to `order` states a layer, `mean_order` where layers had fewer to keep.
+
+    `error_bound` is the largest of its layers, None where there is none.
+    """
+
+    gramian: str
+    order: int
+    mean_order: float
+    error_bound: float | None
+    split: SplitName
+    loss: float
+    accuracy: float | None

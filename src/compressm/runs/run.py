@@ -62,6 +62,11 @@ class Run:
         return self.config["compression"] is not None
 
     @property
+    def plain(self) -> bool:
+        """Nothing but the task was trained: no cuts, no penalty, no teacher."""
+        return all(self.config.get(part) is None for part in ("compression", "regulariser", "distillation"))
+
+    @property
     def finished(self) -> bool:
         return self.status.state == "finished"
 

@@ -3,12 +3,15 @@
 from compressm.training.config import (
     CompressionConfig,
     ConfigError,
+    DistillationConfig,
     ModelConfig,
     Recipe,
+    RegulariserConfig,
     RollbackConfig,
     SelectiveConfig,
     SpectraConfig,
     TrainingConfig,
+    TruncationConfig,
     WhenConfig,
 )
 from compressm.training.listening import Listener, Silent
@@ -18,17 +21,20 @@ from compressm.training.plan import Plan
 __all__ = [
     "CompressionConfig",
     "ConfigError",
+    "DistillationConfig",
     "Diverged",
     "Interrupted",
     "Listener",
     "ModelConfig",
     "Plan",
     "Recipe",
+    "RegulariserConfig",
     "RollbackConfig",
     "SelectiveConfig",
     "Silent",
     "SpectraConfig",
     "TrainingConfig",
+    "TruncationConfig",
     "WhenConfig",
     "train",
 ]

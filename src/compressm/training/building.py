@@ -20,6 +20,7 @@ from compressm.compression import (
     KeepFraction,
     Largest,
     Measured,
+    Modal,
     PerChannel,
     Random,
     Restart,
@@ -52,7 +53,15 @@ from compressm.models import (
     SequenceClassifier,
 )
 from compressm.nearest import did_you_mean
-from compressm.training.config import CompressionConfig, ConfigError, ModelConfig, Recipe, SelectiveConfig, WhenConfig
+from compressm.training.config import (
+    CompressionConfig,
+    ConfigError,
+    ModelConfig,
+    Recipe,
+    SelectiveConfig,
+    TruncationConfig,
+    WhenConfig,
+)
 from compressm.training.placing import batch_on
 from compressm.training.plan import cut_steps, settle_steps
 
@@ -122,7 +131,7 @@ def build_compressor(
         optimizer,
         when=cut_steps(recipe),
         keep=_policy(config),
-        calibrate=_calibration(recipe, task, config) if _needs_data(recipe, config) else None,
+        calibrate=_calibration(recipe, task, config.calibration_batches) if _needs_data(recipe, config) else None,
         gramian=_gramian(config),
         selective=build_method(config.selective),
         fold=config.fold,
@@ -148,7 +157,7 @@ def build_tracker(recipe: Recipe, model: nn.Module, task: Task) -> HankelTracker
         every=1,
         fold=config.fold,
         changes=recipe.spectra.changes,
-        calibrate=_calibration(recipe, task, config) if selective else None,
+        calibrate=_calibration(recipe, task, config.calibration_batches) if selective else None,
         gramian=_gramian(config) if selective else None,
         selective=build_method(config.selective),
     )
@@ -163,13 +172,24 @@ def _is_selective(recipe: Recipe) -> bool:
     return recipe.model.layer == "Mamba"
 
 
-def _needs_data(recipe: Recipe, config: CompressionConfig) -> bool:
+def _needs_data(recipe: Recipe, config: CompressionConfig | TruncationConfig) -> bool:
     """Selective layers are cut by what their inputs choose, whatever the Gramian is."""
     return config.gramian == "measured" or _is_selective(recipe)
 
 
-def _gramian(config: CompressionConfig) -> Gramian:
-    return Measured(batches=config.calibration_batches) if config.gramian == "measured" else WhiteNoise()
+def build_truncation(recipe: Recipe, config: TruncationConfig, task: Task) -> dict[str, Any]:
+    """The options of `compress_`, but for the order."""
+    data = _needs_data(recipe, config)
+    return {
+        "gramian": _gramian(config),
+        "calibrate": _calibration(recipe, task, config.calibration_batches) if data else None,
+        "fold": config.fold,
+    }
+
+
+def _gramian(config: CompressionConfig | TruncationConfig) -> Gramian:
+    measured = Measured(batches=config.calibration_batches)
+    return {"white_noise": WhiteNoise(), "measured": measured, "modal": Modal()}[config.gramian]
 
 
 def _guard(evaluate: Callable[[], float], drop: float, settle: int, kind: TaskKind) -> Rollback:
@@ -195,11 +215,11 @@ def _selection(config: CompressionConfig, seed: int) -> Selection:
     return {"largest": Largest(), "smallest": Smallest(), "random": Random(seed)}[config.select]
 
 
-def _calibration(recipe: Recipe, task: Task, config: CompressionConfig) -> Callable[[nn.Module], None]:
+def _calibration(recipe: Recipe, task: Task, batches: int) -> Callable[[nn.Module], None]:
     """Runs the model on training examples that are the same for every seed and every cut."""
     size = min(recipe.training.batch, len(task.train))
     order = Order(len(task.train), size, _CALIBRATION_SEED)
-    rows = [order.at(step) for step in range(1, config.calibration_batches + 1)]
+    rows = [order.at(step) for step in range(1, batches + 1)]
 
     def run(model: Any) -> None:
         for row in rows:

@@ -10,7 +10,12 @@ import torch
 
 from compressm.compression.stages import watching
 
-PHASES = ("steps", "data", "evaluation", "spectrum", "cut", "optimizer", "capture", "checkpoint")
+PHASES = (
+    *("steps", "data", "evaluation", "spectrum", "cut", "optimizer", "capture", "checkpoint"),
+    *("regulariser", "teacher", "truncation"),
+)
+# What a gradient step is made of.
+_STEPS = ("steps", "regulariser")
 # The stages of a cut, in words of the paper's analysis.
 _STAGES = {"spectra": "spectrum", "optimizer": "optimizer"}
 
@@ -41,7 +46,7 @@ class Clock:
                 self._open[-1] += spent
             else:
                 self.total += spent
-            self.in_steps += own if name == "steps" else 0.0
+            self.in_steps += own if name in _STEPS else 0.0
             self._seconds[name] = self._seconds.get(name, 0.0) + own
 
     def stages(self) -> AbstractContextManager[None]:

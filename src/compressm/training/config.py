@@ -178,7 +178,7 @@ class CompressionConfig(Config):
     order: int | None = None
     bound: float | None = None
     total_states: int | None = None
-    gramian: Literal["white_noise", "measured"] = "white_noise"
+    gramian: Literal["white_noise", "measured", "modal"] = "white_noise"
     calibration_batches: int = 4
     fold: bool = True
     moments: Literal["transport", "restart", "slice"] = "transport"
@@ -220,6 +220,65 @@ class SpectraConfig(Config):
 
 @final
 @dataclass(frozen=True, kw_only=True)
+class RegulariserConfig(Config):
+    """alpha · loss + beta · penalty of the linear layers; the gradient of the penalty is found `every` so many steps.
+
+    hold: it is added at every step until it is found again; otherwise once, with `every` times its weight. floor and
+    fold are for hankel-nuclear-norm: the share of σ₁ below which σ count for less, and whether modes are folded.
+    """
+
+    kind: Literal["hankel-nuclear-norm", "hankel-majoriser", "modal-l1"]
+    beta: float
+    alpha: float = 1.0
+    every: int = 1
+    hold: bool = True
+    floor: float = 1e-4
+    fold: bool = True
+
+    def __post_init__(self) -> None:
+        self._at_least(0, "alpha", "beta")
+        self._at_least(1, "every")
+        if not 1e-6 <= self.floor < 1:
+            raise ConfigError(f"floor is {self.floor}, expected at least 1e-06 and below 1")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class DistillationConfig(Config):
+    """(1 − alpha) cross-entropy + alpha T² KL to the answers of a teacher: the folder of a run or of a saved model.
+
+    cache: the teacher is asked about every training example once, before the first step, instead of at every step.
+    """
+
+    teacher: str
+    temperature: float = 2.0
+    alpha: float = 0.5
+    cache: bool = True
+
+    def __post_init__(self) -> None:
+        self._share("alpha", up_to_one=True)
+        if not (math.isfinite(self.temperature) and self.temperature > 0):
+            raise ConfigError(f"temperature is {self.temperature}, expected a number above 0")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class TruncationConfig(Config):
+    """After the last step copies of the model are cut once to each of `orders`, and evaluated."""
+
+    orders: tuple[int, ...]
+    gramian: Literal["white_noise", "measured", "modal"] = "white_noise"
+    calibration_batches: int = 4
+    fold: bool = True
+
+    def __post_init__(self) -> None:
+        self._at_least(1, "calibration_batches")
+        if min(self.orders, default=0) < 1 or len(set(self.orders)) < len(self.orders):
+            raise ConfigError(f"orders is {list(self.orders)!r:.80}, expected integers of at least 1, each once")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
 class Recipe(Config):
     """One run. Runs with the same name and label and other seeds belong together."""
 
@@ -229,6 +288,9 @@ class Recipe(Config):
     training: TrainingConfig
     compression: CompressionConfig | None = None
     spectra: SpectraConfig | None = None
+    regulariser: RegulariserConfig | None = None
+    distillation: DistillationConfig | None = None
+    truncation: TruncationConfig | None = None
     description: str = ""
     label: str = ""
     seed: int = 0
@@ -240,8 +302,11 @@ class Recipe(Config):
             raise ConfigError(f"seed is {self.seed}, expected an integer from 0 to 2**31 - 1")
         if self.compression is not None:
             _require_selective(self.compression, self.model.layer)
+        _require_comparable(self)
         if not self.label:
-            object.__setattr__(self, "label", "compressed" if self.compression else "baseline")
+            parts = {"compressed": self.compression, "regularised": self.regulariser, "distilled": self.distillation}
+            given = [label for label, part in parts.items() if part is not None]
+            object.__setattr__(self, "label", " and ".join(given) or "baseline")
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON and YAML."""
@@ -255,5 +320,21 @@ def _require_selective(compression: CompressionConfig, layer: str) -> None:
             f"compression: bound is {compression.bound} with layer Mamba, whose cuts have no error bound: expected"
             " another policy, such as tau"
         )
+    if layer == "Mamba" and compression.gramian == "modal":
+        raise ConfigError("compression: gramian is modal with layer Mamba, whose input chooses its poles: leave it out")
     if layer != "Mamba" and compression.selective is not None:
         raise ConfigError(f"compression: selective is for layer Mamba, and layer is {layer}: leave it out")
+
+
+def _require_comparable(recipe: Recipe) -> None:
+    """What the other methods need of the model."""
+    model, truncation = recipe.model, recipe.truncation
+    if recipe.regulariser is not None and model.layer == "Mamba":
+        raise ConfigError(
+            f"regulariser: {recipe.regulariser.kind} is for layers that are linear systems, and layer is Mamba:"
+            " expected LRU, S5 or S4D"
+        )
+    if truncation is not None and max(truncation.orders) >= model.order:
+        raise ConfigError(f"truncation: orders has {max(truncation.orders)}, expected less than order, {model.order}")
+    if truncation is not None and truncation.gramian == "modal" and model.layer == "Mamba":
+        raise ConfigError("truncation: gramian is modal with layer Mamba, whose input chooses its poles: leave it out")

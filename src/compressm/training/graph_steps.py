@@ -2,6 +2,7 @@
 
 Batches are drawn inside the graph from training data on the GPU, by rows of indices that are laid out beforehand, so
 that a step is one launch. After a cut the graph is recorded anew; the steps that warm up a recording are real ones.
+The gradient of a penalty is found outside and lies where the graph adds it (`penalty.py`).
 """
 
 from __future__ import annotations
@@ -34,18 +35,20 @@ class GraphSteps(Steps):
 
     def renew(self) -> None:
         """The recording is of other sizes; its memory goes back."""
+        super().renew()
         self._graph, self._warm = None, 0
 
     def run(self, first: int, last: int, stopped: Callable[[], bool]) -> int:
         self.learner.model.train()
         step = first
         while step <= last:
+            alike = self._ready(step, last)
             if self._graph is None:
                 self._prepare(step)
                 step += self._warm_step(step)
             else:
                 self._lay(step)
-                stop = min(last, self._laid[1], step + _TOGETHER - 1)
+                stop = min(alike, self._laid[1], step + _TOGETHER - 1)
                 for _ in range(step, stop + 1):
                     self._graph.replay()
                 self._done += stop + 1 - step

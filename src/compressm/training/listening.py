@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol, runtime_checkable
 
 from compressm.compression import Cut, Restored
-from compressm.runs.records import Evaluation
+from compressm.runs.records import Evaluation, PenaltyRecord, TruncationRecord
 from compressm.training.config import Recipe
 from compressm.training.plan import Plan
 
@@ -29,6 +29,9 @@ class Listener(Protocol):
     def kept(self, step: int) -> None:
         """A cut was due, and no layer had enough to lose."""
 
+    def compared(self, record: PenaltyRecord | TruncationRecord) -> None:
+        """The value of a penalty at an evaluation, or one split by the final model cut once."""
+
 
 class Silent:
     """Hears nothing."""
@@ -42,6 +45,8 @@ class Silent:
     def happened(self, event: Cut | Restored) -> None: ...
 
     def kept(self, step: int) -> None: ...
+
+    def compared(self, record: PenaltyRecord | TruncationRecord) -> None: ...
 
 
 class Several:
@@ -69,3 +74,7 @@ class Several:
     def kept(self, step: int) -> None:
         for listener in self.listeners:
             listener.kept(step)
+
+    def compared(self, record: PenaltyRecord | TruncationRecord) -> None:
+        for listener in self.listeners:
+            listener.compared(record)

@@ -15,23 +15,33 @@ from compressm.compression.naming import orders_of
 from compressm.compression.wrapping import unwrapped
 from compressm.data.shuffling import Order
 from compressm.data.task import Task, TaskKind
-from compressm.layers import SequenceError
 from compressm.runs.directory import RunDirectory, Status
-from compressm.runs.records import CutRecord, Evaluation, RestoredRecord, Spectrum, SplitName, Timing
+from compressm.runs.records import (
+    CutRecord,
+    Evaluation,
+    PenaltyRecord,
+    RestoredRecord,
+    Spectrum,
+    SplitName,
+    Timing,
+    TruncationRecord,
+)
 from compressm.training.building import build_compressor, build_model, build_tracker
 from compressm.training.clock import Clock
-from compressm.training.config import Recipe
+from compressm.training.config import ConfigError, Recipe
 from compressm.training.evaluation import evaluate
 from compressm.training.listening import Listener, Silent
-from compressm.training.objective import Objective, task_objective
+from compressm.training.objective import Objective, Prepared, task_objective
 from compressm.training.optimizers import build_optimizer
 from compressm.training.parallel import any_of, distributed, join
+from compressm.training.penalty import HeldPenalty, Penalty
 from compressm.training.placing import placed
 from compressm.training.plan import Plan
 from compressm.training.precision import products_in
 from compressm.training.resuming import Resumable, checkpoints, is_finished, require_same_recipe
 from compressm.training.signals import Stop, heard
 from compressm.training.steps import Learner, make_steps
+from compressm.training.truncating import truncations
 
 
 class Interrupted(Exception):  # noqa: N818 - it is not an error
@@ -55,13 +65,16 @@ def train(
     resume: bool = False,
     listener: Listener | None = None,
     objective: Objective | None = None,
+    penalty: Penalty | None = None,
 ) -> RunDirectory:
     """Train as the recipe says and write everything into the directory; with `resume`, go on from its last checkpoint.
 
     A run that is finished stays as it is.
     On the CPU a run that was stopped and resumed ends with the same bits as one that was not. Another `objective`
-    replaces the loss of the task in training, not in evaluation.
+    replaces the loss of the task in training, not in evaluation; `penalty` is what `recipe.regulariser` weighs.
+    `compressm.experiments.comparisons` makes both for recipes that ask for them.
     """
+    _require_parts(recipe, objective, penalty)
     directory = directory if isinstance(directory, RunDirectory) else RunDirectory(directory)
     plan = Plan.of(recipe)
     if resume and is_finished(directory, recipe):
@@ -69,7 +82,8 @@ def train(
     processes = Processes()
     with products_in(recipe.training.precision), heard() as stop:
         # What cannot be built leaves no folder behind.
-        run = _build(recipe, task, torch.device(device), directory, plan, processes, listener or Silent(), objective)
+        state = _build(recipe, task, torch.device(device), processes, objective, penalty)
+        run = Run(recipe, plan, directory, listener or Silent(), state)
         if processes.is_first:
             _open(directory, recipe, resume)
         try:
@@ -95,12 +109,10 @@ def _build(
     recipe: Recipe,
     task: Task,
     device: torch.device,
-    directory: RunDirectory,
-    plan: Plan,
     processes: Processes,
-    listener: Listener,
     objective: Objective | None,
-) -> Run:
+    penalty: Penalty | None,
+) -> Resumable:
     task = placed(task, device)
     torch.manual_seed(recipe.seed)
     model = distributed(build_model(recipe.model, task).to(device), recipe, processes)
@@ -108,6 +120,8 @@ def _build(
     order = Order(len(task.train), recipe.training.batch, recipe.seed)
     learner = Learner(model, optimizer, objective or task_objective(task.kind), task, order, recipe.training, processes)
     clock = Clock(device)
+    if recipe.regulariser is not None and penalty is not None:
+        learner.penalty = HeldPenalty(model, penalty, recipe.regulariser, clock, processes)
 
     def validate() -> float:
         with clock.phase("evaluation"):
@@ -115,8 +129,16 @@ def _build(
 
     compressor = build_compressor(recipe, model, optimizer, task, validate)
     tracker = build_tracker(recipe, model, task)
-    state = Resumable(learner, make_steps(learner, clock), compressor, tracker, clock)
-    return Run(recipe, plan, directory, listener, state)
+    return Resumable(learner, make_steps(learner, clock), compressor, tracker, clock)
+
+
+def _require_parts(recipe: Recipe, objective: Objective | None, penalty: Penalty | None) -> None:
+    """What the recipe asks for is there, and nothing that it does not weigh."""
+    if (recipe.regulariser is None) != (penalty is None):
+        given, wanted = ("no penalty", "one") if penalty is None else ("a penalty", "a recipe that weighs it")
+        raise ConfigError(f"regulariser is {recipe.regulariser} with {given}, expected {wanted}")
+    if recipe.distillation is not None and objective is None:
+        raise ConfigError(f"distillation is {recipe.distillation} without an objective, expected that of its teacher")
 
 
 @dataclass
@@ -138,6 +160,7 @@ class Run:
     def go(self, stop: Stop, resume: bool) -> RunDirectory:
         """All that is left of the run."""
         state = self.state
+        self._prepare()
         if resume:
             self.step, self.timed = state.load(self.directory)
         join(state.learner.processes, self.recipe.seed, self.step)
@@ -161,11 +184,18 @@ class Run:
         self._finish()
         return self.directory
 
+    def _prepare(self) -> None:
+        """What an objective does before the first step; where a run goes on its time has been counted."""
+        learner, clock = self.state.learner, self.state.clock
+        if isinstance(learner.objective, Prepared):
+            with clock.phase("teacher"):
+                learner.objective.prepare(learner.task, learner.device, learner.autocast())
+
     def _run_to(self, goal: int, stop: Stop) -> None:
         try:
             with self.state.clock.phase("steps"):
                 self.step = self.state.steps.run(self.step + 1, goal, stop)
-        except SequenceError as error:  # a layer was asked to run with weights that are not finite
+        except ValueError as error:  # a layer, or a penalty, met weights that are not finite
             if _all_finite(self.state.learner.model):
                 raise
             raise self._diverged("the weights are", f"between steps {self.step} and {goal}") from error
@@ -179,6 +209,7 @@ class Run:
         if step in plan.cuts or step in plan.judgements:
             self._cut()
         if step in plan.evaluations:
+            self._record_penalty()
             self._evaluate("validation")
             self._evaluate("test")
             self._record_timing()
@@ -228,6 +259,27 @@ class Run:
         self.directory.append(record)
         self.listener.evaluated(record)
 
+    def _record_penalty(self) -> None:
+        penalty = self.state.learner.penalty
+        if penalty is not None and self.is_first:
+            config = penalty.config
+            numbers = (penalty.value, config.beta, penalty.found_at, penalty.evaluations, penalty.seconds)
+            self._compare(PenaltyRecord(self.step, config.kind, *numbers))
+
+    def _compare(self, *records: PenaltyRecord | TruncationRecord) -> None:
+        self.directory.append(*records)
+        for record in records:
+            self.listener.compared(record)
+
+    def _truncate(self) -> None:
+        """All of it or, where a run that was killed had come this far, nothing."""
+        if self.recipe.truncation is None or self.directory.records(TruncationRecord):
+            return
+        with self.state.clock.phase("truncation"):
+            found = list(truncations(self.recipe, self.state.learner, self.step))
+        if found and self.is_first:
+            self._compare(*found)
+
     def _record_spectra(self) -> None:
         tracker = self.state.tracker
         assert tracker is not None
@@ -270,6 +322,7 @@ class Run:
                 self.state.save(self.directory, self.step, self.timed, keep=keep)
 
     def _finish(self) -> None:
+        self._truncate()
         if self.state.clock.peek():
             self._record_timing()  # of the last checkpoint
         if self.is_first:

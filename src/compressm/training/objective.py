@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from compressm.data.task import IGNORED, Batch, TaskKind
+from compressm.data.task import IGNORED, Batch, Task, TaskKind
 
 
 class Outcome(NamedTuple):
@@ -22,6 +23,14 @@ class Outcome(NamedTuple):
 
 # From a model and a batch to what is minimised: a comparison with other methods brings its own.
 Objective = Callable[[nn.Module, Batch], Outcome]
+
+
+@runtime_checkable
+class Prepared(Protocol):
+    """An objective with something to do before the first step, as asking a teacher about all examples."""
+
+    def prepare(self, task: Task, device: torch.device, autocast: AbstractContextManager[object]) -> None:
+        """Within `autocast` the models compute as in training."""
 
 
 def task_objective(kind: TaskKind) -> Objective:

@@ -50,6 +50,7 @@ class Resumable:
                 "seconds": [self.clock.total, self.clock.in_steps],
                 "phases": self.clock.peek(),
                 "tracker": _latest(self.tracker),
+                "penalty": None if self.learner.penalty is None else self.learner.penalty.state_dict(),
             },
         )
         _remove(*checkpoints(directory)[keep:])
@@ -79,6 +80,8 @@ class Resumable:
         keep_rates_on_(self.learner.optimizer, self.learner.device)
         total, in_steps = extra["seconds"]
         self.clock.restore(total, in_steps, extra["phases"])
+        if self.learner.penalty is not None:
+            self.learner.penalty.load_state_dict(extra["penalty"])
         if self.tracker is not None and extra["tracker"] is not None:
             self.tracker.load_state_dict(_moved(extra["tracker"], self.learner.device))
 

@@ -19,6 +19,7 @@ from compressm.training.config import TrainingConfig
 from compressm.training.objective import Objective
 from compressm.training.optimizers import set_rate
 from compressm.training.parallel import any_of
+from compressm.training.penalty import HeldPenalty
 from compressm.training.placing import batch_on
 
 
@@ -42,13 +43,16 @@ class Learner:
     order: Order
     config: TrainingConfig
     processes: Processes = field(default_factory=Processes)
+    penalty: HeldPenalty | None = None
 
     def learn(self, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """One step on these training examples: loss, hits and how many were asked, before it."""
         batch = batch_on(self.device, self.task, self.task.train, indices)
         with self.autocast():
             outcome = self.objective(self.model, batch)
-        outcome.loss.backward()
+        (outcome.loss if self.penalty is None else self.penalty.weigh(outcome.loss)).backward()
+        if self.penalty is not None:
+            self.penalty.add_()
         if self.config.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         self.optimizer.step()
@@ -82,9 +86,10 @@ class Steps(ABC):
     def run(self, first: int, last: int, stopped: Callable[[], bool]) -> int:
         """Steps first … last; returns the last one that was made, an earlier one if it was stopped."""
 
-    @abstractmethod
     def renew(self) -> None:
         """Sizes have changed."""
+        if self.learner.penalty is not None:
+            self.learner.penalty.renew()
 
     def totals(self) -> Totals:
         """Sums since `clear`, or since those that were restored."""
@@ -98,6 +103,11 @@ class Steps(ABC):
         """Go on from what a checkpoint remembers."""
         self._done = totals.steps
         self._sums.copy_(torch.tensor(totals[1:], dtype=torch.float64))
+
+    def _ready(self, step: int, last: int) -> int:
+        """With the gradient of the penalty that this step adds; the last step up to `last` that adds the same."""
+        penalty = self.learner.penalty
+        return last if penalty is None else min(last, penalty.ready(step))
 
     def _eager(self, step: int) -> None:
         learner = self.learner
@@ -116,13 +126,11 @@ class EagerSteps(Steps):
     def run(self, first: int, last: int, stopped: Callable[[], bool]) -> int:
         self.learner.model.train()
         for step in range(first, last + 1):
+            self._ready(step, last)
             self._eager(step)
             if any_of(self.learner.processes, stopped()):
                 return step
         return last
-
-    def renew(self) -> None:
-        """Nothing here depends on sizes."""
 
 
 def make_steps(learner: Learner, clock: Clock) -> Steps:

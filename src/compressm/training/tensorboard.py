@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from compressm.compression import Cut, Restored
-from compressm.runs.records import Evaluation
+from compressm.runs.records import Evaluation, PenaltyRecord, TruncationRecord
 from compressm.training.config import ConfigError, Recipe
 from compressm.training.listening import Silent
 from compressm.training.plan import Plan
@@ -36,6 +36,11 @@ class TensorBoard(Silent):
             if value is not None:
                 self._writer.add_scalar(f"{name}/{evaluation.split}", value, evaluation.step)
         self._writer.flush()
+
+    def compared(self, record: PenaltyRecord | TruncationRecord) -> None:
+        if isinstance(record, PenaltyRecord):
+            self._writer.add_scalar(f"penalty/{record.kind}", record.value, record.step)
+            self._writer.flush()
 
     def happened(self, event: Cut | Restored) -> None:
         orders = {event.module: event.rank} if isinstance(event, Cut) else event.orders

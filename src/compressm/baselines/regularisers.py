@@ -1,0 +1,86 @@
+"""Penalties on the linear layers of a model, added to its loss so that it can be cut further afterwards."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from compressm.adapters import AdapterError, SSMAdapter, find
+from compressm.control import DiagonalSystem, fold, hankel_nuclear_norm, hankel_nuclear_norm_majoriser
+from compressm.control.parts import modulus
+
+
+class Regulariser(ABC):
+    """From a model to a number that can be differentiated: Σ over its linear layers, those of one shape at once."""
+
+    def __call__(self, model: nn.Module) -> Float[Tensor, ""]:
+        """In float64, whatever the parameters are."""
+        return torch.stack([self.of(system).sum() for system in _banks(model)]).sum()
+
+    @abstractmethod
+    def of(self, system: DiagonalSystem) -> Float[Tensor, "*bank"]:
+        """Of each member of a bank."""
+
+
+@final
+@dataclass(frozen=True)
+class HankelNuclearNorm(Regulariser):
+    """Σσ (app:hnn_det), by a closed-form gradient that needs none of the paper's three stabilisations.
+
+    Gramians are not shifted, as X with X Q X = P is found without an inverse; eigenvalues are not clamped, as σ are
+    singular values; denominators are not clipped, as they keep all digits. Instead σ below `floor`·σ₁ count for less,
+    because there the Gramians say nothing. `fold` penalises what a folded cut goes by; the paper does not fold.
+    """
+
+    floor: float = 1e-4
+    fold: bool = True
+
+    def of(self, system: DiagonalSystem) -> Float[Tensor, "*bank"]:
+        return hankel_nuclear_norm(fold(system) if self.fold else system, floor=self.floor)
+
+
+@final
+@dataclass(frozen=True)
+class HankelMajoriser(Regulariser):
+    """Σ ‖bᵢ‖ ‖cᵢ‖ / (1 − |λᵢ|²) ≥ Σσ: no Gramian, next to no time, and 1 to 30 % above Σσ on LRU layers."""
+
+    def of(self, system: DiagonalSystem) -> Float[Tensor, "*bank"]:
+        return hankel_nuclear_norm_majoriser(system)
+
+
+@final
+@dataclass(frozen=True)
+class ModalL1(Regulariser):
+    """Σ|λᵢ| (Forgione et al. 2024): fast modes become faster, until they can be dropped."""
+
+    def of(self, system: DiagonalSystem) -> Float[Tensor, "*bank"]:
+        return modulus(system.poles).sum(-1)
+
+
+def _banks(model: nn.Module) -> Iterator[DiagonalSystem]:
+    """The systems of all layers, one bank for every shape."""
+    groups: dict[object, list[DiagonalSystem]] = {}
+    for name, (module, adapter) in find(model).items():
+        if not isinstance(adapter, SSMAdapter):
+            raise AdapterError(
+                f"{name or 'the model'}: {type(module).__name__} is no linear system, a penalty needs one"
+            )
+        system = adapter.read(module)
+        kind = (system.B.shape, system.C.shape, system.dtype, system.device, system.log_poles is None)
+        groups.setdefault(kind, []).append(system)
+    if not groups:
+        raise AdapterError(f"{type(model).__name__} has no SSM layer that an adapter reads; see compressm.adapters")
+    for systems in groups.values():
+        logarithms = [system.log_poles for system in systems if system.log_poles is not None]
+        yield DiagonalSystem._unchecked(
+            torch.stack([system.poles for system in systems]),
+            torch.stack(logarithms) if logarithms else None,
+            torch.stack([system.B for system in systems]),
+            torch.stack([system.C for system in systems]),
+        )

@@ -1,0 +1,131 @@
+"""What is added to the loss: a penalty on the weights, whose gradient is found now and then and held in between.
+
+One that costs more than a step, as that on Hankel singular values does on a GPU, is found every k steps, and its
+gradient is added at all of them with its full weight. The alternative, k times the weight at one step of k, has the
+same mean but k times the mean square: Adam divides by the root of that, so that every step of those weights, also what
+the task asks for, becomes shorter by up to √k.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compressm.compression.distributed import Processes
+from compressm.compression.wrapping import unwrapped
+from compressm.training.clock import Clock
+from compressm.training.config import RegulariserConfig
+
+# From a model to a number that can be differentiated with respect to its parameters.
+Penalty = Callable[[nn.Module], Tensor]
+
+
+class HeldPenalty:
+    """beta times a penalty: outside a CUDA graph its gradient is written into tensors that the graph adds."""
+
+    def __init__(
+        self, model: nn.Module, penalty: Penalty, config: RegulariserConfig, clock: Clock, processes: Processes
+    ) -> None:
+        self.config = config
+        self._model, self._penalty, self._clock, self._processes = unwrapped(model), penalty, clock, processes
+        self._held: dict[str, Tensor] = {}
+        self._stale = True
+        self._value: Tensor | float = math.nan
+        self.found_at = 0
+        self.evaluations = 0
+        self.seconds = 0.0
+
+    @property
+    def value(self) -> float:
+        """Of the penalty without its weight, when it was found last."""
+        return float(self._value)
+
+    def weigh(self, loss: Tensor) -> Tensor:
+        """The share of the task in what is minimised."""
+        return loss if self.config.alpha == 1 else self.config.alpha * loss
+
+    def add_(self) -> None:
+        """To the gradients of the loss."""
+        parameters = dict(self._model.named_parameters())
+        fresh = {name: part for name, part in self._held.items() if parameters[name].grad is None}
+        for name, part in fresh.items():
+            parameters[name].grad = part.clone()
+        there = [name for name in self._held if name not in fresh]
+        if there:
+            gradients: Any = [parameters[name].grad for name in there]
+            held: Any = [self._held[name] for name in there]
+            torch._foreach_add_(gradients, held)
+
+    def ready(self, step: int) -> int:
+        """Hold what this step is to add; the last step from here on that adds the same."""
+        every, hold = self.config.every, self.config.hold
+        due = (step - 1) % every == 0
+        # A step that is asked for again, as after the recording of a graph, has what it needs.
+        if (due and self.found_at != step) or (self._stale and hold):
+            self._find(step)
+        elif not (hold or due):
+            self._hold({name: torch.zeros_like(self._parameter(name)) for name in self._held})
+        self._stale = False
+        return step if due and not hold else step + every - 1 - (step - 1) % every
+
+    def renew(self) -> None:
+        """Sizes have changed."""
+        self._stale = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """To go on with the same bits in the middle of an interval."""
+        return {
+            "held": {name: part.cpu() for name, part in self._held.items()},
+            "stale": self._stale,
+            "value": self.value,
+            "found_at": self.found_at,
+            "evaluations": self.evaluations,
+            "seconds": self.seconds,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse, on the device of the model."""
+        self._held = {name: part.to(self._parameter(name).device) for name, part in state["held"].items()}
+        self._stale, self._value, self.found_at = state["stale"], state["value"], state["found_at"]
+        self.evaluations, self.seconds = state["evaluations"], state["seconds"]
+
+    def _find(self, step: int) -> None:
+        begin = time.perf_counter()
+        with self._clock.phase("regulariser"):
+            names, parameters = zip(*self._model.named_parameters(), strict=True)
+            with torch.enable_grad():
+                value = self._penalty(self._model)
+                found = torch.autograd.grad(value, parameters, allow_unused=True)
+            weight = self.config.beta * (1 if self.config.hold else self.config.every)
+            gradients = {
+                name: weight * part.detach() for name, part in zip(names, found, strict=True) if part is not None
+            }
+            self._value = value.detach()
+            self._hold(self._as_first(gradients))
+        self.found_at = step
+        self.evaluations += 1
+        self.seconds += time.perf_counter() - begin
+
+    def _as_first(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The same bits on all processes: rounding may differ between machines, and weights would drift apart."""
+        if self._processes.count == 1:
+            return gradients
+        sent = self._processes.as_first({name: part.cpu() for name, part in gradients.items()})
+        return {name: part.to(gradients[name].device) for name, part in sent.items()}
+
+    def _hold(self, gradients: dict[str, Tensor]) -> None:
+        """In the tensors that are there, where a graph looks for them, as long as shapes are the same."""
+        for name, part in gradients.items():
+            before = self._held.get(name)
+            if before is not None and before.shape == part.shape:
+                before.copy_(part)
+            else:
+                self._held[name] = part.clone()
+
+    def _parameter(self, name: str) -> nn.Parameter:
+        return self._model.get_parameter(name)
