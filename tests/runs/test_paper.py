@@ -13,7 +13,7 @@ FIGURES = (
 )
 
 
-@pytest.mark.parametrize("label", (*TABLES, *FIGURES))
+@pytest.mark.parametrize("label", [*TABLES, *FIGURES])
 def test_every_label_has_its_origin_and_what_the_paper_says(label):
     found = read_paper(label)
     assert found.origin == f"{'tab' if label in TABLES else 'fig'}:{label}"
