@@ -22,7 +22,7 @@ def spectra_chart(exhibit: Exhibit) -> Chart | str:
     found = [(cell, run, history) for cell in exhibit.cells if (run := _run(cell)) for history in histories(run)[:1]]
     if not found:
         return "No spectra were recorded yet."
-    limits = _limits([history for _, _, history in found])
+    limits = _limits([(history, exhibit.head * run.steps) for _, run, history in found])
     panels = [_panel(cell, run, history, exhibit.head, limits) for cell, run, history in found]
     shown = "" if exhibit.head == 1 else f" The first {exhibit.head:.0%} of training is shown."
     caption = (
@@ -36,8 +36,10 @@ def _run(cell: Compared) -> Run | None:
     return min(cell.runs, key=lambda run: run.seed, default=None)
 
 
-def _limits(found: list[History]) -> tuple[float, float]:
-    values = [value for history in found for snapshot in history.snapshots for value in snapshot.sigma if value > 0]
+def _limits(found: list[tuple[History, float]]) -> tuple[float, float]:
+    """Of all values up to the last step that is shown."""
+    shown = [snapshot for history, last in found for snapshot in history.snapshots if snapshot.step <= last]
+    values = [value for snapshot in shown for value in snapshot.sigma if value > 0]
     high = max(values, default=1.0)
     return max(min(values, default=high), high * 10.0**-_DECADES) / 1.4, 1.4 * high
 

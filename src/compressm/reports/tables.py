@@ -11,6 +11,7 @@ from compressm.reports.mamba_tables import imdb_mamba_grids, selective_cuts_grid
 from compressm.reports.reduction_tables import reduction_grids
 from compressm.reports.scan_tables import peer_grids, scan_grids, selective_grids
 from compressm.reports.setting_tables import setting_grids
+from compressm.reports.speedup_tables import speedup_grids
 from compressm.reports.step_tables import growth_grids, step_grids
 from compressm.reports.study_tables import hidden_system_grids, loss_continuity_grids, one_shot_grids
 from compressm.runs.measurement import Measurement, MeasurementError
@@ -20,6 +21,7 @@ _GRIDS: dict[str, Callable[[Measurement], list[Grid]]] = {
     "cut": cut_grids,
     "step": step_grids,
     "growth": growth_grids,
+    "speedup": speedup_grids,
     "scan": scan_grids,
     "peers": peer_grids,
     "selective": selective_grids,

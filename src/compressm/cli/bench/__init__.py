@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from compressm.cli.bench import cut, growth, reduction, results, scan, step
+from compressm.cli.bench import cut, growth, reduction, results, scan, speedup, step
 
 bench = typer.Typer(help="Measure speed on this machine; results are JSON files with a picture.", no_args_is_help=True)
 for command in (
@@ -12,6 +12,7 @@ for command in (
     cut.cut,
     step.step,
     growth.growth,
+    speedup.speedup,
     scan.scan,
     scan.peers,
     scan.selective,

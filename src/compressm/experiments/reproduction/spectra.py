@@ -8,8 +8,8 @@ from compressm.experiments.reproduction.settings import BASELINE, COMPRESSED, Se
 
 def every_step(setting: Setting, order: int, steps: int) -> tuple[Arm, ...]:
     """A small layer at every one of the first steps, with the bound on what each may change (fig:hankel_analysis)."""
-    chosen = (f"model.order={order}", "compression=null", "spectra={every: 1, changes: true}")
-    chosen += (f"training.steps={steps}", f"training.evaluate_every={max(1, steps // 5)}")
+    length = (f"training.steps={steps}", f"training.evaluate_every={max(1, steps // 5)}")
+    chosen = (f"model.order={order}", "compression=null", "spectra={every: 1, changes: true}", *length)
     return (setting.arm(BASELINE, f"n = {order}", f"every-step-{order}", *chosen, label=f"n = {order}, every step"),)
 
 
