@@ -41,23 +41,37 @@ class Where(StrEnum):
     slurm = "slurm"
 
 
+NameArgument = Annotated[str, typer.Argument(help="LIST, or a table or figure by its label in the paper.")]
+SeedsOption = Annotated[
+    int | None, typer.Option(parser=count, metavar="INTEGER", help="Of each training. Default: as the paper.")
+]
+QuickOption = Annotated[bool, typer.Option("--quick", help="Digits and few steps: minutes on a CPU.")]
+ProcessesOption = Annotated[int, typer.Option(parser=count, metavar="INTEGER", help="Trainings at a time, here.")]
+ExecutorOption = Annotated[Where, typer.Option(help="This machine, or a Slurm cluster by submitit.")]
+PartitionOption = Annotated[str | None, typer.Option(help="Of the cluster.")]
+HoursOption = Annotated[float, typer.Option(parser=number, metavar="NUMBER", help="Of a job on the cluster.")]
+GpusOption = Annotated[int, typer.Option(min=0, help="Of a job on the cluster.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show what would be trained and stop.")]
+ReportOption = Annotated[bool, typer.Option("--only-report", help="Train nothing; report what is there.")]
+DataOption = Annotated[Path | None, typer.Option(help="Folder of data sets that are there; nothing is fetched.")]
+OutOption = Annotated[
+    Path | None, typer.Option(help="Folder for runs and reports. Default: out/reproduce, with --quick out/quick.")
+]
+
+
 def command(
-    name: Annotated[str, typer.Argument(help="LIST, or a table or figure by its label in the paper.")] = LIST,
-    seeds: Annotated[
-        int | None, typer.Option(parser=count, metavar="INTEGER", help="Of each training. Default: as the paper.")
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Digits and few steps: minutes on a CPU.")] = False,
-    processes: Annotated[int, typer.Option(parser=count, metavar="INTEGER", help="Trainings at a time, here.")] = 1,
-    executor: Annotated[Where, typer.Option(help="This machine, or a Slurm cluster by submitit.")] = Where.local,
-    partition: Annotated[str | None, typer.Option(help="Of the cluster.")] = None,
-    hours: Annotated[float, typer.Option(parser=number, metavar="NUMBER", help="Of a job on the cluster.")] = 24.0,
-    gpus: Annotated[int, typer.Option(min=0, help="Of a job on the cluster.")] = 1,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be trained and stop.")] = False,
-    only_report: Annotated[bool, typer.Option("--only-report", help="Train nothing; report what is there.")] = False,
-    data: Annotated[Path | None, typer.Option(help="Folder of data sets that are there; nothing is fetched.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for runs and reports. Default: out/reproduce, with --quick out/quick.")
-    ] = None,
+    name: NameArgument = LIST,
+    seeds: SeedsOption = None,
+    quick: QuickOption = False,
+    processes: ProcessesOption = 1,
+    executor: ExecutorOption = Where.local,
+    partition: PartitionOption = None,
+    hours: HoursOption = 24.0,
+    gpus: GpusOption = 1,
+    dry_run: DryRunOption = False,
+    only_report: ReportOption = False,
+    data: DataOption = None,
+    out: OutOption = None,
 ) -> None:
     """Train what a table or figure of the paper needs and show it beside the paper's numbers.
 
@@ -69,18 +83,14 @@ def command(
         console.print(_listed(folder, seeds, quick))
         return
     try:
-        wanted = find_experiment(name, quick=quick)
+        plan = _plan(find_experiment(name, quick=quick), folder, seeds)
         require_writable(folder / name / "report.md")
-        plan = _plan(wanted, folder, seeds)
         require_same_recipes(plan.jobs())
-        if wanted.measures and not dry_run:
-            _measure(wanted, folder / name, quick)
+        if dry_run or plan.experiment.measures:
+            _show(plan, data) if dry_run else _measure(plan.experiment, folder / name, quick)
             return
-        if dry_run:
-            _show(plan, data)
-            return
-        chosen = SlurmOptions(partition, hours, gpus)
-        outcome = Outcome() if only_report else _train(plan, _executor(executor, processes, folder, chosen, data))
+        options = SlurmOptions(partition, hours, gpus)
+        outcome = Outcome() if only_report else _train(plan, _executor(executor, processes, folder, options, data))
     except (ConfigError, PathError, RunError) as error:
         raise typer.BadParameter(str(error)) from None
     _report(plan, folder / name, quick)
@@ -105,7 +115,7 @@ def _train(plan: Plan, executor: Executor) -> Outcome:
 
         def say(line: str) -> None:
             _say(line)
-            bar.advance(task)
+            bar.update(task, completed=sum(job.state == "done" for job in plan.jobs()))
 
         return conduct(plan, executor, say)
 
@@ -157,6 +167,8 @@ def _show(plan: Plan, data: Path | None) -> None:
         "waits": lambda job: f"takes the mean final order of {job.arm.beside}",
         "awaits": lambda job: f"needs {job.arm.awaits}, not there yet",
     }
+    if plan.experiment.measures:
+        _say(f"{plan.experiment.label}: compressm bench {plan.experiment.measures}")
     for job in plan.jobs():
         _say(f"{job}: {words[job.state](job)}")
         if job.training is not None and job.state != "done":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,24 +11,30 @@ import typer
 from compressm.cli.bench.options import OUT, Device, DeviceOption, PicturedOutOption, RepeatsOption, count, require
 from compressm.cli.bench.terminal import draw_picture, measuring, report
 from compressm.cli.inspect import DataOption, OfflineOption
+from compressm.data import DataError, Store, Task, make
+from compressm.experiments.catalogue import find_recipe
 from compressm.training.config import ConfigError, Recipe
+
+RecipeArgument = Annotated[str, typer.Argument(help="A recipe by name, or a .yaml file; one that cuts.")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change the recipe; again for more.")
+]
+OrderOption = Annotated[
+    list[int] | None,
+    typer.Option(parser=count, metavar="INTEGER", help="Orders to measure; again for more. Default: halves."),
+]
+ScheduleOption = Annotated[
+    str | None, typer.Option(metavar="STEP:ORDER,...", help="Predict this too, as 0:256,5000:216,10000:176.")
+]
+CheckOption = Annotated[bool, typer.Option(help="Train the recipe with its cuts and without, beside the prediction.")]
 
 
 def speedup(
-    recipe: Annotated[str, typer.Argument(help="A recipe by name, or a .yaml file; one that cuts.")] = "digits",
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change the recipe; again for more.")
-    ] = None,
-    order: Annotated[
-        list[int] | None,
-        typer.Option(parser=count, metavar="INTEGER", help="Orders to measure; again for more. Default: halves."),
-    ] = None,
-    schedule: Annotated[
-        str | None, typer.Option(metavar="STEP:ORDER,...", help="Predict this too, as 0:256,5000:216,10000:176.")
-    ] = None,
-    check: Annotated[bool, typer.Option(help="Train the recipe with its cuts and without, beside the prediction.")] = (
-        True
-    ),
+    recipe: RecipeArgument = "digits",
+    settings: SetOption = None,
+    order: OrderOption = None,
+    schedule: ScheduleOption = None,
+    check: CheckOption = True,
     device: DeviceOption = Device.cpu,
     repeats: RepeatsOption = 9,
     data: DataOption = None,
@@ -36,8 +43,6 @@ def speedup(
 ) -> None:
     """The cost of a step, an evaluation and a cut by order, and the speed-up of training that they predict."""
     from compressm.bench.speedup import measure_speedup
-    from compressm.data import DataError, Store, make
-    from compressm.experiments.catalogue import find_recipe
 
     try:
         wanted = find_recipe(recipe, tuple(settings or ()))
@@ -46,9 +51,7 @@ def speedup(
         path = None if schedule is None else _path(schedule, wanted)
         result, picture = (out / f"speedup-{wanted.name}-{device.value}{end}" for end in (".json", ".png"))
         require(device, result, picture)
-        options = {key: value for key, value in wanted.task.items() if key != "name"}
-        store = Store(offline=offline) if data is None else Store(data, offline=offline)
-        task = make(wanted.task["name"], **options).load(store)
+        task = _task(wanted, data, offline)
     except (ConfigError, DataError) as error:
         raise typer.BadParameter(str(error)) from None
     orders = [*(order or _halves(wanted.model.order)), *(n for _, n in path or ())]
@@ -58,6 +61,12 @@ def speedup(
         )
     report(measurement, result)
     draw_picture(measurement, picture)
+
+
+def _task(recipe: Recipe, data: Path | None, offline: bool) -> Task:
+    options = {key: value for key, value in recipe.task.items() if key != "name"}
+    store = Store(offline=offline) if data is None else Store(data, offline=offline)
+    return make(recipe.task["name"], **options).load(store)
 
 
 def _halves(order: int) -> list[int]:
