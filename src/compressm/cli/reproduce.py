@@ -144,7 +144,7 @@ def _report(plan: Plan, out: Path, quick: bool) -> None:
 
 
 def _end(plan: Plan, outcome: Outcome) -> None:
-    jobs = plan.jobs()
+    jobs = plan.jobs(outcome.failed)
     left = [job for job in jobs if job.state in ("new", "begun", "waits")]
     awaited = sorted({job.arm.awaits for job in jobs if job.state == "awaits"})
     _say(f"{sum(job.state == 'done' for job in jobs)} of {len(jobs)} trainings are done")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from compressm.experiments.reproduction.executors import Ended, Executor, Started
@@ -25,7 +25,7 @@ class Outcome:
 
 def conduct(plan: Plan, executor: Executor, say: Say = lambda line: None) -> Outcome:
     """Train what is not done; Ctrl-C has every training save and end, and the outcome says so."""
-    before = _done(plan)
+    before = _done(plan, ())
     outcome = Outcome(before, before)
     under_way: UnderWay = {}
     try:
@@ -42,12 +42,12 @@ def conduct(plan: Plan, executor: Executor, say: Say = lambda line: None) -> Out
         outcome.interrupted = True
         say(f"stopping: {len(under_way)} trainings are under way or wait; those under way save what they have")
         executor.stop()
-    outcome.done = _done(plan)
+    outcome.done = _done(plan, outcome.failed)
     return outcome
 
 
-def _done(plan: Plan) -> int:
-    return sum(job.state == "done" for job in plan.jobs())
+def _done(plan: Plan, failed: Collection[tuple[str, int]]) -> int:
+    return sum(job.state == "done" for job in plan.jobs(failed))
 
 
 def _submit(plan: Plan, executor: Executor, outcome: Outcome, under_way: UnderWay) -> None:

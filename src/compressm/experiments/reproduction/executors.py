@@ -13,6 +13,8 @@ from typing import Any, Protocol, final
 from compressm.experiments.trainings import Training
 from compressm.training.config import ConfigError
 
+_SAID = 600  # of the last words of a training that failed
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -94,7 +96,8 @@ def ending(process: subprocess.Popen[str]) -> Ended:
     said, _ = process.communicate()
     if process.returncode == 0:
         return Ended()
-    last = " ".join(said.strip().splitlines()[-3:])
+    # Refusals come in a box.
+    last = " ".join("".join(" " if sign in "│╭╮╰╯─" else sign for sign in said).split())[-_SAID:]
     # 130 is a training that saved; a negative number one that a signal ended before it could.
     return Ended(f"exit {process.returncode}: {last}", interrupted=process.returncode in (130, -15, -2))
 
