@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from compressm.bench.speedup_formula import Costs, Prediction, Stretch, predict, stretches_of
-from compressm.bench.timing import median_seconds, threads
+from compressm.bench.timing import threads
 from compressm.compression.distributed import Processes
 from compressm.data.shuffling import Order
 from compressm.data.task import Task
@@ -38,14 +39,23 @@ _SAMPLE_S = 0.2  # of gradient steps in a row
 _REDUCTION = ("cut", "spectrum", "optimizer")
 
 
+class Sample(NamedTuple):
+    """Seconds of one turn."""
+
+    train: float
+    evaluate: float
+    cut: float
+
+
 @dataclass
 class Bench:
-    """A recipe at one order, ready to take steps."""
+    """A recipe at one order, ready to take steps; a sample of them is so long that a clock can tell."""
 
     learner: Learner
     steps: Steps
     recipe: Recipe
     done: int = 0
+    together: int = 1
 
     @classmethod
     def of(cls, recipe: Recipe, task: Task, order: int, device: torch.device) -> Bench:
@@ -64,24 +74,43 @@ class Bench:
         self.steps.run(self.done + 1, self.done + count, lambda: False)
         self.done += count
 
+    def warm_up(self) -> None:
+        """On a GPU until steps are recorded; an evaluation, too, is slow the first time."""
+        self.run(5)
+        self.evaluation_seconds()
+        self.together = max(1, round(_SAMPLE_S / max(1e-6, _seconds(lambda: self.run(2), self.learner.device) / 2)))
+
+    def step_seconds(self) -> float:
+        """Of one, in the mean over a sample."""
+        return _seconds(lambda: self.run(self.together), self.learner.device) / self.together
+
+    def evaluation_seconds(self) -> float:
+        """Of validation and test, as a training does it."""
+        splits = (self.learner.task.validation, self.learner.task.test)
+        return _seconds(lambda: [evaluate(self.learner, split) for split in splits], self.learner.device)
+
 
 def measure_costs(
     recipe: Recipe, task: Task, orders: Sequence[int], device: torch.device, *, repeats: int, progress: Progress
 ) -> Costs:
-    """At every order; a cut from the smallest leaves half of it."""
+    """At every order, in turns: what else a machine does falls on all alike. A cut from the smallest leaves half."""
     task, rising = placed(task, device), sorted(set(orders))
-    rows: list[tuple[float, float, float, float]] = []
+    below = dict(zip(rising, [max(1, rising[0] // 2), *rising], strict=False))
+    found: dict[int, list[Sample]] = {order: [] for order in rising}
     with products_in(recipe.training.precision):
-        _cut_seconds(recipe, task, rising[0], max(1, rising[0] // 2), device)  # what libraries load at a first cut
-        for order, below in zip(rising, [max(1, rising[0] // 2), *rising], strict=False):
-            progress(f"{recipe.name}, n = {order}")
-            bench = Bench.of(recipe, task, order, device)
-            step = _step_seconds(bench, repeats, device)
-            evaluation = median_seconds(lambda b=bench: _evaluate(b), repeats=max(2, repeats // 3))  # type: ignore[misc]
-            spent = [_cut_seconds(recipe, task, order, below, device) for _ in range(max(3, repeats // 3))]
-            rows.append((step, evaluation, statistics.median(spent), _recapture(bench, step, device)))
-    steps, evaluations, cuts, recaptures = zip(*rows, strict=True)
-    return Costs(tuple(map(float, rising)), steps, evaluations, cuts, statistics.median(recaptures))
+        _cut_seconds(recipe, task, rising[0], below[rising[0]], device)  # what libraries load at a first cut
+        benches = {order: Bench.of(recipe, task, order, device) for order in rising}
+        for bench in benches.values():
+            bench.warm_up()
+        for turn in range(repeats):
+            progress(f"{recipe.name}, n = {', '.join(map(str, rising))}, turn {turn + 1} of {repeats}")
+            for order, bench in benches.items():
+                cut = _cut_seconds(recipe, task, order, below[order], device)
+                found[order].append(Sample(bench.step_seconds(), bench.evaluation_seconds(), cut))
+        recapture = statistics.median(_recapture(bench) for bench in benches.values())
+    middle = [Sample(*map(statistics.median, zip(*samples, strict=True))) for samples in found.values()]
+    train, evaluation, cut = zip(*middle, strict=True)
+    return Costs(tuple(map(float, rising)), train, evaluation, cut, recapture)
 
 
 def measure_speedup(
@@ -129,32 +158,14 @@ def _rows(
     return rows
 
 
-def _step_seconds(bench: Bench, repeats: int, device: torch.device) -> float:
-    bench.run(5)  # on a GPU: warmed up and recorded
-    begin = time.perf_counter()
-    bench.run(2)
-    count = max(1, round(_SAMPLE_S / max(1e-6, (time.perf_counter() - begin) / 2)))
-    return median_seconds(lambda: bench.run(count), repeats=repeats, device=device) / count
-
-
-def _evaluate(bench: Bench) -> None:
-    """Both splits, as a training does."""
-    for split in (bench.learner.task.validation, bench.learner.task.test):
-        evaluate(bench.learner, split)
-
-
-def _recapture(bench: Bench, step: float, device: torch.device) -> float:
+def _recapture(bench: Bench) -> float:
     """What four steps take longer when the graph is recorded anew among them; nothing without a graph."""
-    if device.type != "cuda":
+    if bench.learner.device.type != "cuda":
         return 0.0
     times = []
     for _ in range(3):
         bench.steps.renew()
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        bench.run(4)
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin - 4 * step)
+        times.append(_seconds(lambda: bench.run(4), bench.learner.device) - 4 * bench.step_seconds())
     return max(0.0, statistics.median(times))
 
 
@@ -167,16 +178,17 @@ def _cut_seconds(recipe: Recipe, task: Task, order: int, rank: int, device: torc
     bench.run(2)
     compressor = build_compressor(bench.recipe, bench.learner.model, bench.learner.optimizer, task, lambda: 0.0)
     assert compressor is not None
-    _wait(device)
+    return _seconds(lambda: compressor.step(1), device)
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """On a GPU until it is done."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
     begin = time.perf_counter()
-    compressor.step(1)
-    _wait(device)
+    work()
+    wait()
     return time.perf_counter() - begin
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def _trained(recipe: Recipe, task: Task, device: torch.device) -> Run:

@@ -27,7 +27,8 @@ def curves_chart(exhibit: Exhibit) -> Chart | str:
     panels = [_panel(known, colours, late=False), _panel(known, colours, late=True)]
     caption = (
         "Validation accuracy, mean over seeds; bands are one standard deviation. Grey lines are models that are never "
-        "cut. Dotted lines are the cuts of the first arm that has any; the right panel shows the end of training."
+        "cut. Dotted lines are cuts, in the colour of their arm where they differ; the right panel shows the end of "
+        "training."
     )
     return Chart(f"curves-{exhibit.label}", "", caption, in_rows(panels), size=(4.6, 3.4))
 
@@ -41,6 +42,7 @@ def _colours(cells: Sequence[Compared]) -> dict[str, str]:
 
 def _panel(cells: Sequence[Compared], colours: dict[str, str], *, late: bool) -> Panel:
     first_cut = next((run for cell in cells for run in cell.runs if run.events), None)
+    alike = len({_cut_steps(cell) for cell in cells if _cut_steps(cell)}) == 1
 
     def draw(axes: Axes) -> None:
         for cell in cells:
@@ -50,13 +52,25 @@ def _panel(cells: Sequence[Compared], colours: dict[str, str], *, late: bool) ->
         axes.set(ylabel=metric_name(cells[0].group).replace("test", "validation"))  # type: ignore[arg-type]
         if late:
             axes.set_xlim(_LATE * last, last)
-        elif first_cut is not None:
+        elif first_cut is not None and alike:
             mark_cuts(axes, first_cut)
+        else:
+            _mark_each(axes, cells, colours)
         legend_below(axes, columns=2)
 
     words = "; ".join(f"{cell.title}: {_end(cell):.1f} at the end" for cell in cells)
-    pad = title_pad(first_cut) if first_cut is not None and not late else 6.0
+    pad = title_pad(first_cut) if first_cut is not None and alike and not late else 6.0
     return Panel("the end of training" if late else "all of training", words, draw, pad=pad)
+
+
+def _cut_steps(cell: Compared) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(event.step for event in cell.runs[0].events))
+
+
+def _mark_each(axes: Axes, cells: Sequence[Compared], colours: dict[str, str]) -> None:
+    for cell in cells:
+        for step in _cut_steps(cell):
+            axes.axvline(step, color=colours[cell.title], lw=0.9, ls=":", zorder=1.5)
 
 
 def mean_curve(runs: Sequence[Run]) -> tuple[list[int], np.ndarray, np.ndarray]:
