@@ -109,8 +109,8 @@ def measure_costs(
                 found[order].append(Sample(bench.step_seconds(), bench.evaluation_seconds(), cut))
         recapture = statistics.median(_recapture(bench) for bench in benches.values())
     middle = [Sample(*map(statistics.median, zip(*samples, strict=True))) for samples in found.values()]
-    train, evaluation, cut = zip(*middle, strict=True)
-    return Costs(tuple(map(float, rising)), train, evaluation, cut, recapture)
+    steps, evaluations, cuts = zip(*middle, strict=True)
+    return Costs(tuple(map(float, rising)), steps, evaluations, cuts, recapture)
 
 
 def measure_speedup(
