@@ -73,6 +73,15 @@ def test_exit_codes_say_how_it_ended(monkeypatch):
     assert "the same command goes on" in plain(done)
 
 
+def test_the_figure_that_is_a_benchmark_has_its_report_too(tmp_path):
+    done = run("reduction-complexity", "--quick", "--out", "bench")
+    assert done.exit_code == 0, done.output
+    text = (tmp_path / "bench" / "reduction-complexity" / "report.md").read_text()
+    assert "fig:reduction-complexity" in text
+    assert "| 128 → 32 |" in text
+    assert (tmp_path / "bench" / "reduction-complexity" / "figures" / "reduction.png").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

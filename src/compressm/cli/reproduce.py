@@ -192,15 +192,14 @@ def _listed(folder: Path, seeds: int | None, quick: bool) -> Table:
 def _measure(wanted: Experiment, out: Path, quick: bool) -> None:
     """The one figure that is a benchmark."""
     from compressm.bench.reduction import Case, measure_reduction
-    from compressm.cli.bench.terminal import draw_picture, measuring, report
+    from compressm.cli.bench.terminal import measuring, report
+    from compressm.reports.reproduction import write_measured
 
     cases = [Case(n, max(1, n // 4)) for n in (1, 4, 16, 64, 128)] if quick else None
     with measuring() as say:
         measurement = measure_reduction(cases, repeats=3 if quick else 9, progress=say)
     report(measurement, out / "reduction-cpu.json")
-    draw_picture(measurement, out / "reduction-cpu.png")
-    said = read_paper(wanted.label)
-    _say(f"The paper ({said.origin}): {said.says}")
+    _say(f"report: {write_measured(measurement, read_paper(wanted.label), out, quick=quick)}")
 
 
 def _say(line: str) -> None:

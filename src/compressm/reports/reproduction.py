@@ -9,11 +9,15 @@ from compressm.reports.ablation_charts import curves_chart
 from compressm.reports.comparison_tables import paper_form_grids, trained_grid
 from compressm.reports.grid import Grid
 from compressm.reports.panels import Chart
+from compressm.reports.pictures import draw
 from compressm.reports.run_report import Section, write_report
 from compressm.reports.seed_charts import seeds_chart
 from compressm.reports.spectra_charts import spectra_chart
+from compressm.reports.tables import markdown
 from compressm.runs.atomic import replacing
 from compressm.runs.comparison import Exhibit
+from compressm.runs.measurement import Measurement
+from compressm.runs.paper import PaperItem
 
 FORMATS = ("png", "svg")
 # Pictures of their own; all others are those of every report on runs.
@@ -40,6 +44,23 @@ def write_reproduction(exhibit: Exhibit, out: Path, *, progress: Callable[[str],
         figures = _figures(exhibit, out / "figures", drawn)
     with replacing(out / "report.md") as scratch:
         scratch.write_text(_markdown(exhibit, tables, drawn, figures), encoding="utf-8")
+    return out / "report.md"
+
+
+def write_measured(measurement: Measurement, paper: PaperItem, out: Path, *, quick: bool) -> Path:
+    """The same for a figure that is a benchmark: its table and its picture, in `out`/report.md."""
+    picture = draw(measurement, out / "figures" / f"{measurement.name}.png")
+    machine = measurement.environment
+    lines = [
+        *(f"# {paper.label}: {paper.title}", ""),
+        *(("Quick: small orders and few repeats.", "") if quick else ()),
+        *(f"The paper ({paper.origin}): {paper.says}", ""),
+        *(f"![{paper.title}](figures/{picture.name})", ""),
+        *(markdown(measurement), ""),
+        f"{machine.processor}, {machine.threads} thread(s), torch {machine.torch}, {machine.date}, {machine.commit}",
+    ]
+    with replacing(out / "report.md") as scratch:
+        scratch.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return out / "report.md"
 
 
