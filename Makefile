@@ -34,6 +34,7 @@ docs: $(VENV)/ready
 	$(BIN)/compressm bench draw benchmarks/results/reduction-cpu.json --picture docs/images/reduction-cost.png
 	$(BIN)/compressm bench draw benchmarks/results/growth-cuda.json --picture docs/images/growth-cuda.png
 	$(BIN)/compressm bench draw benchmarks/results/growth-cpu.json --picture docs/images/growth-cpu.png
+	$(BIN)/compressm bench draw benchmarks/results/speedup-digits-cpu.json --picture docs/images/speedup-digits-cpu.png
 	$(BIN)/compressm bench draw benchmarks/results/loss_continuity.json --picture docs/images/loss_continuity.png
 	$(BIN)/python benchmarks/fill_tables.py
 

@@ -44,6 +44,7 @@ CONFINED = {
     "philtorch": ("bench/peer_scans.py",),
     "mambapy": ("bench/peer_scans.py",),
     "fla": ("bench/peer_scans.py",),
+    "submitit": ("experiments/reproduction/executors.py",),
     "matplotlib": ("reports/",),
     "typer": ("cli/",),
     "rich": ("cli/", "training/", "experiments/"),

@@ -149,6 +149,10 @@ OPTIONS = {
         *("--measured", "--fold", "--no-fold", "--data", "--offline"),
     },
     "data": {"name", "--offline", "--data", "--root", "--set"},
+    "reproduce": {
+        *("name", "--seeds", "--quick", "--processes", "--executor", "--partition", "--hours", "--gpus"),
+        *("--dry-run", "--only-report", "--data", "--out"),
+    },
     "report": {"runs", "--out", "--title", "--formats", "--open", "--no-open"},
     "demo": {"--seeds", "--out", "--processes", "--set"},
     "bench": set(),
@@ -160,6 +164,10 @@ OPTIONS = {
     "bench regulariser": {"--device", "--order", "--repeats", "--out"},
     "bench scan": {"--device", "--repeats", "--out"},
     "bench selective": {"--device", "--repeats", "--out"},
+    "bench speedup": {
+        *("recipe", "--set", "--order", "--schedule", "--check", "--no-check"),
+        *("--device", "--repeats", "--data", "--offline", "--out"),
+    },
     "bench step": {
         "--device",
         "--task",

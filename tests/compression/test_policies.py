@@ -9,7 +9,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from compressm.compression import Budget, EnergyTolerance, ErrorBound, KeepFraction, TargetOrder
+from compressm.compression import Budget, CompressionError, EnergyTolerance, ErrorBound, KeepFraction, TargetOrder
+from compressm.compression.policies import FewerStates
 from compressm.control import DiagonalSystem, balanced_truncation, h_infinity_error, hankel_singular_values
 from tests.compression.spectra import bound_of, rows_of, spectra_of_a_layer, spectra_of_a_model
 
@@ -134,3 +135,10 @@ def test_a_policy_can_be_compared_printed_pickled_and_not_changed(policy):
 def test_numbers_of_numpy_become_plain_ones():
     assert repr(EnergyTolerance(np.float64(0.05))) == "EnergyTolerance(tau=0.05)"
     assert repr(EnergyTolerance(np.float64(0))) == "EnergyTolerance(tau=0.0)"
+
+
+def test_fewer_states_are_left_one_by_one_but_never_none():
+    keep = FewerStates(8)
+    assert [keep.order(torch.ones(n)) for n in (256, 16, 9, 8, 3)] == [248, 8, 1, 1, 1]
+    with pytest.raises(CompressionError, match="FewerStates: count"):
+        FewerStates(0)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import compressm
-from compressm.cli import compress, data, demo, inspect, report, train
+from compressm.cli import compress, data, demo, inspect, report, reproduce, train
 from compressm.cli.bench import bench
 
 app = typer.Typer(
@@ -18,6 +18,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("train")(train.command)
+app.command("reproduce")(reproduce.command)
 app.command("report")(report.report)
 app.command("inspect")(inspect.command)
 app.command("compress")(compress.command)

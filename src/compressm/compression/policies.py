@@ -97,6 +97,21 @@ class KeepFraction(LayerPolicy):
 
 @final
 @dataclass(frozen=True)
+class FewerStates(LayerPolicy):
+    """`count` states fewer at every cut, as the paper times cuts (fig:timer); one state is always left."""
+
+    count: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "count", require_count("FewerStates: count", self.count))
+
+    def order(self, sigma: Float[Tensor, "*channels n"]) -> int:
+        """n − count, at least 1."""
+        return max(1, sigma.shape[-1] - self.count)
+
+
+@final
+@dataclass(frozen=True)
 class TargetOrder(LayerPolicy):
     """At most n states in every layer: one with fewer keeps what it has, one of smaller numerical rank goes to that."""
 

@@ -139,7 +139,7 @@ def _bound_panel(run: Run, history: History, prefix: str) -> Panel:
 def _path_panel(run: Run, history: History, stretches: Sequence[Stretch], prefix: str) -> Panel:
     def draw(axes: Axes) -> None:
         for stretch in stretches:
-            _paths(axes, stretch)
+            draw_paths(axes, stretch)
         _finish(axes, run, history, "σ")
 
     crossings = sum(stretch.crossings for stretch in stretches)
@@ -151,7 +151,8 @@ def _path_panel(run: Run, history: History, stretches: Sequence[Stretch], prefix
     return Panel(f"{prefix}states followed", words, draw, pad=title_pad(run))
 
 
-def _paths(axes: Axes, stretch: Stretch) -> None:
+def draw_paths(axes: Axes, stretch: Stretch) -> None:
+    """States over steps, each in the colour of its rank, with the bound on its change as a margin."""
     values = stretch.values.numpy()
     states = _chosen(values)
     steps, margins = np.array(stretch.steps, dtype=float), np.array(stretch.margins)

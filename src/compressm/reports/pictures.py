@@ -8,12 +8,14 @@ from pathlib import Path
 from compressm.reports.growth_curves import draw_growth
 from compressm.reports.loss_curves import draw_loss_curves
 from compressm.reports.reduction_cost import draw_reduction_cost
+from compressm.reports.speedup_curves import draw_speedup
 from compressm.runs.measurement import Measurement, MeasurementError
 
 _PICTURES: dict[str, Callable[[Measurement, Path], Path]] = {
     "reduction": draw_reduction_cost,
     "growth": draw_growth,
     "loss_continuity": draw_loss_curves,
+    "speedup": draw_speedup,
 }
 
 

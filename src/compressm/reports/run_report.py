@@ -36,11 +36,11 @@ _STATES: dict[State, str] = {
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with charts, or with sentences that say why one is missing."""
+    """A heading with charts and tables, or with sentences that say why one is missing."""
 
     key: str
     title: str
-    parts: tuple[Chart | str, ...]
+    parts: tuple[Chart | Grid | str, ...]
 
 
 @dataclass(frozen=True)
@@ -60,16 +60,19 @@ def write_report(
     title: str | None = None,
     formats: Iterable[str] = FORMATS,
     broken: Sequence[str] = (),
+    front: Sequence[Section] = (),
+    details: bool = True,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Path:
     """`out`/report.html and `out`/figures/*; the page is written last, whole or not at all.
 
-    `broken` says which runs are left out and why (`gather`), for the top of the page.
+    `broken` says which runs are left out and why (`gather`), for the top of the page; `front` are sections before all
+    others. Without `details` there are no spectra and no times by order, which take minutes for many groups.
     """
     if not runs:
         raise RunError("no runs given, expected at least one")
     groups, folder, wanted = group_runs(runs), Path(out), tuple(formats)
-    sections = _sections(groups, progress)
+    sections = [*front, *_sections(groups, progress, details)]
     charts = [part for section in sections for part in section.parts if isinstance(part, Chart)]
     for chart in charts if wanted else []:
         progress(f"{chart.name} ({', '.join(wanted)})")
@@ -81,17 +84,19 @@ def write_report(
     return folder / "report.html"
 
 
-def _sections(groups: list[Group], progress: Callable[[str], None]) -> list[Section]:
+def _sections(groups: list[Group], progress: Callable[[str], None], details: bool) -> list[Section]:
     cut, uncut = ([group for group in groups if group.compressed is wanted] for wanted in (True, False))
-    timed = [group for group in cut if any(run.events for run in group.runs)]
+    timed = [group for group in cut if details and any(run.events for run in group.runs)]
     progress("spectra")
-    return [
+    hankel = tuple(hankel_chart(group) for group in (*cut, *uncut)) if details else ()
+    sections = [
         Section("accuracy", "Accuracy, order and speed-up", (outcome_chart(groups),)),
         Section("training", "Over training", (training_chart(groups),)),
         Section("orders", "Order of every layer", (order_paths_chart(groups),)),
-        Section("hankel", "Hankel singular values", tuple(hankel_chart(group) for group in (*cut, *uncut))),
+        Section("hankel", "Hankel singular values", hankel),
         Section("time", "Where the time went", (time_chart(groups), *(timer_chart(group) for group in timed))),
     ]
+    return [section for section in sections if section.parts]
 
 
 def _page(groups: list[Group], sections: list[Section], title: str, broken: Sequence[str]) -> str:
@@ -103,6 +108,7 @@ def _page(groups: list[Group], sections: list[Section], title: str, broken: Sequ
         lstrip_blocks=True,
     )
     jinja.tests["chart"] = lambda part: isinstance(part, Chart)
+    jinja.tests["grid"] = lambda part: isinstance(part, Grid)
     # Trusted: drawn here, and what it quotes of a run was escaped.
     jinja.globals["drawing"] = lambda chart, k: Markup(
         inline_svg(chart.panels[k], key=f"{chart.name}-{k}", size=chart.size)

@@ -12,6 +12,7 @@ from compressm.reports.reduction_tables import reduction_grids
 from compressm.reports.regulariser_tables import regulariser_grids
 from compressm.reports.scan_tables import peer_grids, scan_grids, selective_grids
 from compressm.reports.setting_tables import setting_grids
+from compressm.reports.speedup_tables import speedup_grids
 from compressm.reports.step_tables import growth_grids, step_grids
 from compressm.reports.study_tables import hidden_system_grids, loss_continuity_grids, one_shot_grids
 from compressm.runs.measurement import Measurement, MeasurementError
@@ -22,6 +23,7 @@ _GRIDS: dict[str, Callable[[Measurement], list[Grid]]] = {
     "regulariser": regulariser_grids,
     "step": step_grids,
     "growth": growth_grids,
+    "speedup": speedup_grids,
     "scan": scan_grids,
     "peers": peer_grids,
     "selective": selective_grids,

@@ -33,7 +33,7 @@ from compressm.compression import (
     Transport,
     WhiteNoise,
 )
-from compressm.compression.policies import Policy
+from compressm.compression.policies import FewerStates, Policy
 from compressm.compression.selection import Selection
 from compressm.data.dataset import Form
 from compressm.data.shuffling import Order
@@ -207,6 +207,8 @@ def _policy(config: CompressionConfig) -> Policy:
         return TargetOrder(config.order)
     if config.bound is not None:
         return ErrorBound(config.bound)
+    if config.fewer is not None:
+        return FewerStates(config.fewer)
     assert config.total_states is not None
     return Budget(config.total_states)
 

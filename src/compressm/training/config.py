@@ -164,13 +164,16 @@ class SelectiveConfig(Config):
         return {name: value for name, value in given.items() if value is not None}
 
 
-_POLICIES = ("tau", "rho", "order", "bound", "total_states")
+_POLICIES = ("tau", "rho", "order", "bound", "total_states", "fewer")
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class CompressionConfig(Config):
-    """The options of `Compressor`; the policy is the one of tau, rho, order, bound and total_states that is given."""
+    """The options of `Compressor`; the policy is the one of `_POLICIES` that is given.
+
+    fewer: so many states less at every cut.
+    """
 
     when: WhenConfig
     tau: float | None = None
@@ -178,6 +181,7 @@ class CompressionConfig(Config):
     order: int | None = None
     bound: float | None = None
     total_states: int | None = None
+    fewer: int | None = None
     gramian: Literal["white_noise", "measured", "modal"] = "white_noise"
     calibration_batches: int = 4
     fold: bool = True
@@ -197,7 +201,7 @@ class CompressionConfig(Config):
         self._share("tau")
         self._share("rho", above=True, up_to_one=True)
         self._share("gate", above=True, up_to_one=True)
-        self._at_least(1, "order", "total_states", "round_to", "calibration_batches")
+        self._at_least(1, "order", "total_states", "fewer", "round_to", "calibration_batches")
         self._at_least(0, "bound")
         if self.bound is not None and self.gramian == "measured":
             raise ConfigError(

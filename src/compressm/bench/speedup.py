@@ -1,0 +1,255 @@
+"""What steps, evaluations, cuts and recordings of a recipe cost at every order, and whether they predict a training.
+
+The prediction is the paper's formula (`speedup_formula`); the check trains the recipe twice, with its cuts and without.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from compressm.bench.speedup_formula import Costs, Prediction, Stretch, predict, stretches_of
+from compressm.bench.timing import threads
+from compressm.compression.distributed import Processes
+from compressm.data.shuffling import Order
+from compressm.data.task import Task
+from compressm.runs.measurement import Measurement, Row
+from compressm.runs.run import Run, read_run
+from compressm.training import Recipe, train
+from compressm.training.building import build_compressor, build_model
+from compressm.training.clock import Clock
+from compressm.training.config import CompressionConfig, WhenConfig
+from compressm.training.evaluation import evaluate
+from compressm.training.objective import task_objective
+from compressm.training.optimizers import build_optimizer
+from compressm.training.placing import placed
+from compressm.training.plan import Plan
+from compressm.training.precision import products_in
+from compressm.training.steps import Learner, Steps, make_steps
+
+Progress = Callable[[str], None]
+_SAMPLE_S = 0.2  # of gradient steps in a row
+_REDUCTION = ("cut", "spectrum", "optimizer")
+
+
+class Sample(NamedTuple):
+    """Seconds of one turn."""
+
+    train: float
+    evaluate: float
+    cut: float
+
+
+@dataclass
+class Bench:
+    """A recipe at one order, ready to take steps; a sample of them is so long that a clock can tell."""
+
+    learner: Learner
+    steps: Steps
+    recipe: Recipe
+    done: int = 0
+    together: int = 1
+
+    @classmethod
+    def of(cls, recipe: Recipe, task: Task, order: int, device: torch.device) -> Bench:
+        """As training builds it."""
+        torch.manual_seed(recipe.seed)
+        recipe = replace(recipe, model=replace(recipe.model, order=order), spectra=None)
+        model = build_model(recipe.model, task).to(device)
+        optimizer = build_optimizer(model, recipe.training, device)
+        drawn = Order(len(task.train), recipe.training.batch, recipe.seed)
+        objective = task_objective(task.kind)
+        learner = Learner(model, optimizer, objective, task, drawn, recipe.training, Processes())
+        return cls(learner, make_steps(learner, Clock(device)), recipe)
+
+    def run(self, count: int) -> None:
+        """So many gradient steps."""
+        self.steps.run(self.done + 1, self.done + count, lambda: False)
+        self.done += count
+
+    def warm_up(self) -> None:
+        """On a GPU until steps are recorded; an evaluation, too, is slow the first time."""
+        self.run(5)
+        self.evaluation_seconds()
+        self.together = max(1, round(_SAMPLE_S / max(1e-6, _seconds(lambda: self.run(2), self.learner.device) / 2)))
+
+    def step_seconds(self) -> float:
+        """Of one, in the mean over a sample."""
+        return _seconds(lambda: self.run(self.together), self.learner.device) / self.together
+
+    def evaluation_seconds(self) -> float:
+        """Of validation and test, as a training does it."""
+        splits = (self.learner.task.validation, self.learner.task.test)
+        return _seconds(lambda: [evaluate(self.learner, split) for split in splits], self.learner.device)
+
+
+def measure_costs(
+    recipe: Recipe, task: Task, orders: Sequence[int], device: torch.device, *, repeats: int, progress: Progress
+) -> Costs:
+    """At every order, in turns: what else a machine does falls on all alike. A cut from the smallest leaves half."""
+    task, rising = placed(task, device), sorted(set(orders))
+    below = dict(zip(rising, [max(1, rising[0] // 2), *rising], strict=False))
+    found: dict[int, list[Sample]] = {order: [] for order in rising}
+    with products_in(recipe.training.precision):
+        _cut_seconds(recipe, task, rising[0], below[rising[0]], device)  # what libraries load at a first cut
+        benches = {order: Bench.of(recipe, task, order, device) for order in rising}
+        for bench in benches.values():
+            bench.warm_up()
+        for turn in range(repeats):
+            progress(f"{recipe.name}, n = {', '.join(map(str, rising))}, turn {turn + 1} of {repeats}")
+            for order, bench in benches.items():
+                cut = _cut_seconds(recipe, task, order, below[order], device)
+                found[order].append(Sample(bench.step_seconds(), bench.evaluation_seconds(), cut))
+        recapture = statistics.median(_recapture(bench) for bench in benches.values())
+    middle = [Sample(*map(statistics.median, zip(*samples, strict=True))) for samples in found.values()]
+    steps, evaluations, cuts = zip(*middle, strict=True)
+    return Costs(tuple(map(float, rising)), steps, evaluations, cuts, recapture)
+
+
+def measure_speedup(
+    recipe: Recipe,
+    task: Task,
+    *,
+    orders: Sequence[int],
+    path: Sequence[tuple[int, int]] | None = None,
+    check: bool = True,
+    device: str = "cpu",
+    repeats: int = 9,
+    progress: Progress = lambda _: None,
+) -> Measurement:
+    """A row an order, then one for the schedule of `path`, (step, order from there on), and one for the check."""
+    where = torch.device(device)
+    with threads(1 if where.type == "cpu" else torch.get_num_threads()):
+        rows = _rows(recipe, task, where, orders, path, check, repeats, progress)
+        title = f"{recipe.name}: what a step, an evaluation and a cut cost, and the speed-up that follows"
+        return Measurement("speedup", title, repeats, rows)
+
+
+def _rows(
+    recipe: Recipe,
+    task: Task,
+    where: torch.device,
+    orders: Sequence[int],
+    path: Sequence[tuple[int, int]] | None,
+    check: bool,
+    repeats: int,
+    progress: Progress,
+) -> list[Row]:
+    device = where.type
+    costs = measure_costs(recipe, task, orders, where, repeats=repeats, progress=progress)
+    rows = [_cost_row(recipe, costs, k, device) for k in range(len(costs.orders))]
+    plan = Plan.of(recipe)
+    if path is not None:
+        stretches = stretches_of([(step, float(order)) for step, order in path], plan.steps, plan.evaluations)
+        rows.append(_schedule_row(recipe, device, stretches, predict(costs, stretches)))
+    if check:
+        progress(f"{recipe.name}, trained with its cuts and without")
+        reduced, whole = (_trained(one, task, where) for one in (recipe, replace(recipe, compression=None)))
+        stretches = stretches_of(_mean_path(reduced), plan.steps, plan.evaluations)
+        row = _schedule_row(recipe, device, stretches, predict(costs, stretches))
+        rows.append(row | _measured(reduced, whole))
+    return rows
+
+
+def _recapture(bench: Bench) -> float:
+    """What four steps take longer when the graph is recorded anew among them; nothing without a graph."""
+    if bench.learner.device.type != "cuda":
+        return 0.0
+    times = []
+    for _ in range(3):
+        bench.steps.renew()
+        times.append(_seconds(lambda: bench.run(4), bench.learner.device) - 4 * bench.step_seconds())
+    return max(0.0, statistics.median(times))
+
+
+def _cut_seconds(recipe: Recipe, task: Task, order: int, rank: int, device: torch.device) -> float:
+    """One cut, as the recipe cuts, of a model that has trained a little."""
+    options = recipe.compression or CompressionConfig(rho=1.0, when=WhenConfig(steps=(1,)))
+    plain = dict.fromkeys(("tau", "rho", "bound", "total_states", "fewer"), None)
+    cut = replace(options, **plain, order=rank, gate=1.0, rollback=None, when=WhenConfig(steps=(1,)))  # type: ignore[arg-type]
+    bench = Bench.of(replace(recipe, compression=cut), task, order, device)
+    bench.run(2)
+    compressor = build_compressor(bench.recipe, bench.learner.model, bench.learner.optimizer, task, lambda: 0.0)
+    assert compressor is not None
+    return _seconds(lambda: compressor.step(1), device)
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """On a GPU until it is done."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    begin = time.perf_counter()
+    work()
+    wait()
+    return time.perf_counter() - begin
+
+
+def _trained(recipe: Recipe, task: Task, device: torch.device) -> Run:
+    """Without spectra, which the formula does not count."""
+    with tempfile.TemporaryDirectory() as folder:
+        return read_run(train(replace(recipe, spectra=None), task, Path(folder) / "run", device=device))
+
+
+def _mean_path(run: Run) -> list[tuple[int, float]]:
+    """(step, mean order over layers from there on)."""
+    steps = sorted({step for path in run.order_paths.values() for step, _ in path})
+    found = []
+    for step in steps:
+        orders = [[order for begin, order in path if begin <= step][-1] for path in run.order_paths.values()]
+        found.append((step, sum(orders) / len(orders)))
+    return found
+
+
+def _cost_row(recipe: Recipe, costs: Costs, k: int, device: str) -> Row:
+    return {
+        "what": "costs",
+        "recipe": recipe.name,
+        "device": device,
+        "order": costs.orders[k],
+        "train_s": costs.train[k],
+        "evaluate_s": costs.evaluate[k],
+        "cut_s": costs.cut[k],
+        "recapture_s": costs.recapture,
+    }
+
+
+def _schedule_row(recipe: Recipe, device: str, stretches: Sequence[Stretch], found: Prediction) -> Row:
+    return {
+        "what": "schedule",
+        "recipe": recipe.name,
+        "device": device,
+        "orders": " → ".join(f"{stretch.order:g}" for stretch in stretches),
+        "steps": sum(stretch.steps for stretch in stretches),
+        "whole_s": found.whole,
+        "training_s": found.training,
+        "evaluation_s": found.evaluation,
+        "cuts_s": found.cuts,
+        "recaptures_s": found.recapture,
+        "speedup": found.speed_up,
+    }
+
+
+def _measured(reduced: Run, whole: Run) -> Row:
+    """The same of real trainings, checkpoints left out."""
+    spent, before = _phases(reduced), _phases(whole)
+    total, base = sum(spent.values()), sum(before.values())
+    return {
+        "measured_whole_s": base,
+        "measured_training_s": spent["steps"] + spent["data"],
+        "measured_evaluation_s": spent["evaluation"],
+        "measured_cuts_s": sum(spent[phase] for phase in _REDUCTION),
+        "measured_recaptures_s": spent["capture"],
+        "measured_speedup": base / total,
+    }
+
+
+def _phases(run: Run) -> dict[str, float]:
+    wanted = ("steps", "data", "evaluation", *_REDUCTION, "capture")
+    return {phase: sum(timing.seconds.get(phase, 0.0) for timing in run.timings) for phase in wanted}

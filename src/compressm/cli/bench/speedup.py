@@ -1,0 +1,92 @@
+"""`compressm bench speedup`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from compressm.cli.bench.options import OUT, Device, DeviceOption, PicturedOutOption, RepeatsOption, count, require
+from compressm.cli.bench.terminal import draw_picture, measuring, report
+from compressm.cli.inspect import DataOption, OfflineOption
+from compressm.data import DataError, Store, Task, make
+from compressm.experiments.catalogue import find_recipe
+from compressm.training.config import ConfigError, Recipe
+
+RecipeArgument = Annotated[str, typer.Argument(help="A recipe by name, or a .yaml file; one that cuts.")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change the recipe; again for more.")
+]
+OrderOption = Annotated[
+    list[int] | None,
+    typer.Option(parser=count, metavar="INTEGER", help="Orders to measure; again for more. Default: halves."),
+]
+ScheduleOption = Annotated[
+    str | None, typer.Option(metavar="STEP:ORDER,...", help="Predict this too, as 0:256,5000:216,10000:176.")
+]
+CheckOption = Annotated[bool, typer.Option(help="Train the recipe with its cuts and without, beside the prediction.")]
+
+
+def speedup(
+    recipe: RecipeArgument = "digits",
+    settings: SetOption = None,
+    order: OrderOption = None,
+    schedule: ScheduleOption = None,
+    check: CheckOption = True,
+    device: DeviceOption = Device.cpu,
+    repeats: RepeatsOption = 9,
+    data: DataOption = None,
+    offline: OfflineOption = False,
+    out: PicturedOutOption = OUT,
+) -> None:
+    """The cost of a step, an evaluation and a cut by order, and the speed-up of training that they predict."""
+    from compressm.bench.speedup import measure_speedup
+
+    try:
+        wanted = find_recipe(recipe, tuple(settings or ()))
+        if wanted.compression is None:
+            raise ConfigError(f"{recipe} does not cut: there is no speed-up to measure")
+        path = None if schedule is None else _path(schedule, wanted)
+        result, picture = (out / f"speedup-{wanted.name}-{device.value}{end}" for end in (".json", ".png"))
+        require(device, result, picture)
+        task = _task(wanted, data, offline)
+    except (ConfigError, DataError) as error:
+        raise typer.BadParameter(str(error)) from None
+    orders = [*(order or _halves(wanted.model.order)), *(n for _, n in path or ())]
+    with measuring() as say:
+        measurement = measure_speedup(
+            wanted, task, orders=orders, path=path, check=check, device=device.value, repeats=repeats, progress=say
+        )
+    report(measurement, result)
+    draw_picture(measurement, picture)
+
+
+def _task(recipe: Recipe, data: Path | None, offline: bool) -> Task:
+    options = {key: value for key, value in recipe.task.items() if key != "name"}
+    store = Store(offline=offline) if data is None else Store(data, offline=offline)
+    return make(recipe.task["name"], **options).load(store)
+
+
+def _halves(order: int) -> list[int]:
+    """n, n/2, … down to 4 or so."""
+    found = [order]
+    while found[-1] >= 8:
+        found.append(found[-1] // 2)
+    return found
+
+
+def _path(text: str, recipe: Recipe) -> Sequence[tuple[int, int]]:
+    try:
+        found = [(int(step), int(order)) for step, order in (part.split(":") for part in text.split(","))]
+    except ValueError:
+        raise ConfigError(f"--schedule {text!r}: expected STEP:ORDER,..., as in 0:256,5000:216") from None
+    steps = [step for step, _ in found]
+    rising = steps == sorted(set(steps)) and steps[0] == 0 and steps[-1] < recipe.training.steps
+    if not rising or min(order for _, order in found) < 1:
+        raise ConfigError(
+            f"--schedule {text!r}: expected steps that rise from 0 to below {recipe.training.steps}, and orders of at "
+            "least 1"
+        )
+    return found

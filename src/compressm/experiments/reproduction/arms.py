@@ -1,0 +1,81 @@
+"""Trainings that differ in their seed alone, and what stands for them in the paper."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from compressm.experiments.catalogue import find_recipe
+from compressm.training.config import Recipe
+
+# Of runs on the disk, pictures that a report knows how to draw.
+Picture = Literal["outcome", "curves", "spectra", "hankel", "timer", "seeds"]
+ORDER, TOTAL = "ORDER", "TOTAL"
+
+
+@dataclass(frozen=True)
+class FinalOrder:
+    """What an arm ended with: the mean over its seeds of the mean over layers, and how many layers there are."""
+
+    mean: float
+    layers: int
+
+    def filled(self, text: str) -> str:
+        """With numbers in the place of ORDER, the rounded mean, and TOTAL, that of all layers together."""
+        return text.replace(ORDER, str(round(self.mean))).replace(TOTAL, str(round(self.mean * self.layers)))
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One recipe with settings of its own; `task`, `method` and `column` name its cell in a table of the paper.
+
+    `folder` is that of its runs: arms of several experiments with the same folder are the same trainings. `beside` is
+    the arm whose final order takes the place of ORDER and TOTAL in settings and folder: as in the paper, a baseline has
+    the mean order that compressed runs ended with (sec:setup). `awaits` names what has to be there before it can run.
+    """
+
+    task: str
+    method: str
+    column: str
+    recipe: str
+    folder: str
+    settings: tuple[str, ...] = ()
+    beside: Arm | None = None
+    awaits: str = ""
+
+    def filled(self, final: FinalOrder | None) -> Arm:
+        """With the order of the arm beside it; the same where there is none."""
+        if self.beside is None or final is None:
+            return self
+        settings = tuple(map(final.filled, self.settings))
+        return Arm(self.task, self.method, self.column, self.recipe, final.filled(self.folder), settings)
+
+    @property
+    def known(self) -> bool:
+        """Nothing is left to be filled in."""
+        return self.beside is None
+
+    def read(self, seed: int) -> Recipe:
+        """As it will be trained."""
+        return find_recipe(self.recipe, (*self.settings, f"seed={seed}"))
+
+    def __str__(self) -> str:
+        return f"{self.task}, {self.method}, {self.column}"
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A table or figure: the trainings it is made of, how many seeds of each, and the picture that shows them.
+
+    `measures` names a benchmark instead of trainings. `head`: the share of training that pictures of spectra show.
+    """
+
+    label: str
+    title: str
+    arms: tuple[Arm, ...]
+    seeds: int
+    picture: Picture = "outcome"
+    quantity: Literal["accuracy", "best"] = "accuracy"
+    measures: str = ""
+    head: float = 1.0
+    note: str = ""

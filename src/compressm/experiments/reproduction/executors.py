@@ -1,0 +1,169 @@
+"""Where trainings run: as processes of this machine, or as jobs of a Slurm cluster; both write the same records."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from abc import ABC, abstractmethod
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, final
+
+from compressm.experiments.trainings import Training
+from compressm.training.config import ConfigError
+
+_SAID = 600  # of the last words of a training that failed
+
+
+@dataclass(frozen=True)
+class Ended:
+    """`message` is empty where the training came to its end; `interrupted` where it was stopped and saved."""
+
+    message: str = ""
+    interrupted: bool = False
+
+
+class Started(Protocol):
+    """What `submit` gives back, as `concurrent.futures.Future` and the jobs of submitit do."""
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+
+    def result(self) -> Ended:
+        """How."""
+
+
+class Executor(ABC):
+    """Begins trainings; `patience` is how many seconds lie between two looks at them."""
+
+    patience = 0.1
+
+    @abstractmethod
+    def submit(self, training: Training) -> Started:
+        """Begin, as soon as there is room for it."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Have every training save what it has and end."""
+
+
+@final
+class Processes(Executor):
+    """So many at a time on this machine. A signal reaches a training once: a second would keep it from saving."""
+
+    def __init__(self, count: int, data: Path | None = None) -> None:
+        self._pool = ThreadPoolExecutor(count)
+        self._data = data
+        self._lock, self._stopped = threading.Lock(), False
+        self._running: set[subprocess.Popen[str]] = set()
+
+    def submit(self, training: Training) -> Future[Ended]:
+        """In a thread that waits for it."""
+        return self._pool.submit(self._run, training)
+
+    def stop(self) -> None:
+        """Ask those that run, forget those that wait, and be back when all have ended."""
+        with self._lock:
+            self._stopped = True
+            for process in self._running:
+                process.terminate()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _run(self, training: Training) -> Ended:
+        with self._lock:
+            if self._stopped:
+                return Ended("stopped before it began", interrupted=True)
+            process = start(training, self._data)
+            self._running.add(process)
+        try:
+            return ending(process)
+        finally:
+            with self._lock:
+                self._running.discard(process)
+
+
+def start(training: Training, data: Path | None) -> subprocess.Popen[str]:
+    """In a session of its own, which Ctrl-C on a terminal does not reach."""
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        training.command(data), stdout=pipe, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def ending(process: subprocess.Popen[str]) -> Ended:
+    """Wait for it; what it said last where it failed."""
+    said, _ = process.communicate()
+    if process.returncode == 0:
+        return Ended()
+    # Refusals come in a box.
+    last = " ".join("".join(" " if sign in "│╭╮╰╯─" else sign for sign in said).split())[-_SAID:]
+    # 130 is a training that saved; a negative number one that a signal ended before it could.
+    return Ended(f"exit {process.returncode}: {last}", interrupted=process.returncode in (130, -15, -2))
+
+
+def run_here(training: Training, data: Path | None) -> Ended:
+    """In the job of a cluster."""
+    return ending(start(training, data))
+
+
+@dataclass(frozen=True)
+class SlurmOptions:
+    """Of every job; `cluster` is for tests: "debug" runs jobs at once, in this process."""
+
+    partition: str | None = None
+    hours: float = 24.0
+    gpus: int = 1
+    cluster: str = "slurm"
+
+
+@final
+class Slurm(Executor):
+    """One job a training, by submitit."""
+
+    patience = 10.0
+
+    def __init__(self, folder: Path, options: SlurmOptions, data: Path | None = None) -> None:
+        submitit = _submitit()
+        self._data, self._jobs = data, []  # type: tuple[Path | None, list[Any]]
+        self._executor = submitit.AutoExecutor(folder=str(folder / "%j"), cluster=options.cluster)
+        if options.cluster != "slurm":
+            self.patience = Executor.patience
+        chosen: dict[str, Any] = {"timeout_min": round(60 * options.hours), "gpus_per_node": options.gpus}
+        if options.partition:
+            chosen["slurm_partition"] = options.partition
+        self._executor.update_parameters(name="compressm", tasks_per_node=1, **chosen)
+
+    def submit(self, training: Training) -> Started:
+        """To the queue."""
+        job = self._executor.submit(run_here, training, self._data)
+        self._jobs.append(job)
+        return _Job(job)
+
+    def stop(self) -> None:
+        """Slurm signals the trainings, which save."""
+        for job in self._jobs:
+            if not job.done():
+                job.cancel()
+
+
+class _Job:
+    def __init__(self, job: Any) -> None:
+        self._job = job
+
+    def done(self) -> bool:
+        return bool(self._job.done())
+
+    def result(self) -> Ended:
+        error = self._job.exception()
+        return self._job.result() if error is None else Ended(f"job {self._job.job_id}: {error!r:.300}")
+
+
+def _submitit() -> Any:
+    try:
+        import submitit
+    except ImportError:
+        raise ConfigError(
+            "--executor slurm needs submitit, which is not installed: pip install 'compressm[slurm]'"
+        ) from None
+    return submitit

@@ -1,0 +1,97 @@
+"""`compressm reproduce` as a person meets it; what it trains is in tests/experiments/reproduction."""
+
+import pytest
+from typer.testing import CliRunner
+
+from compressm.cli import reproduce
+from compressm.cli.app import app
+from compressm.experiments.reproduction.arms import Experiment
+from compressm.experiments.reproduction.catalogue import experiment_names
+from tests.experiments.reproduction.tiny import Inline, arms
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch, tmp_path):
+    monkeypatch.setenv("COMPRESSM_COMMIT", "tests")
+    monkeypatch.setenv("COMPRESSM_DATA", str(tmp_path / "data"))
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["reproduce", *map(str, arguments)], env={"COLUMNS": "250"})
+
+
+def plain(done):
+    return " ".join(done.output.replace("│", " ").split())
+
+
+def small(monkeypatch, executor):
+    wanted = Experiment("results", "A small table", arms(), 2)
+    monkeypatch.setattr(reproduce, "find_experiment", lambda name, quick: wanted)
+    monkeypatch.setattr(reproduce, "_executor", lambda *given: executor)
+
+
+def test_the_list_has_every_name_with_its_runs():
+    done = run("LIST")
+    assert done.exit_code == 0
+    rows = {line.split("│")[1].strip(): line for line in done.output.splitlines() if "│" in line}
+    assert set(experiment_names()) <= set(rows)
+    assert [cell.strip() for cell in rows["sanity"].split("│")[3:5]] == ["50", "0"]
+    assert "bench reduction" in rows["reduction-complexity"]
+
+
+def test_a_dry_run_says_what_would_be_trained_and_writes_nothing(tmp_path):
+    done = run("hnn_vs_compressm", "--quick", "--seeds", 1, "--dry-run")
+    assert done.exit_code == 0
+    said = plain(done)
+    assert "sMNIST, CompreSSM, τ = 0.04, seed 0: begins" in said
+    assert "compressm train digits --seed 0 --out out/quick/runs/digits/tau-0.04/seed-0" in said
+    assert "sMNIST, baseline, τ = 0.04, seed 0: takes the mean final order of sMNIST, CompreSSM, τ = 0.04" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_trains_reports_and_finds_everything_done_the_next_time(monkeypatch):
+    small(monkeypatch, Inline())
+    done = run("results", "--quick")
+    assert done.exit_code == 0, done.output
+    assert "6 of 6 trainings are done" in plain(done)
+    assert "report: out/quick/results/report.md" in plain(done)
+    again = run("results", "--quick")
+    assert again.exit_code == 0
+    assert "results: 6 trainings, 6 done" in plain(again)
+    assert "6 of 6" in plain(run("results", "--quick", "--only-report"))
+
+
+def test_exit_codes_say_how_it_ended(monkeypatch):
+    small(monkeypatch, Inline(breaks=["n-8/seed-0"]))
+    done = run("results", "--out", "failed")
+    assert done.exit_code == 1
+    assert "not done: sMNIST, baseline, τ = 0, seed 0: exit 1: the loss is not finite" in plain(done)
+    small(monkeypatch, Inline(until=1))
+    done = run("results", "--out", "stopped")
+    assert done.exit_code == 130
+    assert "the same command goes on" in plain(done)
+
+
+def test_the_figure_that_is_a_benchmark_has_its_report_too(tmp_path):
+    done = run("reduction-complexity", "--quick", "--out", "bench")
+    assert done.exit_code == 0, done.output
+    text = (tmp_path / "bench" / "reduction-complexity" / "report.md").read_text()
+    assert "fig:reduction-complexity" in text
+    assert "| 128 → 32 |" in text
+    assert (tmp_path / "bench" / "reduction-complexity" / "figures" / "reduction.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("santiy",), "did you mean 'sanity'"),
+        (("sanity", "--seeds", "0"), "0 is too small"),
+        (("sanity", "--executor", "cloud"), "'cloud' is not one of 'local', 'slurm'"),
+        (("sanity", "--hours", "many"), "'many' is not a number"),
+    ],
+)
+def test_bad_values_are_refused(arguments, said):
+    done = run(*arguments)
+    assert done.exit_code == 2
+    assert said in plain(done)

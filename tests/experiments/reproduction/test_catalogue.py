@@ -1,0 +1,87 @@
+"""Every table and figure of the paper is there, and what it trains is what the paper trained."""
+
+import pytest
+import torch
+
+from compressm.compression import KeepFraction
+from compressm.experiments.reproduction import ablations
+from compressm.experiments.reproduction.arms import FinalOrder
+from compressm.experiments.reproduction.catalogue import experiment_names, find_experiment
+from compressm.experiments.reproduction.settings import QUICK, SMNIST
+from compressm.runs.paper import paper_labels
+from compressm.training.config import ConfigError
+from compressm.training.plan import Plan
+
+OURS = {"fold", "gramian", "moments", "policy"}
+
+
+def test_every_label_of_the_paper_can_be_reproduced():
+    assert set(experiment_names()) == {*paper_labels(), *OURS}
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("name", sorted({*paper_labels(), *OURS} - {"results-max", "red-perf-all"}))
+def test_every_arm_is_a_recipe_with_a_plan(name, quick):
+    wanted = find_experiment(name, quick=quick)
+    folders = {}
+    for arm in wanted.arms:
+        resolved = arm.filled(FinalOrder(20.4, 6))
+        recipe = resolved.read(0)
+        assert Plan.of(recipe).evaluations
+        if not arm.awaits:
+            # Whoever asks for a folder asks for the same training.
+            assert folders.setdefault(resolved.folder, recipe) == recipe
+    assert wanted.measures or folders
+
+
+def test_folders_are_shared_by_whole_trainings_only():
+    found = {}
+    for name in experiment_names():
+        for arm in find_experiment(name).arms:
+            if arm.known and not arm.awaits:
+                assert found.setdefault(arm.folder, arm.read(0)) == arm.read(0), (name, arm.folder)
+
+
+@pytest.mark.parametrize(("setting", "last"), [(SMNIST, 32), (QUICK, 8)])
+def test_every_number_of_cuts_ends_at_an_eighth(setting, last):
+    for arm in ablations.numbers(setting):
+        recipe = arm.read(0)
+        order, keep = recipe.model.order, KeepFraction(recipe.compression.rho)
+        steps = Plan.of(recipe).cuts
+        for _ in steps:
+            order = keep.order(torch.ones(order))
+        assert abs(order - last) <= 1
+        assert arm.column in (f"{len(steps)} cuts", "1 cut")
+
+
+def test_cuts_come_when_the_paper_makes_them():
+    cuts = [list(Plan.of(arm.read(0)).cuts) for arm in ablations.windows(SMNIST)]
+    assert cuts[0] == [5_000, 10_000, 15_000, 20_000]
+    assert [window[-1] for window in cuts] == [20_000, 45_000, 70_000, 120_000, 170_000]
+    (timer,) = find_experiment("timer").arms
+    steps = Plan.of(timer.read(0)).cuts
+    assert (len(steps), steps[0], steps[-1]) == (31, 5_000, 155_000)
+    assert 256 - 8 * len(steps) == 8
+    imdb = next(arm for arm in find_experiment("results").arms if arm.task == "IMDB")
+    assert list(Plan.of(imdb.read(0)).cuts) == [2_000, 3_000]
+
+
+def test_one_budget_has_as_many_states_as_the_layers_of_the_arm_beside_it():
+    tolerance, budget, _ = find_experiment("policy").arms
+    assert budget.beside is tolerance
+    assert budget.filled(FinalOrder(20.5, 6)).read(0).compression.total_states == 123
+
+
+def test_seeds_are_as_many_as_in_the_paper_and_two_where_it_is_quick():
+    assert [find_experiment(name).seeds for name in ("results", "sanity", "hnn_vs_compressm", "timer")] == [
+        5,
+        10,
+        10,
+        1,
+    ]
+    assert find_experiment("sanity", quick=True).seeds == 2
+
+
+def test_an_unknown_name_says_what_may_have_been_meant():
+    with pytest.raises(ConfigError, match="did you mean 'sanity'"):
+        find_experiment("santiy")
