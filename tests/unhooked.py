@@ -1,4 +1,4 @@
-"""Plain Python without the tests' shape checker: one process loads the library, and a fork of it runs each script."""
+"""Plain Python without the shape checker of tests: one process loads torch, one the library, and forks run scripts."""
 
 import atexit
 import functools
@@ -12,8 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 _SERVER = """
 import json, os, signal, sys, traceback
-import torch
-import compressm.compression, compressm.layers, compressm.models
+import torch, torch._dynamo
 
 torch.set_num_threads(1)
 
@@ -21,27 +20,48 @@ def run(script, arguments, folder):
     for number, name in ((0, os.devnull), (1, f"{folder}/stdout"), (2, f"{folder}/stderr")):
         os.dup2(os.open(name, os.O_RDWR | os.O_CREAT), number)
     os.setsid()
-    signal.alarm(120)
+    signal.alarm(300)
     sys.argv = ["-c", *arguments]
     try:
         exec(compile(script, "<script>", "exec"), {"__name__": "__main__"})
         code = 0
+    except SystemExit as end:
+        code = end.code
+        if not isinstance(code, int):
+            print(code or "", file=sys.stderr)
+            code = 1 if code else 0
     except BaseException:
         traceback.print_exc()
         code = 1
     sys.stdout.flush(), sys.stderr.flush()
     os._exit(code)
 
-for line in sys.stdin:
+def forked(line):
     child = os.fork()
     if child == 0:
-        run(*json.loads(line))
+        run(*json.loads(line)[1:])
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     try:
         os.killpg(child, signal.SIGKILL)  # what the script may have left running
     except ProcessLookupError:
         pass
-    print(code, flush=True)
+    return code
+
+(asked, ask), (answered, answer) = os.pipe(), os.pipe()
+if os.fork() == 0:
+    os.close(ask)
+    import compressm.compression, compressm.layers, compressm.models
+    for line in os.fdopen(asked):
+        os.write(answer, f"{forked(line)}\\n".encode())
+    os._exit(0)
+os.close(asked)
+answers = os.fdopen(answered)
+for line in sys.stdin:
+    if json.loads(line)[0]:
+        os.write(ask, line.encode())
+        print(answers.readline().strip(), flush=True)
+    else:
+        print(forked(line), flush=True)
 """
 
 _OUTCOMES = """
@@ -66,14 +86,19 @@ def _server():
     return server
 
 
-def run(script: str, *arguments: str) -> str:
-    """What the script prints; it must end without an error."""
+def run(script: str, *arguments: str, loaded: bool = True, code: int = 0) -> str:
+    """What the script prints, which must end with this code; not `loaded`, only torch is there already."""
+    return finished(script, *arguments, loaded=loaded, code=code).stdout
+
+
+def finished(script: str, *arguments: str, loaded: bool = True, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """As `run`, with what the script said of errors."""
     server = _server()
     with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps([script, arguments, folder]), file=server.stdin, flush=True)
-        code = server.stdout.readline().strip()
-        assert code == "0", (code, Path(folder, "stderr").read_text())
-        return Path(folder, "stdout").read_text()
+        print(json.dumps([loaded, script, arguments, folder]), file=server.stdin, flush=True)
+        found, said = int(server.stdout.readline()), [Path(folder, name).read_text() for name in ("stdout", "stderr")]
+    assert found == code, (found, said[1])
+    return subprocess.CompletedProcess(script, found, *said)
 
 
 def outcomes(preamble: str, expressions: dict[str, str]) -> dict[str, tuple[list[str], str]]:

@@ -2,7 +2,6 @@
 
 import json
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from compressm.cli import main
 from compressm.cli.app import app
 from compressm.cli.bench import reduction
 from compressm.cli.paths import PICTURES
+from tests import unhooked
 
 RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "reduction-cpu.json"
 
@@ -23,14 +23,13 @@ def run(*arguments):
 
 
 def test_the_module_is_the_command():
-    done = subprocess.run([sys.executable, "-m", "compressm.cli", "--version"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout.strip()) == (0, f"compressm {compressm.__version__}")
+    script = "import runpy, sys; sys.argv[0] = 'compressm'; runpy.run_module('compressm.cli', run_name='__main__')"
+    assert unhooked.run(script, "--version", loaded=False).strip() == f"compressm {compressm.__version__}"
 
 
 def test_without_the_extra_the_command_says_how_to_install_it():
     script = "import sys; sys.modules['typer'] = None; from compressm.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 1
+    done = unhooked.finished(script, loaded=False, code=1)
     assert "pip install 'compressm[cli]'" in done.stderr
 
 

@@ -1,4 +1,4 @@
-"""Two processes that train together, and what each of them found: run as a script, they write it as JSON."""
+"""Two processes that train together, and what each of them found: run by a script, they write it as JSON."""
 
 import copy
 import json
@@ -391,5 +391,5 @@ def work(rank, path):
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
+def main():
     mp.start_processes(work, (sys.argv[1],), nprocs=2, start_method="fork")

@@ -1,11 +1,13 @@
 """Every way to cut is tried on copies of one model, which stays as it was, and is trained on from the same moment."""
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from compressm.data import DelayedCopy
+from compressm.experiments import selective_cuts
 from compressm.experiments.selective_cuts import (
     QUICK,
     SHARES,
@@ -62,6 +64,22 @@ def test_the_same_seed_trains_the_same_model(learner):
     assert QUICK[0].order // max(SHARES) >= 1
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_every_model_is_measured_with_every_seed_however_many_at_once(processes, monkeypatch):
+    """Threads in the place of processes, which take 10 s of loading: `make slow` starts those."""
+
+    class Threads(ThreadPoolExecutor):
+        def __init__(self, processes, **_):
+            super().__init__(processes)
+
+    monkeypatch.setattr(selective_cuts, "ProcessPoolExecutor", Threads)
+    monkeypatch.setattr(selective_cuts, "measure_model", lambda *model: [{"seed": model[1], "setting": model[0].name}])
+    found = measure_selective_cuts(seeds=2, settings=[SETTING, QUICK[0]], processes=processes)
+    names = [SETTING.name, QUICK[0].name]
+    assert found.rows == [{"seed": seed, "setting": name} for name in names for seed in (0, 1)]
+
+
+@pytest.mark.slow
 def test_models_are_measured_one_after_the_other_or_side_by_side():
     alone = measure_selective_cuts(seeds=2, settings=[SETTING])
     beside = measure_selective_cuts(seeds=2, settings=[SETTING], processes=2)

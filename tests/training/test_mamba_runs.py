@@ -1,5 +1,7 @@
 """Recipes with Mamba layers: cut by what their inputs choose, recorded, stopped and gone on with like others."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from compressm.experiments.catalogue import find_recipe
 from compressm.runs.records import CutRecord, Evaluation, Spectrum
 from compressm.training import ConfigError, Interrupted, SelectiveConfig, train
 from compressm.training.building import build_compressor, build_method, build_model, build_tracker
+from tests.marks import later
 from tests.training.tiny import CUTS, SPECTRA, Sending, check_same_run, copies, lines, pairs, recipe, tokens
 
 MAMBA = ("model.layer=Mamba", "model.norm=rms")
@@ -52,8 +55,13 @@ def test_a_way_to_cut_that_makes_no_sense_is_refused(layer, setting, said):
     assert said in str(error.value)
 
 
-@pytest.mark.parametrize("gramian", ["white_noise", "measured"])
-@pytest.mark.parametrize("text", METHODS)
+GRAMIANS = ("white_noise", "measured")
+
+
+@pytest.mark.parametrize(
+    ("text", "gramian"),
+    later(itertools.product(METHODS, GRAMIANS), *zip(METHODS, itertools.cycle(GRAMIANS), strict=False)),
+)
 def test_a_run_of_mamba_layers_is_cut_and_recorded(text, gramian, tmp_path):
     settings = (CUTS, SPECTRA, f"compression.selective={text}", f"compression.gramian={gramian}")
     run = train(recipe(*MAMBA, *settings), tokens(), tmp_path / "run")

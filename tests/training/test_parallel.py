@@ -17,6 +17,7 @@ from compressm.runs.records import CutRecord, Evaluation, PenaltyRecord, Spectru
 from compressm.training import ConfigError, RegulariserConfig, train
 from compressm.training.building import build_model
 from compressm.training.parallel import distributed, join
+from tests import unhooked
 from tests.training.tiny import copies, recipe, weights
 
 TASK = "task={name: delayed_copy, symbols: 4, copied: 4, delay: 2, examples: 64, held_out: 16}"
@@ -29,24 +30,35 @@ FOUND = recipe(
 )
 
 
-def two_processes(tmp_path, found, **options):
-    """Of one thread each; what a test of one process patches is not there."""
+def arguments(tmp_path, found):
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(found.as_dict() | {"label": ""}))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*command, "-m", "compressm.cli", "train", str(tmp_path / "mine.yaml"), "--device", "cpu"]
-    return subprocess.Popen(
-        [*command, "--out", str(tmp_path / "run"), "--data", str(tmp_path / "data")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        **options,
-    )
+    where = ["--out", str(tmp_path / "run"), "--data", str(tmp_path / "data")]
+    return ["train", str(tmp_path / "mine.yaml"), "--device", "cpu", *where]
+
+
+# What torchrun says to its processes; forks need not load everything again.
+AS_TORCHRUN_DOES = """
+import os, socket, sys
+from compressm.cli import main
+import compressm.cli.train, compressm.training
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+other = os.fork()
+os.environ |= {"RANK": str(int(other == 0)), "LOCAL_RANK": str(int(other == 0))}
+try:
+    main()
+except SystemExit as end:
+    if other == 0:
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(end.code or 0)
+    sys.exit(end.code or os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))
+"""
 
 
 def test_two_processes_learn_what_one_learns(tmp_path):
-    child = two_processes(tmp_path, FOUND)
-    said, _ = child.communicate(timeout=120)
-    assert child.returncode == 0, said
+    said = unhooked.run(AS_TORCHRUN_DOES, *arguments(tmp_path, FOUND))
     assert said.count("cuts tried: 1, at 5") == 1
     run, alone = RunDirectory(tmp_path / "run"), train(FOUND, copies(), tmp_path / "alone")
     assert run.status() == alone.status()
@@ -64,7 +76,9 @@ def test_two_processes_learn_what_one_learns(tmp_path):
 @pytest.mark.slow
 def test_a_signal_to_torchrun_saves_once(tmp_path):
     found = recipe("training.steps=100000", TASK, "model.pooling=steps")
-    child = two_processes(tmp_path, found)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*command, "-m", "compressm.cli", *arguments(tmp_path, found)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     for line in child.stdout:
         if line.startswith("step 4:"):
             child.send_signal(signal.SIGTERM)

@@ -3,9 +3,6 @@
 import json
 import shutil
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +11,9 @@ from compressm.compression import SavingError
 from compressm.runs.directory import RunDirectory
 from compressm.runs.records import Evaluation
 from compressm.training import ConfigError, Interrupted, Silent, train
+from tests import unhooked
 from tests.training.tiny import CUTS, SPECTRA, Sending, check_same_run, lines, recipe, teacher, tokens
 
-ROOT = Path(__file__).parents[2]
 FULL = recipe(CUTS, SPECTRA)
 
 
@@ -155,8 +152,7 @@ train(recipe(CUTS, SPECTRA), tokens(), sys.argv[1])
 
 def test_a_run_killed_in_the_middle_of_a_checkpoint_goes_on_from_the_last_whole_one(whole, tmp_path):
     folder = tmp_path / "run"
-    done = subprocess.run([sys.executable, "-c", KILLED, str(folder)], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    unhooked.run(KILLED, str(folder), code=-signal.SIGKILL)
     assert RunDirectory(folder).status().state == "running"
     assert sorted(path.name for path in (folder / "checkpoints").glob("step-*")) == ["step-00000006.pt"]
     assert len(list((folder / "checkpoints").iterdir())) == 2
