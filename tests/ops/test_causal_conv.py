@@ -16,7 +16,8 @@ def small_tiles(monkeypatch):
     """Several tiles along both axes at sizes that the interpreter can do."""
     if not GPU:
         here = "compressm.ops.causal_conv.triton"
-        monkeypatch.setattr(f"{here}._TILE", {"ROWS": 8, "COLS": 4, "num_warps": 1})
+        for name in ("_TILE", "_SUMMED"):
+            monkeypatch.setattr(f"{here}.{name}", {"ROWS": 8, "COLS": 4, "num_warps": 1})
         monkeypatch.setattr(f"{here}._TILES", 2)
 
 

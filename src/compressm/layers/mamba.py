@@ -22,6 +22,7 @@ from compressm.ops.causal_conv import causal_conv
 from compressm.ops.diagonal_scan.checks import require_lengths
 from compressm.ops.kernels import kernels_serve
 from compressm.ops.selective_scan import ScanPath, selective_scan, selective_step
+from compressm.ops.valid_rows import valid_rows
 
 _SHORTEST_STEP = 1e-4
 
@@ -155,8 +156,7 @@ class Mamba(SSMLayer):
         self._check_sequence(x, state, lengths)
         if lengths is not None:
             lengths = lengths.to(x.device)
-            counts = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
-            x = torch.where(counts[..., None], x, 0)
+            x = valid_rows(x, lengths)
         y, state = self._mix(self.in_proj(x), state, lengths, keep_state)
         return self.out_proj(y), state
 

@@ -14,6 +14,7 @@ from compressm.layers import LTILayer, SequenceError, SSMLayer
 from compressm.models.checks import require_counts
 from compressm.models.dropout import Dropout, PerElement
 from compressm.models.normalisation import BatchNorm, Norm, PaddedBatchNorm, forked
+from compressm.ops.dropped_residual import dropped_residual
 from compressm.ops.gated_residual import gated_residual
 from compressm.ops.kernels import kernels_serve
 from compressm.ops.link import Link
@@ -71,7 +72,8 @@ class MixerBlock(ResidualBlock):
     def _after(
         self, y: Float[Tensor, "batch length width"], x: Float[Tensor, "batch length width"]
     ) -> Float[Tensor, "batch length width"]:
-        return x + self.dropout(y).to(x.dtype)
+        keep = self.dropout.keep(x, 1)
+        return dropped_residual(x, y, None if keep is None else keep[0], self.dropout.rate)
 
 
 @final

@@ -13,8 +13,9 @@ from torch.autograd.function import once_differentiable
 from compressm.ops.column_sums.triton import column_sums
 
 _TILE = {"ROWS": 32, "COLS": 64, "num_warps": 4}
-# Sums over the rows of a tile go through shared memory: so many tiles are added up before.
-_TILES = 8
+# Sums over the rows of a tile go through shared memory: so many small tiles are added up before, in registers.
+_SUMMED = {"ROWS": 16, "COLS": 64, "num_warps": 4}
+_TILES = 16
 
 
 @triton.jit
@@ -108,7 +109,7 @@ class CausalConv(torch.autograd.Function):
             v = v.contiguous()
         weight = weight.contiguous()
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        _convolve[_grid(v)](v, weight, bias, out, *v.shape[1:], v.stride(1), K=weight.shape[-1], **_TILE)
+        _convolve[_grid(v, _TILE)](v, weight, bias, out, *v.shape[1:], v.stride(1), K=weight.shape[-1], **_TILE)
         ctx.save_for_backward(v, weight, bias)
         return out
 
@@ -116,17 +117,17 @@ class CausalConv(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         v, weight, bias = ctx.saved_tensors
-        taps, channels, grid = weight.shape[-1], v.shape[2], _grid(v, tiles=_TILES)
+        taps, channels, grid = weight.shape[-1], v.shape[2], _grid(v, _SUMMED, tiles=_TILES)
         g, dv = (torch.empty(v.shape, dtype=v.dtype, device=v.device) for _ in range(2))
         sums = torch.empty(grid[0] * grid[2], taps + 1, channels, dtype=torch.float32, device=v.device)
         _slopes[grid](
-            *(v, weight, bias, dout.contiguous(), g, sums, *v.shape[1:], v.stride(1)), K=taps, **_TILE, TILES=_TILES
+            *(v, weight, bias, dout.contiguous(), g, sums, *v.shape[1:], v.stride(1)), K=taps, **_SUMMED, TILES=_TILES
         )  # fmt: skip
-        _convolve_back[_grid(v)](g, weight, dv, *v.shape[1:], K=taps, **_TILE)
+        _convolve_back[_grid(v, _TILE)](g, weight, dv, *v.shape[1:], K=taps, **_TILE)
         total = column_sums(sums.flatten(1)).view(taps + 1, channels)
         dweight = total[:taps].mT.reshape(weight.shape).to(weight.dtype)
         return dv, dweight, None if bias is None else total[taps].to(bias.dtype)
 
 
-def _grid(v: Tensor, *, tiles: int = 1) -> tuple[int, int, int]:
-    return -(-v.shape[1] // (tiles * _TILE["ROWS"])), -(-v.shape[2] // _TILE["COLS"]), v.shape[0]
+def _grid(v: Tensor, tile: dict[str, int], *, tiles: int = 1) -> tuple[int, int, int]:
+    return -(-v.shape[1] // (tiles * tile["ROWS"])), -(-v.shape[2] // tile["COLS"]), v.shape[0]
