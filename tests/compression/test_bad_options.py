@@ -76,6 +76,7 @@ ORDERS = {
     "a gate of 0": ("orders(gate=0)", "gate is 0", "0 < it <= 1"),
     "a gate above 1": ("orders(gate=1.5)", "gate is 1.5", "0 < it <= 1"),
     "a gate that is NaN": ("orders(gate=nan)", "gate is nan", "0 < it <= 1"),
+    "at_least 0": ("orders(at_least=0)", "at_least is 0", "at least 1"),
     "round_to 0": ("orders(round_to=0)", "round_to is 0", "at least 1"),
     "round_to 1.5": ("orders(round_to=1.5)", "round_to is 1.5", "integer"),
     "a number as policy": ("orders(0.05)", "keep is 0.05", "EnergyTolerance(0.05)"),

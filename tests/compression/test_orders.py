@@ -58,6 +58,18 @@ def test_orders_are_rounded_up_before_the_gate_looks():
     assert one(100, TargetOrder(1), round_to=1000) == 100
 
 
+def test_no_layer_goes_below_what_it_is_to_keep_at_least():
+    assert one(100, TargetOrder(5), at_least=28) == 28
+    assert one(100, TargetOrder(40), at_least=28) == 40
+    assert one(20, TargetOrder(5), at_least=28) == 20
+    assert one(100, TargetOrder(5), at_least=13, round_to=8) == 16
+    order, path = 256, []
+    while order > 28:
+        order = one(order, KeepFraction(0.8), at_least=28, gate=1.0)
+        path.append(order)
+    assert path == [205, 164, 131, 105, 84, 67, 54, 43, 34, 28]
+
+
 def test_the_first_pattern_that_matches_decides():
     spectra = layers(100, 100, 100)
     overrides = {"blocks.0.*": KeepFraction(1.0), "blocks.[01].*": TargetOrder(10)}

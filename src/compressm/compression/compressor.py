@@ -50,6 +50,7 @@ class Compressor:
         select: Selection = Largest(),
         gate: float = 0.95,
         round_to: int = 1,
+        at_least: int = 1,
         moments: Moments = Transport(),
         guard: Rollback | None = None,
         filter_fn: Callable[[nn.Module, str], bool] | None = None,
@@ -61,7 +62,9 @@ class Compressor:
         self._schedule = as_schedule(when)
         if guard is not None and not isinstance(guard, Rollback):
             raise CompressionError(f"guard is {guard!r:.100}, expected Rollback(evaluate, ...) or None")
-        options = Options(keep, calibrate, gramian, fold, select, gate, round_to, filter_fn, overrides, selective)
+        options = Options(
+            keep, calibrate, gramian, fold, select, gate, round_to, at_least, filter_fn, overrides, selective
+        )
         self._cutter = Cutter(model, optimizer, options, moments, followers(follow))
         self._cutter.check()
         inner, processes = self._cutter.inner, self._cutter.processes
@@ -158,6 +161,7 @@ def compress_(
     select: Selection = Largest(),
     gate: float = 1.0,
     round_to: int = 1,
+    at_least: int = 1,
     moments: Moments = Transport(),
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     overrides: Mapping[str, Policy] | None = None,
@@ -168,7 +172,7 @@ def compress_(
 
     To be called by all processes that torch.distributed has made to train together.
     """
-    options = Options(keep, calibrate, gramian, fold, select, gate, round_to, filter_fn, overrides, selective)
+    options = Options(keep, calibrate, gramian, fold, select, gate, round_to, at_least, filter_fn, overrides, selective)
     cutter = Cutter(model, optimizer, options, moments, followers(follow))
     with ordinary_tensors():
         cutter.check()

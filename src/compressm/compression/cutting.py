@@ -67,7 +67,7 @@ class Cutter:
             raise CompressionError(f"model is a {type(self.model).__name__}, expected an nn.Module")
         found = find_layers(self.inner, self.options)
         options = self.options
-        require_choices(found, options.keep, options.overrides, options.gate, options.round_to)
+        require_choices(found, options.keep, options.overrides, options.gate, options.round_to, options.at_least)
         for wrapper in wrappers_in(self.model):
             require_rewrappable(wrapper)
         require_suitable(self.inner, found, self.optimizer)

@@ -26,6 +26,7 @@ class Options:
     select: Selection = Largest()
     gate: float = 0.95
     round_to: int = 1
+    at_least: int = 1
     filter_fn: Callable[[nn.Module, str], bool] | None = None
     overrides: Mapping[str, Policy] | None = None
     selective: SelectiveMethod = Baked()

@@ -25,42 +25,49 @@ def choose_orders(
     overrides: Mapping[str, Policy] | None = None,
     gate: float = 0.95,
     round_to: int = 1,
+    at_least: int = 1,
 ) -> dict[str, int]:
     """The order that each layer is to have; its present one, n, where it is left alone.
 
     `overrides` maps patterns of module names ("blocks.0.*", as in `fnmatch`) to policies. The first pattern that
     matches a name decides; a policy is asked once, about all layers that fell to it, so that a `Budget` is shared by
-    those and no others. Orders are rounded up to multiples of `round_to`, and then a layer is cut only if r < gate·n
-    (the paper: 95 %). A layer whose σ are all zero, as that of a layer with C = 0 or of one that saw nothing but zeros,
-    is left alone whatever the policy said: nothing tells its states apart. All three only ever keep more than the
-    policy said.
+    those and no others. Orders are `at_least` so much, rounded up to multiples of `round_to`, and then a layer is cut
+    only if r < gate·n (the paper: 95 %). A layer whose σ are all zero, as that of a layer with C = 0 or of one that saw
+    nothing but zeros, is left alone whatever the policy said: nothing tells its states apart. All of these only ever
+    keep more than the policy said.
 
     A layer cannot have more states than its numerical rank #{σ > n ε σ₁} and still be balanced: one whose order falls
     to more than that goes to the rank, which need not be a multiple of `round_to`. The others do nothing.
     """
     spectra = checked_spectra(spectra)
-    shares = require_choices(spectra, keep, overrides, gate, round_to)
+    shares = require_choices(spectra, keep, overrides, gate, round_to, at_least)
     orders: dict[str, int] = {}
     for policy, names in shares:
         orders |= _asked(policy, {name: spectra[name] for name in names})
-    gate, round_to = float(gate), int(round_to)
-    return {name: _gated(orders[name], sigma, gate, round_to) for name, sigma in spectra.items()}
+    limits = (float(gate), int(round_to), int(at_least))
+    return {name: _gated(orders[name], sigma, *limits) for name, sigma in spectra.items()}
 
 
 def require_choices(
-    names: Iterable[str], keep: Policy, overrides: Mapping[str, Policy] | None, gate: float, round_to: int
+    names: Iterable[str],
+    keep: Policy,
+    overrides: Mapping[str, Policy] | None,
+    gate: float,
+    round_to: int,
+    at_least: int,
 ) -> list[tuple[Policy, list[str]]]:
     """Refuse what cannot be meant; each policy with the layers that fall to it."""
     require_number("gate", gate, 0, 1, above=True)
     require_count("round_to", round_to)
+    require_count("at_least", at_least)
     return _shares(list(names), keep, {} if overrides is None else overrides)
 
 
-def _gated(order: int, sigma: Tensor, gate: float, round_to: int) -> int:
+def _gated(order: int, sigma: Tensor, gate: float, round_to: int, at_least: int) -> int:
     n = sigma.shape[-1]
     if not bool(sigma.any()):
         return n
-    rounded = min(n, math.ceil(order / round_to) * round_to)
+    rounded = min(n, math.ceil(max(order, at_least) / round_to) * round_to)
     return rounded if rounded < gate * n - _ROUNDING else n
 
 
@@ -112,15 +119,17 @@ def choose_channel_orders(
     overrides: Mapping[str, Policy] | None = None,
     gate: float = 0.95,
     round_to: int = 1,
+    at_least: int = 1,
 ) -> dict[str, list[int]]:
     """The order of every channel of every layer: the policy is asked about each channel as if it were a layer."""
     spectra = checked_spectra(spectra)
-    shares = require_choices(spectra, keep, overrides, gate, round_to)
+    shares = require_choices(spectra, keep, overrides, gate, round_to, at_least)
     chosen: dict[str, list[int]] = {}
     for policy, names in shares:
         for name in names:
             asked = ((_asked_of_one(policy, name, sigma), sigma) for sigma in spectra[name])
-            chosen[name] = [_gated(order, sigma, float(gate), int(round_to)) for order, sigma in asked]
+            limits = (float(gate), int(round_to), int(at_least))
+            chosen[name] = [_gated(order, sigma, *limits) for order, sigma in asked]
     return {name: chosen[name] for name in spectra}
 
 

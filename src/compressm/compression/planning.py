@@ -68,7 +68,7 @@ def find_layers(model: nn.Module, options: Options) -> dict[str, tuple[nn.Module
 
 def _require_policies(found: Found, selective: Found, options: Options) -> None:
     """Refuse those that have no meaning for a selective layer."""
-    shares = require_choices(found, options.keep, options.overrides, options.gate, options.round_to)
+    shares = require_choices(found, options.keep, options.overrides, options.gate, options.round_to, options.at_least)
     for policy, names in shares:
         touched = ", ".join(name or "the model" for name in names if name in selective)
         if touched and isinstance(policy, ErrorBound):
@@ -175,7 +175,14 @@ def plan_cuts(layers: Mapping[str, Layer], options: Options, *, salt: int = 0) -
 def _wanted(values: Mapping[str, Tensor], options: Options) -> dict[str, int]:
     """The orders of layers that are to have fewer states."""
     overrides = restricted(options.overrides, values)
-    orders = choose_orders(values, options.keep, overrides=overrides, gate=options.gate, round_to=options.round_to)
+    orders = choose_orders(
+        values,
+        options.keep,
+        overrides=overrides,
+        gate=options.gate,
+        round_to=options.round_to,
+        at_least=options.at_least,
+    )
     wanted = {name: rank for name, rank in orders.items() if rank < values[name].shape[-1]}
     if isinstance(options.select, Largest):
         # Each layer by its own rank: in a group those of lower rank would be filled up with modes that do nothing.

@@ -27,7 +27,9 @@ def rehearse(model: nn.Module, options: Options) -> None:
     """On a GPU, plan half of every layer away and forget it, so that the first cut finds everything loaded."""
     if not any(parameter.device.type in _SLOW_TO_LOAD for parameter in model.parameters()):
         return
-    blind = replace(options, keep=KeepFraction(0.5), overrides=None, calibrate=None, gramian=None, gate=1.0, round_to=1)
+    blind = replace(
+        options, keep=KeepFraction(0.5), overrides=None, calibrate=None, gramian=None, gate=1.0, round_to=1, at_least=1
+    )
     with torch.no_grad():
         plan_cuts(made_up_layers(model, blind), blind, salt=0)
 

@@ -138,6 +138,7 @@ def build_compressor(
         select=_selection(config, recipe.seed),
         gate=config.gate,
         round_to=config.round_to,
+        at_least=config.at_least,
         moments=_MOMENTS[config.moments],
         guard=None if settle is None else _guard(evaluate, drop, settle, task.kind),
     )

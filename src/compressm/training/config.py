@@ -189,6 +189,7 @@ class CompressionConfig(Config):
     select: Literal["largest", "smallest", "random"] = "largest"
     gate: float = 0.95
     round_to: int = 1
+    at_least: int = 1
     rollback: RollbackConfig | None = None
     selective: SelectiveConfig | None = None
 
@@ -201,7 +202,7 @@ class CompressionConfig(Config):
         self._share("tau")
         self._share("rho", above=True, up_to_one=True)
         self._share("gate", above=True, up_to_one=True)
-        self._at_least(1, "order", "total_states", "fewer", "round_to", "calibration_batches")
+        self._at_least(1, "order", "total_states", "fewer", "round_to", "at_least", "calibration_batches")
         self._at_least(0, "bound")
         if self.bound is not None and self.gramian == "measured":
             raise ConfigError(

@@ -26,6 +26,7 @@ def plan_channels(
         overrides=restricted(options.overrides, named),
         gate=options.gate,
         round_to=options.round_to,
+        at_least=options.at_least,
     )
     planned = {}
     for name, layer in named.items():
