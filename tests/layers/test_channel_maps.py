@@ -8,7 +8,7 @@ from torch.nn.functional import silu, softplus
 
 from compressm import load_model, save_model
 from compressm.adapters import write
-from compressm.compression import SavingError, load_checkpoint, save_checkpoint
+from compressm.compression import SavingError, load_checkpoint, rebuilding, save_checkpoint
 from compressm.control import ShapeError
 from compressm.layers import Mamba
 from compressm.models import SequenceClassifier
@@ -237,11 +237,16 @@ def test_orders_that_no_channel_can_have_are_not_loaded(case, here):
 
 
 @pytest.mark.parametrize("case", WRONG_ORDERS)
-def test_a_file_with_orders_that_no_channel_can_have_is_refused_and_changes_nothing(case, tmp_path):
+def test_a_file_with_orders_that_no_channel_can_have_is_refused_and_changes_nothing(case, tmp_path, monkeypatch):
     change, said = WRONG_ORDERS[case]
     model = classifier("real")
     model.blocks[1].ssm.orders = change(model.blocks[1].ssm.orders)
-    save_model(model, tmp_path / "m")
+    with pytest.raises(SavingError, match=rf"blocks\.1\.ssm: {said}"):
+        save_model(model, tmp_path / "m")
+    with monkeypatch.context() as unchecked:
+        for check in ("require_values", "require_fit"):
+            unchecked.setattr(rebuilding, check, lambda *_: None)
+        save_model(model, tmp_path / "m")
     with pytest.raises(SavingError, match=rf"blocks\.1\.ssm: {said}"):
         load_model(tmp_path / "m")
     save_checkpoint(tmp_path / "c", model=model)

@@ -83,7 +83,7 @@ def require_values(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             try:
                 module.require_values(_inside(layer, tensors))
             except SequenceError as error:
-                raise SavingError(f"{layer or 'the model'}: {error} (in the file)") from error
+                raise SavingError(f"{layer or 'the model'}: {error}") from error
 
 
 def _listed(names: list[str]) -> str:
