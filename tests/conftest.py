@@ -5,6 +5,7 @@ import importlib.util
 import os
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import FunctionType
 from unittest.mock import patch
 
 # Some AMX kernels for bfloat16 end in an illegal instruction on virtual machines; must be said before torch is loaded.
@@ -13,6 +14,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 os.environ["COLUMNS"] = "160"
 
 import hypothesis
+import jaxtyping
 import torch
 from jaxtyping import install_import_hook
 
@@ -42,20 +44,57 @@ def _compile_only_what_is_checked():
     del _import_hook._JaxtypingLoader.exec_module
 
 
+def _check_once():
+    """jaxtyping looks at arguments before a call and again with what is returned; a third of the time of all tests.
+
+    Here beartype looks at both once, in a scope of their axes that is the call's own.
+    """
+    from beartype.roar import BeartypeCallHintViolation
+    from jaxtyping import _decorator, _storage
+
+    of_other_kinds = _decorator.jaxtyped
+
+    def jaxtyped(function=None, *, typechecker):
+        if function is None:
+            return functools.partial(jaxtyped, typechecker=typechecker)
+        hints = getattr(function, "__annotations__", {})
+        # Classes, properties and the like, whose functions come back here; and sizes that are computed from arguments.
+        if not isinstance(function, FunctionType) or "{" in str(list(hints.values())):
+            return of_other_kinds(function, typechecker=typechecker)
+        for name, hint in hints.items():
+            hints[name] = _decorator._destring_annotation(hint, function.__globals__)
+        checked = typechecker(function)
+
+        @functools.wraps(function)
+        def with_axes(*args, **kwargs):
+            _storage.push_shape_memo({})
+            try:
+                return checked(*args, **kwargs)
+            except BeartypeCallHintViolation as error:
+                raise jaxtyping.TypeCheckError(str(error)) from None
+            finally:
+                _storage.pop_shape_memo()
+
+        return with_axes
+
+    jaxtyping.jaxtyped = _decorator.jaxtyped = jaxtyped
+
+
 if importlib.util.find_spec("beartype"):  # in the development extra; not on every machine with a GPU
     install_import_hook(checked_modules(), "beartype.beartype")
     _compile_only_what_is_checked()
+    _check_once()
 
 # One thread: on a shared machine with few cores two can be ten times slower than one.
 torch.set_num_threads(1)
 
 hypothesis.settings.register_profile(
     "default",
-    max_examples=40,
+    max_examples=25,
     deadline=None,
     derandomize=True,
     print_blob=True,
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
 )
-hypothesis.settings.register_profile("thorough", hypothesis.settings.get_profile("default"), max_examples=400)
+hypothesis.settings.register_profile("thorough", hypothesis.settings.get_profile("default"), max_examples=250)
 hypothesis.settings.load_profile("default")

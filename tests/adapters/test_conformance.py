@@ -10,7 +10,7 @@ from compressm.adapters import ConformanceError, LRUAdapter, S5Adapter, SSMAdapt
 from compressm.adapters.trial import Finding
 from compressm.control import DiagonalSystem
 from compressm.layers import LRU, S4D, S5, Bilinear, Inv, Legs
-from tests.marks import every_other
+from tests.marks import every_other, later
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding_an_adapter.md"
 
@@ -31,17 +31,14 @@ MODULES = {
 }
 
 
-LATER = {"fast LRU", "S5 with long steps", "S4D, bilinear", "S4D-Inv", "LRU in double precision"}
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in LATER else ()) for n in MODULES])
+@pytest.mark.parametrize("name", later(MODULES, "LRU", "slow LRU", "smallest LRU", "S5, bilinear", "S4D"))
 def test_our_adapters_keep_their_promises(name):
     findings = check_adapter(MODULES[name])
     assert all(finding.holds for finding in findings)
     assert len({finding.promise for finding in findings}) >= 20
 
 
-@pytest.mark.parametrize("name", ["LRU", "S5", "S4D"])
+@pytest.mark.parametrize("name", later(["LRU", "S5", "S4D"], "S5"))
 def test_single_precision_is_enough_for_a_looser_tolerance(name):
     assert check_adapter(MODULES[name], dtype=torch.float32, tolerance=1e-3)
 

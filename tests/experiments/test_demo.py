@@ -1,8 +1,11 @@
 """The demo trains every model with every seed and says what came out, whichever way it falls."""
 
 import json
+import queue
+from concurrent.futures import Future
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -11,6 +14,7 @@ from typer.testing import CliRunner
 from compressm.cli.app import app
 from compressm.cli.bench.terminal import _rich
 from compressm.experiments import demo
+from compressm.reports import run_report
 from compressm.reports.demo_tables import demo_grids, demo_says
 from compressm.runs.measurement import Measurement
 
@@ -35,6 +39,39 @@ def made(**accuracies):
     return Measurement("demo", "made up", 1, rows)
 
 
+class Here:
+    """In the place of processes, which take 5 s to load everything: what is submitted is done at once."""
+
+    def __init__(self, processes, *, mp_context, initializer, initargs):
+        initializer(*initargs)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def submit(self, function, argument):
+        done = Future()
+        done.set_result(function(argument))
+        return done
+
+
+@pytest.fixture
+def in_one_process(monkeypatch):
+    monkeypatch.setattr(demo, "ProcessPoolExecutor", Here)
+    monkeypatch.setattr(demo, "multiprocessing", SimpleNamespace(get_context=lambda _: queue))
+    # Pictures have tests of their own.
+    monkeypatch.setattr(run_report, "write_files", lambda *_: [])
+
+
+@pytest.fixture(params=["in_one_process", pytest.param("in_processes", marks=pytest.mark.slow)])
+def placed(request):
+    if request.param == "in_one_process":
+        request.getfixturevalue(request.param)
+
+
+@pytest.mark.usefixtures("placed")
 def test_the_demo_trains_all_and_ends_with_table_meaning_and_report(tmp_path):
     settings = [*QUICK, "compression.when={steps: [1, 2]}", "compression.rho=0.5"]
     options = [part for setting in settings for part in ("--set", setting)]

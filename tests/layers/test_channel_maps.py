@@ -8,10 +8,11 @@ from torch.nn.functional import silu, softplus
 
 from compressm import load_model, save_model
 from compressm.adapters import write
-from compressm.compression import load_checkpoint, save_checkpoint
+from compressm.compression import SavingError, load_checkpoint, rebuilding, save_checkpoint
 from compressm.control import ShapeError
 from compressm.layers import Mamba
 from compressm.models import SequenceClassifier
+from compressm.ops import SequenceError
 from tests import unhooked
 
 WIDTH, PROJECTED, ORDER = 3, 5, 2
@@ -213,6 +214,53 @@ def test_training_with_maps_goes_on_from_a_checkpoint(kind, tmp_path):
     load_checkpoint(tmp_path / "c", model=again, optimizer=other)
     assert held.items() <= {name: id(parameter) for name, parameter in again.named_parameters()}.items()
     assert trained(again, other, 2) == later
+
+
+WRONG_ORDERS = {
+    "above the states": (lambda orders: orders + 2, "orders run from 2 to 4, expected 0 to 2"),
+    "below nothing": (lambda orders: orders - 1, "orders run from -1 to 1, expected 0 to 2"),
+    "not whole": (lambda orders: orders.double(), "orders are torch.float64, expected torch.int64"),
+    "of too few channels": (lambda orders: orders[1:], r"orders have shape \(5,\), expected \(6,\)"),
+    "of another shape": (lambda orders: orders[:, None], r"orders have shape \(6, 1\), expected \(6,\)"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_ORDERS)
+@pytest.mark.parametrize("here", [None, "real"])
+def test_orders_that_no_channel_can_have_are_not_loaded(case, here):
+    change, said = WRONG_ORDERS[case]
+    state, layer = make("complex").state_dict(), make(here, order=7)
+    before = copy.deepcopy(layer.state_dict())
+    with pytest.raises(SequenceError, match=said):
+        layer.load_state_dict(state | {"orders": change(state["orders"])})
+    check_unchanged(layer, before)
+
+
+@pytest.mark.parametrize("case", WRONG_ORDERS)
+def test_a_file_with_orders_that_no_channel_can_have_is_refused_and_changes_nothing(case, tmp_path, monkeypatch):
+    change, said = WRONG_ORDERS[case]
+    model = classifier("real")
+    model.blocks[1].ssm.orders = change(model.blocks[1].ssm.orders)
+    with pytest.raises(SavingError, match=rf"blocks\.1\.ssm: {said}"):
+        save_model(model, tmp_path / "m")
+    with monkeypatch.context() as unchecked:
+        for check in ("require_values", "require_fit"):
+            unchecked.setattr(rebuilding, check, lambda *_: None)
+        save_model(model, tmp_path / "m")
+    with pytest.raises(SavingError, match=rf"blocks\.1\.ssm: {said}"):
+        load_model(tmp_path / "m")
+    save_checkpoint(tmp_path / "c", model=model)
+    other = classifier(order=7)
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(SavingError, match=rf"blocks\.1\.ssm: {said}"):
+        load_checkpoint(tmp_path / "c", model=other)
+    check_unchanged(other, before)
+
+
+def check_unchanged(module, before):
+    after = module.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
 REFUSED = {

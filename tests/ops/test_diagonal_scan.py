@@ -139,18 +139,20 @@ def test_powers_of_fast_poles_never_multiply_to_subnormal_numbers(modulus):
     assert near[0] == far[0] == 1
 
 
-def long_layer():
-    """Slow poles over 16384 steps: float32 numbers, and the float64 loop over the same numbers."""
+def long_layer(path):
+    """Slow poles over 16384 steps: float32 numbers, and the same numbers by a path in float64."""
     u, log_poles, B, C, state = (t.float() for t in layer(n=8, p=2, q=2, batch=1, length=16384))
     log_poles[0, 0] = -1e-4  # |λ| = 0.9999
     inputs = [tensor.double().requires_grad_() for tensor in (u, log_poles, B, C, state)]
-    y, last = lti_layer(*inputs, path=Path.LOOP)
+    y, last = lti_layer(*inputs, path=path)
     (y * normal(*y.shape, seed=9)).sum().backward()
     return (u, log_poles, B, C, state), y.detach(), last.detach(), [tensor.grad for tensor in inputs]
 
 
-def test_float32_keeps_five_digits_over_16384_steps_with_poles_at_0_9999_on_every_path():
-    given, y, last, grads = long_layer()
+# The loop itself takes 5 s; in float64 the scan is the loop to 1e-9, see above.
+@pytest.mark.parametrize("truth", [pytest.param(Path.LOOP, marks=pytest.mark.slow), Path.SCAN])
+def test_float32_keeps_five_digits_over_16384_steps_with_poles_at_0_9999_on_every_path(truth):
+    given, y, last, grads = long_layer(truth)
     for path in LAYER_PATHS:
         inputs = [tensor.clone().requires_grad_() for tensor in given]
         got_y, got_last = lti_layer(*inputs, path=path)

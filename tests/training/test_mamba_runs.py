@@ -107,7 +107,10 @@ def test_spectra_of_mamba_layers_that_are_not_cut_are_recorded(tmp_path):
     assert [(record.step, len(record.sigma)) for record in run.records(Spectrum)] == [(0, 6), (8, 6), (16, 6)]
 
 
-@pytest.mark.parametrize("text", ["{}", "{kind: per-channel, surrogate: mean}"])
+BY_CHANNEL = [f"{{kind: per-channel, surrogate: {surrogate}}}" for surrogate in ("mean", "second_moment", "measured")]
+
+
+@pytest.mark.parametrize("text", later(["{}", *BY_CHANNEL], "{}", BY_CHANNEL[0]))
 def test_a_run_of_mamba_layers_goes_on_with_the_same_bits(text, tmp_path):
     found = recipe(*MAMBA, CUTS, SPECTRA, f"compression.selective={text}")
     train(found, tokens(), tmp_path / "whole")

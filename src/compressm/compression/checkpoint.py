@@ -16,7 +16,14 @@ from torch.optim import Optimizer
 
 from compressm.compression.attributes import attributes_of, take_orders_
 from compressm.compression.errors import CompressionError, NoSuchFileError, SavingError
-from compressm.compression.fitting import added_by_forms, expected_shapes, require_fit, require_orders, take_forms_
+from compressm.compression.fitting import (
+    added_by_forms,
+    expected_shapes,
+    require_fit,
+    require_orders,
+    require_values,
+    take_forms_,
+)
 from compressm.compression.naming import keyed_state, module_versions, orders_of, plain_state
 from compressm.compression.plain import plain
 from compressm.compression.random_state import random_state, set_random_state
@@ -218,7 +225,9 @@ def _add_to_groups_(optimizer: Optimizer, model: nn.Module, saved: list[list[str
 
 def _require_fitting(model: nn.Module, contents: Mapping[str, Any]) -> None:
     tensors: dict[str, Tensor] = contents["model"]
-    require_fit(tensors, expected_shapes(model, require_orders(model, contents["orders"]), tensors))
+    orders = require_orders(model, contents["orders"])
+    require_values(model, tensors)
+    require_fit(tensors, expected_shapes(model, orders, tensors))
     for name, value in plain_state(model).items():
         if name in tensors and value.dtype != tensors[name].dtype:
             raise SavingError(f"{name} was saved as {tensors[name].dtype}, the model's is {value.dtype}")

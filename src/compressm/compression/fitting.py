@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from compressm.compression.errors import SavingError
 from compressm.compression.naming import plain_state, ssm_layers
 from compressm.layers import SSMLayer
+from compressm.ops import SequenceError
 
 Shape: TypeAlias = tuple[int | None, ...]  # None: of any size
 
@@ -75,12 +76,26 @@ def require_fit(tensors: Mapping[str, Tensor], expected: Mapping[str, Shape]) ->
             raise SavingError(f"{name} has shape {got} in the file, expected {wanted}")
 
 
+def require_values(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Nothing that a layer of ours would refuse to load."""
+    for layer, module in ssm_layers(model).items():
+        if isinstance(module, SSMLayer):
+            try:
+                module.require_values(_inside(layer, tensors))
+            except SequenceError as error:
+                raise SavingError(f"{layer or 'the model'}: {error}") from error
+
+
 def _listed(names: list[str]) -> str:
     shown = ", ".join(names[:4])
     return f"{shown} and {len(names) - 4} more" if len(names) > 4 else shown or "nothing"
 
 
 def _shapes_inside(layer: str, tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-    """Of the tensors of a layer, by the names they have there."""
+    return {name: value.shape for name, value in _inside(layer, tensors).items()}
+
+
+def _inside(layer: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a layer, by the names they have there."""
     prefix = f"{layer}." if layer else ""
-    return {name.removeprefix(prefix): value.shape for name, value in tensors.items() if name.startswith(prefix)}
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

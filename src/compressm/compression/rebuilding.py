@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from compressm.compression.errors import SavingError
-from compressm.compression.fitting import expected_shapes, require_fit, require_orders, take_forms_
+from compressm.compression.fitting import expected_shapes, require_fit, require_orders, require_values, take_forms_
 from compressm.compression.kinds import Stored, decode, encode, is_known_by_arguments
 from compressm.compression.naming import (
     first_names,
@@ -86,6 +86,7 @@ def rebuild(description: Description, tensors: Mapping[str, Tensor]) -> nn.Modul
     _change(model, description.changed)
     _share(model, description.shared)
     orders = require_orders(model, description.orders)
+    require_values(model, tensors)
     again = first_names(plain_state(model))
     expected = expected_shapes(model, orders, tensors)
     require_fit(tensors, {name: shape for name, shape in expected.items() if name not in again})

@@ -112,6 +112,9 @@ class SSMLayer(nn.Module, ABC):
         """Of all tensors at that order, in the form, where a layer has several, that has tensors `like` these."""
         return {name: self.shape_at(name, order) for name in self.tensors()}
 
+    def require_values(self, tensors: Mapping[str, Tensor]) -> None:
+        """Refuse, by what is wrong, tensors to be loaded whose values make no layer of this kind; shapes come later."""
+
     def take_form_(self, shapes: Mapping[str, Sequence[int]]) -> None:
         """Make room for tensors of these shapes; nothing changes unless all that arrive are of one order."""
         arriving = {name: shapes.get(name, ()) for name in self.tensors() if self.grows(name)}
@@ -122,6 +125,7 @@ class SSMLayer(nn.Module, ABC):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Take the order of the checkpoint: a model that was cut loads into the module it came from."""
         inside = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+        self.require_values({name: value for name, value in inside.items() if isinstance(value, Tensor)})
         # Only a whole checkpoint of one order; anything else is for torch's own error, with nothing changed.
         self.take_form_({name: value.shape for name, value in inside.items() if isinstance(value, Tensor)})
         super()._load_from_state_dict(state_dict, prefix, *rest)

@@ -51,7 +51,13 @@ def require_maps(given: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ..
             raise SequenceError(
                 f"{name} is {value.dtype} with entries that are complex or not finite, expected numbers"
             )
-    orders, most = given["orders"], wanted["A_log"][1]
+    require_channel_orders(given["orders"], *wanted["A_log"])
+
+
+def require_channel_orders(orders: Tensor, inner: int, most: int) -> None:
+    """One for each of so many channels, none above the states that there are; a channel may have none."""
+    if tuple(orders.shape) != (inner,):
+        raise SequenceError(f"orders have shape {tuple(orders.shape)}, expected ({inner},), one a channel")
     if orders.dtype not in (torch.int32, torch.int64):
         raise SequenceError(f"orders are {orders.dtype}, expected torch.int64 or torch.int32")
     low, high = torch.stack(orders.aminmax()).tolist()

@@ -14,7 +14,7 @@ from torch.nn.functional import linear, silu
 
 from compressm.layers.arguments import keeps_arguments
 from compressm.layers.base import SSMLayer, require_sizes
-from compressm.layers.channel_maps import OF_MAPS, Form, mapped, require_maps
+from compressm.layers.channel_maps import OF_MAPS, Form, mapped, require_channel_orders, require_maps
 from compressm.layers.discretisation import random_log_steps
 from compressm.layers.replacing import replace_data
 from compressm.layers.wrappers import refuse_to_train_
@@ -98,6 +98,11 @@ class Mamba(SSMLayer):
     def shapes_at(self, order: int, like: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
         rest = {name: tuple(value.shape) for name, value in self.tensors().items() if name not in OF_MAPS}
         return rest | self._shapes(Form.of(like), order)
+
+    def require_values(self, tensors: Mapping[str, Tensor]) -> None:
+        orders, rates = tensors.get("orders"), tensors.get("A_log")
+        if orders is not None and rates is not None and rates.ndim == 2 and not orders.is_meta:
+            require_channel_orders(orders, self.inner, rates.shape[1])
 
     def take_form_(self, shapes: Mapping[str, Sequence[int]]) -> None:
         order = self.order_at("A_log", shapes.get("A_log", ()))

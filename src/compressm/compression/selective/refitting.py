@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from compressm.compression.sample import Sample, sequences_at_once
-from compressm.compression.selective.simulation import states
+from compressm.compression.selective.simulation import states, steps_at_once
 from compressm.control.selective import SelectiveSystem
 
 
@@ -23,9 +23,12 @@ def refitted_readout(
     shape = (old.order, new.order)
     crossed, squares = (torch.zeros(size, new.order, dtype=torch.float64, device=old.device) for size in shape)
     for u, counts in sample.parts(sequences_at_once(sample.longest, old.rates.numel())):
-        for h, small, count in zip(states(old, u), states(new, u), counts.unbind(1), strict=True):
-            kept = (small * count[:, None, None]).flatten(0, 1)
-            crossed, squares = crossed + h.flatten(0, 1).mT @ kept, squares + kept.mT @ kept
+        steps = steps_at_once(old, new, batch=len(u))
+        for h, small, here in zip(
+            states(old, u, steps), states(new, u, steps), torch.split(counts.mT, steps), strict=True
+        ):
+            kept = (small * here[..., None, None]).flatten(0, 2)
+            crossed, squares = crossed + h.flatten(0, 2).mT @ kept, squares + kept.mT @ kept
     # What the data does not tell stays as it was.
     rest = crossed - E_C @ squares
     return E_C + rest @ torch.linalg.pinv(squares, hermitian=True, rtol=1e-10)

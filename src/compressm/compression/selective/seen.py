@@ -17,7 +17,7 @@ from compressm.compression.errors import CompressionError
 from compressm.compression.gramian import Measured
 from compressm.compression.listening import Listener
 from compressm.compression.sample import Sample, close_enough, sampled_steps, sequences_at_once, without_padding
-from compressm.compression.selective.simulation import states
+from compressm.compression.selective.simulation import states, steps_at_once
 from compressm.control import ControlError, StateCovariance
 from compressm.control.selective import SelectiveSystem
 from compressm.control.validation import require_finite
@@ -181,6 +181,6 @@ def _states_at(
     system: SelectiveSystem, u: Float[Tensor, "batch length channels"], looked: Bool[Tensor, "batch length"]
 ) -> Tensor:
     """The states at the steps that are looked at: (channels, samples, n)."""
-    rows = [torch.nonzero(column).flatten() for column in looked.cpu().unbind(1)]
-    found = [h[row.to(h.device)] for h, row in zip(states(system, u), rows, strict=True) if len(row)]
+    steps = steps_at_once(system, batch=len(u))
+    found = [h[here] for h, here in zip(states(system, u, steps), torch.split(looked.mT, steps), strict=True)]
     return torch.cat(found).movedim(0, 1)
