@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 
 from compressm.compression import load_model
+from compressm.experiments.outcomes import Job, collected, joined
 from compressm.experiments.trainings import Training, run_all
 from compressm.layers import Mamba
 from compressm.runs.directory import RunDirectory
 from compressm.runs.measurement import Measurement, Row
-from compressm.runs.run import Run, read_run
 
 STEPS, EVALUATIONS = 3_000, 6
 LARGE, SMALL = 128, 16
@@ -45,15 +45,6 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...] | None]] = {
         ),
     ),
 }
-
-
-@dataclass(frozen=True)
-class Job:
-    """One training, in a process of its own."""
-
-    variant: str
-    seed: int
-    training: Training
 
 
 @dataclass(frozen=True)
@@ -96,43 +87,7 @@ def _job(out: Path, variant: str, seed: int, scale: Scale) -> Job:
 
 def collect(wanted: Sequence[Job]) -> Measurement:
     """One row a training that is done: orders, test accuracies in percent, and seconds."""
-    rows: list[Row] = []
-    environments = []
-    for job in wanted:
-        if job.training.finished:
-            directory = RunDirectory(job.training.folder)
-            rows.append({"variant": job.variant, "seed": job.seed, **_row(read_run(directory), directory)})
-            environments.append(directory.environment())
-    if not rows:
-        raise SystemExit("no training was finished: there is nothing to collect")
-    return Measurement("imdb_mamba", "Mamba on IMDB, cut in the warm-up", 1, rows, environments[-1])
-
-
-def joined(found: Measurement, earlier: Iterable[Measurement]) -> Measurement:
-    """With the rows of earlier results before those that are new, variant by variant."""
-    rows = {(str(row["variant"]), row["seed"]): row for one in (*earlier, found) for row in one.rows}
-    places = list(dict.fromkeys(variant for variant, _ in rows))
-    return replace(found, rows=[rows[key] for key in sorted(rows, key=lambda key: (places.index(key[0]), key[1]))])
-
-
-def _row(run: Run, directory: RunDirectory) -> Row:
-    """`best` is the test accuracy where validation was best since the last cut; `step_s` of one step at the end."""
-    last = [found for found in run.evaluations if found.split == "test"][-1]
-    assert run.score is not None
-    assert run.score.test is not None
-    assert last.accuracy is not None
-    return {
-        "steps": run.steps,
-        "initial_order": run.mean_initial_order,
-        "order": run.mean_order,
-        **_sizes(directory),
-        "best": 100 * run.score.test,
-        "last": 100 * last.accuracy,
-        "steps_s": last.step_seconds,
-        "seconds": last.seconds,
-        "cuts_s": sum(cut.seconds or 0.0 for cut in run.cut_records),
-        "step_s": _step_seconds(run),
-    }
+    return collected("imdb_mamba", "Mamba on IMDB, cut in the warm-up", wanted, _sizes)
 
 
 def _sizes(directory: RunDirectory) -> Row:
@@ -145,13 +100,6 @@ def _sizes(directory: RunDirectory) -> Row:
         "complex_layers": sum(layer.A_imag is not None for layer in layers),
         "numbers": sum(tensor.numel() for tensor in model.state_dict().values()),
     }
-
-
-def _step_seconds(run: Run) -> float:
-    """At the orders of the end, where no graph was recorded; all steps where there is no such stretch."""
-    whole = [timing for timing in run.timings if timing.steps]
-    alike = [timing for timing in whole if timing.orders == run.final_orders and "capture" not in timing.seconds]
-    return median(timing.seconds["steps"] / timing.steps for timing in alike or whole)
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:

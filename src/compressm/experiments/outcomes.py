@@ -1,0 +1,71 @@
+"""What studies that train several variants keep of every run, and how results of several days become one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from compressm.experiments.trainings import Training
+from compressm.runs.directory import RunDirectory
+from compressm.runs.measurement import Measurement, Row
+from compressm.runs.run import Run, read_run
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training, in a process of its own."""
+
+    variant: str
+    seed: int
+    training: Training
+
+
+def collected(
+    name: str, title: str, wanted: Sequence[Job], more: Callable[[RunDirectory], Row] = lambda directory: {}
+) -> Measurement:
+    """One row a training that is done: orders, test accuracies in percent, seconds, and what `more` finds."""
+    rows: list[Row] = []
+    environments = []
+    for job in wanted:
+        if job.training.finished:
+            directory = RunDirectory(job.training.folder)
+            row = {"variant": job.variant, "seed": job.seed, **outcome(read_run(directory)), **more(directory)}
+            rows.append(row)
+            environments.append(directory.environment())
+    if not rows:
+        raise SystemExit("no training was finished: there is nothing to collect")
+    return Measurement(name, title, 1, rows, environments[-1])
+
+
+def joined(found: Measurement, earlier: Iterable[Measurement]) -> Measurement:
+    """With the rows of earlier results before those that are new, variant by variant."""
+    rows = {(str(row["variant"]), row["seed"]): row for one in (*earlier, found) for row in one.rows}
+    places = list(dict.fromkeys(variant for variant, _ in rows))
+    return replace(found, rows=[rows[key] for key in sorted(rows, key=lambda key: (places.index(key[0]), key[1]))])
+
+
+def outcome(run: Run) -> Row:
+    """`best` is the test accuracy where validation was best since the last cut; `step_s` of one step at the end."""
+    last = [found for found in run.evaluations if found.split == "test"][-1]
+    assert run.score is not None
+    assert run.score.test is not None
+    assert last.accuracy is not None
+    return {
+        "steps": run.steps,
+        "initial_order": run.mean_initial_order,
+        "order": run.mean_order,
+        "best": 100 * run.score.test,
+        "last": 100 * last.accuracy,
+        "steps_s": last.step_seconds,
+        "seconds": last.seconds,
+        "cuts_s": sum(cut.seconds or 0.0 for cut in run.cut_records),
+        "step_s": _step_seconds(run),
+    }
+
+
+def _step_seconds(run: Run) -> float:
+    """At the orders of the end, where no graph was recorded; all steps where there is no such stretch."""
+    whole = [timing for timing in run.timings if timing.steps]
+    alike = [timing for timing in whole if timing.orders == run.final_orders and "capture" not in timing.seconds]
+    return median(timing.seconds["steps"] / timing.steps for timing in alike or whole)

@@ -1,0 +1,163 @@
+"""Results of our own on the paper's tasks: whole, small from the start, and cut in several ways, side by side.
+
+sMNIST with the paper's 200 000 steps: cuts with τ tried through all of training, in the paper's way and in ours, and
+gentle cuts that end at exactly 28 and 13 states. sCIFAR with as many steps as there is time for: four cuts in the
+warm-up.
+
+python -m compressm.experiments.results smnist --seeds 5 --processes 9 --data FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from compressm.experiments.outcomes import Job, collected, joined
+from compressm.experiments.trainings import Training, run_all
+from compressm.runs.measurement import Measurement
+
+# What the paper's code does: no folding, Gramians of white noise, moments cut like slices.
+PAPER = ("compression.fold=false", "compression.moments=slice")
+OURS = ("compression.gramian=measured",)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The order at the start, and what differs from the recipe; nothing differs in one that is never cut.
+
+    tries: how often a cut is tried through all of training, where the recipe does not say; until: up to which share of
+    the steps.
+    """
+
+    label: str
+    order: int
+    differs: tuple[str, ...] = ()
+    tries: int | None = None
+    until: float = 0.75
+
+
+@dataclass(frozen=True)
+class Task:
+    """A recipe, its variants by name, and how long it is trained here."""
+
+    recipe: str
+    variants: dict[str, Variant]
+    steps: int
+    evaluations: int
+    settings: tuple[str, ...] = ()
+
+
+def _tolerance(label: str, tau: float, *differs: str, until: float = 0.75) -> Variant:
+    return Variant(label, 256, (f"compression.tau={tau}", *differs), tries=40, until=until)
+
+
+def _gently(order: int) -> Variant:
+    """A tenth of the states at a time, until there are so many."""
+    rule = ("compression.tau=null", "compression.rho=0.9", f"compression.at_least={order}", "compression.gate=1.0")
+    return Variant(f"gently to {order}", 256, (*rule, *OURS), tries=100)
+
+
+TASKS = {
+    "smnist": Task(
+        "smnist",
+        {
+            "whole": Variant("256 states", 256),
+            "small-28": Variant("28 states", 28),
+            "small-13": Variant("13 states", 13),
+            "tau-02": _tolerance("τ = 0.02", 0.02, *OURS),
+            "tau-04": _tolerance("τ = 0.04", 0.04, *OURS),
+            "paper-02": _tolerance("τ = 0.02, paper's way", 0.02, *PAPER, until=0.99),
+            "paper-04": _tolerance("τ = 0.04, paper's way", 0.04, *PAPER, until=0.99),
+            "to-28": _gently(28),
+            "to-13": _gently(13),
+        },
+        steps=200_000,
+        evaluations=40,
+        settings=("training.precision=tf32",),
+    ),
+    "scifar": Task(
+        "scifar",
+        {
+            "whole": Variant("384 states", 384),
+            "small-57": Variant("57 states", 57),
+            "to-57": Variant("four cuts to 57", 384, ("compression.tau=null", "compression.rho=0.6207", *OURS)),
+        },
+        steps=10_000,
+        evaluations=4,
+    ),
+}
+
+
+def jobs(task: str, out: Path, names: Iterable[str], seeds: range, steps: int | None = None) -> list[Job]:
+    """All trainings, seed by seed; with fewer steps cuts come as much earlier."""
+    chosen = TASKS[task]
+    wanted = list(names)
+    total = chosen.steps if steps is None else steps
+    return [_job(chosen, name, out, seed, total) for seed in seeds for name in wanted]
+
+
+def _job(task: Task, name: str, out: Path, seed: int, steps: int) -> Job:
+    variant = task.variants[name]
+    uncut = () if variant.differs else ("--baseline",)
+    settings = (
+        f"label={variant.label!r}",
+        "spectra=null",
+        f"training.steps={steps}",
+        f"training.evaluate_every={max(1, steps // task.evaluations)}",
+        f"training.checkpoint_every={max(1, steps // 4)}",
+        *task.settings,
+        *variant.differs,
+        *_when(variant, steps),
+    )
+    folder = out / "runs" / f"{task.recipe}-{name}-{steps}" / f"seed-{seed}"
+    options = (*uncut, "--order", str(variant.order), "--seed", str(seed))
+    return Job(variant.label, seed, Training(task.recipe, folder, options, settings))
+
+
+def _when(variant: Variant, steps: int) -> tuple[str, ...]:
+    if variant.tries is None:
+        return ()
+    every = max(1, steps // variant.tries)
+    return (f"compression.when={{every: {every}, last: {max(every, round(variant.until * steps))}}}",)
+
+
+def collect(task: str, wanted: Sequence[Job]) -> Measurement:
+    """One row a training that is done."""
+    return collected(f"results-{task}", f"{task}: small models by several ways", wanted)
+
+
+def main(arguments: Sequence[str] | None = None) -> Path:
+    """Train what is not done yet, and write OUT/results-TASK.json."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("task", choices=list(TASKS), help="what to train on")
+    parser.add_argument("--out", type=Path, default=Path("out/studies"), help="folder of result and runs (%(default)s)")
+    parser.add_argument("--seeds", type=int, default=5, help="trainings of each (%(default)s)")
+    parser.add_argument("--first-seed", type=int, default=0, help="the first of them (%(default)s)")
+    parser.add_argument("--only", action="append", help="one variant; again for more")
+    parser.add_argument(
+        "--processes", type=int, default=1, help="trainings at a time; times compare only one by one (%(default)s)"
+    )
+    parser.add_argument("--data", type=Path, help="folder of data sets")
+    parser.add_argument("--steps", type=int, help="of each training (smnist 200000, scifar 10000)")
+    parser.add_argument(
+        "--add", type=Path, nargs="+", default=[], help="results of other trainings, as of an earlier day"
+    )
+    given = parser.parse_args(arguments)
+    known = TASKS[given.task].variants
+    if strange := [name for name in given.only or () if name not in known]:
+        parser.error(f"--only {strange[0]}: expected one of {', '.join(known)}")
+    seeds = range(given.first_seed, given.first_seed + given.seeds)
+    wanted = jobs(given.task, given.out, given.only or known, seeds, given.steps)
+    ended = run_all((job.training for job in wanted), processes=given.processes, data=given.data)
+    for job, said in zip(wanted, ended, strict=True):
+        print(f"{job.variant}, seed {job.seed}: {said}", flush=True)
+    found = joined(collect(given.task, wanted), [Measurement.read(path) for path in given.add])
+    path = found.write(given.out / f"results-{given.task}.json")
+    print(f"result: {path}; `compressm bench table {path}` shows it")
+    return path
+
+
+if __name__ == "__main__":
+    main()
