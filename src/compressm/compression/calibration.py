@@ -45,8 +45,8 @@ class Seen:
         total, count = self.covariance.total, self.covariance.count
         if total is not None and count is not None and bool((count < total.shape[-1]).any()):
             raise CompressionError(
-                f"calibrate showed {int(count.min())} steps to a layer of {total.shape[-1]} states ({self.name!r}),"
-                " expected at least as many steps as states: run it on more data"
+                f"calibrate showed {int(count.min())} steps to a layer of {total.shape[-1]} states"
+                f" ({self.name or 'the model'!r}), expected at least as many steps as states: run it on more data"
             )
         return self.covariance.gramian()
 
@@ -103,7 +103,9 @@ class InputListener(Listener):
         lengths = kwargs.get("lengths", args[2] if len(args) > 2 else None)
         if not isinstance(x, Tensor) or x.ndim != 3:
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise CompressionError(f"{seen.name!r} was called with {got}, expected (batch, length, channels)")
+            raise CompressionError(
+                f"{seen.name or 'the model'!r} was called with {got}, expected (batch, length, channels)"
+            )
         counts = up_to(lengths, x)
         x = without_padding(x.detach(), counts)
         try:

@@ -17,13 +17,14 @@ from torch.optim import Optimizer
 from compressm.compression.attributes import attributes_of, take_orders_
 from compressm.compression.errors import CompressionError, NoSuchFileError, SavingError
 from compressm.compression.fitting import (
-    added_by_forms,
+    by_forms,
     expected_shapes,
     require_fit,
     require_orders,
     require_values,
     take_forms_,
 )
+from compressm.compression.groups import join_, leave_
 from compressm.compression.naming import keyed_state, module_versions, orders_of, plain_state
 from compressm.compression.plain import plain
 from compressm.compression.random_state import random_state, set_random_state
@@ -122,9 +123,9 @@ def load_checkpoint(
     contents = _read(Path(path))
     try:
         _require_parts(contents, optimizer=optimizer, scheduler=scheduler, compressor=compressor)
-        added = added_by_forms(model, contents["model"])
+        added, gone = by_forms(model, contents["model"])
         if optimizer is not None:
-            _require_same_groups(contents["groups"], _groups(model, optimizer), added)
+            _require_same_groups(contents["groups"], _groups(model, optimizer), added, gone.keys())
         _require_fitting(model, contents)
         if isinstance(compressor, _Choosy):
             compressor.require_loadable(contents["compressor"]["state"])
@@ -135,6 +136,7 @@ def load_checkpoint(
         raise SavingError(f"{path}: {error}") from error
     _load_model(model, contents)
     if optimizer is not None:
+        leave_(optimizer, gone.values())
         _add_to_groups_(optimizer, model, contents["groups"], added)
     # The compressor after what it changes, random numbers last: nobody may draw from them before training goes on.
     for part, name in ((optimizer, "optimizer"), (compressor, "compressor")):
@@ -199,12 +201,15 @@ def _require_parts(contents: Mapping[str, Any], **given: object) -> None:
             raise SavingError(f"it was saved with the {name} {stored['kind']}, this one is a {type(part).__name__}")
 
 
-def _require_same_groups(saved: list[list[str | None]], here: list[list[str | None]], added: Set[str]) -> None:
+def _require_same_groups(
+    saved: list[list[str | None]], here: list[list[str | None]], added: Set[str], gone: Set[str]
+) -> None:
     """The optimizer's state goes by position: another order of parameters would give them each other's.
 
-    Parameters that the model does not have yet are `added` later.
+    Parameters that the model does not have yet are `added` later, others are `gone` by then.
     """
     saved = [[name for name in group if name not in added] for group in saved]
+    here = [[name for name in group if name not in gone] for group in here]
     if [len(group) for group in saved] != [len(group) for group in here]:
         sizes = [len(group) for group in saved], [len(group) for group in here]
         raise SavingError(f"the optimizer was saved with groups of {sizes[0]} parameters, this one has {sizes[1]}")
@@ -219,8 +224,8 @@ def _add_to_groups_(optimizer: Optimizer, model: nn.Module, saved: list[list[str
     state = plain_state(model)
     for group, names in zip(optimizer.param_groups, saved, strict=True):
         for place, name in enumerate(names):
-            if name is not None and name in added:
-                group["params"].insert(place, state[name])
+            if name is not None and name in added and isinstance(parameter := state[name], nn.Parameter):
+                join_(group, parameter, name, place)
 
 
 def _require_fitting(model: nn.Module, contents: Mapping[str, Any]) -> None:

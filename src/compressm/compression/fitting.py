@@ -45,14 +45,16 @@ def expected_shapes(model: nn.Module, orders: Mapping[str, int], tensors: Mappin
     return shapes
 
 
-def added_by_forms(model: nn.Module, tensors: Mapping[str, Tensor]) -> set[str]:
-    """What layers of ours would have, in the forms that such tensors are of, and do not have now."""
-    added = set()
+def by_forms(model: nn.Module, tensors: Mapping[str, Tensor]) -> tuple[set[str], dict[str, nn.Parameter]]:
+    """What layers of ours would have, in the forms that such tensors are of, and have not now; and the other way."""
+    added, gone = set[str](), dict[str, nn.Parameter]()
     for layer, module in ssm_layers(model).items():
         if isinstance(module, SSMLayer):
+            now, prefix = module.tensors(), f"{layer}." if layer else ""
             then = module.shapes_at(module.order, _shapes_inside(layer, tensors))
-            added |= {f"{layer}.{name}" if layer else name for name in then.keys() - module.tensors().keys()}
-    return added
+            added |= {prefix + name for name in then.keys() - now.keys()}
+            gone |= {prefix + name: p for name, p in module.named_parameters() if name in now.keys() - then.keys()}
+    return added, gone
 
 
 def take_forms_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:

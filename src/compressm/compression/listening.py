@@ -38,10 +38,10 @@ def run_listening(model: nn.Module, calibrate: Calibrate, listeners: Sequence[Li
     # What is compiled is not asked again for hooks that came later.
     with _attached(listeners), _evaluating(model), torch.compiler.set_stance("force_eager"):
         calibrate(model)
-    missed = [listener.name for listener in listeners if listener.passes == 0]
+    missed = [repr(listener.name) if listener.name else "the model" for listener in listeners if listener.passes == 0]
     if missed:
         raise CompressionError(
-            f"calibrate did not run {', '.join(repr(name) for name in missed)}: it must call the model that it is given"
+            f"calibrate did not run {', '.join(missed)}: it must call the model that it is given"
             " so that the `forward` of these layers runs (`step` is not listened to)"
         )
 

@@ -37,7 +37,7 @@ class Options:
         if self.gramian is not None and not isinstance(self.gramian, Gramian):
             raise CompressionError(f"gramian is {self.gramian!r}, expected WhiteNoise(), Measured(...) or Modal()")
         if self.calibrate is not None and not callable(self.calibrate):
-            raise CompressionError(f"calibrate is {self.calibrate!r}, expected a function of the model")
+            raise CompressionError(f"calibrate is {self.calibrate!r:.100}, expected a function of the model")
         if self.filter_fn is not None and not callable(self.filter_fn):
             raise CompressionError(f"filter_fn is {self.filter_fn!r}, expected a function of a module and its name")
         if not isinstance(self.fold, bool):
@@ -57,7 +57,8 @@ class Options:
         if self.measure and bound is not None:
             raise CompressionError(
                 f"{bound} with Gramians that are measured, which have no error bound: expected gramian=WhiteNoise(),"
-                " for which calibrate still gives measured_error, or another policy, such as EnergyTolerance(0.05)"
+                " for which calibrate still gives measured_error, or, as for selective layers in any case, another policy,"
+                " such as EnergyTolerance(0.05)"
             )
 
     @property

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from compressm.compression.attributes import attributes_of, optional_in
 from compressm.compression.errors import CompressionError
+from compressm.compression.groups import leave_
 from compressm.compression.whole_files import replacing
 from compressm.layers.replacing import replace_data
 
@@ -63,9 +64,8 @@ class Subject:
 
     def remove_(self, added: Mapping[str, tuple[nn.Module, str]]) -> None:
         """Take them away, from the optimizer too."""
-        gone = {id(getattr(*place)) for place in added.values()}
-        for group in [] if self.optimizer is None else self.optimizer.param_groups:
-            group["params"][:] = [parameter for parameter in group["params"] if id(parameter) not in gone]
+        if self.optimizer is not None:
+            leave_(self.optimizer, [getattr(*place) for place in added.values()])
         for module, leaf in added.values():
             setattr(module, leaf, None)
 

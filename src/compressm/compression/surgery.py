@@ -14,6 +14,7 @@ from compressm.compression.attributes import place_of
 from compressm.compression.change import Change, Values, Writing
 from compressm.compression.distributed import Processes
 from compressm.compression.errors import CompressionError
+from compressm.compression.groups import joining, name_beside
 from compressm.compression.moments import Moments
 from compressm.compression.optimizer_state import carried_states, is_scalar, parameter_state, require_supported
 from compressm.control.validation import is_finite
@@ -48,14 +49,14 @@ class Undo:
         self._values: list[tuple[nn.Parameter, Tensor, Tensor | None]] = []
         self._states: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._attributes: list[tuple[Any, str, Any]] = []
-        self._groups: list[tuple[list[nn.Parameter], list[nn.Parameter]]] = []
+        self._groups: list[tuple[list[Any], list[Any]]] = []
 
     def remember(
         self,
         writes: Iterable[tuple[nn.Parameter, Tensor]],
         states: Iterable[tuple[dict[str, Any], Mapping[str, Any]]],
         attributes: Iterable[tuple[Any, str, Any]],
-        groups: Iterable[tuple[list[nn.Parameter], nn.Parameter]],
+        groups: Iterable[tuple[list[Any], Any]],
     ) -> None:
         """All that is about to be written to."""
         self._values += [(parameter, parameter.data, parameter.grad) for parameter, _ in writes]
@@ -108,8 +109,8 @@ def apply_cuts(
                 held.update(new)
             for attribute in attributes:
                 setattr(*attribute)
-            for members, parameter in groups:
-                members.append(parameter)
+            for members, entry in groups:
+                members.append(entry)
     except BaseException:
         undo()
         raise
@@ -157,15 +158,15 @@ def _attributes(cut: PreparedCut, added: Mapping[tuple[str, str], nn.Parameter])
 
 def _joined(
     cut: PreparedCut, added: Mapping[tuple[str, str], nn.Parameter], optimizer: Any | None
-) -> list[tuple[list[nn.Parameter], nn.Parameter]]:
-    """The optimizer's groups that get a parameter more: those that have the one that it joins."""
-    groups = [] if optimizer is None else optimizer.param_groups
-    return [
-        (group["params"], added[cut.name, name])
-        for name, origin in cut.writing.added.items()
-        for group in groups
-        if any(member is parameter_of(cut.module, origin) for member in group["params"])
-    ]
+) -> list[tuple[list[Any], Any]]:
+    """What the optimizer's groups get more: those that have the parameter that one joins."""
+    joined = []
+    for name, beside in cut.writing.added.items():
+        origin = parameter_of(cut.module, beside)
+        for group in [] if optimizer is None else optimizer.param_groups:
+            if any(member is origin for member in group["params"]):
+                joined += joining(group, added[cut.name, name], name_beside(group, origin, beside, name))
+    return joined
 
 
 def _require_disjoint(cuts: Sequence[PreparedCut]) -> None:

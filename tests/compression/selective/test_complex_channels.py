@@ -8,6 +8,7 @@ import torch
 
 import compressm as cs
 from compressm.adapters import adapter_for
+from compressm.compression import load_checkpoint, save_checkpoint
 from compressm.compression.options import Options
 from compressm.compression.planning import plan_cuts, read_layers
 from tests.compression.selective.mixers import complex_layer, data
@@ -22,10 +23,10 @@ def cut(layer, order):
 
 
 class Training:
-    def __init__(self, layer, **options):
+    def __init__(self, layer, *, names=False, **options):
         self.layer = layer
-        decayed = [p for name, p in layer.named_parameters() if name != "A_log"]
-        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": [layer.A_log], "weight_decay": 0.0}]
+        members = [(f"layer.{name}", p) if names else p for name, p in layer.named_parameters()]
+        groups = [{"params": members[1:], "weight_decay": 0.1}, {"params": members[:1], "weight_decay": 0.0}]  # A_log
         self.optimizer = torch.optim.AdamW(groups, lr=1e-2)
         options = {"when": [2], "keep": cs.TargetOrder(6), "calibrate": self.runs, **options}
         self.compressor = cs.Compressor(layer, self.optimizer, selective=cs.PerChannel(), **options)
@@ -61,6 +62,41 @@ def test_imaginary_parts_join_the_group_of_the_rates_and_are_trained():
     assert id(layer.A_imag) == imaginary
     assert run.optimizer.state[layer.A_imag]["exp_avg"].shape == layer.A_imag.shape == layer.A_log.shape
     assert layer.order <= 3
+
+
+def test_names_in_an_optimizer_go_with_its_parameters(tmp_path):
+    """Of optimizers made of named_parameters(): they join, leave by a rollback, and join again from a file."""
+
+    def named(**options):
+        run = Training(complex_layer(torch.float32), names=True, **options)
+        return run, run.optimizer.param_groups[1]
+
+    run, group = named(guard=cs.Rollback(iter([1.0, 0.5]).__next__, settle=1))
+    run.train(2)
+    assert (group["param_names"], len(group["params"])) == (["layer.A_log", "layer.A_imag"], 2)
+    run.train(1, first=3)
+    assert (group["param_names"], len(group["params"])) == (["layer.A_log"], 1)
+    cut_again, _ = named()
+    cut_again.train(3)
+    save_checkpoint(tmp_path / "c", model=cut_again.layer, optimizer=cut_again.optimizer)
+    load_checkpoint(tmp_path / "c", model=run.layer, optimizer=run.optimizer)
+    group = run.optimizer.param_groups[1]
+    assert group["param_names"] == ["layer.A_log", "layer.A_imag"]
+    assert group["params"][1] is run.layer.A_imag
+
+
+def test_a_checkpoint_of_before_the_cut_loads_into_the_model_that_was_cut(tmp_path):
+    run = Training(complex_layer(torch.float32))
+    run.train(1)
+    save_checkpoint(tmp_path / "c", model=run.layer, optimizer=run.optimizer)
+    before = run.picture()
+    run.train(2, first=2)
+    imaginary = run.layer.A_imag
+    load_checkpoint(tmp_path / "c", model=run.layer, optimizer=run.optimizer)
+    assert run.layer.A_imag is None
+    assert imaginary not in run.optimizer.state
+    torch.testing.assert_close(run.picture(), before, rtol=0, atol=0)
+    run.train(1, first=3)
 
 
 def test_a_cut_to_maps_is_undone_bit_for_bit():
