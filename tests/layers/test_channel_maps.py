@@ -143,6 +143,22 @@ def test_under_autocast_maps_are_applied_in_float32():
     torch.testing.assert_close(C.float(), expected, rtol=1e-2, atol=0)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_maps_stay_in_float32_when_the_layer_becomes_half_as_precise(dtype, kind):
+    """As in a layer that was cut in half precision; what nearly cancels would be gone."""
+    layer = make(kind)
+    maps_before = layer.B_map.clone(), layer.C_map.clone()
+    layer.to(dtype)
+    assert (layer.A_log.dtype, layer.x_proj.weight.dtype, layer.orders.dtype) == (dtype, dtype, torch.int64)
+    assert layer.B_map.dtype == layer.C_map.dtype == torch.float32
+    assert torch.isfinite(layer(sequence(dtype=dtype))[0]).all()
+    layer.double()
+    assert layer.B_map.dtype == torch.float64
+    torch.testing.assert_close((layer.B_map.float(), layer.C_map.float()), maps_before, rtol=0, atol=0)
+    assert layer.to("meta").B_map.is_meta
+
+
 def test_the_printed_form_says_what_channels_have():
     assert "order=2, inner=6" in repr(make("real"))
     assert "own real states a channel from 5 of x_proj" in repr(make("real"))

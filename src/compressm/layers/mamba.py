@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import final
 
@@ -249,6 +249,16 @@ class Mamba(SSMLayer):
         self._check(x, state, axes="batch length")
         self._check_kind(x, (torch.bfloat16, torch.float16, torch.float32))
         require_lengths(lengths, *x.shape[:2])
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Mamba:
+        """What `to`, `half` and others do to all tensors; maps stay in float32 at least, see `mapped`."""
+        maps = {name: held for name in ("B_map", "C_map") if (held := getattr(self, name)) is not None}
+        super()._apply(fn, recurse)
+        for name, held in maps.items():
+            now = getattr(self, name)
+            if now.dtype != _wide(now.dtype):
+                setattr(self, name, held.to(now.device, _wide(now.dtype)))
+        return self
 
     def _shapes(self, form: Form, order: int) -> dict[str, tuple[int, ...]]:
         return form.shapes(inner=self.inner, dt_rank=self.dt_rank, order=order)
