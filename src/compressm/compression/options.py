@@ -57,8 +57,8 @@ class Options:
         if self.measure and bound is not None:
             raise CompressionError(
                 f"{bound} with Gramians that are measured, which have no error bound: expected gramian=WhiteNoise(),"
-                " for which calibrate still gives measured_error, or, as for selective layers in any case, another policy,"
-                " such as EnergyTolerance(0.05)"
+                " for which calibrate still gives measured_error, or, as for selective layers in any case, another"
+                " policy, such as EnergyTolerance(0.05)"
             )
 
     @property

@@ -95,8 +95,8 @@ class SelectiveSeen:
             count = min(count, int(self.covariance.count.min()))
         if count < order:
             raise CompressionError(
-                f"calibrate showed {count} steps to a layer of {order} states ({self.name or 'the model'!r}), expected at"
-                " least as many steps as states: run it on more data"
+                f"calibrate showed {count} steps to a layer of {order} states ({self.name or 'the model'!r}), expected"
+                " at least as many steps as states: run it on more data"
             )
 
 
@@ -148,8 +148,8 @@ class SelectiveListener(Listener):
         if u.ndim != 3 or u.shape[-1] != self.system.channels or (counts is not None and counts.shape != u.shape[:2]):
             said = "" if counts is None else f" with a mask {tuple(counts.shape)}"
             raise CompressionError(
-                f"{seen.name or 'the model'!r} gave its x_proj {tuple(u.shape)}{said}, expected (batch, length, channels)"
-                f" with {self.system.channels} channels"
+                f"{seen.name or 'the model'!r} gave its x_proj {tuple(u.shape)}{said}, expected (batch, length,"
+                f" channels) with {self.system.channels} channels"
             )
         u = without_padding(u, counts)
         try:
