@@ -76,6 +76,27 @@ def test_a_run_is_cut_by_its_own_data_and_tested_before_and_after(finished, tmp_
     assert "measured 0." in done.output
 
 
+@pytest.fixture(scope="module", params=["{}", "{kind: per-channel}"])
+def mamba(request, tmp_path_factory):
+    cuts = f"compression={{order: 4, gate: 1.0, when: {{steps: [5]}}, selective: {request.param}}}"
+    found = recipe(f"task={TASK}", "model.pooling=steps", "model.layer=Mamba", "model.norm=rms", cuts)
+    return train(found, copies(), tmp_path_factory.mktemp("runs") / "mamba").path
+
+
+@pytest.mark.parametrize("command", [("inspect",), ("compress", "--order", "2", "--out", "small")])
+def test_selective_layers_are_looked_at_and_cut_by_the_data_of_their_run(command, mamba, tmp_path):
+    for path in (mamba, mamba / "model"):
+        done = run(command[0], path, *command[1:])
+        assert done.exit_code == 2
+        assert "blocks.0.ssm: selective layers are" in plain(done)
+        assert "give the folder of a run, and --measured" in plain(done)
+    done = run(command[0], mamba, "--measured", *command[1:])
+    assert done.exit_code == 0, done.output
+    assert "blocks.0.ssm" in done.output
+    if command[0] == "compress":
+        assert load_model(tmp_path / "small").blocks[0].ssm.order <= 2
+
+
 def test_a_run_that_has_not_ended_is_cut_from_its_last_whole_checkpoint(unfinished, tmp_path):
     before = files(unfinished)
     assert run("compress", unfinished, "--order", "2", "--out", "small", "--offline").exit_code == 0

@@ -56,10 +56,10 @@ def command(
     try:
         keep = _policy(tau=tau, rho=rho, order=order, bound=bound, total_states=total_states, measured=measured)
         saved = open_saved(path, with_data=measured, store=store)
+        saved.require_data()
         before = _tested(saved)
-        cuts = compress_(
-            saved.model, keep=keep, fold=fold, calibrate=(lambda model: saved.calibrate()) if measured else None
-        )
+        calibrate = (lambda model: saved.calibrate()) if measured else None
+        cuts = compress_(saved.model, keep=keep, fold=fold, calibrate=calibrate, selective=saved.selective())
         after = _tested(saved)
     except BAD_INPUT as error:
         raise typer.BadParameter(str(error)) from error

@@ -36,7 +36,9 @@ def command(
     store = Store(offline=offline) if data is None else Store(data, offline=offline)
     try:
         saved = open_saved(path, with_data=measured, store=store)
-        found = inspect(saved.model, (lambda model: saved.calibrate()) if measured else None)
+        saved.require_data()
+        calibrate = (lambda model: saved.calibrate()) if measured else None
+        found = inspect(saved.model, calibrate, selective=saved.selective())
     except BAD_INPUT as error:
         raise typer.BadParameter(str(error), param_hint="PATH") from error
     console.print(escape(str(found)), soft_wrap=True, highlight=False)

@@ -7,13 +7,16 @@ from pathlib import Path
 
 from torch import nn
 
-from compressm.compression import load_model
+from compressm.adapters import SelectiveAdapter, find
+from compressm.compression import Baked, PerChannel, load_model
 from compressm.compression.checkpoint import load_checkpoint
 from compressm.compression.errors import SavingError
+from compressm.compression.selective.methods import SelectiveMethod
 from compressm.data import Order, Store, Task, make
+from compressm.layers import Mamba
 from compressm.runs.directory import RunDirectory
 from compressm.training import Recipe
-from compressm.training.building import build_model
+from compressm.training.building import build_method, build_model
 from compressm.training.reading import make_recipe
 from compressm.training.resuming import checkpoints
 
@@ -25,6 +28,22 @@ class Saved:
     model: nn.Module
     recipe: Recipe | None = None
     task: Task | None = None
+
+    def selective(self) -> SelectiveMethod:
+        """How selective layers are cut: as the run did it, else so that layers with maps can go on from them."""
+        if self.recipe is not None and self.recipe.compression is not None:
+            return build_method(self.recipe.compression.selective)
+        mapped = any(isinstance(module, Mamba) and module.B_map is not None for module in self.model.modules())
+        return PerChannel() if mapped else Baked()
+
+    def require_data(self) -> None:
+        """Selective layers have no spectra without it."""
+        selective = [name for name, (_, adapter) in find(self.model).items() if isinstance(adapter, SelectiveAdapter)]
+        if selective and self.task is None:
+            raise SavingError(
+                f"{', '.join(name or 'the model' for name in selective)}: selective layers are looked at and cut by"
+                " what their inputs choose, which takes data: give the folder of a run, and --measured"
+            )
 
     def calibrate(self, batches: int = 4, size: int = 50) -> None:
         """Run the model on some training examples."""
