@@ -106,6 +106,13 @@ def test_students_learn_as_in_the_papers_recipe_from_the_model_that_is_never_cut
     assert student.teacher.read(3).model.order == 384
 
 
+def test_random_states_are_drawn_for_every_channel_as_many_as_the_paper_keeps():
+    mean, drawn = (arm.read(0).compression for arm in find_experiment("mamba-imdb").arms[:2])
+    assert (mean.select, drawn.select) == ("largest", "random")
+    assert replace(drawn, select="largest") == mean
+    assert (drawn.selective.kind, drawn.selective.surrogate) == ("per-channel", "mean")
+
+
 def test_seeds_are_as_many_as_in_the_paper_and_two_where_it_is_quick():
     assert [find_experiment(name).seeds for name in ("results", "sanity", "hnn_vs_compressm", "timer")] == [
         5,
