@@ -19,7 +19,7 @@ ALLOWED = {
     "adapters": {"control", "layers"},
     "compression": {"control", "adapters", "layers", "models", "ops"},
     "baselines": {"control", "adapters"},
-    "training": {"compression", "data", "runs", "models", "layers"},
+    "training": {"compression", "data", "runs", "models", "layers", "control"},
     "integrations": {"compression"},
     "reports": {"runs", "control"},
     "experiments": None,

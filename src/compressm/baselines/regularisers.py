@@ -79,8 +79,13 @@ def _banks(model: nn.Module) -> Iterator[DiagonalSystem]:
     for systems in groups.values():
         logarithms = [system.log_poles for system in systems if system.log_poles is not None]
         yield DiagonalSystem._unchecked(
-            torch.stack([system.poles for system in systems]),
-            torch.stack(logarithms) if logarithms else None,
-            torch.stack([system.B for system in systems]),
-            torch.stack([system.C for system in systems]),
+            _stacked([system.poles for system in systems]),
+            _stacked(logarithms) if logarithms else None,
+            _stacked([system.B for system in systems]),
+            _stacked([system.C for system in systems]),
         )
+
+
+def _stacked(tensors: list[Tensor]) -> Tensor:
+    """Without a copy where there is one."""
+    return torch.stack(tensors) if len(tensors) > 1 else tensors[0][None]

@@ -146,10 +146,7 @@ def _report(plan: Plan, out: Path, quick: bool) -> None:
 def _end(plan: Plan, outcome: Outcome) -> None:
     jobs = plan.jobs(outcome.failed)
     left = [job for job in jobs if job.state in ("new", "begun", "waits")]
-    awaited = sorted({job.arm.awaits for job in jobs if job.state == "awaits"})
     _say(f"{sum(job.state == 'done' for job in jobs)} of {len(jobs)} trainings are done")
-    for what in awaited:
-        _say(f"{sum(job.arm.awaits == what for job in jobs)} trainings need {what}, which are not there yet")
     if outcome.interrupted:
         _say("interrupted: what was trained is saved, and the same command goes on")
         raise typer.Exit(INTERRUPTED)
@@ -164,8 +161,7 @@ def _show(plan: Plan, data: Path | None) -> None:
         "done": lambda job: "done",
         "begun": lambda job: "goes on",
         "new": lambda job: "begins",
-        "waits": lambda job: f"takes the mean final order of {job.arm.beside}",
-        "awaits": lambda job: f"needs {job.arm.awaits}, not there yet",
+        "waits": lambda job: job.waits_for,
     }
     if plan.experiment.measures:
         _say(f"{plan.experiment.label}: compressm bench {plan.experiment.measures}")

@@ -26,12 +26,13 @@ def fold(system: DiagonalSystem) -> DiagonalSystem:
     _require_diagonal("fold", system)
     if not system.poles.is_complex():
         return system
-    below = lower_half(system)
+    log_poles: Tensor | None = None
     if system.log_poles is not None:
-        log_poles = _folded_logarithms(system.log_poles)[0]
+        log_poles, below = _folded_logarithms(system.log_poles)
         poles = exponential(log_poles)
     else:
-        log_poles, poles = None, torch.where(below, system.poles.conj(), system.poles)
+        below = lower_half(system)
+        poles = torch.where(below, system.poles.conj(), system.poles)
     B = torch.where(below[..., :, None], system.B.conj(), system.B)
     C = torch.where(below[..., None, :], system.C.conj(), system.C)
     folded = DiagonalSystem._unchecked(poles, log_poles, B, C)

@@ -32,10 +32,15 @@ def one_minus_products(
 
 
 def reciprocal_products(
-    poles: Inexact[Tensor, "*bank n"], log_poles: Inexact[Tensor, "*bank n"] | None
+    poles: Inexact[Tensor, "*bank n"],
+    log_poles: Inexact[Tensor, "*bank n"] | None,
+    known: Float[Tensor, "*bank n"] | None = None,
 ) -> tuple[Inexact[Tensor, "*bank n n"], Inexact[Tensor, "*bank n n"]]:
-    """1/(1 − λᵢ λ̄ⱼ) and its conjugate; in real arithmetic, several times as fast as complex division."""
-    re, im = _denominators(poles, log_poles)
+    """1/(1 − λᵢ λ̄ⱼ) and its conjugate; in real arithmetic, several times as fast as complex division.
+
+    `known` is 1 − |λ|² where it is at hand.
+    """
+    re, im = _denominators(poles, log_poles, known)
     if im is None:
         return 1 / re, 1 / re
     square = re * re + im * im
@@ -43,13 +48,13 @@ def reciprocal_products(
     return torch.complex(re, -im), torch.complex(re, im)
 
 
-def _denominators(poles: Tensor, log_poles: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _denominators(poles: Tensor, log_poles: Tensor | None, known: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Real and imaginary parts, apart; no imaginary part for real poles."""
     if log_poles is not None:
         return _from_logarithms(log_poles)
     # = (1 − |λⱼ|²) − (λᵢ − λⱼ) λ̄ⱼ, and |1 − λᵢλ̄ⱼ|² = |λᵢ − λⱼ|² + (1 − |λᵢ|²)(1 − |λⱼ|²), so that each term is at
     # most twice the result: nothing cancels.
-    own = decay(poles, None)[..., None, :]
+    own = (decay(poles, None) if known is None else known)[..., None, :]
     if not poles.is_complex():
         columns = poles[..., None, :]
         return own - (poles[..., :, None] - columns) * columns, None

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import cmath
 import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +25,26 @@ _SINGLE = (torch.float32, torch.complex64)
 _DOUBLE = (torch.float64, torch.complex128)
 
 Kind = TypeVar("Kind")
+
+_UNREAD: ContextVar[bool] = ContextVar("_UNREAD", default=False)
+
+
+@contextmanager
+def values_unread() -> Iterator[None]:
+    """Within it shapes and dtypes are checked and values are not: whoever looks at one waits for the GPU.
+
+    A CUDA graph cannot be recorded of work that looks. What is not finite then shows in the result.
+    """
+    token = _UNREAD.set(True)
+    try:
+        yield
+    finally:
+        _UNREAD.reset(token)
+
+
+def values_are_read() -> bool:
+    """Not within `values_unread`."""
+    return not _UNREAD.get()
 
 
 def require_kind(what: str, value: object, kind: type[Kind], hint: str = "") -> Kind:
@@ -74,7 +97,9 @@ def require_one_bank(**banks: torch.Size) -> None:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Neither NaN nor infinite, any of it."""
+    """Neither NaN nor infinite, any of it; taken for granted within `values_unread`."""
+    if not values_are_read():
+        return True
     # A sum is finite only if its terms are, at a tenth of the time; that of huge numbers may overflow all the same.
     return cmath.isfinite(tensor.detach().sum().item()) or bool(torch.isfinite(tensor).all())
 

@@ -18,7 +18,8 @@ _NAMES: dict[Quantity, str] = {
 _CAPTION = (
     "Test is at the best validation since the last cut: mean ± standard deviation of the three best seeds by "
     "validation, or of all where there are fewer. Orders are means over layers and seeds. Speed-up is the time of the "
-    "model that is never cut over the run's own, and compares only runs that were trained alone on one machine."
+    "model that is never cut over the run's own, and compares only runs that were trained alone on one machine. Both "
+    "count a student's teacher."
 )
 
 
@@ -45,6 +46,9 @@ def _paper_form(exhibit: Exhibit, task: str) -> Grid:
             found = [_both(exhibit, by_column.get(column), quantity) for column in columns]
             if any(text != NOTHING for text in found):
                 rows.append((f"{method}: {_NAMES[quantity]}", *found))
+        spent = [clock(cell.seconds) if (cell := by_column.get(column)) else NOTHING for column in columns]
+        if any(text != NOTHING for text in spent):
+            rows.append((f"{method}: time", *spent))
     caption = "Ours, and below it the paper's in brackets." if exhibit.paper and exhibit.paper.values else ""
     return Grid(exhibit.named(task), ("", *columns), tuple(rows), caption)
 
@@ -82,6 +86,6 @@ def _training(cell: Compared) -> tuple[str, ...]:
     return (
         str(every) if done == every else f"{done} of {every}",
         steps(cell.group.shown.steps),
-        clock(cell.group.seconds),
+        clock(cell.seconds),
         ", ".join(commits),
     )

@@ -7,16 +7,18 @@ from compressm.runs.measurement import Measurement, Row
 
 _NEEDED = ("task", "layers", "order", "max_phase", "every", "step_s", "norm_s", "majoriser_s", "ratio", "ratio_every")
 _WORDS = ("task", "device")
+# What some measurements have beside Σσ: the paper's way, and Σσ without a CUDA graph.
+_BESIDE = {"autograd_s": "by autograd", "norm_launched_s": "without a graph"}
 
 
 def regulariser_grids(measurement: Measurement) -> list[Grid]:
     """One row a model; steps with the penalty over steps without, found at each of them or at one of `every`."""
     measurement.require("regulariser", needed=_NEEDED, words=_WORDS)
-    compared = all("autograd_s" in row for row in measurement.rows)
+    beside = [name for name in _BESIDE if all(name in row for row in measurement.rows)]
     every = measurement.rows[0]["every"]
-    heads = ["task", "n", "phases", "step", "Σσ", *(["by autograd"] if compared else []), "majoriser"]
+    heads = ["task", "n", "phases", "step", "Σσ", *(_BESIDE[name] for name in beside), "majoriser"]
     heads += ["with Σσ", f"every {every}"]
-    rows = tuple(_cells(row, compared) for row in measurement.rows)
+    rows = tuple(_cells(row, beside) for row in measurement.rows)
     return [
         Grid(
             "A penalty on Hankel singular values",
@@ -27,8 +29,8 @@ def regulariser_grids(measurement: Measurement) -> list[Grid]:
     ]
 
 
-def _cells(row: Row, compared: bool) -> tuple[str, ...]:
-    columns = ("step_s", "norm_s", *(("autograd_s",) if compared else ()), "majoriser_s")
+def _cells(row: Row, beside: list[str]) -> tuple[str, ...]:
+    columns = ("step_s", "norm_s", *beside, "majoriser_s")
     several = f"{row['layers']} × " if row["layers"] != 1 else ""
     return (
         str(row["task"]),

@@ -16,17 +16,29 @@ Quantity = Literal["order", "accuracy", "best", "speed-up"]
 
 @dataclass(frozen=True)
 class Compared:
-    """The seeds of one cell of a table; none where they are not trained yet, and then `missing` says why."""
+    """The seeds of one cell of a table; none where they are not trained yet, and then `missing` says why.
+
+    `truncated` is the order that they are shown at, cut once after training; `before` are runs that had to be trained
+    first, as teachers, whose time counts too.
+    """
 
     task: str
     method: str
     column: str
     runs: tuple[Run, ...] = ()
     missing: str = ""
+    truncated: int | None = None
+    before: tuple[Run, ...] = ()
 
     @cached_property
     def group(self) -> Group | None:
-        return Group(self.column, self.runs) if self.runs else None
+        return Group(self.column, self.runs, self.truncated) if self.runs else None
+
+    @property
+    def seconds(self) -> Sample | None:
+        """Of a run, with what had to be trained before it."""
+        own, before = (self.group.seconds if self.group else None), Sample.of(run.seconds for run in self.before)
+        return own if own is None or before is None else Sample(own.centre + before.centre, own.spread, own.count)
 
     @property
     def title(self) -> str:
@@ -74,13 +86,20 @@ class Exhibit:
         if quantity == "order":
             return cell.group.order
         if quantity == "speed-up":
-            return speed_up(cell.group, self._groups)
+            return self._speed_up(cell, cell.group)
         found = cell.group.top(1) if quantity == "best" else cell.group.top(3) or cell.group.top()
         return None if found is None else _scaled(found, 100.0 if cell.group.metric == "accuracy" else 1.0)
 
     def theirs(self, cell: Compared, quantity: Quantity) -> Sample | None:
         """Of the paper, in its own units."""
         return None if self.paper is None else self.paper.value(cell.task, cell.method, cell.column, quantity)
+
+    def _speed_up(self, cell: Compared, group: Group) -> Sample | None:
+        """With the time of teachers; as if their training had been part of each run."""
+        found = speed_up(group, self._groups)
+        if found is None or not cell.before or cell.seconds is None or group.seconds is None:
+            return found
+        return _scaled(found, group.seconds.centre / cell.seconds.centre)
 
     @cached_property
     def _groups(self) -> Sequence[Group]:

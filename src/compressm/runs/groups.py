@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from statistics import mean, stdev
 from typing import Any
 
-from compressm.runs.run import Metric, Run
+from compressm.runs.run import Metric, Run, Score
 
 # None of these changes what is trained.
 _INCIDENTAL = ("spectra", "description", "training.checkpoint_every", "training.keep_checkpoints")
-
+_TEACHER = "distillation.teacher"
 
 # Settings in a label.
 _READABLE = 3
@@ -38,10 +38,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class Group:
-    """Seeds of one recipe; statistics are over those that finished."""
+    """Seeds of one recipe; statistics are over those that finished.
+
+    With `truncated`, those of the models cut once to that order after training.
+    """
 
     label: str
     runs: tuple[Run, ...]
+    truncated: int | None = None
 
     @property
     def name(self) -> str:
@@ -73,12 +77,19 @@ class Group:
 
     @property
     def order(self) -> Sample | None:
+        if self.truncated is not None:
+            return Sample.of(run.truncated_order(self.truncated) for run in self.finished)
         return Sample.of(run.mean_order for run in self.finished)
+
+    def score(self, run: Run) -> Score | None:
+        """Of one of its runs."""
+        return run.score if self.truncated is None else run.truncated_score(self.truncated)
 
     @property
     def ranked(self) -> list[Run]:
         """Finished runs with a test value, the best validation first."""
-        scored = [(run.score.rank, run) for run in self.finished if run.score and run.score.test is not None]
+        found = ((self.score(run), run) for run in self.finished)
+        scored = [(score.rank, run) for score, run in found if score and score.test is not None]
         return [run for _, run in sorted(scored, key=lambda pair: -pair[0])]
 
     def top(self, count: int | None = None) -> Sample | None:
@@ -86,7 +97,7 @@ class Group:
         ranked = self.ranked[:count]
         if count is not None and len(ranked) < count:
             return None
-        return Sample.of(run.score.test for run in ranked if run.score)
+        return Sample.of(score.test for run in ranked if (score := self.score(run)))
 
     @property
     def shown(self) -> Run:
@@ -173,7 +184,11 @@ def _summed(run: Run) -> float | None:
 
 
 def _recipe(run: Run) -> dict[str, Any]:
-    return {key: value for key, value in flat(run.config).items() if key != "seed" and not _incidental(key)}
+    found = {key: value for key, value in flat(run.config).items() if key != "seed" and not _incidental(key)}
+    if isinstance(found.get(_TEACHER), str):
+        # Each seed has a teacher of its own seed.
+        found[_TEACHER] = found[_TEACHER].replace(f"seed-{run.seed}", "seed-*")
+    return found
 
 
 def _incidental(key: str) -> bool:

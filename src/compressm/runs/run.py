@@ -10,7 +10,17 @@ from typing import Any, Literal
 
 from compressm.runs.directory import RunDirectory, Status
 from compressm.runs.environment import Environment
-from compressm.runs.records import CutRecord, Evaluation, RestoredRecord, RunError, Spectrum, SplitName, Timing
+from compressm.runs.records import (
+    CutRecord,
+    Evaluation,
+    PenaltyRecord,
+    RestoredRecord,
+    RunError,
+    Spectrum,
+    SplitName,
+    Timing,
+    TruncationRecord,
+)
 
 Metric = Literal["accuracy", "loss"]
 Event = CutRecord | RestoredRecord
@@ -106,6 +116,27 @@ class Run:
     def spectra(self) -> tuple[Spectrum, ...]:
         """Nearly all bytes of a run: 13 MB in memory for six layers of 384 states at 180 steps."""
         return tuple(RunDirectory(self.path).records(Spectrum))
+
+    @cached_property
+    def penalties(self) -> tuple[PenaltyRecord, ...]:
+        """What was added to the loss, evaluation by evaluation."""
+        return tuple(RunDirectory(self.path).records(PenaltyRecord))
+
+    @cached_property
+    def truncations(self) -> tuple[TruncationRecord, ...]:
+        """Of copies of the final model that were cut once."""
+        return tuple(RunDirectory(self.path).records(TruncationRecord))
+
+    def truncated_order(self, order: int) -> float | None:
+        """The mean over layers of the copy cut to `order`, None where there is no such."""
+        return next((record.mean_order for record in self.truncations if record.order == order), None)
+
+    def truncated_score(self, order: int) -> Score | None:
+        """Of that copy."""
+        found = {record.split: record for record in self.truncations if record.order == order}
+        values = {split: r.accuracy if self.metric == "accuracy" else r.loss for split, r in found.items()}
+        steps = [record.step for record in found.values()]
+        return Score(self.metric, max(steps), values.get("validation"), values.get("test")) if steps else None
 
     @property
     def cut_records(self) -> tuple[CutRecord, ...]:

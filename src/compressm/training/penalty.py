@@ -3,13 +3,14 @@
 One that costs more than a step, as that on Hankel singular values does on a GPU, is found every k steps, and its
 gradient is added at all of them with its full weight. The alternative, k times the weight at one step of k, has the
 same mean but k times the mean square: Adam divides by the root of that, so that every step of those weights, also what
-the task asks for, becomes shorter by up to √k.
+the task asks for, becomes shorter by up to √k. On a GPU finding it is a CUDA graph of its own (`penalty_graph.py`).
 """
 
 from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,8 +19,10 @@ from torch import Tensor, nn
 
 from compressm.compression.distributed import Processes
 from compressm.compression.wrapping import unwrapped
+from compressm.control.validation import values_unread
 from compressm.training.clock import Clock
 from compressm.training.config import RegulariserConfig
+from compressm.training.penalty_graph import Recording, Unrecordable
 
 # From a model to a number that can be differentiated with respect to its parameters.
 Penalty = Callable[[nn.Module], Tensor]
@@ -29,16 +32,31 @@ class HeldPenalty:
     """beta times a penalty: outside a CUDA graph its gradient is written into tensors that the graph adds."""
 
     def __init__(
-        self, model: nn.Module, penalty: Penalty, config: RegulariserConfig, clock: Clock, processes: Processes
+        self,
+        model: nn.Module,
+        penalty: Penalty,
+        config: RegulariserConfig,
+        clock: Clock,
+        processes: Processes,
+        *,
+        record: bool = True,
     ) -> None:
+        """`record`: as a CUDA graph, where the model is on a GPU."""
         self.config = config
         self._model, self._penalty, self._clock, self._processes = unwrapped(model), penalty, clock, processes
         self._held: dict[str, Tensor] = {}
         self._stale = True
         self._value: Tensor | float = math.nan
+        self._record = record
+        self._recording: Recording | None = None
         self.found_at = 0
         self.evaluations = 0
         self.seconds = 0.0
+
+    @property
+    def recorded(self) -> bool:
+        """It is found by a CUDA graph."""
+        return self._recording is not None
 
     @property
     def value(self) -> float:
@@ -75,7 +93,7 @@ class HeldPenalty:
 
     def renew(self) -> None:
         """Sizes have changed."""
-        self._stale = True
+        self._stale, self._recording = True, None
 
     def state_dict(self) -> dict[str, Any]:
         """To go on with the same bits in the middle of an interval."""
@@ -90,6 +108,7 @@ class HeldPenalty:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse, on the device of the model."""
+        self._recording = None
         self._held = {name: part.to(self._parameter(name).device) for name, part in state["held"].items()}
         self._stale, self._value, self.found_at = state["stale"], state["value"], state["found_at"]
         self.evaluations, self.seconds = state["evaluations"], state["seconds"]
@@ -97,19 +116,53 @@ class HeldPenalty:
     def _find(self, step: int) -> None:
         begin = time.perf_counter()
         with self._clock.phase("regulariser"):
-            names, parameters = zip(*self._model.named_parameters(), strict=True)
-            with torch.enable_grad():
-                value = self._penalty(self._model)
-                found = torch.autograd.grad(value, parameters, allow_unused=True)
-            weight = self.config.beta * (1 if self.config.hold else self.config.every)
-            gradients = {
-                name: weight * part.detach() for name, part in zip(names, found, strict=True) if part is not None
-            }
-            self._value = value.detach()
-            self._hold(self._as_first(gradients))
+            if self._recording is not None and self._recording.holds():
+                self._recording.replay()
+            else:
+                self._recording = None
+                self._value, gradients = self._evaluate()
+                self._hold(self._as_first(gradients))
         self.found_at = step
         self.evaluations += 1
         self.seconds += time.perf_counter() - begin
+        if self._recording is None and self._recordable:
+            self._prepare()
+
+    @property
+    def _recordable(self) -> bool:
+        return self._record and self._processes.count == 1 and next(self._model.parameters()).is_cuda
+
+    def _evaluate(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """The value, and the gradients with their weight."""
+        names, parameters = zip(*self._model.named_parameters(), strict=True)
+        with torch.enable_grad():
+            value = self._penalty(self._model)
+            found = torch.autograd.grad(value, parameters, allow_unused=True)
+        there = {name: part for name, part in zip(names, found, strict=True) if part is not None}
+        weight = self.config.beta * (1 if self.config.hold else self.config.every)
+        gradients: Any = list(there.values())
+        return value.detach(), dict(zip(there, torch._foreach_mul(gradients, weight), strict=True))
+
+    def _prepare(self) -> None:
+        """The next evaluation as a graph; one of which none can be made goes on as it is."""
+        assert isinstance(self._value, Tensor)
+        held, value = self._held, self._value.clone()
+
+        def work() -> None:
+            with values_unread():
+                found, gradients = self._evaluate()
+            value.copy_(found)
+            into: Any = [held[name] for name in gradients]
+            parts: Any = list(gradients.values())
+            torch._foreach_copy_(into, parts)
+
+        with self._clock.phase("capture"):
+            try:
+                self._recording = Recording(work, self._model.parameters(), held)
+                self._value = value
+            except Unrecordable as reason:
+                self._record = False
+                warnings.warn(f"the penalty runs without a CUDA graph, several times slower: {reason}", stacklevel=2)
 
     def _as_first(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """The same bits on all processes: rounding may differ between machines, and weights would drift apart."""

@@ -291,3 +291,15 @@ def test_models_with_maps_are_saved_resumed_and_tracked(tmp_path):
     again = torch.optim.AdamW(other.parameters())
     cs.compression.load_checkpoint(tmp_path / "c.pt", model=other, optimizer=again)
     torch.testing.assert_close(other.eval()(tokens)[0], model(tokens)[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize("select", [cs.Random(1), cs.Smallest()], ids=str)
+def test_states_are_drawn_among_those_that_are_there_cut_after_cut(method, select):
+    """Of a mode made of a state whose σ is rounding the rate would be log 0."""
+    layer = make(order=24)
+    for keep in (16, 5, 2):
+        cut(layer, method, cs.TargetOrder(keep), select=select, gate=1.0)
+        assert layer.order <= keep
+        assert all(bool(torch.isfinite(parameter).all()) for parameter in layer.parameters())
+        assert bool(torch.isfinite(layer(data())[0]).all())

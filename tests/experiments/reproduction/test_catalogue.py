@@ -1,9 +1,13 @@
 """Every table and figure of the paper is there, and what it trains is what the paper trained."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
 from compressm.compression import KeepFraction
+from compressm.experiments.catalogue import find_recipe
 from compressm.experiments.reproduction import ablations
 from compressm.experiments.reproduction.arms import FinalOrder
 from compressm.experiments.reproduction.catalogue import experiment_names, find_experiment
@@ -28,9 +32,8 @@ def test_every_arm_is_a_recipe_with_a_plan(name, quick):
         resolved = arm.filled(FinalOrder(20.4, 6))
         recipe = resolved.read(0)
         assert Plan.of(recipe).evaluations
-        if not arm.awaits:
-            # Whoever asks for a folder asks for the same training.
-            assert folders.setdefault(resolved.folder, recipe) == recipe
+        # Whoever asks for a folder asks for the same training.
+        assert folders.setdefault(resolved.folder, recipe) == recipe
     assert wanted.measures or folders
 
 
@@ -38,7 +41,7 @@ def test_folders_are_shared_by_whole_trainings_only():
     found = {}
     for name in experiment_names():
         for arm in find_experiment(name).arms:
-            if arm.known and not arm.awaits:
+            if arm.known:
                 assert found.setdefault(arm.folder, arm.read(0)) == arm.read(0), (name, arm.folder)
 
 
@@ -70,6 +73,44 @@ def test_one_budget_has_as_many_states_as_the_layers_of_the_arm_beside_it():
     tolerance, budget, _ = find_experiment("policy").arms
     assert budget.beside is tolerance
     assert budget.filled(FinalOrder(20.5, 6)).read(0).compression.total_states == 123
+
+
+def test_the_nuclear_norm_is_one_training_that_is_cut_to_the_papers_orders():
+    arms = [arm for arm in find_experiment("hnn_vs_compressm").arms if arm.method == "Hankel nuclear norm"]
+    assert [(arm.column, arm.truncated) for arm in arms] == [
+        ("τ = 0.04", 13),
+        ("τ = 0.02", 28),
+        ("τ = 0.01", 47),
+        ("τ = 0.005", 76),
+        ("τ = 0.002", 148),
+        ("τ = 0.001", 191),
+        ("τ = 0", None),
+    ]
+    (folder,) = {arm.folder for arm in arms}
+    mine, named = arms[0].read(0), find_recipe("smnist-hnn")
+    assert folder == "smnist/nuclear"
+    assert (mine.regulariser, mine.truncation, mine.model) == (named.regulariser, named.truncation, named.model)
+    assert mine.training == named.training
+
+
+def test_students_learn_as_in_the_papers_recipe_from_the_model_that_is_never_cut():
+    wanted = find_experiment("knowledge-distillation")
+    student = next(arm for arm in wanted.arms if arm.method == "distillation")
+    assert student.teacher.folder in {arm.folder for arm in wanted.arms}
+    resolved = student.filled(FinalOrder(57.4, 6)).taught_by(Path("runs/scifar/n-384/seed-3"))
+    assert resolved.folder == "scifar/student-57"
+    mine, named = resolved.read(3), find_recipe("scifar-distillation")
+    assert mine.distillation.teacher == "runs/scifar/n-384/seed-3"
+    assert replace(mine.distillation, teacher=named.distillation.teacher) == named.distillation
+    assert (mine.model, mine.training) == (named.model, named.training)
+    assert student.teacher.read(3).model.order == 384
+
+
+def test_random_states_are_drawn_for_every_channel_as_many_as_the_paper_keeps():
+    mean, drawn = (arm.read(0).compression for arm in find_experiment("mamba-imdb").arms[:2])
+    assert (mean.select, drawn.select) == ("largest", "random")
+    assert replace(drawn, select="largest") == mean
+    assert (drawn.selective.kind, drawn.selective.surrogate) == ("per-channel", "mean")
 
 
 def test_seeds_are_as_many_as_in_the_paper_and_two_where_it_is_quick():

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compressm.compression.options import Options
 from compressm.compression.orders import choose_channel_orders, restricted
-from compressm.compression.selection import Largest
+from compressm.compression.selection import Selection
 from compressm.compression.selective.layer import SelectiveCut, SelectiveLayer
 from compressm.control import numerical_rank
 
@@ -31,15 +31,21 @@ def plan_channels(
     planned = {}
     for name, layer in named.items():
         sigma = values[name].cpu()
-        wanted = _within_rank(torch.tensor(orders[name]), sigma, options)
+        wanted = _within_rank(torch.tensor(orders[name]), sigma)
         wanted = torch.where(wanted < _present(layer), wanted, layer.order)
         if bool((wanted < layer.order).any()):
             kept = [
-                options.select(one, int(order), salt=f"{name}[{channel}]@{salt}")
+                _chosen(one, int(order), options.select, f"{name}[{channel}]@{salt}")
                 for channel, (one, order) in enumerate(zip(sigma, wanted, strict=True))
             ]
             planned[name] = layer.cut(kept, _lost(sigma, kept))
     return planned
+
+
+def _chosen(sigma: Float[Tensor, " n"], order: int, select: Selection, salt: str) -> Int[Tensor, " _"]:
+    """Of the states that are there: those whose σ is rounding have no direction, and a mode made of one no rate."""
+    there = max(int(numerical_rank(sigma)), order)
+    return select(sigma[:there], order, salt=salt)
 
 
 def _present(layer: SelectiveLayer) -> Int[Tensor, " channels"]:
@@ -48,10 +54,10 @@ def _present(layer: SelectiveLayer) -> Int[Tensor, " channels"]:
     return torch.full((layer.system.channels,), layer.order) if maps is None else maps.orders.cpu()
 
 
-def _within_rank(orders: Tensor, sigma: Float[Tensor, "channels n"], options: Options) -> Int[Tensor, " channels"]:
+def _within_rank(orders: Tensor, sigma: Float[Tensor, "channels n"]) -> Int[Tensor, " channels"]:
     """No channel that is cut keeps more than its numerical rank; those without a trace are left alone."""
     rank = numerical_rank(sigma)
-    cut = (orders < sigma.shape[-1]) & (rank > 0) & isinstance(options.select, Largest)
+    cut = (orders < sigma.shape[-1]) & (rank > 0)
     return torch.where(cut, torch.minimum(orders, rank), orders)
 
 

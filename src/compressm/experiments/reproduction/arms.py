@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from compressm.experiments.catalogue import find_recipe
@@ -10,7 +11,7 @@ from compressm.training.config import Recipe
 
 # Of runs on the disk, pictures that a report knows how to draw.
 Picture = Literal["outcome", "curves", "spectra", "hankel", "timer", "seeds"]
-ORDER, TOTAL = "ORDER", "TOTAL"
+ORDER, TOTAL, TEACHER = "ORDER", "TOTAL", "TEACHER"
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,9 @@ class Arm:
 
     `folder` is that of its runs: arms of several experiments with the same folder are the same trainings. `beside` is
     the arm whose final order takes the place of ORDER and TOTAL in settings and folder: as in the paper, a baseline has
-    the mean order that compressed runs ended with (sec:setup). `awaits` names what has to be there before it can run.
+    the mean order that compressed runs ended with (sec:setup). The run of `teacher` with the same seed takes the
+    place of TEACHER: it is trained first. `truncated` is the order that the cell shows the runs at, cut once after they
+    were trained.
     """
 
     task: str
@@ -41,14 +44,19 @@ class Arm:
     folder: str
     settings: tuple[str, ...] = ()
     beside: Arm | None = None
-    awaits: str = ""
+    teacher: Arm | None = None
+    truncated: int | None = None
 
     def filled(self, final: FinalOrder | None) -> Arm:
         """With the order of the arm beside it; the same where there is none."""
         if self.beside is None or final is None:
             return self
         settings = tuple(map(final.filled, self.settings))
-        return Arm(self.task, self.method, self.column, self.recipe, final.filled(self.folder), settings)
+        return replace(self, folder=final.filled(self.folder), settings=settings, beside=None)
+
+    def taught_by(self, teacher: Path) -> Arm:
+        """With the folder of a run to learn from."""
+        return replace(self, settings=tuple(part.replace(TEACHER, teacher.as_posix()) for part in self.settings))
 
     @property
     def known(self) -> bool:

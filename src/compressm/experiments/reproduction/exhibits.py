@@ -23,8 +23,10 @@ def exhibit(plan: Plan, *, quick: bool) -> Exhibit:
         if resolved is not None:
             folders = [RunDirectory(plan.folder(resolved, seed)) for seed in range(plan.seeds)]
             runs = tuple(read_run(folder) for folder in folders if (folder.path / "status.json").is_file())
-        missing = f"needs {arm.awaits}, not there yet" if arm.awaits else "" if runs else "not trained yet"
-        cells.append(Compared(arm.task, arm.method, arm.column, runs, missing))
+        teachers = (plan.finished_run(arm.teacher, seed) for seed in range(plan.seeds)) if arm.teacher else ()
+        before = tuple(teacher for teacher in teachers if teacher is not None)
+        missing = "" if runs else "not trained yet"
+        cells.append(Compared(arm.task, arm.method, arm.column, runs, missing, arm.truncated, before))
     paper = read_paper(wanted.label) if wanted.label in paper_labels() else None
     return Exhibit(
         wanted.label,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from compressm.experiments.reproduction.arms import ORDER, Arm
+from compressm.experiments.reproduction.arms import Arm
 from compressm.experiments.reproduction.settings import COMPRESSED, Setting
 
 RANDOM, BAKED = "random states", "one projection"
@@ -15,14 +15,13 @@ def sizes(setting: Setting, orders: tuple[int, ...]) -> tuple[Arm, ...]:
 
 
 def reduced(setting: Setting) -> tuple[Arm, ...]:
-    """The paper's way, every channel by its mean system; as many states, drawn at random at the first cut; and ours."""
+    """The paper's way, every channel by its mean system; as many of its Hankel states, drawn at random; and ours."""
     (tau,) = setting.taus
     column, rule = f"τ = {tau:g}", f"tau: {tau}, when: {setting.when}"
     order = f"model.order={setting.order}"
     mean = setting.arm(COMPRESSED, column, f"mean-{tau:g}", order, f"compression={{{rule}, {_MEAN}}}")
-    drawn = f"compression={{order: {ORDER}, when: {setting.when}, selective: {{kind: shared-index}}, select: random}}"
     return (
         mean,
-        setting.arm(RANDOM, column, f"random-{ORDER}", order, drawn, beside=mean),
+        setting.arm(RANDOM, column, f"random-{tau:g}", order, f"compression={{{rule}, {_MEAN}, select: random}}"),
         setting.arm(BAKED, column, f"baked-{tau:g}", order, f"compression={{{rule}, selective: {{kind: baked}}}}"),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -12,16 +12,16 @@ from compressm.experiments.trainings import Training
 from compressm.runs.directory import RunDirectory
 from compressm.runs.records import RunError
 from compressm.runs.run import Run, read_run
-from compressm.training.config import ConfigError
+from compressm.training.config import ConfigError, Recipe
 from compressm.training.reading import make_recipe
 
-# "begun": a process was stopped, or is at it; "waits": for the order of other runs; "awaits": something not there yet.
-JobState = Literal["done", "begun", "new", "waits", "awaits"]
+# "begun": a process was stopped, or is at it; "waits": for the order of other runs, or for its teacher.
+JobState = Literal["done", "begun", "new", "waits"]
 
 
 @dataclass(frozen=True)
 class Job:
-    """One training of an arm; None where its order is not known yet."""
+    """One training of an arm; None where its order is not known yet, or its teacher not trained."""
 
     arm: Arm
     seed: int
@@ -33,6 +33,15 @@ class Job:
         """The same for the same training, whichever arm asks for it."""
         beside = "" if self.arm.beside is None else f" beside {self.arm.beside.folder}"
         return f"{self.arm.folder}{beside}", self.seed
+
+    @property
+    def waits_for(self) -> str:
+        """In words; empty where it does not."""
+        if self.state != "waits":
+            return ""
+        order = [f"takes the mean final order of {self.arm.beside}"] if self.arm.beside else []
+        teacher = [f"learns from {self.arm.teacher}, seed {self.seed}"] if self.arm.teacher else []
+        return ", and ".join(order + teacher)
 
     def __str__(self) -> str:
         return f"{self.arm}, seed {self.seed}"
@@ -61,9 +70,7 @@ class Plan:
     def resolved(self) -> Iterator[tuple[Arm, Arm | None]]:
         """Every arm as it was written, and with its order where that is known."""
         for arm in self.experiment.arms:
-            if arm.awaits:
-                yield arm, None
-            elif arm.beside is None:
+            if arm.beside is None:
                 yield arm, arm
             else:
                 final = self._mean([run for seed in range(self.seeds) if (run := self.finished_run(arm.beside, seed))])
@@ -83,9 +90,14 @@ class Plan:
         return self.runs / arm.folder / f"seed-{seed}"
 
     def _job(self, arm: Arm, seed: int) -> Job:
-        if arm.awaits or not arm.known:
-            return Job(arm, seed, "awaits" if arm.awaits else "waits")
+        if not arm.known:
+            return Job(arm, seed, "waits")
         folder = self.folder(arm, seed)
+        if arm.teacher is not None:
+            teacher = RunDirectory(self.folder(arm.teacher, seed))
+            if not (teacher.finished or RunDirectory(folder).finished):
+                return Job(arm, seed, "waits")
+            arm = arm.taught_by(teacher.path)
         training = Training(arm.recipe, folder, ("--seed", str(seed)), arm.settings)
         if training.finished:
             return Job(arm, seed, "done", training)
@@ -108,5 +120,13 @@ def require_same_recipes(jobs: list[Job]) -> None:
             stored = make_recipe(RunDirectory(job.training.folder).config(), source=str(file))
         except ConfigError as error:
             raise RunError(f"{error}; expected the recipe of {job}") from None
-        if stored != job.arm.read(job.seed):
+        if _placeless(stored) != _placeless(job.arm.read(job.seed)):
             raise RunError(f"{job.training.folder} holds a run of another recipe than {job}: move it, or choose --out")
+
+
+def _placeless(recipe: Recipe) -> Recipe:
+    """A teacher by arm and seed, wherever the folder of all runs lies and is seen from."""
+    if recipe.distillation is None:
+        return recipe
+    teacher = "/".join(Path(recipe.distillation.teacher).parts[-2:])
+    return replace(recipe, distillation=replace(recipe.distillation, teacher=teacher))

@@ -14,7 +14,8 @@ UNCUT = "τ = 0"
 class Setting:
     """A task of the paper: its recipe, the order it starts from, and its tolerances; `when` are the paper's cuts.
 
-    `extra` is what differs from the recipe in all of its runs.
+    `extra` is what differs from the recipe in all of its runs. With the nuclear norm in its loss, weighed by `beta` and
+    found at every `interval`-th step, it is cut once to `finals`: what the paper's tolerances lead to.
     """
 
     task: str
@@ -25,6 +26,9 @@ class Setting:
     when: str
     extra: tuple[str, ...] = ()
     folder: str = ""
+    beta: float = 0.1
+    interval: int = 20
+    finals: tuple[int, ...] = ()
 
     @property
     def place(self) -> str:
@@ -38,12 +42,13 @@ class Setting:
         *settings: str,
         label: str = "",
         beside: Arm | None = None,
-        awaits: str = "",
+        teacher: Arm | None = None,
+        truncated: int | None = None,
     ) -> Arm:
         """With the settings on top of those of the task; the label is the column of what shrinks, else the method."""
         label = label or (column if method == COMPRESSED else method)
         chosen = (*self.extra, f"label={label!r}", *settings)
-        return Arm(self.task, method, column, self.recipe, f"{self.place}/{name}", chosen, beside, awaits)
+        return Arm(self.task, method, column, self.recipe, f"{self.place}/{name}", chosen, beside, teacher, truncated)
 
     def compressed(self, tau: float) -> Arm:
         """By the paper's rule, at the steps of the paper."""
@@ -72,7 +77,7 @@ _TAUS = (0.15, 0.1, 0.07, 0.05, 0.03, 0.02)
 _FINE = (0.04, 0.02, 0.01, 0.005, 0.002, 0.001)
 _WARMUP = "{warmup_cuts: 4}"
 
-SMNIST = Setting("sMNIST", "smnist", 256, 200_000, _FINE, "{every: 5000}")
+SMNIST = Setting("sMNIST", "smnist", 256, 200_000, _FINE, "{every: 5000}", finals=(13, 28, 47, 76, 148, 191))
 CIFAR10 = Setting("CIFAR10", "scifar", 384, 180_000, _TAUS, _WARMUP)
 LISTOPS = Setting("ListOps", "listops", 256, 80_000, _TAUS, _WARMUP)
 AAN = Setting("AAN", "aan", 256, 100_000, _TAUS, _WARMUP)
@@ -89,7 +94,9 @@ _SMALL = (
     "spectra={every: 10}",
 )
 # The digits in the place of sMNIST, and two layers of them in the place of the deep models.
-QUICK = Setting("sMNIST", "digits", 64, _STEPS, _FINE[:3], "{every: 30}", _SMALL)
+QUICK = Setting(
+    *("sMNIST", "digits", 64, _STEPS, _FINE[:3], "{every: 30}", _SMALL), beta=0.01, interval=5, finals=(8, 16, 32)
+)
 QUICK_DEEP = Setting(
     "CIFAR10",
     "digits",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from compressm.experiments.reproduction.arms import ORDER, Arm
+from compressm.experiments.reproduction.arms import ORDER, TEACHER, Arm
 from compressm.experiments.reproduction.settings import UNCUT, Setting
 
 NUCLEAR, DISTILLATION, PRAGMATIC = "Hankel nuclear norm", "distillation", "pragmatic"
@@ -25,22 +25,25 @@ def all_tolerances(settings: Iterable[Setting]) -> tuple[Arm, ...]:
 
 
 def nuclear_norm(setting: Setting) -> tuple[Arm, ...]:
-    """Trained whole with the nuclear norm in its loss, and cut once, after training, to the order of every τ."""
-    whole = (f"model.order={setting.order}", "compression=null")
-    return (
-        *(
-            setting.arm(NUCLEAR, arm.column, f"nuclear-{ORDER}", *whole, beside=arm, awaits="baselines")
-            for arm in map(setting.compressed, setting.taus)
-        ),
-        setting.arm(NUCLEAR, UNCUT, "nuclear", *whole, awaits="baselines"),
+    """One training with the nuclear norm in its loss (app:hnn_det), whole, then cut once to the order of every τ."""
+    settings = (
+        *(f"model.order={setting.order}", "compression=null"),
+        f"regulariser={{kind: hankel-nuclear-norm, beta: {setting.beta}, every: {setting.interval}}}",
+        f"truncation={{orders: {sorted(setting.finals, reverse=True)}}}",
+    )
+    columns = dict(zip(map(_column, setting.taus), setting.finals, strict=True))
+    return tuple(
+        setting.arm(NUCLEAR, column, "nuclear", *settings, truncated=order)
+        for column, order in (*columns.items(), (UNCUT, None))
     )
 
 
 def distillation(setting: Setting) -> tuple[Arm, ...]:
-    """Students of the order of every τ, taught by the model that is never cut."""
-    student = (f"model.order={ORDER}", "compression=null")
+    """Students of the order of every τ, taught by the model of their seed that is never cut (app:kd)."""
+    lessons = f"distillation={{teacher: {TEACHER}, temperature: 2.0, alpha: 0.5}}"
+    student, teacher = (f"model.order={ORDER}", "compression=null", lessons), setting.whole()
     return tuple(
-        setting.arm(DISTILLATION, arm.column, f"student-{ORDER}", *student, beside=arm, awaits="baselines")
+        setting.arm(DISTILLATION, arm.column, f"student-{ORDER}", *student, beside=arm, teacher=teacher)
         for arm in map(setting.compressed, setting.taus)
     )
 
@@ -51,3 +54,7 @@ def pragmatic(setting: Setting) -> tuple[Arm, ...]:
     rule = f"compression={{rho: 0.9, gate: 1.0, when: {{every: {cuts}}}, rollback: {{drop: 0.01, settle: {settle}}}}}"
     arm = setting.arm(PRAGMATIC, "ρ = 0.9", "pragmatic", f"model.order={setting.order}", rule)
     return (arm, setting.compressed(setting.taus[-1]), setting.whole())
+
+
+def _column(tau: float) -> str:
+    return f"τ = {tau:g}"
