@@ -17,6 +17,7 @@ from compressm.reports.grid import Grid
 from compressm.reports.hankel_charts import hankel_chart
 from compressm.reports.outcome_charts import missing_references, outcome_chart
 from compressm.reports.panels import Chart, inline_svg, write_files
+from compressm.reports.penalty_charts import penalty_chart, penalty_grid, truncation_grid
 from compressm.reports.run_tables import cut_grid, machine_grid, recipe_grid, result_grid, run_grid
 from compressm.reports.time_charts import time_chart, timer_chart
 from compressm.reports.wording import listed
@@ -93,10 +94,17 @@ def _sections(groups: list[Group], progress: Callable[[str], None], details: boo
         Section("accuracy", "Accuracy, order and speed-up", (outcome_chart(groups),)),
         Section("training", "Over training", (training_chart(groups),)),
         Section("orders", "Order of every layer", (order_paths_chart(groups),)),
+        Section("penalty", "Penalties, and one cut after training", _compared(groups)),
         Section("hankel", "Hankel singular values", hankel),
         Section("time", "Where the time went", (time_chart(groups), *(timer_chart(group) for group in timed))),
     ]
     return [section for section in sections if section.parts]
+
+
+def _compared(groups: list[Group]) -> tuple[Chart | Grid, ...]:
+    """Of runs that have such records."""
+    found = (penalty_chart(groups), penalty_grid(groups), truncation_grid(groups))
+    return tuple(part for part in found if part is not None)
 
 
 def _page(groups: list[Group], sections: list[Section], title: str, broken: Sequence[str]) -> str:
