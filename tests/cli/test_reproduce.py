@@ -7,6 +7,7 @@ from compressm.cli import reproduce
 from compressm.cli.app import app
 from compressm.experiments.reproduction.arms import Experiment
 from compressm.experiments.reproduction.catalogue import experiment_names
+from compressm.reports import run_report
 from tests.experiments.reproduction.tiny import Inline, arms
 
 
@@ -29,6 +30,9 @@ def small(monkeypatch, executor):
     wanted = Experiment("results", "A small table", arms(), 2)
     monkeypatch.setattr(reproduce, "find_experiment", lambda name, quick: wanted)
     monkeypatch.setattr(reproduce, "_executor", lambda *given: executor)
+    # Pictures have tests of their own, and take longer than all of this.
+    monkeypatch.setattr(run_report, "write_files", lambda *_: [])
+    monkeypatch.setattr(run_report, "inline_svg", lambda *_, **__: "")
 
 
 def test_the_list_has_every_name_with_its_runs():

@@ -8,6 +8,7 @@ import pytest
 from compressm.experiments.reproduction.conducting import conduct
 from compressm.experiments.reproduction.exhibits import exhibit
 from compressm.experiments.reproduction.plan import require_same_recipes
+from compressm.reports import reproduction, run_report
 from compressm.reports.reproduction import write_reproduction
 from compressm.runs.directory import RunDirectory, Status
 from compressm.runs.records import RunError
@@ -69,7 +70,10 @@ def test_the_report_has_both_numbers_seeds_steps_time_and_commit(done, tmp_path)
 
 
 @pytest.mark.parametrize("picture", ["curves", "spectra", "seeds", "hankel", "timer"])
-def test_every_picture_can_be_drawn_of_real_runs(done, tmp_path, picture):
+def test_every_picture_can_be_drawn_of_real_runs(done, tmp_path, picture, monkeypatch):
+    # Of all that a report draws once more, 3 s each time: the page of the test above has it.
+    monkeypatch.setattr(run_report, "inline_svg", lambda *_, **__: "")
+    monkeypatch.setattr(reproduction, "FORMATS", ("png",))
     wanted = plan(done[0].runs.parent, picture=picture)
     path = write_reproduction(exhibit(wanted, quick=False), tmp_path)
     assert "](figures/" in path.read_text()
