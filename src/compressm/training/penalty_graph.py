@@ -77,11 +77,12 @@ class Recording:
         self._read, self._written = list(read), dict(written)
         self._places = self._look()
         _warm_up(work)
-        self._graph = torch.cuda.CUDAGraph()
+        self._graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             with torch.cuda.graph(self._graph):
                 work()
         except RuntimeError as error:
+            torch.cuda.set_stream(stream)  # a recording that breaks off leaves its own in place
             raise Unrecordable(" ".join(str(error).split())[:300]) from error
 
     def holds(self) -> bool:
