@@ -42,7 +42,8 @@ def test_folders_are_shared_by_whole_trainings_only():
     for name in experiment_names():
         for arm in find_experiment(name).arms:
             if arm.known:
-                assert found.setdefault(arm.folder, arm.read(0)) == arm.read(0), (name, arm.folder)
+                recipe = arm.read(0)
+                assert found.setdefault(arm.folder, recipe) == recipe, (name, arm.folder)
 
 
 @pytest.mark.parametrize(("setting", "last"), [(SMNIST, 32), (QUICK, 8)])
