@@ -29,6 +29,7 @@ def test_layers_may_fall_to_unequal_orders():
     assert cut_once(case, CPU)["reduce_s"] > 0
 
 
+@pytest.mark.slow
 def test_the_first_cut_of_a_process_and_later_ones_are_two_rows():
     case = CutCase(model=tiny(), rank=1)
     cold, warm = measure_cut(case, "cpu", repeats=2)

@@ -50,6 +50,7 @@ def quick_processes(monkeypatch):
     monkeypatch.setattr(cut_bench, "get_context", lambda method: context)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_processes")
 def test_a_cut_is_measured_stage_by_stage_and_written(tmp_path, monkeypatch):
     monkeypatch.setattr(cut_cases, "default_models", lambda device: (TINY,))
@@ -73,6 +74,7 @@ def test_growth_is_one_result_with_a_table_an_axis_and_one_picture(tmp_path, sma
     assert "| n | float32 | floor |" in run("bench", "table", str(tmp_path / "growth-cpu.json")).output
 
 
+@pytest.mark.slow
 def test_one_axis_of_growth_can_be_asked_for_alone(tmp_path, small):
     done = run("bench", "growth", "--axis", "order", "--repeats", "1", "--out", str(tmp_path))
     assert done.exit_code == 0, done.output

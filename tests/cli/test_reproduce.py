@@ -77,6 +77,7 @@ def test_exit_codes_say_how_it_ended(monkeypatch):
     assert "the same command goes on" in plain(done)
 
 
+@pytest.mark.slow
 def test_the_figure_that_is_a_benchmark_has_its_report_too(tmp_path):
     done = run("reduction-complexity", "--quick", "--out", "bench")
     assert done.exit_code == 0, done.output

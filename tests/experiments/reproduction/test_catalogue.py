@@ -37,6 +37,7 @@ def test_every_arm_is_a_recipe_with_a_plan(name, quick):
     assert wanted.measures or folders
 
 
+@pytest.mark.slow
 def test_folders_are_shared_by_whole_trainings_only():
     found = {}
     for name in experiment_names():

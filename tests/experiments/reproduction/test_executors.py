@@ -54,6 +54,7 @@ def test_without_submitit_the_error_says_how_to_install_it(tmp_path, monkeypatch
         Slurm(tmp_path, SlurmOptions())
 
 
+@pytest.mark.slow
 def test_processes_that_are_stopped_save_and_can_go_on(tmp_path):
     wanted = training(tmp_path / "run", "training.steps=1000000", "training.evaluate_every=1000000")
     executor = Processes(1)

@@ -69,6 +69,7 @@ def test_the_report_has_both_numbers_seeds_steps_time_and_commit(done, tmp_path)
     assert "figures/accuracy.png" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("picture", ["curves", "spectra", "seeds", "hankel", "timer"])
 def test_every_picture_can_be_drawn_of_real_runs(done, tmp_path, picture, monkeypatch):
     # Not all that a report draws beside it, 5 s each time: the test above has that.
