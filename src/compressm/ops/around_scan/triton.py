@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from compressm.ops.column_sums.triton import column_sums
+from compressm.ops.rows import rows
 
 _TILE = {"ROWS": 32, "COLS": 128, "num_warps": 4}
 
@@ -98,7 +99,7 @@ class Steps(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, delta: Tensor, bias: Tensor | None, lengths: Tensor | None, softplus: bool) -> Tensor:
-        delta, delta_row = _rows(delta)
+        delta, delta_row = rows(delta)
         lengths = None if lengths is None else lengths.to(delta.device, torch.int64)
         step = torch.empty(delta.shape, dtype=torch.float32, device=delta.device)
         _steps[_grid(delta)](*(delta, bias, lengths, step, *_sizes(delta), delta_row), SOFTPLUS=softplus, **_TILE)
@@ -127,7 +128,7 @@ class Gate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, z: Tensor) -> Tensor:
-        (y, y_row), (z, z_row) = _rows(y), _rows(z)
+        (y, y_row), (z, z_row) = rows(y), rows(z)
         out = torch.empty(y.shape, dtype=y.dtype, device=y.device)
         total, _, width = _sizes(y)
         _gate[_grid(y)](y, z, out, total, width, y_row, z_row, **_TILE)
@@ -143,13 +144,6 @@ class Gate(torch.autograd.Function):
         total, _, width = _sizes(y)
         _gate_back[_grid(y)](y, z, dout.contiguous(), dy, dz, total, width, *ctx.rows, **_TILE)
         return dy, dz
-
-
-def _rows(x: Tensor) -> tuple[Tensor, int]:
-    """With the channels of a step side by side and all steps one distance apart, and that distance."""
-    if x.stride(2) != 1 or (x.shape[0] > 1 and x.stride(0) != x.shape[1] * x.stride(1)):
-        x = x.contiguous()
-    return x, x.stride(1)
 
 
 def _sizes(x: Tensor) -> tuple[int, int, int]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from compressm.ops.column_sums.triton import column_sums
+from compressm.ops.rows import rows
 
 _TILE = {"ROWS": 32, "COLS": 64, "num_warps": 4}
 # Sums over the rows of a tile go through shared memory: so many small tiles are added up before, in registers.
@@ -105,8 +106,7 @@ class CausalConv(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, v: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if v.stride(2) != 1 or (v.shape[0] > 1 and v.stride(0) != v.shape[1] * v.stride(1)):
-            v = v.contiguous()
+        v, _ = rows(v)
         weight = weight.contiguous()
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         _convolve[_grid(v, _TILE)](v, weight, bias, out, *v.shape[1:], v.stride(1), K=weight.shape[-1], **_TILE)

@@ -10,9 +10,10 @@ from torch.autograd.function import once_differentiable
 
 from compressm.ops.around_scan import gated, step_sizes
 from compressm.ops.column_sums.triton import column_sums
+from compressm.ops.rows import rows
 from compressm.ops.selective_scan import triton as kernels
 from compressm.ops.selective_scan.arguments import Selective
-from compressm.ops.selective_scan.programs import Shape, Tile, blocks_of, rows
+from compressm.ops.selective_scan.programs import Shape, Tile, blocks_of
 
 # Steps at a time where nothing but the ends of segments is looked for.
 _STEPS_TO_ENDS = 4

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from compressm.ops.rows import rows
+
 # Steps between two states that are kept for the backward pass, of few states and of many.
 SPANS = {True: 8, False: 16}
 # States that a program has in its registers; more are taken one block after the other, and with orders that differ
@@ -135,11 +137,3 @@ def blocks_of(shape: Shape, orders: Tensor | None) -> range:
     """The first states of the blocks that programs take one after the other."""
     most = _MOST if orders is None else _MOST_OF_ORDERS
     return range(0, shape.n, _NARROW if _NARROW < shape.n <= 2 * _NARROW else most)
-
-
-def rows(x: Tensor) -> tuple[Tensor, int]:
-    """As it is where a step is one piece of memory and all steps lie one distance apart, else a copy; the distance."""
-    dense = torch.empty(x.shape[2:], device="meta").stride()
-    if x.stride()[2:] != dense or (x.shape[0] > 1 and x.stride(0) != x.shape[1] * x.stride(1)):
-        x = x.contiguous()
-    return x, x.stride(1)

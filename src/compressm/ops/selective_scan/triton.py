@@ -4,8 +4,8 @@ A program has `TILES` tiles of BD channels and BN states each. Few states are ti
 lanes are channels; many are one tile whose lanes are states. Time is cut into segments where channels alone would not
 fill the GPU: their ends are found from zero first, joined, and every segment begins with what was left by those before.
 Of the states one in every `SPAN` steps is stored; the backward pass computes the others again, and keeps those of `T`
-steps in registers. All loads of `T` steps stand before what depends on them and all stores behind it, so that nothing
-in between waits for memory.
+steps in registers. Loads stand before what does not depend on them, of `T` steps on the way forward and of the next
+step on the way back, so that little waits for memory.
 """
 
 from __future__ import annotations

@@ -5,20 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from compressm.ops.kernels import kernels_serve
 
 
 def valid_rows(
-    x: Float[Tensor, "batch length width"], lengths: Int[Tensor, " batch"]
-) -> Float[Tensor, "batch length width"]:
+    x: Shaped[Tensor, "batch length *rest"], lengths: Int[Tensor, " batch"]
+) -> Shaped[Tensor, "batch length *rest"]:
     """x before each sequence's end and 0 from there on, whatever was there: NaN and infinity too."""
-    if kernels_serve(x):
+    if x.ndim == 3 and kernels_serve(x):
         return ValidRows.apply(x, lengths)
     valid = torch.arange(x.shape[1], device=lengths.device) < lengths[:, None]
-    return torch.where(valid[..., None], x, 0)
+    return torch.where(valid.reshape(*valid.shape, *[1] * (x.ndim - 2)), x, 0)
 
 
 class ValidRows(torch.autograd.Function):
