@@ -16,9 +16,8 @@ def small_tiles(monkeypatch):
     """Several tiles along both axes at sizes that the interpreter can do."""
     if not GPU:
         here = "compressm.ops.causal_conv.triton"
-        for name in ("_TILE", "_SUMMED"):
-            monkeypatch.setattr(f"{here}.{name}", {"ROWS": 8, "COLS": 4, "num_warps": 1})
-        monkeypatch.setattr(f"{here}._TILES", 2)
+        for name in ("_WALK", "_WALK_BACK"):
+            monkeypatch.setattr(f"{here}.{name}", {"SPAN": 8, "AHEAD": 4, "COLS": 4, "num_warps": 1})
 
 
 @pytest.mark.usefixtures("nan_memory", "small_tiles")
