@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from compressm.layers import LTILayer, SequenceError, SSMLayer
 from compressm.models.checks import require_counts
 from compressm.models.dropout import Dropout, PerElement
-from compressm.models.normalisation import BatchNorm, Norm, PaddedBatchNorm, forked
+from compressm.models.normalisation import BatchNorm, Norm, PaddedBatchNorm, forked, normed
 from compressm.ops.dropped_residual import dropped_residual
 from compressm.ops.gated_residual import gated_residual
 from compressm.ops.kernels import kernels_serve
@@ -66,7 +66,8 @@ class MixerBlock(ResidualBlock):
         keep_state: bool = True,
         before: nn.Module | None = None,
     ) -> tuple[Float[Tensor, "batch length width"], Tensor | None]:
-        y, state = self.ssm(self.norm(x, lengths), state, lengths, keep_state=keep_state)
+        u, x = normed(self.norm, x, lengths)
+        y, state = self.ssm(u, state, lengths, keep_state=keep_state)
         return self._after(y, x), state
 
     def _after(

@@ -29,6 +29,15 @@ def forked(
     return Normalised(norm(x, lengths), x)
 
 
+def normed(
+    norm: nn.Module, x: Float[Tensor, "batch length width"], lengths: Int[Tensor, " batch"] | None
+) -> tuple[Float[Tensor, "batch length width"], Float[Tensor, "batch length width"]]:
+    """norm(x), and x for a block that adds to it what it makes of the norm."""
+    if isinstance(norm, StepRMSNorm) and not (norm._forward_hooks or norm._forward_pre_hooks):
+        return norm.fork(x)
+    return norm(x, lengths), x
+
+
 class Norm(ABC):
     """How a block normalises (batch, length, width)."""
 
@@ -195,6 +204,12 @@ class StepRMSNorm(nn.RMSNorm):
     def forward(
         self, x: Float[Tensor, "batch length width"], lengths: Int[Tensor, " batch"] | None = None
     ) -> Float[Tensor, "batch length width"]:
+        return self.fork(x)[0]
+
+    def fork(
+        self, x: Float[Tensor, "batch length width"]
+    ) -> tuple[Float[Tensor, "batch length width"], Float[Tensor, "batch length width"]]:
+        """The norm of x, and x for what goes past it."""
         return rms_norm(x, self.weight, 1e-5 if self.eps is None else self.eps)
 
 

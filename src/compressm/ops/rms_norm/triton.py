@@ -30,8 +30,8 @@ def _normalise(x, weight, out, rows, width, eps, ROWS: tl.constexpr, COLS: tl.co
 
 
 @triton.jit
-def _normalise_back(x, weight, dout, dx, sums, rows, width, eps, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """With n = x s and g = weight dout, dx = s (g − n mean(g n)); dweight is the sum of dout n."""
+def _normalise_back(x, weight, dout, beside, dx, sums, rows, width, eps, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """With n = x s and g = weight dout, dx = s (g − n mean(g n)) + beside; dweight is the sum of dout n."""
     col = tl.arange(0, COLS)
     factor = tl.full((COLS,), 1.0, tl.float32)
     if weight is not None:
@@ -48,33 +48,40 @@ def _normalise_back(x, weight, dout, dx, sums, rows, width, eps, ROWS: tl.conste
         total += given * value
         given *= factor[None, :]
         mean = (tl.sum(given * value, 1) / width)[:, None]
-        tl.store(dx + at, (scale * (given - value * mean)).to(dx.dtype.element_ty), mask=live)
+        change = scale * (given - value * mean)
+        if beside is not None:
+            change += tl.load(beside + at, mask=live, other=0.0).to(tl.float32)
+        tl.store(dx + at, change.to(dx.dtype.element_ty), mask=live)
     if sums is not None:
         tl.store(sums + tl.program_id(0) * width + col, tl.sum(total, 0), mask=col < width)
 
 
 class RMSNormRows(torch.autograd.Function):
-    """As `plain_rms_norm`; nothing but x is kept for the backward pass."""
+    """As `plain_rms_norm`, and x again: the gradient of what else reads x is added where that of the norm is made."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        x = x.contiguous()
-        out = torch.empty_like(x)
-        rows, width, tile = _sizes(x)
-        _normalise[(-(-rows // tile["ROWS"]),)](x, weight, out, rows, width, eps, **tile)
-        ctx.save_for_backward(x, weight)
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+        dense = x.contiguous()
+        out = torch.empty_like(dense)
+        rows, width, tile = _sizes(dense)
+        _normalise[(-(-rows // tile["ROWS"]),)](dense, weight, out, rows, width, eps, **tile)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(dense, weight)
         ctx.eps = eps
-        return out
+        return out, x
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, dout: Tensor | None, beside: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
+        if dout is None:
+            return beside, None, None
         x, weight = ctx.saved_tensors
         dx = torch.empty_like(x)
         rows, width, tile = _sizes(x)
         programs = min(_PROGRAMS, -(-rows // tile["ROWS"]))
         sums = None if weight is None else torch.empty(programs, width, dtype=torch.float32, device=x.device)
-        _normalise_back[(programs,)](x, weight, dout.contiguous(), dx, sums, rows, width, ctx.eps, **tile)
+        beside = None if beside is None else beside.contiguous()
+        _normalise_back[(programs,)](x, weight, dout.contiguous(), beside, dx, sums, rows, width, ctx.eps, **tile)
         return dx, None if sums is None else column_sums(sums).to(weight.dtype), None
 
 
