@@ -190,7 +190,9 @@ def test_a_cuda_graph_is_made_anew_after_a_cut_and_random_numbers_go_on():
 @pytest.mark.gpu
 def test_on_a_gpu_a_penalty_that_looks_goes_on_and_says_why():
     model = classifier().cuda()
-    mine = held(model, lambda model: model.blocks[0].ssm.nu_log.sum() * float(model.blocks[0].ssm.D.sum()), "cuda")
+    mine = held(
+        model, lambda model: model.blocks[0].ssm.nu_log.sum() * model.blocks[0].ssm.D.detach().sum().item(), "cuda"
+    )
     with pytest.warns(UserWarning, match="without a CUDA graph"):
         mine.ready(1)
     mine.ready(2)
