@@ -41,7 +41,7 @@ def test_every_variant_is_the_recipe_cut_in_its_way():
     assert build_method(chance.compression.selective) == SharedIndex()
     assert (baked.compression.select, chance.compression.select) == ("largest", "random")
     assert all(Plan.of(found).cuts == [150, 300, 450, 600] for found in (paper, baked, chance))
-    assert (once.compression.order, Plan.of(once).cuts) == (16, [100])
+    assert (once.compression.order, Plan.of(once).cuts) == (16, [50])
     assert Plan.of(whole).evaluations == [500, 1000, 1500, 2000, 2500, 3000]
     assert Plan.of(recipe_of("baked", steps=20)).cuts == [1, 2, 3, 4]
     assert recipe_of("small", size=8).label == "8 states"
@@ -149,7 +149,7 @@ def test_results_of_several_days_are_joined_variant_by_variant():
 
 def row(variant, seed, **other):
     sizes = {"initial_order": 128.0, "order": 20.0, "channel_order": 12.25, "complex_layers": 1, "numbers": 250_000}
-    times = {"steps_s": 50.0, "seconds": 80.0, "cuts_s": 2.5, "step_s": 0.016}
+    times = {"steps_s": 50.0, "seconds": 80.0, "cuts_s": 2.5, "step_s": 0.016, "recording_s": 1.5}
     return {"variant": variant, "seed": seed, "steps": 3000, "best": 80.0, "last": 79.0, **sizes, **times, **other}
 
 
@@ -160,7 +160,14 @@ def test_the_table_compares_times_with_those_of_all_states():
     assert grid.rows[0][1:3] == ("128 → 128", "128")
     assert grid.rows[1] == (
         *("paper", "128 → 20", "12.2, complex", "250 k", "80.0, 81.0", "79.0, 79.0"),
-        *("16 ms", "40 s", "2.50×", "2.5 s", "80 s"),
+        *("16 ms", "40 s", "2.50×", "2.5 s", "1.5 s", "80 s"),
     )
     (alone,) = grids(Measurement("imdb_mamba", "t", 1, [row("paper", 0)]))
     assert alone.rows[0][8] == ""
+
+
+def test_a_result_from_before_recordings_were_counted_shows_none():
+    old = row("paper", 0)
+    del old["recording_s"]
+    (grid,) = grids(Measurement("imdb_mamba", "t", 1, [old]))
+    assert grid.rows[0][-3:] == ("2.5 s", "", "80 s")

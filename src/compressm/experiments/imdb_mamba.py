@@ -1,7 +1,7 @@
 """Mamba on IMDB (app:mamba): 128 states, 16 from the start, and 128 that become few within the warm-up.
 
 The paper's way cuts every channel by the Hankel values of its mean system, with τ = 0.001 at each of four cuts. Ours
-goes 128 → 76 → 45 → 27 → 16 by one projection for all channels, or to 16 in one cut after 100 steps; random states go
+goes 128 → 76 → 45 → 27 → 16 by one projection for all channels, or to 16 in one cut after 50 steps; random states go
 the first of these ways.
 
 python -m compressm.experiments.imdb_mamba --seeds 2 --data FOLDER
@@ -33,7 +33,7 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...] | None]] = {
     "baked": ("baked to SIZE", ("compression.tau=null", "compression.rho=SHARE")),
     "once": (
         "baked to SIZE at once",
-        ("compression.tau=null", "compression.order=SIZE", "compression.when={steps: [100]}"),
+        ("compression.tau=null", "compression.order=SIZE", "compression.when={steps: [50]}"),
     ),
     "random": (
         "random states to SIZE",

@@ -46,7 +46,10 @@ def joined(found: Measurement, earlier: Iterable[Measurement]) -> Measurement:
 
 
 def outcome(run: Run) -> Row:
-    """`best` is the test accuracy where validation was best since the last cut; `step_s` of one step at the end."""
+    """`best` is the test accuracy where validation was best since the last cut; `step_s` of one step at the end.
+
+    `recording_s` is what CUDA graphs took, with the first steps at each size, in which kernels are compiled.
+    """
     last = [found for found in run.evaluations if found.split == "test"][-1]
     assert run.score is not None
     assert run.score.test is not None
@@ -61,6 +64,7 @@ def outcome(run: Run) -> Row:
         "seconds": last.seconds,
         "cuts_s": sum(cut.seconds or 0.0 for cut in run.cut_records),
         "step_s": _step_seconds(run),
+        "recording_s": sum(timing.seconds.get("capture", 0.0) for timing in run.timings),
     }
 
 

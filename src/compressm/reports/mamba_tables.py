@@ -21,7 +21,7 @@ def imdb_mamba_grids(measurement: Measurement) -> list[Grid]:
     for row in measurement.rows:
         groups.setdefault(str(row["variant"]), []).append(row)
     heads = ("training", "n → r", "states a channel", "numbers", "test accuracy", "at the end", "a step")
-    times = ("gradient steps", "speed", "cuts", "whole run")
+    times = ("gradient steps", "speed", "cuts", "recording", "whole run")
     whole = _mean(groups[_WHOLE], "steps_s") if _WHOLE in groups else None
     lines = tuple((name, *_cells(rows), *_times(rows, whole)) for name, rows in groups.items())
     seeds, steps = len(next(iter(groups.values()))), measurement.rows[0]["steps"]
@@ -44,7 +44,9 @@ def _cells(rows: list[Row]) -> tuple[str, ...]:
 def _times(rows: list[Row], whole: float | None) -> tuple[str, ...]:
     steps = _mean(rows, "steps_s")
     speed = "" if whole is None else f"{whole / steps:.2f}×"
-    return duration(steps), speed, duration(_mean(rows, "cuts_s")), duration(_mean(rows, "seconds"))
+    known = all("recording_s" in row for row in rows)  # results of before it was counted on its own have none
+    recording = duration(_mean(rows, "recording_s")) if known else ""
+    return duration(steps), speed, duration(_mean(rows, "cuts_s")), recording, duration(_mean(rows, "seconds"))
 
 
 def selective_cuts_grids(measurement: Measurement) -> list[Grid]:

@@ -69,12 +69,15 @@ class GraphSteps(Steps):
         self._graph = graph
 
     def _warm_step(self, step: int) -> int:
-        """One real step on a stream of its own; none if the graph is there by now."""
+        """One real step on a stream of its own; none if the graph is there by now.
+
+        Its time is that of recording: kernels are compiled and libraries loaded in it.
+        """
         if self._graph is not None:
             return 0
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        with self.clock.phase("capture"), torch.cuda.stream(stream):
             self._eager(step)
         torch.cuda.current_stream().wait_stream(stream)
         self._warm += 1
