@@ -43,10 +43,25 @@ def test_four_cuts_of_scifar_lead_to_57_states():
     assert len(Plan.of(recipe).cuts) == 4
 
 
+def test_a_penalty_and_a_teacher_are_tried_once():
+    everything = jobs("smnist", Path("folder"), TASKS["smnist"].variants, range(3, 5))
+    once = [job for job in everything if job.variant in ("Σσ penalty, then cut to 28", "28 states, taught")]
+    assert [job.seed for job in once] == [3, 3]
+    penalised, taught = recipe_of("smnist", "penalty-28"), recipe_of("smnist", "taught-28")
+    assert (penalised.model.order, penalised.truncation.orders, penalised.regulariser.every) == (256, (28,), 20)
+    assert (taught.model.order, taught.training.steps, taught.compression) == (28, 200_000, None)
+    (whole,) = jobs("smnist", Path("folder"), ["whole"], range(1))
+    assert Path(taught.distillation.teacher) == whole.training.folder.absolute()
+    alone, after = results._stages("smnist", everything)
+    assert [job.variant for job in after] == ["28 states, taught"]
+    assert len(alone) == len(everything) - 1
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_labels_and_folders_are_one_for_each(task):
     wanted = jobs(task, Path("f"), TASKS[task].variants, range(2))
-    assert len({job.training.folder for job in wanted}) == len(wanted) == 2 * len(TASKS[task].variants)
+    once = sum(variant.once for variant in TASKS[task].variants.values())
+    assert len({job.training.folder for job in wanted}) == len(wanted) == 2 * len(TASKS[task].variants) - once
     assert len({(job.variant, job.seed) for job in wanted}) == len(wanted)
 
 
@@ -67,3 +82,10 @@ def test_the_table_has_means_and_spreads_beside_the_paper():
     (table,) = grids(Measurement("results-smnist", "t", 1, rows))
     assert table.rows[0][:6] == ("gently to 13", "256 → 13", "2", "95.5 ± 0.7", "94.0", "95.9")
     assert table.rows[1][1] == "256 → 11"
+
+
+def test_the_caption_says_how_many_trainings_shared_the_device():
+    (table,) = grids(Measurement("results-smnist", "t", 1, [row("256 states", 0, together=9)]))
+    assert "up to 9 trainings at a time" in table.caption
+    (table,) = grids(Measurement("results-smnist", "t", 1, [row("256 states", 0)]))
+    assert "one training at a time" in table.caption

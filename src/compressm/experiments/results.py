@@ -1,7 +1,8 @@
 """Results of our own on the paper's tasks: whole, small from the start, and cut in several ways, side by side.
 
 sMNIST with the paper's 200 000 steps: cuts with τ tried through all of training, in the paper's way and in ours, and
-gentle cuts that end at exactly 28 and 13 states. sCIFAR with as many steps as there is time for: four cuts in the
+gentle cuts that end at exactly 28 and 13 states; beside them, with one seed, a penalty on Hankel singular values and a
+teacher, which is the whole model. sCIFAR with as many steps as there is time for: four cuts in the
 warm-up.
 
 python -m compressm.experiments.results smnist --seeds 5 --processes 9 --data FOLDER
@@ -12,11 +13,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from compressm.experiments.outcomes import Job, collected, joined
 from compressm.experiments.trainings import Training, run_all
-from compressm.runs.measurement import Measurement
+from compressm.runs.directory import RunDirectory
+from compressm.runs.measurement import Measurement, Row
+from compressm.runs.records import TruncationRecord
 
 # What the paper's code does: no folding, Gramians of white noise, moments cut like slices.
 PAPER = ("compression.fold=false", "compression.moments=slice")
@@ -28,7 +32,8 @@ class Variant:
     """The order at the start, and what differs from the recipe; nothing differs in one that is never cut.
 
     tries: how often a cut is tried through all of training, where the recipe does not say; until: up to which share of
-    the steps.
+    the steps. recipe: where it is not that of the task; teacher: the variant whose run of the same seed teaches this
+    one; once: trained with the first seed alone.
     """
 
     label: str
@@ -36,6 +41,9 @@ class Variant:
     differs: tuple[str, ...] = ()
     tries: int | None = None
     until: float = 0.75
+    recipe: str | None = None
+    teacher: str | None = None
+    once: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,10 @@ TASKS = {
             "paper-04": _tolerance("τ = 0.04, paper's way", 0.04, *PAPER, until=0.99),
             "to-28": _gently(28),
             "to-13": _gently(13),
+            "penalty-28": Variant(
+                "Σσ penalty, then cut to 28", 256, ("truncation={orders: [28]}",), recipe="smnist-hnn", once=True
+            ),
+            "taught-28": Variant("28 states, taught", 28, recipe="smnist-distillation", teacher="whole", once=True),
         },
         steps=200_000,
         evaluations=40,
@@ -95,12 +107,16 @@ def jobs(task: str, out: Path, names: Iterable[str], seeds: range, steps: int | 
     chosen = TASKS[task]
     wanted = list(names)
     total = chosen.steps if steps is None else steps
-    return [_job(chosen, name, out, seed, total) for seed in seeds for name in wanted]
+    pairs = ((name, seed) for seed in seeds for name in wanted)
+    return [
+        _job(chosen, name, out, seed, total)
+        for name, seed in pairs
+        if seed == seeds.start or not chosen.variants[name].once
+    ]
 
 
 def _job(task: Task, name: str, out: Path, seed: int, steps: int) -> Job:
     variant = task.variants[name]
-    uncut = () if variant.differs else ("--baseline",)
     settings = (
         f"label={variant.label!r}",
         "spectra=null",
@@ -111,9 +127,16 @@ def _job(task: Task, name: str, out: Path, seed: int, steps: int) -> Job:
         *variant.differs,
         *_when(variant, steps),
     )
-    folder = out / "runs" / f"{task.recipe}-{name}-{steps}" / f"seed-{seed}"
+    if variant.teacher is not None:
+        settings += (f"distillation.teacher={_folder(task, variant.teacher, out, seed, steps).absolute()}",)
+    uncut = () if variant.differs or variant.recipe else ("--baseline",)
     options = (*uncut, "--order", str(variant.order), "--seed", str(seed))
-    return Job(variant.label, seed, Training(task.recipe, folder, options, settings))
+    training = Training(variant.recipe or task.recipe, _folder(task, name, out, seed, steps), options, settings)
+    return Job(variant.label, seed, training)
+
+
+def _folder(task: Task, name: str, out: Path, seed: int, steps: int) -> Path:
+    return out / "runs" / f"{task.recipe}-{name}-{steps}" / f"seed-{seed}"
 
 
 def _when(variant: Variant, steps: int) -> tuple[str, ...]:
@@ -123,9 +146,24 @@ def _when(variant: Variant, steps: int) -> tuple[str, ...]:
     return (f"compression.when={{every: {every}, last: {max(every, round(variant.until * steps))}}}",)
 
 
-def collect(task: str, wanted: Sequence[Job]) -> Measurement:
-    """One row a training that is done."""
-    return collected(f"results-{task}", f"{task}: small models by several ways", wanted)
+def _stages(task: str, wanted: Sequence[Job]) -> tuple[list[Job], list[Job]]:
+    """Those that learn alone, and those that have a teacher among them, which come after."""
+    taught = {variant.label for variant in TASKS[task].variants.values() if variant.teacher}
+    return [job for job in wanted if job.variant not in taught], [job for job in wanted if job.variant in taught]
+
+
+def collect(task: str, wanted: Sequence[Job], *, together: int) -> Measurement:
+    """One row a training that is done, so many of them `together`; of one that is cut afterwards what is left then."""
+    return collected(f"results-{task}", f"{task}: small models by several ways", wanted, partial(_more, together))
+
+
+def _more(together: int, directory: RunDirectory) -> Row:
+    found: Row = {"together": together}
+    cuts = [record for record in directory.records(TruncationRecord) if record.split == "test"]
+    if cuts and cuts[-1].accuracy is not None:
+        accuracy = 100 * cuts[-1].accuracy
+        found |= {"order": cuts[-1].mean_order, "best": accuracy, "last": accuracy}
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:
@@ -150,10 +188,13 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         parser.error(f"--only {strange[0]}: expected one of {', '.join(known)}")
     seeds = range(given.first_seed, given.first_seed + given.seeds)
     wanted = jobs(given.task, given.out, given.only or known, seeds, given.steps)
-    ended = run_all((job.training for job in wanted), processes=given.processes, data=given.data)
-    for job, said in zip(wanted, ended, strict=True):
-        print(f"{job.variant}, seed {job.seed}: {said}", flush=True)
-    found = joined(collect(given.task, wanted), [Measurement.read(path) for path in given.add])
+    alone, taught = _stages(given.task, wanted)
+    for stage in (alone, taught):
+        ended = run_all((job.training for job in stage), processes=given.processes, data=given.data)
+        for job, said in zip(stage, ended, strict=True):
+            print(f"{job.variant}, seed {job.seed}: {said}", flush=True)
+    new = collect(given.task, wanted, together=given.processes)
+    found = joined(new, [Measurement.read(path) for path in given.add])
     path = found.write(given.out / f"results-{given.task}.json")
     print(f"result: {path}; `compressm bench table {path}` shows it")
     return path
