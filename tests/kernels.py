@@ -47,6 +47,20 @@ def _repair_interpreter():
     interpreter._patch_lang_tensor = patched
 
 
+def _multiply_bfloat16():
+    """Triton 3.6 holds bfloat16 as integers of 16 bits in its interpreter, and multiplies matrices of those."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    of_numbers = InterpreterBuilder.create_dot
+
+    def create_dot(builder, a, b, *rest):
+        wide = (builder.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+        return of_numbers(builder, *wide, *rest)
+
+    InterpreterBuilder.create_dot = create_dot
+
+
 def _hasten_interpreter():
     """Two thirds of its time go into what changes nothing here.
 
@@ -83,6 +97,7 @@ def _hasten_interpreter():
 
 if not GPU and importlib.util.find_spec("triton"):
     _repair_interpreter()
+    _multiply_bfloat16()
     _hasten_interpreter()
 
 

@@ -13,6 +13,7 @@ from compressm.layers import SequenceError
 from compressm.models.checks import require_counts, require_tensor, require_within
 from compressm.models.padding import without_padding
 from compressm.ops.few_inputs import linear_of_few
+from compressm.ops.token_features import token_features
 
 
 class Encoder(nn.Module, ABC):
@@ -68,7 +69,4 @@ class EmbeddingEncoder(Encoder):
     ) -> Float[Tensor, "*leading width"]:
         tokens = without_padding(x, lengths).long()
         require_within("tokens", tokens, 0, self.embedding.num_embeddings - 1)
-        features = self.embedding(tokens)
-        # What follows adds to its input block by block: under autocast in its dtype, as after a linear encoder.
-        device = features.device.type
-        return features.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else features
+        return token_features(tokens, self.embedding)
