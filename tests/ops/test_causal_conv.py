@@ -15,9 +15,8 @@ pytestmark = MARK
 def small_tiles(monkeypatch):
     """Several tiles along both axes at sizes that the interpreter can do."""
     if not GPU:
-        here = "compressm.ops.causal_conv.triton"
-        for name in ("_WALK", "_WALK_BACK"):
-            monkeypatch.setattr(f"{here}.{name}", {"SPAN": 8, "AHEAD": 4, "COLS": 4, "num_warps": 1})
+        walk = {"SPAN": 8, "AHEAD": 4, "COLS": 4, "num_warps": 1}
+        monkeypatch.setattr("compressm.ops.causal_conv.triton._WALK", walk)
 
 
 @pytest.mark.usefixtures("nan_memory", "small_tiles")

@@ -16,9 +16,8 @@ from torch.autograd.function import once_differentiable
 from compressm.ops.column_sums.triton import column_sums
 from compressm.ops.rows import rows
 
-# Steps of a program, steps that are read at once, channels; the same on the way back, where more is read at once.
-_WALK = {"SPAN": 32, "AHEAD": 8, "COLS": 128, "num_warps": 1}
-_WALK_BACK = {"SPAN": 32, "AHEAD": 8, "COLS": 128, "num_warps": 1}
+# Steps of a program, how many of them are read at once, and channels.
+_WALK = {"SPAN": 32, "AHEAD": 8, "COLS": 64, "num_warps": 1}
 
 
 @triton.jit
@@ -36,14 +35,37 @@ def _channels(weight, bias, channels, K: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def _read(x, row, col, there, first, length, START: tl.constexpr, COUNT: tl.constexpr):
-    """So many steps from the program's first one plus START, a tuple; zeros outside of the sequence."""
+def _read(x, row, col, there, t, length, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """So many steps from t + FIRST on, where x points to step t: a tuple, with zeros outside of the sequence."""
     found = ()
     for i in tl.static_range(COUNT):
-        t = first + (START + i)
-        live = there & (t >= 0) & (t < length)
-        found = found + (tl.load(x + (START + i) * row + col, mask=live, other=0.0).to(tl.float32),)
+        live = there & (t + (FIRST + i) >= 0) & (t + (FIRST + i) < length)
+        found = found + (tl.load(x + (FIRST + i) * row + col, mask=live, other=0.0).to(tl.float32),)
     return found
+
+
+@triton.jit
+def _last(values, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    found = ()
+    for i in tl.static_range(COUNT):
+        found = found + (values[FIRST + i],)
+    return found
+
+
+@triton.jit
+def _before_silu(taps, shift, seen, FIRST: tl.constexpr, K: tl.constexpr):
+    """bias + Σ weight[k] v[t − K + 1 + k], where `seen` has v[t − K + 1] at FIRST."""
+    total = shift
+    for k in tl.static_range(K):
+        total += taps[k] * seen[FIRST + k]
+    return total
+
+
+@triton.jit
+def _slope(total):
+    """Of SiLU."""
+    share = 1.0 / (1.0 + tl.exp(-total))
+    return share * (1.0 + total * (1.0 - share))
 
 
 @triton.jit
@@ -51,21 +73,22 @@ def _convolve(
     v, weight, bias, out, length, channels, v_row,
     K: tl.constexpr, SPAN: tl.constexpr, AHEAD: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0) * SPAN
-    begin = tl.program_id(2).to(tl.int64) * length + first
+    t = tl.program_id(0) * SPAN
+    begin = tl.program_id(2).to(tl.int64) * length + t
     col, there, taps, shift = _channels(weight, bias, channels, K, COLS)
     v += begin * v_row
     out += begin * channels
-    seen = _read(v, v_row, col, there, first, length, 1 - K, K - 1)
-    for start in tl.static_range(0, SPAN, AHEAD):
-        seen = seen + _read(v, v_row, col, there, first, length, start, AHEAD)
+    before = _read(v, v_row, col, there, t, length, 1 - K, K - 1)
+    for _ in range(SPAN // AHEAD):
+        seen = before + _read(v, v_row, col, there, t, length, 0, AHEAD)
         for i in tl.static_range(AHEAD):
-            total = shift
-            for k in tl.static_range(K):
-                total += taps[k] * seen[start + i + k]
+            total = _before_silu(taps, shift, seen, i, K)
             value = total / (1.0 + tl.exp(-total))
-            live = there & (first + start + i < length)
-            tl.store(out + (start + i) * channels + col, value.to(out.dtype.element_ty), mask=live)
+            tl.store(out + i * channels + col, value.to(out.dtype.element_ty), mask=there & (t + i < length))
+        before = _last(seen, AHEAD, K - 1)
+        t += AHEAD
+        v += AHEAD * v_row
+        out += AHEAD * channels
 
 
 @triton.jit
@@ -73,42 +96,48 @@ def _convolve_back(
     v, weight, bias, dout, dv, sums, length, channels, v_row,
     K: tl.constexpr, SPAN: tl.constexpr, AHEAD: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """With g the gradient before SiLU, dv[t] = Σ weight[k] g[t + K − 1 − k]; and for each program the sums of g with
-    every input and alone: (…, K + 1, channels)."""
-    first = tl.program_id(0) * SPAN
+    """With g the gradient before SiLU, dv[t − K + 1] = Σ weight[k] g[t − k]: K − 1 steps behind, and as many more.
+
+    And for each program the sums of g with every input and alone: (…, K + 1, channels).
+    """
+    t = tl.program_id(0) * SPAN
     b = tl.program_id(2).to(tl.int64)
-    begin = b * length + first
+    begin = b * length + t
     col, there, taps, shift = _channels(weight, bias, channels, K, COLS)
     v += begin * v_row
     dout += begin * channels
     dv += begin * channels
+    earlier = _read(v, v_row, col, there, t, length, 2 - 2 * K, 2 * K - 2)
+    from_earlier = _read(dout, channels, col, there, t, length, 1 - K, K - 1)
+    slopes = ()
+    for i in tl.static_range(K - 1):
+        slopes = slopes + (from_earlier[i] * _slope(_before_silu(taps, shift, earlier, i, K)),)
+    before = _last(earlier, K - 1, K - 1)
     totals = ()
     for _ in tl.static_range(K + 1):
         totals = totals + (tl.zeros((COLS,), tl.float32),)
-    seen = _read(v, v_row, col, there, first, length, 1 - K, K - 1)
-    slopes = ()
-    for start in tl.static_range(0, SPAN + K - 1, AHEAD):
-        seen = seen + _read(v, v_row, col, there, first, length, start, min(AHEAD, SPAN + K - 1 - start))
-        given = _read(dout, channels, col, there, first, length, start, min(AHEAD, SPAN + K - 1 - start))
-        for i in tl.static_range(min(AHEAD, SPAN + K - 1 - start)):
-            total = shift
+    for _ in range(SPAN // AHEAD):
+        seen = before + _read(v, v_row, col, there, t, length, 0, AHEAD)
+        given = _read(dout, channels, col, there, t, length, 0, AHEAD)
+        known = slopes
+        for i in tl.static_range(AHEAD):
+            g = given[i] * _slope(_before_silu(taps, shift, seen, i, K))
+            known = known + (g,)
+            new = ()
             for k in tl.static_range(K):
-                total += taps[k] * seen[start + i + k]
-            share = 1.0 / (1.0 + tl.exp(-total))
-            slope = given[i] * share * (1.0 + total * (1.0 - share))
-            slopes = slopes + (slope,)
-            if start + i < SPAN:
-                new = ()
-                for k in tl.static_range(K):
-                    new = new + (totals[k] + slope * seen[start + i + k],)
-                totals = new + (totals[K] + slope,)
-            if start + i >= K - 1:
-                back = tl.zeros((COLS,), tl.float32)
-                for k in tl.static_range(K):
-                    back += taps[k] * slopes[start + i - k]
-                live = there & (first + (start + i - K + 1) < length)
-                at = dv + (start + i - K + 1) * channels + col
-                tl.store(at, back.to(dv.dtype.element_ty), mask=live)
+                new = new + (totals[k] + g * seen[i + k],)
+            totals = new + (totals[K] + g,)
+            back = tl.zeros((COLS,), tl.float32)
+            for k in tl.static_range(K):
+                back += taps[k] * known[K - 1 + i - k]
+            live = there & (t + (i - K + 1) >= 0) & (t + (i - K + 1) < length)
+            tl.store(dv + (i - K + 1) * channels + col, back.to(dv.dtype.element_ty), mask=live)
+        before = _last(seen, AHEAD, K - 1)
+        slopes = _last(known, AHEAD, K - 1)
+        t += AHEAD
+        v += AHEAD * v_row
+        dout += AHEAD * channels
+        dv += AHEAD * channels
     target = sums + (b * tl.num_programs(0) + tl.program_id(0)) * (K + 1) * channels + col
     for k in tl.static_range(K + 1):
         tl.store(target + k * channels, totals[k], mask=there)
@@ -122,7 +151,7 @@ class CausalConv(torch.autograd.Function):
         v, v_row = rows(v)
         weight = weight.contiguous()
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        _convolve[_grid(v, _WALK)](v, weight, bias, out, *v.shape[1:], v_row, K=weight.shape[-1], **_WALK)
+        _convolve[_grid(v)](v, weight, bias, out, *v.shape[1:], v_row, K=weight.shape[-1], **_WALK)
         ctx.save_for_backward(v, weight, bias)
         return out
 
@@ -130,16 +159,16 @@ class CausalConv(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         v, weight, bias = ctx.saved_tensors
-        taps, channels, grid = weight.shape[-1], v.shape[2], _grid(v, _WALK_BACK)
+        taps, channels, grid = weight.shape[-1], v.shape[2], _grid(v, behind=weight.shape[-1] - 1)
         dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         sums = torch.empty(grid[0] * grid[2], taps + 1, channels, dtype=torch.float32, device=v.device)
         _convolve_back[grid](
-            *(v, weight, bias, dout.contiguous(), dv, sums, *v.shape[1:], v.stride(1)), K=taps, **_WALK_BACK
+            *(v, weight, bias, dout.contiguous(), dv, sums, *v.shape[1:], v.stride(1)), K=taps, **_WALK
         )
         total = column_sums(sums.flatten(1)).view(taps + 1, channels)
         dweight = total[:taps].mT.reshape(weight.shape).to(weight.dtype)
         return dv, dweight, None if bias is None else total[taps].to(bias.dtype)
 
 
-def _grid(v: Tensor, walk: dict[str, int]) -> tuple[int, int, int]:
-    return -(-v.shape[1] // walk["SPAN"]), -(-v.shape[2] // walk["COLS"]), v.shape[0]
+def _grid(v: Tensor, *, behind: int = 0) -> tuple[int, int, int]:
+    return -(-(v.shape[1] + behind) // _WALK["SPAN"]), -(-v.shape[2] // _WALK["COLS"]), v.shape[0]
