@@ -19,7 +19,6 @@ _PROGRAMS = 264  # two for each multiprocessor of an H200
 # Of the vocabulary, where torch's sort takes over: products and reads grow with it, a sort does not. 32768 gradients of
 # 128 channels are 8.6 GFLOP and 134 MB from the cache at 1024 entries; float32 is multiplied without tensor cores.
 _LARGEST = {torch.bfloat16: 1024, torch.float16: 1024, torch.float32: 512}
-_NAN = tl.constexpr(float("nan"))
 
 
 @triton.jit(do_not_specialize=["count", "vocabulary"])
@@ -30,7 +29,7 @@ def _look_up(tokens, table, out, count, vocabulary, H: tl.constexpr, ROWS: tl.co
     here, inside = row < count, (col < H)[None, :]
     token = tl.load(tokens + row, mask=here, other=-1).to(tl.int64)
     known = (token >= 0) & (token < vocabulary)
-    value = tl.load(table + token[:, None] * H + col[None, :], mask=known[:, None] & inside, other=_NAN)
+    value = tl.load(table + token[:, None] * H + col[None, :], mask=known[:, None] & inside, other=float("nan"))
     to = out + row[:, None] * H + col[None, :]
     tl.store(to, value.to(tl.float32).to(out.dtype.element_ty), mask=here[:, None] & inside)
 
