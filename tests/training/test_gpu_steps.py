@@ -131,7 +131,9 @@ def test_graphs_of_mamba_layers_are_recorded_anew_after_a_cut(kind, precision, t
     )
     runs = [train(found, tokens(), tmp_path / device, device=device) for device in ("cuda", "cpu")]
     timings = runs[0].records(Timing)
-    assert sum("capture" in timing.seconds for timing in timings) == 3
+    for begin in (0, 5, 11):  # at the start and after each cut
+        assert "capture" in next(timing for timing in timings if timing.step > begin).seconds
+    assert "capture" not in timings[-1].seconds
     assert runs[0].records(CutRecord)[-1].rank <= 3
     mine, its = ([e.loss for e in run.records(Evaluation)] for run in runs)
     assert mine == pytest.approx(its, rel=2e-2 if precision == "float32" else 0.1)
