@@ -1,5 +1,6 @@
 """The study of small models runs the command line with what each variant says, and tells seeds apart."""
 
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,8 @@ import pytest
 from compressm.experiments import results
 from compressm.experiments.catalogue import find_recipe
 from compressm.experiments.results import TASKS, jobs
+from compressm.reports import canvas, result_charts
+from compressm.reports.pictures import draw
 from compressm.reports.tables import grids
 from compressm.runs.measurement import Measurement
 from compressm.training import Plan
@@ -57,6 +60,15 @@ def test_a_penalty_and_a_teacher_are_tried_once():
     assert len(alone) == len(everything) - 1
 
 
+def test_a_rate_that_falls_is_all_that_differs():
+    plain, falling = recipe_of("smnist", "to-28"), recipe_of("smnist-falling", "to-28")
+    assert (falling.compression, falling.model) == (plain.compression, plain.model)
+    assert falling.training.rate(4_000) == pytest.approx(4e-3)
+    assert falling.training.rate(200_000) < 1e-6
+    both = [jobs(task, Path("f"), ["whole"], range(1))[0].training.folder for task in ("smnist", "smnist-falling")]
+    assert both[0] != both[1]
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_labels_and_folders_are_one_for_each(task):
     wanted = jobs(task, Path("f"), TASKS[task].variants, range(2))
@@ -80,8 +92,45 @@ def row(variant, seed, **values):
 def test_the_table_has_means_and_spreads_beside_the_paper():
     rows = [row("gently to 13", 0), row("gently to 13", 1, best=96.0), row("τ = 0.04", 0, order=11.0)]
     (table,) = grids(Measurement("results-smnist", "t", 1, rows))
-    assert table.rows[0][:6] == ("gently to 13", "256 → 13", "2", "95.5 ± 0.7", "94.0", "95.9")
+    assert table.rows[0][:7] == ("gently to 13", "256 → 13", "2", "95.5 ± 0.7", "", "94.0", "95.9 at 13")
     assert table.rows[1][1] == "256 → 11"
+
+
+def test_the_best_three_seeds_stand_beside_the_papers_best_three():
+    rows = [row("256 states", seed, best=best) for seed, best in enumerate((96.0, 97.0, 93.0, 98.0))]
+    (table,) = grids(Measurement("results-smnist", "t", 1, rows))
+    assert table.rows[0][3:5] == ("96.0 ± 2.2", "97.0")
+    assert table.rows[0][6] == "97.3 at 256"
+    (table,) = grids(Measurement("results-scifar", "t", 1, [row("four cuts to 57", 0), row("another", 0)]))
+    assert [cells[6] for cells in table.rows] == ["84.4 at 57", ""]
+
+
+def test_the_picture_has_every_variant_with_its_spread_and_the_papers_points(tmp_path, monkeypatch):
+    drawn = {}
+
+    @contextmanager
+    def kept(path, **options):
+        with canvas.picture(path, **options) as figure:
+            yield figure
+            (panel,) = figure.axes
+            drawn["lines"] = [(list(line.get_xdata()), list(line.get_ydata()), line) for line in panel.lines]
+            drawn["legend"] = [text.get_text() for text in panel.get_legend().get_texts()]
+
+    monkeypatch.setattr(result_charts, "picture", kept)
+    rows = [row("28 states", 0, order=28.0), row("28 states", 1, order=28.0, best=96.0), row("gently to 13", 0)]
+    rows += [row("τ = 0.04", 0, order=9.0), row("τ = 0.04, paper's way", 0, order=11.0), row("28 states, taught", 0)]
+    path = draw(Measurement("results-smnist", "t", 1, rows), tmp_path / "results.png")
+    assert path.stat().st_size > 10_000
+    points = {(x, y) for xs, ys, _ in drawn["lines"] for x, y in zip(xs, ys, strict=True)}
+    assert {(28.0, 95.5), (13.0, 95.0), (9.0, 95.0), (11.0, 95.0)} <= points
+    hollow = {
+        *((x, y) for xs, ys, line in drawn["lines"] if line.get_mfc() == "white" for x, y in zip(xs, ys, strict=True))
+    }
+    assert hollow == {(27.6, 96.0), (12.7, 95.9)}
+    assert drawn["legend"] == [
+        *("hollow: the paper, its best three seeds", "from the start", "cut gently", "cut with τ"),
+        *("cut with τ, in the paper's way", "taught by the whole model"),
+    ]
 
 
 def test_the_caption_says_how_many_trainings_shared_the_device():

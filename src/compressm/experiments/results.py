@@ -2,8 +2,8 @@
 
 sMNIST with the paper's 200 000 steps: cuts with τ tried through all of training, in the paper's way and in ours, and
 gentle cuts that end at exactly 28 and 13 states; beside them, with one seed, a penalty on Hankel singular values and a
-teacher, which is the whole model. sCIFAR with as many steps as there is time for: four cuts in the
-warm-up.
+teacher, which is the whole model. smnist-falling: the same with a learning rate that begins higher and falls. sCIFAR
+with as many steps as there is time for: four cuts in the warm-up.
 
 python -m compressm.experiments.results smnist --seeds 5 --processes 9 --data FOLDER
 """
@@ -48,8 +48,9 @@ class Variant:
 
 @dataclass(frozen=True)
 class Task:
-    """A recipe, its variants by name, and how long it is trained here."""
+    """A recipe, its variants by name, and how long it is trained here; its name begins the folders of its runs."""
 
+    name: str
     recipe: str
     variants: dict[str, Variant]
     steps: int
@@ -70,6 +71,7 @@ def _gently(order: int) -> Variant:
 TASKS = {
     "smnist": Task(
         "smnist",
+        "smnist",
         {
             "whole": Variant("256 states", 256),
             "small-28": Variant("28 states", 28),
@@ -89,7 +91,25 @@ TASKS = {
         evaluations=40,
         settings=("training.precision=tf32",),
     ),
+    "smnist-falling": Task(
+        "smnist-falling",
+        "smnist",
+        {
+            "whole": Variant("256 states", 256),
+            "small-28": Variant("28 states", 28),
+            "small-13": Variant("13 states", 13),
+            "to-28": _gently(28),
+            "to-13": _gently(13),
+        },
+        steps=200_000,
+        evaluations=40,
+        settings=(
+            *("training.precision=tf32", "training.schedule=cosine", "training.warmup=0.02"),
+            "training.learning_rate=4.0e-3",
+        ),
+    ),
     "scifar": Task(
+        "scifar",
         "scifar",
         {
             "whole": Variant("384 states", 384),
@@ -136,7 +156,7 @@ def _job(task: Task, name: str, out: Path, seed: int, steps: int) -> Job:
 
 
 def _folder(task: Task, name: str, out: Path, seed: int, steps: int) -> Path:
-    return out / "runs" / f"{task.recipe}-{name}-{steps}" / f"seed-{seed}"
+    return out / "runs" / f"{task.name}-{name}-{steps}" / f"seed-{seed}"
 
 
 def _when(variant: Variant, steps: int) -> tuple[str, ...]:

@@ -8,6 +8,8 @@ from pathlib import Path
 from compressm.reports.growth_curves import draw_growth
 from compressm.reports.loss_curves import draw_loss_curves
 from compressm.reports.reduction_cost import draw_reduction_cost
+from compressm.reports.result_charts import draw_results
+from compressm.reports.result_tables import TASKS
 from compressm.reports.speedup_curves import draw_speedup
 from compressm.runs.measurement import Measurement, MeasurementError
 
@@ -16,6 +18,7 @@ _PICTURES: dict[str, Callable[[Measurement, Path], Path]] = {
     "growth": draw_growth,
     "loss_continuity": draw_loss_curves,
     "speedup": draw_speedup,
+    **dict.fromkeys(TASKS, draw_results),
 }
 
 

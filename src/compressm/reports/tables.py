@@ -10,6 +10,7 @@ from compressm.reports.grid import Grid
 from compressm.reports.mamba_tables import imdb_mamba_grids, selective_cuts_grids
 from compressm.reports.reduction_tables import reduction_grids
 from compressm.reports.regulariser_tables import regulariser_grids
+from compressm.reports.result_tables import TASKS as RESULTS
 from compressm.reports.result_tables import result_grids
 from compressm.reports.scan_tables import peer_grids, scan_grids, selective_grids
 from compressm.reports.setting_tables import setting_grids
@@ -35,8 +36,7 @@ _GRIDS: dict[str, Callable[[Measurement], list[Grid]]] = {
     "smnist_settings": setting_grids,
     "imdb_mamba": imdb_mamba_grids,
     "selective_cuts": selective_cuts_grids,
-    "results-smnist": result_grids,
-    "results-scifar": result_grids,
+    **dict.fromkeys(RESULTS, result_grids),
 }
 
 
