@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from compressm.experiments.outcomes import Job, collected, joined
-from compressm.experiments.trainings import Training, run_all
+from compressm.experiments.outcomes import Job, collected, joined, outcome, train
+from compressm.experiments.trainings import Training
 from compressm.runs.measurement import Measurement
 
 # What the paper's code does: no folding, Gramians of white noise, moments cut like slices.
@@ -125,7 +125,7 @@ def _when(variant: Variant, steps: int) -> tuple[str, ...]:
 
 def collect(task: str, wanted: Sequence[Job]) -> Measurement:
     """One row a training that is done."""
-    return collected(f"results-{task}", f"{task}: small models by several ways", wanted)
+    return collected(f"results-{task}", f"{task}: small models by several ways", wanted, outcome)
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:
@@ -150,9 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         parser.error(f"--only {strange[0]}: expected one of {', '.join(known)}")
     seeds = range(given.first_seed, given.first_seed + given.seeds)
     wanted = jobs(given.task, given.out, given.only or known, seeds, given.steps)
-    ended = run_all((job.training for job in wanted), processes=given.processes, data=given.data)
-    for job, said in zip(wanted, ended, strict=True):
-        print(f"{job.variant}, seed {job.seed}: {said}", flush=True)
+    train(wanted, processes=given.processes, data=given.data)
     found = joined(collect(given.task, wanted), [Measurement.read(path) for path in given.add])
     path = found.write(given.out / f"results-{given.task}.json")
     print(f"result: {path}; `compressm bench table {path}` shows it")
