@@ -11,6 +11,8 @@ from unittest.mock import patch
 
 # Some AMX kernels for bfloat16 end in an illegal instruction on virtual machines; must be said before torch is loaded.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+# Said to what is loaded from here on, and to processes that tests start; NumPy may be there already, see below.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Tables as wide as their words, wherever tests run; consoles look when they are made.
 os.environ["COLUMNS"] = "160"
 
@@ -93,8 +95,11 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-# One thread: on a shared machine with few cores two can be ten times slower than one.
+# One thread: on a shared machine with few cores two can be ten times slower than one. Those of NumPy wait for each
+# other by spinning: 2.7 s in the place of 5 ms for the singular values of a matrix of 180 rows.
 torch.set_num_threads(1)
+if importlib.util.find_spec("threadpoolctl"):  # comes with scikit-learn
+    importlib.import_module("threadpoolctl").threadpool_limits(1)
 
 hypothesis.settings.register_profile(
     "default",
