@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 _SERVER = """
-import json, os, signal, sys, traceback
+import gc, json, os, signal, sys, traceback
 import torch, torch._dynamo
 
 torch.set_num_threads(1)
@@ -51,10 +51,12 @@ def forked(line):
 if os.fork() == 0:
     os.close(ask)
     import compressm.compression, compressm.layers, compressm.models
+    gc.freeze()  # what is loaded stays: no fork need look at it
     for line in os.fdopen(asked):
         os.write(answer, f"{forked(line)}\\n".encode())
     os._exit(0)
 os.close(asked)
+gc.freeze()
 answers = os.fdopen(answered)
 for line in sys.stdin:
     if json.loads(line)[0]:

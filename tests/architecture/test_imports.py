@@ -6,6 +6,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
+from .syntax import statements, tree
+
 SOURCE = Path(__file__).parents[2] / "src" / "compressm"
 
 # Each package may import itself and what stands to its right; None: everything.
@@ -53,7 +55,7 @@ CONFINED = {
 @cache
 def imported_modules(path):
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in statements(tree(path)):
         if isinstance(node, ast.Import):
             found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -1,20 +1,16 @@
 """Files under 400 lines, functions under 40: a file that grows two concepts is split."""
 
 import ast
-from functools import cache
 from pathlib import Path
+
+from .syntax import statements, tree
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(path for folder in ("src", "tests", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
 
 
 def functions(tree):
-    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
-
-
-@cache
-def tree(path):
-    return ast.parse(path.read_text())
+    return (node for node in statements(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def lengths(path):

@@ -2,9 +2,11 @@
 
 import json
 import multiprocessing
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from compressm.bench import cut as cut_bench
 from compressm.bench import cut_cases, scan_paths, train_step
@@ -12,6 +14,9 @@ from compressm.bench import growth as growth_bench
 from compressm.bench import peers as peers_bench
 from compressm.bench.ceilings import Ceilings
 from compressm.bench.step_cases import StepCase
+from compressm.cli.bench import terminal
+from compressm.reports.tables import grids
+from compressm.runs.measurement import Measurement
 
 from .test_commands import plain, run
 
@@ -40,6 +45,16 @@ def test_a_training_step_is_measured_beside_its_floor_and_written(tmp_path):
     assert "floor" in done.output
     table = run("bench", "table", str(tmp_path / "step-cpu.json"))
     assert "| smnist | 3 | float32 |" in table.output
+
+
+def test_no_number_is_cut_off_in_a_narrow_terminal(tmp_path, monkeypatch):
+    narrow, found = Console(width=60, record=True, file=StringIO()), Measurement.read(RESULTS / "reduction-cpu.json")
+    monkeypatch.setattr(terminal, "console", narrow)
+    terminal.report(found, tmp_path / "result.json")
+    said = narrow.export_text()
+    assert "…" not in said
+    lines = [line[1:-1].split() for line in said.splitlines() if line.startswith("│")]
+    assert lines == [" │ ".join(row).split() for row in grids(found)[0].rows]
 
 
 @pytest.fixture

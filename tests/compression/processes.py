@@ -32,10 +32,10 @@ def case(function):
 class Training:
     """A model with normalisation statistics in a wrapper; every process has data of its own."""
 
-    def __init__(self, rank, order=12, optimizer=torch.optim.AdamW, layer=cs.layers.LRU, **options):
+    def __init__(self, rank, order=12, optimizer=torch.optim.AdamW, layer=cs.layers.LRU, depth=2, **options):
         torch.manual_seed(0)
         self.rank, self.data = rank, torch.Generator().manual_seed(rank)
-        self.inner = cs.models.SequenceClassifier(layer, depth=2, width=4, order=order, inputs=3, classes=5)
+        self.inner = cs.models.SequenceClassifier(layer, depth=depth, width=4, order=order, inputs=3, classes=5)
         self.model = DistributedDataParallel(self.inner, **options)
         self.optimizer = optimizer(self.inner.parameters(), lr=1e-2)
 
@@ -314,7 +314,7 @@ def a_snapshot_that_fails_in_one(rank, path):
 
 @case
 def a_compiled_wrapper(rank, path):
-    run = Training(rank)
+    run = Training(rank, depth=1)
     run.model = torch.compile(run.model, backend="eager")
     compressor = cs.Compressor(run.model, run.optimizer, when=[2], keep=cs.TargetOrder(4))
     return outcome(run, events=run.train(4, compressor))

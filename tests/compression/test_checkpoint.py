@@ -112,7 +112,8 @@ def resumed(path, **options):
 def test_training_goes_on_bit_for_bit_before_between_and_after_cuts(layer, tmp_path):
     whole = Run(layer).save(tmp_path, 0).train(1, path=tmp_path)
     assert [block.ssm.order for block in whole.model.blocks] == [2, 5]
-    for step in range(STEPS):
+    # After every step of one kind of layer; of the others before, between and after the cuts.
+    for step in range(STEPS) if layer is LRU else (0, 4, STEPS - 1):
         check_same(resumed(tmp_path / str(step), layer=layer), whole)
 
 

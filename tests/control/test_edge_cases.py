@@ -72,7 +72,8 @@ def test_every_order_gives_a_finite_stable_system_within_the_bound(case):
     slack = 1e-14 / system.decay.min().item()
     rounding = (1e-9 + slack) * h_infinity_norm(system).item()
     for order in {1, min(4, system.order), system.order}:
-        for truncation in (balanced_truncation(system, order), balanced_truncation(system, order).diagonalise()):
+        found = balanced_truncation(system, order)
+        for truncation in (found, found.diagonalise()):
             reduced = truncation.system
             assert all(torch.isfinite(tensor).all() for tensor in (reduced.A, reduced.B, reduced.C))
             assert torch.linalg.eigvals(reduced.A).abs().max() < 1

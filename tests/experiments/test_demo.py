@@ -63,6 +63,7 @@ def in_one_process(monkeypatch):
     monkeypatch.setattr(demo, "multiprocessing", SimpleNamespace(get_context=lambda _: queue))
     # Pictures have tests of their own.
     monkeypatch.setattr(run_report, "write_files", lambda *_: [])
+    monkeypatch.setattr(run_report, "inline_svg", lambda *_, **__: "")
 
 
 @pytest.fixture(params=["in_one_process", pytest.param("in_processes", marks=pytest.mark.slow)])

@@ -20,12 +20,11 @@ from compressm.experiments.selective_cuts import (
     trained,
     ways,
 )
-from compressm.models import EveryStep
 from compressm.reports.tables import grids
 from compressm.runs.measurement import Measurement
 
 DATA = DelayedCopy(symbols=4, copied=3, delay=2, examples=16, held_out=8)
-SETTING = Setting("tiny", DATA, EveryStep(), steps=3, more=1, depth=1, width=4, order=8, batch=8)
+SETTING = Setting("tiny", DATA, "steps", steps=3, more=1, depth=1, width=4, order=8, batch=8)
 
 
 @pytest.fixture(scope="module")

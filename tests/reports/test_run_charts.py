@@ -58,10 +58,6 @@ def test_a_shallow_model_has_four_hankel_panels_and_a_deep_one_a_row_a_block(sha
     assert [row[0].title for row in deep.rows] == [f"blocks.{k}: values σ" for k in range(6)]
 
 
-def test_hankel_values_of_uncut_models_are_folded_away(shallow):
-    assert [hankel_chart(group).folded for group in shallow] == [True, True, False]
-
-
 @pytest.mark.parametrize(
     "name", [("regression", "one seed"), ("restored", "guarded"), ("broken", "diverged"), ("broken", "stopped")]
 )
@@ -83,21 +79,23 @@ def test_a_run_without_records_gives_sentences_not_figures(odd):
     assert all(isinstance(chart, str) and chart.endswith(".") for chart in charts)
 
 
-def test_bounds_that_were_not_recorded_are_said_to_be_so(odd):
-    panels = hankel_chart(odd["regression", "one seed"]).panels
-    assert "not recorded in this run" in drawn(panels[1])
-    assert "not recorded in this run" not in drawn(panels[0])
+def test_bounds_that_were_not_recorded_have_no_panel_and_are_said_to_be_missing(odd, shallow):
+    chart = hankel_chart(odd["regression", "one seed"])
+    assert [[panel.title for panel in row] for row in chart.rows] == [["values σ", "states followed", "bottom share"]]
+    assert "were not recorded" in chart.caption
+    assert "δH" not in chart.caption
+    assert "were not recorded" not in hankel_chart(shallow[-1]).caption
 
 
 def test_a_single_snapshot_is_drawn_as_points_and_said_to_be_alone(tmp_path):
     """Lines through one point have no length: the panels were empty."""
     made = Made(order=12, every=10_000, cuts=((20_000, 0.5),), state="interrupted")  # stopped before its next snapshot
     chart = hankel_chart(group_of(made, tmp_path))
-    values, bound, paths, shares = chart.panels
+    values, paths, shares = chart.panels
     assert len(points(paths)) == 12
     assert len(points(shares)) == 4
     assert all(height > 0 for height in points(paths) + points(shares))
-    assert drawn(bound) == ["one snapshot, nothing to compare it with"]
+    assert "were not recorded" not in chart.caption
     assert values.words.count("at step 0") == 1
     assert "One snapshot" in paths.words
     assert "There is one snapshot: points instead of lines" in chart.caption
@@ -136,6 +134,25 @@ def test_without_a_reference_the_chart_says_so_and_has_no_speed_up(odd, shallow)
         "smnist: against final order",
         "smnist: against speed-up",
     ]
+
+
+def test_groups_of_one_order_stand_side_by_side_over_whole_orders(axes, shallow):
+    cut = shallow[-1]
+    outcome_chart([replace(cut, label=label) for label in "abc"]).panels[0].draw(axes)
+    places = [tuple(points.get_offsets()[0]) for points in axes.collections if points.get_label() in tuple("abc")]
+    assert len(places) == 3
+    assert {round(height, 6) for _, height in places} == {round(100 * cut.top(3).centre, 6)}
+    assert [round(order - cut.order.centre, 6) for order, _ in places] == [-0.08, 0, 0.08]
+    low, high = axes.get_xlim()
+    ticks = [tick for tick in axes.get_xticks() if low <= tick <= high]
+    assert ticks
+    assert all(tick == round(tick) for tick in ticks)
+
+
+def test_points_that_differ_stand_at_their_own_orders(axes, shallow):
+    outcome_chart(shallow).panels[0].draw(axes)
+    places = {points.get_label(): points.get_offsets()[0][0] for points in axes.collections}
+    assert places[shallow[-1].label] == shallow[-1].order.centre
 
 
 def test_cuts_that_are_near_share_a_label_and_others_have_their_own(axes, shallow):
@@ -261,3 +278,16 @@ def test_an_evaluation_is_timed_by_itself_and_not_where_there_was_none(shallow):
     large, small = stages_of(replace(shallow[0].runs[0], timings=timings))
     assert large.per_evaluation is None
     assert small.per_evaluation == pytest.approx(300)
+
+
+def test_bars_have_air_above_them_and_percentages_inside(axes, shallow):
+    timings = tuple(
+        Timing(10 * k, 10, {"ssm": 9 - k}, {"steps": 1.0 / k, "checkpoint": 0.1 * (k == 8)}) for k in range(1, 9)
+    )
+    run = replace(shallow[-1].runs[0], timings=timings)
+    timer_chart(replace(shallow[-1], runs=(run,))).panels[3].draw(axes)
+    assert axes.get_ylim()[1] >= 1.04 * 100
+    bar = axes.patches[0].get_window_extent()
+    shares = [text.get_window_extent() for text in axes.texts]
+    assert axes.texts[0].get_text() == "100%"
+    assert all(share.width < bar.width for share in shares)

@@ -7,6 +7,7 @@ from xml.sax.saxutils import escape
 
 import pytest
 
+from compressm.reports import run_report
 from compressm.reports.run_report import command, write_report
 from compressm.reports.run_tables import cut_grid, machine_grid, result_grid, run_grid
 from compressm.reports.wording import clock, file_name, listed, number, order, percent, plus_minus, rounded, steps
@@ -81,6 +82,18 @@ def test_the_page_escapes_what_runs_say(page):
 
 def test_the_page_says_what_did_not_finish(page):
     assert "Of 9 runs, 2 running, or ended without a word." in unescape(page.read_text())
+
+
+def test_hankel_values_of_uncut_models_are_folded_away_where_others_were_cut(shallow, monkeypatch, tmp_path):
+    monkeypatch.setattr(run_report, "inline_svg", lambda *_, **__: "")
+
+    def folded(groups):
+        text = write_report([run for group in groups for run in group.runs], tmp_path, formats=[]).read_text()
+        section = text[text.index('<section id="hankel">') :].split("</section>")[0]
+        return section.count("<figure"), section.count("<details>")
+
+    assert folded(shallow) == (3, 2)
+    assert folded(shallow[:2]) == (2, 0)
 
 
 def test_figures_lie_beside_the_page_and_nothing_half_written(tmp_path):

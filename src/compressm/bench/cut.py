@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from compressm.bench.capture import capture
 from compressm.bench.cut_cases import CutCase, cut_cases, default_models
-from compressm.bench.timing import median_seconds, threads
+from compressm.bench.timing import median_seconds, threads_for
 from compressm.bench.train_step import build_batch, build_model, eager_step, make_optimizer
 from compressm.compression import Compressor, Cut, Restart, Transport
 from compressm.compression.policies import Policy
@@ -47,14 +47,14 @@ def measure_cuts(
         progress(f"{case.model.task}, n = {case.model.order} → {case.rank}, {case.gramian}, {case.moments}")
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
             rows += process.submit(measure_cut, case, device, repeats).result()
-    with threads(1 if device == "cpu" else torch.get_num_threads()):
+    with threads_for(torch.device(device)):
         return Measurement("cut", "One cut of a model: from reading it to the first step afterwards", repeats, rows)
 
 
 def measure_cut(case: CutCase, device: str, repeats: int) -> list[Row]:
     """Two rows: the first cut of this process, and the medians of those after it."""
     where = torch.device(device)
-    with threads(1 if where.type == "cpu" else torch.get_num_threads()), products_in(case.model.precision):
+    with threads_for(where), products_in(case.model.precision):
         cold = cut_once(case, where)
         later = [cut_once(case, where) for _ in range(repeats)]
     warm = {name: statistics.median(times[name] for times in later) for name in cold}

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from compressm.bench.step_cases import StepCase
-from compressm.bench.timing import threads
+from compressm.bench.timing import threads_for
 from compressm.bench.train_step import ceilings_here, measure_step
 from compressm.runs.measurement import Measurement, Row
 
@@ -38,7 +38,7 @@ def measure_growth(
     chosen = tuple(precisions or (("float32",) if where.type == "cpu" else ("float32", "bfloat16")))
     rows: list[Row] = []
     measured: dict[StepCase, Row] = {}
-    with threads(1 if where.type == "cpu" else torch.get_num_threads()):
+    with threads_for(where):
         ceilings = ceilings_here(where, progress)
         for axis, case in growth_cases(axes or RANGES, where.type, chosen, compiled):
             if case not in measured:  # the middle point is on every axis

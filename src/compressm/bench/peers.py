@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compressm.bench.capture import capture
 from compressm.bench.peer_scans import PEERS, Ours, Peer, Problem
-from compressm.bench.timing import median_seconds, threads
+from compressm.bench.timing import median_seconds, threads_for
 from compressm.runs.measurement import Measurement, Row
 from compressm.training.precision import DTYPES
 
@@ -40,7 +40,7 @@ def measure_peers(
     """Time each peer at each shape in every precision it has; on the CPU with one thread."""
     where, chosen = torch.device(device), tuple(peers)
     rows: list[Row] = []
-    with threads(1 if where.type == "cpu" else torch.get_num_threads()):
+    with threads_for(where):
         for shape in shapes:
             problem = random_problem(*shape, where)
             truth = solve(problem)

@@ -10,7 +10,7 @@ import torch
 
 from compressm.bench import plain_reduction as plain
 from compressm.bench.systems import lru_at_initialisation, lru_trained_like
-from compressm.bench.timing import median_seconds, threads
+from compressm.bench.timing import median_seconds, threads_for
 from compressm.control import DiagonalSystem, balanced_truncation, hankel_singular_values
 from compressm.control.gramians import gramians
 from compressm.runs.measurement import Measurement
@@ -54,7 +54,7 @@ def measure_reduction(
     """Time each case; on the CPU with one thread and, if `compare`, beside the plain formulas."""
     where = torch.device(device)
     rows: list[dict[str, float | int | str]] = []
-    with threads(1 if where.type == "cpu" else torch.get_num_threads()):
+    with threads_for(where):
         for case in cases if cases is not None else (CPU_CASES if where.type == "cpu" else GPU_CASES):
             progress(f"n = {case.order} → {case.rank}, {case.width} channels, {case.members} system(s), {case.kind}")
             rows.append(_row(case, where, _affordable(repeats, case), compare and where.type == "cpu"))

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from compressm.adapters import SSMAdapter, find
 from compressm.baselines import HankelMajoriser, HankelNuclearNorm
 from compressm.bench.step_cases import StepCase, paper_case
-from compressm.bench.timing import median_seconds, threads
-from compressm.bench.train_step import build_batch, captured_step, eager_step
+from compressm.bench.timing import median_seconds, threads_for
+from compressm.bench.train_step import build_batch, build_model, captured_step, eager_step
 from compressm.compression.distributed import Processes
-from compressm.layers import LRU
-from compressm.models import OneMask, SequenceClassifier
+from compressm.models import SequenceClassifier
 from compressm.runs.measurement import Measurement, Row
 from compressm.training.clock import Clock
 from compressm.training.config import RegulariserConfig
@@ -38,17 +37,7 @@ class PenaltyCase:
 
     def model(self) -> SequenceClassifier:
         """As a recipe builds it."""
-        step = self.step
-        return SequenceClassifier(
-            LRU,
-            depth=step.depth,
-            width=step.width,
-            order=step.order,
-            classes=step.classes,
-            inputs=step.inputs,
-            dropout=OneMask(step.dropout),
-            layer_options={"max_phase": self.max_phase},
-        )
+        return build_model(self.step, max_phase=self.max_phase)
 
 
 def default_cases(device: str, orders: Iterable[int] = ORDERS) -> tuple[PenaltyCase, ...]:
@@ -68,7 +57,7 @@ def measure_regulariser(
     """Time value and gradient of each penalty, and a step; on the CPU with one thread and the paper's way beside."""
     where = torch.device(device)
     rows: list[Row] = []
-    with threads(1 if where.type == "cpu" else torch.get_num_threads()):
+    with threads_for(where):
         for case in cases if cases is not None else default_cases(device):
             progress(f"{case.step.task}, n = {case.step.order}, phases up to {case.max_phase:g}")
             rows.append(_row(case, where, repeats))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from compressm.bench.timing import median_seconds, threads
+from compressm.bench.timing import median_seconds, threads_for
 from compressm.ops import Path, lti_layer
 from compressm.ops.diagonal_scan.cost import cheapest_path
 from compressm.runs.measurement import Measurement
@@ -36,7 +36,7 @@ def measure_paths(
     """Time each path at each shape; on the CPU with one thread."""
     where = torch.device(device)
     rows: list[dict[str, float | int | str]] = []
-    with threads(1 if where.type == "cpu" else torch.get_num_threads()):
+    with threads_for(where):
         for shape in shapes:
             progress("batch {}, length {}, n = {}, {} channels".format(*shape))
             rows.append(_row(*shape, where, repeats))

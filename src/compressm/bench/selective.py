@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from compressm.bench.ceilings import copy_rate
-from compressm.bench.timing import median_seconds, threads
+from compressm.bench.timing import median_seconds, threads_for
 from compressm.ops.selective_scan import selective_scan
 from compressm.runs.measurement import Measurement, Row
 
@@ -49,7 +49,7 @@ def measure_selective(
     where = torch.device(device)
     chosen = sizes or SIZES[where.type]
     rows: list[Row] = []
-    with threads(1 if where.type == "cpu" else torch.get_num_threads()):
+    with threads_for(where):
         bytes_a_second = copy_rate(where, repeats)
         for n in orders:
             progress(f"n = {n}")

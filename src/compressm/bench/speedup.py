@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from compressm.bench.speedup_formula import Costs, Prediction, Stretch, predict, stretches_of
-from compressm.bench.timing import threads
+from compressm.bench.timing import threads_for
 from compressm.compression.distributed import Processes
 from compressm.data.shuffling import Order
 from compressm.data.task import Task
@@ -126,7 +126,7 @@ def measure_speedup(
 ) -> Measurement:
     """A row an order, then one for the schedule of `path`, (step, order from there on), and one for the check."""
     where = torch.device(device)
-    with threads(1 if where.type == "cpu" else torch.get_num_threads()):
+    with threads_for(where):
         rows = _rows(recipe, task, where, orders, path, check, repeats, progress)
         title = f"{recipe.name}: what a step, an evaluation and a cut cost, and the speed-up that follows"
         return Measurement("speedup", title, repeats, rows)

@@ -49,6 +49,11 @@ def _sample(work: Callable[[], object], calls: int, gpu: bool) -> float:
     return (time.perf_counter() - start) / calls
 
 
+def threads_for(device: torch.device) -> AbstractContextManager[None]:
+    """One where the CPU is measured; where it only feeds a GPU, as many as there are."""
+    return threads(1 if device.type == "cpu" else torch.get_num_threads())
+
+
 @contextmanager
 def threads(count: int) -> Iterator[None]:
     """Exactly `count` threads in torch, NumPy and SciPy: two can be slower than one on a shared machine."""

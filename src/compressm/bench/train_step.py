@@ -9,6 +9,7 @@ import gc
 import math
 from collections.abc import Callable, Iterable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from compressm.bench.capture import Captured, capture
 from compressm.bench.ceilings import Ceilings, measure_ceilings
 from compressm.bench.floors import floor
 from compressm.bench.step_cases import StepCase, default_cases
-from compressm.bench.timing import median_seconds, threads
+from compressm.bench.timing import median_seconds, threads_for
 from compressm.layers import LRU
 from compressm.models import OneMask, SequenceClassifier
 from compressm.runs.measurement import Measurement, Row
@@ -36,7 +37,7 @@ def measure_steps(
     """Time one step of each case; on the CPU with one thread."""
     where = torch.device(device)
     rows: list[Row] = []
-    with threads(1 if where.type == "cpu" else torch.get_num_threads()):
+    with threads_for(where):
         ceilings = ceilings_here(where, progress)
         for case in cases if cases is not None else default_cases(where.type):
             progress(f"{case.task}, n = {case.order}, {case.precision}")
@@ -91,7 +92,7 @@ def measure_step(
     return row
 
 
-def build_model(case: StepCase) -> SequenceClassifier:
+def build_model(case: StepCase, **layer_options: Any) -> SequenceClassifier:
     """As the case says; where it is compiled, block by block: the regions around the SSM layers."""
     model = SequenceClassifier(
         LRU,
@@ -103,7 +104,7 @@ def build_model(case: StepCase) -> SequenceClassifier:
         vocabulary=case.vocabulary,
         towers=case.towers,
         dropout=OneMask(case.dropout),
-        layer_options={"path": case.path},
+        layer_options={"path": case.path, **layer_options},
     )
     if case.compiled:
         for block in model.blocks:

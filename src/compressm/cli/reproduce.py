@@ -108,7 +108,7 @@ def _executor(where: Where, processes: int, folder: Path, options: SlurmOptions,
 def _train(plan: Plan, executor: Executor) -> Outcome:
     jobs = plan.jobs()
     done = sum(job.state == "done" for job in jobs)
-    _say(f"{plan.experiment.label}: {len(jobs)} trainings, {done} done")
+    _say(f"{plan.experiment.label}: {len(jobs)} training{'' if len(jobs) == 1 else 's'}, {done} done")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with _signals(), Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("trainings", total=len(jobs), completed=done)

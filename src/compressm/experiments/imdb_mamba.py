@@ -16,8 +16,8 @@ from pathlib import Path
 from statistics import fmean
 
 from compressm.compression import load_model
-from compressm.experiments.outcomes import Job, collected, joined
-from compressm.experiments.trainings import Training, run_all
+from compressm.experiments.outcomes import Job, collected, joined, outcome, train
+from compressm.experiments.trainings import Training
 from compressm.layers import Mamba
 from compressm.runs.directory import RunDirectory
 from compressm.runs.measurement import Measurement, Row
@@ -87,7 +87,11 @@ def _job(out: Path, variant: str, seed: int, scale: Scale) -> Job:
 
 def collect(wanted: Sequence[Job]) -> Measurement:
     """One row a training that is done: orders, test accuracies in percent, and seconds."""
-    return collected("imdb_mamba", "Mamba on IMDB, cut in the warm-up", wanted, _sizes)
+    return collected("imdb_mamba", "Mamba on IMDB, cut in the warm-up", wanted, _found)
+
+
+def _found(directory: RunDirectory) -> Row:
+    return outcome(directory) | _sizes(directory)
 
 
 def _sizes(directory: RunDirectory) -> Row:
@@ -120,9 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     parser.add_argument("--size", type=int, default=SMALL, help="order of small and of cut models (%(default)s)")
     given = parser.parse_args(arguments)
     wanted = jobs(given.out, given.only or VARIANTS, given.seeds, Scale(given.steps, given.evaluations, given.size))
-    ended = run_all((job.training for job in wanted), processes=given.processes, data=given.data)
-    for job, said in zip(wanted, ended, strict=True):
-        print(f"{job.variant}, seed {job.seed}: {said}", flush=True)
+    train(wanted, processes=given.processes, data=given.data)
     found = joined(collect(wanted), [Measurement.read(path) for path in given.add])
     path = found.write(given.out / "imdb_mamba.json")
     print(f"result: {path}; `compressm bench table {path}` shows it")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 
-from compressm.experiments.trainings import Training
+from compressm.experiments.trainings import Training, run_all
 from compressm.runs.directory import RunDirectory
 from compressm.runs.measurement import Measurement, Row
 from compressm.runs.run import Run, read_run
@@ -14,24 +15,35 @@ from compressm.runs.run import Run, read_run
 
 @dataclass(frozen=True)
 class Job:
-    """One training, in a process of its own."""
+    """One training, in a process of its own; with its `order` where a variant is trained at several."""
 
     variant: str
     seed: int
     training: Training
+    order: int | None = None
+
+    def __str__(self) -> str:
+        size = "" if self.order is None else f"n = {self.order}, "
+        return f"{self.variant}, {size}seed {self.seed}"
 
 
-def collected(
-    name: str, title: str, wanted: Sequence[Job], more: Callable[[RunDirectory], Row] = lambda directory: {}
-) -> Measurement:
-    """One row a training that is done: orders, test accuracies in percent, seconds, and what `more` finds."""
+def train(wanted: Sequence[Job], *, processes: int, data: Path | None) -> None:
+    """What is not done yet, `processes` at a time; how each ended is printed."""
+    ended = run_all((job.training for job in wanted), processes=processes, data=data)
+    for job, said in zip(wanted, ended, strict=True):
+        print(f"{job}: {said}", flush=True)
+
+
+def collected(name: str, title: str, wanted: Sequence[Job], found: Callable[[RunDirectory], Row]) -> Measurement:
+    """One row a training that is done: which it is, and what is found in its folder."""
     rows: list[Row] = []
     environments = []
     for job in wanted:
         if job.training.finished:
             directory = RunDirectory(job.training.folder)
-            row = {"variant": job.variant, "seed": job.seed, **outcome(read_run(directory)), **more(directory)}
-            rows.append(row)
+            named: Row = {"variant": job.variant, "seed": job.seed}
+            named |= {} if job.order is None else {"order": job.order}
+            rows.append(named | found(directory))
             environments.append(directory.environment())
     if not rows:
         raise SystemExit("no training was finished: there is nothing to collect")
@@ -45,11 +57,13 @@ def joined(found: Measurement, earlier: Iterable[Measurement]) -> Measurement:
     return replace(found, rows=[rows[key] for key in sorted(rows, key=lambda key: (places.index(key[0]), key[1]))])
 
 
-def outcome(run: Run) -> Row:
-    """`best` is the test accuracy where validation was best since the last cut; `step_s` of one step at the end.
+def outcome(directory: RunDirectory) -> Row:
+    """Orders, test accuracies in percent, and seconds.
 
+    `best` is the test accuracy where validation was best since the last cut; `step_s` of one step at the end;
     `recording_s` is what CUDA graphs took, with the first steps at each size, in which kernels are compiled.
     """
+    run = read_run(directory)
     last = [found for found in run.evaluations if found.split == "test"][-1]
     assert run.score is not None
     assert run.score.test is not None

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from compressm.experiments.outcomes import Job, collected, joined
-from compressm.experiments.trainings import Training, run_all
+from compressm.experiments.outcomes import Job, collected, joined, outcome, train
+from compressm.experiments.trainings import Training
 from compressm.runs.directory import RunDirectory
 from compressm.runs.measurement import Measurement, Row
 from compressm.runs.records import TruncationRecord
@@ -174,11 +174,11 @@ def _stages(task: str, wanted: Sequence[Job]) -> tuple[list[Job], list[Job]]:
 
 def collect(task: str, wanted: Sequence[Job], *, together: int) -> Measurement:
     """One row a training that is done, so many of them `together`; of one that is cut afterwards what is left then."""
-    return collected(f"results-{task}", f"{task}: small models by several ways", wanted, partial(_more, together))
+    return collected(f"results-{task}", f"{task}: small models by several ways", wanted, partial(_found, together))
 
 
-def _more(together: int, directory: RunDirectory) -> Row:
-    found: Row = {"together": together}
+def _found(together: int, directory: RunDirectory) -> Row:
+    found = outcome(directory) | {"together": together}
     cuts = [record for record in directory.records(TruncationRecord) if record.split == "test"]
     if cuts and cuts[-1].accuracy is not None:
         accuracy = 100 * cuts[-1].accuracy
@@ -208,11 +208,8 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         parser.error(f"--only {strange[0]}: expected one of {', '.join(known)}")
     seeds = range(given.first_seed, given.first_seed + given.seeds)
     wanted = jobs(given.task, given.out, given.only or known, seeds, given.steps)
-    alone, taught = _stages(given.task, wanted)
-    for stage in (alone, taught):
-        ended = run_all((job.training for job in stage), processes=given.processes, data=given.data)
-        for job, said in zip(stage, ended, strict=True):
-            print(f"{job.variant}, seed {job.seed}: {said}", flush=True)
+    for stage in _stages(given.task, wanted):
+        train(stage, processes=given.processes, data=given.data)
     new = collect(given.task, wanted, together=given.processes)
     found = joined(new, [Measurement.read(path) for path in given.add])
     path = found.write(given.out / f"results-{given.task}.json")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -29,10 +29,9 @@ from compressm.compression import (
 )
 from compressm.data import DataSet, DelayedCopy, Digits, Order, Store, Task
 from compressm.experiments.command import Progress, run, silent
-from compressm.layers import Mamba
-from compressm.models import EveryStep, LastStep, PerElement, Pooling, RMSNorm, SequenceClassifier
 from compressm.runs.measurement import Measurement, Row
-from compressm.training import TrainingConfig
+from compressm.training import ModelConfig, TrainingConfig
+from compressm.training.building import build_model
 from compressm.training.evaluation import Score, score
 from compressm.training.objective import task_objective
 from compressm.training.optimizers import build_optimizer
@@ -45,7 +44,7 @@ class Setting:
 
     name: str
     data: DataSet
-    pooling: Pooling
+    pooling: Literal["last", "steps"]
     steps: int
     more: int = 200
     depth: int = 2
@@ -57,17 +56,18 @@ class Setting:
     def learner(self, task: Task, seed: int) -> Learner:
         """Nothing learnt yet."""
         torch.manual_seed(seed)
-        model = SequenceClassifier(
-            Mamba,
-            depth=self.depth,
-            width=self.width,
-            order=self.order,
-            classes=task.classes,
-            inputs=task.channels,
-            vocabulary=task.vocabulary,
-            norm=RMSNorm(),
-            dropout=PerElement(0.0),
-            pooling=self.pooling,
+        model = build_model(
+            ModelConfig(
+                layer="Mamba",
+                depth=self.depth,
+                width=self.width,
+                order=self.order,
+                norm="rms",
+                dropout=0.0,
+                dropout_form="element",
+                pooling=self.pooling,
+            ),
+            task,
         )
         config = TrainingConfig(
             steps=self.steps + self.more,
@@ -82,14 +82,14 @@ class Setting:
 
 
 SETTINGS = (
-    Setting("delayed copy, 24 steps", DelayedCopy(copied=8, delay=8, examples=4000), EveryStep(), steps=1500),
-    Setting("digits, 64 steps", Digits(), LastStep(), steps=600),
+    Setting("delayed copy, 24 steps", DelayedCopy(copied=8, delay=8, examples=4000), "steps", steps=1500),
+    Setting("digits, 64 steps", Digits(), "last", steps=600),
 )
 QUICK = (
     Setting(
         "delayed copy, 12 steps",
         DelayedCopy(copied=4, delay=4, examples=400, held_out=100),
-        EveryStep(),
+        "steps",
         *(60, 10),
         depth=1,
         width=4,

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from compressm.experiments.trainings import Training, run_all
+from compressm.experiments.outcomes import Job, collected, train
+from compressm.experiments.trainings import Training
 from compressm.runs.directory import RunDirectory
 from compressm.runs.measurement import Measurement, Row
 from compressm.runs.records import Evaluation
@@ -35,20 +35,10 @@ VARIANTS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
 }
 
 
-@dataclass(frozen=True)
-class Job:
-    """One training, in a process of its own."""
-
-    variant: str
-    order: int
-    seed: int
-    training: Training
-
-
 def jobs(out: Path, variants: Iterable[str], seeds: int, steps: int) -> list[Job]:
     """All trainings; folders have the number of steps in their names."""
     return [
-        Job(variant, order, seed, _training(out, variant, order, seed, steps))
+        Job(variant, seed, _training(out, variant, order, seed, steps), order)
         for variant in variants
         for order in VARIANTS[variant][1]
         for seed in range(seeds)
@@ -70,20 +60,14 @@ def _training(out: Path, variant: str, order: int, seed: int, steps: int) -> Tra
 
 def collect(wanted: Sequence[Job]) -> Measurement:
     """One row a training that is done: accuracies of the last two evaluations in percent."""
-    rows: list[Row] = []
-    environments = []
-    for job in wanted:
-        if job.training.finished:
-            run = RunDirectory(job.training.folder)
-            tests = [found for found in run.records(Evaluation) if found.split == "test"][-2:]
-            values = [100 * found.accuracy for found in tests if found.accuracy is not None]
-            environments.append(run.environment())
-            row: Row = {"variant": job.variant, "order": job.order, "seed": job.seed, "steps": tests[-1].step}
-            rows.append(row | {"before": values[0], "last": values[-1], "seconds": tests[-1].seconds})
-    if not rows:
-        raise SystemExit("no training was finished: there is nothing to collect")
     title = "sMNIST without compression: test accuracy of the last two evaluations"
-    return Measurement("smnist_settings", title, 1, rows, environments[-1])
+    return collected("smnist_settings", title, wanted, _last_two)
+
+
+def _last_two(directory: RunDirectory) -> Row:
+    tests = [found for found in directory.records(Evaluation) if found.split == "test"][-2:]
+    values = [100 * found.accuracy for found in tests if found.accuracy is not None]
+    return {"steps": tests[-1].step, "before": values[0], "last": values[-1], "seconds": tests[-1].seconds}
 
 
 def main(arguments: Sequence[str] | None = None) -> Path:
@@ -97,9 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     parser.add_argument("--steps", type=int, default=STEPS, help="of each training (%(default)s)")
     given = parser.parse_args(arguments)
     wanted = jobs(given.out, given.only or VARIANTS, given.seeds, given.steps)
-    ended = run_all((job.training for job in wanted), processes=given.processes, data=given.data)
-    for job, said in zip(wanted, ended, strict=True):
-        print(f"{job.variant}, n = {job.order}, seed {job.seed}: {said}", flush=True)
+    train(wanted, processes=given.processes, data=given.data)
     path = collect(wanted).write(given.out / "smnist_settings.json")
     print(f"result: {path}; `compressm bench table {path}` shows it")
     return path

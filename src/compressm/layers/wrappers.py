@@ -7,7 +7,8 @@ with an error about unfinished reductions.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import compress
 
 import torch
 import torch.distributed as dist
@@ -31,13 +32,22 @@ def refuse_to_train_(changed: Iterable[nn.Module], but: Iterable[nn.Module] = ()
     if not (dist.is_available() and dist.is_initialized()):
         return
     modules, spared = set(changed), set(but)
-    # Not isinstance, which asks proxies of other packages for their class.
-    living = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
+    # Not isinstance, which asks proxies of other packages for their class, nor issubclass, which asks an abstract base
+    # of the wrapper; nor a loop: of the 0.15 s that these take for 300 000 objects, a third is left.
+    kinds = {id(kind) for kind in _with_subclasses(DistributedDataParallel)}
+    things = gc.get_objects()
+    living = list(compress(things, map(kinds.__contains__, map(id, map(type, things)))))
     for wrapper in living:
         # One whose constructor has failed has no modules.
         held = set(wrapper.modules()) if "_modules" in vars(wrapper) else set()
         if wrapper not in spared and not refuses(wrapper) and modules & held:
             wrapper.register_forward_pre_hook(_refuse)
+
+
+def _with_subclasses(kind: type[nn.Module]) -> Iterator[type[nn.Module]]:
+    yield kind
+    for derived in kind.__subclasses__():
+        yield from _with_subclasses(derived)
 
 
 def refuses(wrapper: nn.Module) -> bool:

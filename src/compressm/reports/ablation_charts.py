@@ -59,7 +59,8 @@ def _panel(cells: Sequence[Compared], colours: dict[str, str], *, late: bool) ->
         legend_below(axes, columns=2)
 
     words = "; ".join(f"{cell.title}: {_end(cell):.1f} at the end" for cell in cells)
-    pad = title_pad(first_cut) if first_cut is not None and alike and not late else 6.0
+    # The labels of the first panel, and as much in the second: their titles stand at one height.
+    pad = title_pad(first_cut) if first_cut is not None and alike else 6.0
     return Panel("the end of training" if late else "all of training", words, draw, pad=pad)
 
 

@@ -30,9 +30,14 @@ def paper_form_grids(exhibit: Exhibit) -> list[Grid]:
 
 def trained_grid(exhibit: Exhibit) -> Grid:
     """A row a cell: numbers of both, and what they were measured by."""
-    heads = ("task", "method", "column", "order", "paper", _NAMES[exhibit.quantity], "paper", "speed-up", "paper")
-    rows = tuple(_row(exhibit, cell) for cell in exhibit.cells)
-    return Grid("Every cell", (*heads, "seeds", "steps", "time", "commit"), rows, _CAPTION)
+    heads = ["task", "method", "column", "order", "paper", _NAMES[exhibit.quantity], "paper", "speed-up", "paper"]
+    heads += ["seeds", "steps", "time", "commit"]
+    rows = [_row(exhibit, cell) for cell in exhibit.cells]
+    # What the paper does not give, and a speed-up over nothing, would be columns of dashes.
+    optional = ("paper", "speed-up")
+    kept = [k for k, head in enumerate(heads) if head not in optional or any(row[k] != NOTHING for row in rows)]
+    shown_rows = tuple(tuple(row[k] for k in kept) for row in rows)
+    return Grid("Every cell", tuple(heads[k] for k in kept), shown_rows, _CAPTION)
 
 
 def _paper_form(exhibit: Exhibit, task: str) -> Grid:

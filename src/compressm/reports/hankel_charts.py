@@ -37,8 +37,8 @@ _AIR = 0.03
 _SPAN = 30.0
 
 
-def hankel_chart(group: Group) -> Chart | str:
-    """Of the run that stands for its group: a row of four panels for every layer."""
+def hankel_chart(group: Group, *, folded: bool = False) -> Chart | str:
+    """Of the run that stands for its group: four panels for every layer, three where no bounds were recorded."""
     run = group.shown
     found = histories(run)
     if not found:
@@ -47,8 +47,11 @@ def hankel_chart(group: Group) -> Chart | str:
     # Rows of small panels for deep models, two by two otherwise.
     deep = len(found) > 2
     followed = [history.stretches() for history in found]
+    bounded = any(history.bounds for history in found)
     rows = tuple(
-        row for history, paths in zip(found, followed, strict=True) for row in _rows(run, history, paths, deep=deep)
+        row
+        for history, paths in zip(found, followed, strict=True)
+        for row in _rows(run, history, paths, deep=deep, bounded=bounded)
     )
     name = file_name("hankel", group.name, group.label)
     return Chart(
@@ -57,29 +60,39 @@ def hankel_chart(group: Group) -> Chart | str:
         _caption(run, found, followed),
         rows,
         (3.0, 2.5) if deep else (4.0, 2.9),
-        folded=not group.compressed,
+        folded=folded,
     )
 
 
-def _rows(run: Run, history: History, stretches: Sequence[Stretch], *, deep: bool) -> list[tuple[Panel, ...]]:
+def _rows(
+    run: Run, history: History, stretches: Sequence[Stretch], *, deep: bool, bounded: bool
+) -> list[tuple[Panel, ...]]:
+    """Without the panel of bounds where no layer has one."""
     prefix = f"{short_names(run.modules)[history.module]}: " if len(run.modules) > 1 else ""
     panels = (
         _raw_panel(run, history, prefix),
-        _bound_panel(run, history, prefix),
+        *([_bound_panel(run, history, prefix)] if bounded else []),
         _path_panel(run, history, stretches, prefix),
         _share_panel(run, history, prefix),
     )
-    return [panels] if deep else [panels[:2], panels[2:]]
+    return [panels] if deep or not bounded else [panels[:2], panels[2:]]
 
 
 def _caption(run: Run, found: Sequence[History], followed: Sequence[Sequence[Stretch]]) -> str:
     resolved = all(stretch.resolved for stretches in followed for stretch in stretches)
     largest = max(len(snapshot.sigma) for history in found for snapshot in history.snapshots)
+    bounded = any(history.bounds for history in found)
+    bound = (
+        "the largest |eigenvalue| of δH, which bounds how far any σ moved since the snapshot before; ",
+        ", with that bound as its margin where it is below σ",
+    )
+    panel, margin = bound if bounded else ("", "")
     said = [
-        "The values σ as a set; the largest |eigenvalue| of δH, which bounds how far any σ moved since the snapshot "
-        "before; each state followed by linear assignment, with that bound as its margin where it is below σ; the "
-        "share of Σσ that the smallest 25, 50, 75 and 90 % of the states hold."
+        f"The values σ as a set; {panel}each state followed by linear assignment{margin}; the share of Σσ that the "
+        "smallest 25, 50, 75 and 90 % of the states hold."
     ]
+    if not bounded and any(len(history.snapshots) > 1 for history in found):
+        said.append("Bounds on how far values move between snapshots were not recorded (`spectra.changes`).")
     if not resolved:
         said.append(
             "Where states move far beside the distance to their neighbours from one snapshot to the next, crossings "
@@ -119,9 +132,7 @@ def _raw_panel(run: Run, history: History, prefix: str) -> Panel:
 
 
 def _bound_panel(run: Run, history: History, prefix: str) -> Panel:
-    bounds = history.bounds
-    alone = len(history.snapshots) == 1
-    absent = "one snapshot, nothing to compare it with" if alone else "not recorded in this run"
+    bounds, absent = history.bounds, "not recorded for this layer"
 
     def draw(axes: Axes) -> None:
         if not bounds:

@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from compressm.reports.canvas import GREY
 from compressm.reports.panels import PAPER, RAMP, Chart, Panel, legend_below, shades
 from compressm.runs.groups import Group, Sample, machines, reference, speed_up
 
 _SHOWN = "Circles are the mean of the three best seeds by validation, or of all where there are fewer than three; bars \
-are one standard deviation; stars are the single best seed."
+are one standard deviation; stars are the single best seed; groups of one order stand side by side."
+# Of an axis of orders, between two points that can be told apart; and how many orders it shows at least.
+_APART, _NARROWEST = 0.04, 2.0
 _SPEED = (
     "Speed-up is the time of the uncompressed model at the order of the start over the run's own; labels are final \
 orders, and areas grow with them."
@@ -72,12 +75,34 @@ def _order_panel(name: str, groups: list[Group]) -> Panel:
         plain = [group for group in groups if not group.compressed]
         line = sorted((places[id(g)], scale(g, sample.centre)) for g in plain if (sample := best_known(g)))
         axes.plot([x for x, _ in line], [y for _, y in line], color=GREY, lw=1)
-        _points(axes, groups, places)
+        _points(axes, groups, _side_by_side(groups, places))
         axes.set(xlabel="final order, mean over layers", ylabel=metric_name(groups[0]))
         axes.margins(x=0.12, y=0.15)
+        _whole_orders(axes)
         legend_below(axes, columns=2)
 
     return Panel(f"{name}: against final order", _words(groups), draw)
+
+
+def _side_by_side(groups: list[Group], places: dict[int, float]) -> dict[int, float]:
+    """Compressed groups that end with one order are moved apart: their bars would hide each other."""
+    wide = max(max(places.values()) - min(places.values()), _NARROWEST)
+    moved = dict(places)
+    together: dict[float, list[int]] = {}
+    for key in (id(group) for group in groups if group.compressed and id(group) in places):
+        together.setdefault(places[key], []).append(key)
+    for keys in together.values():
+        for k, key in enumerate(keys):
+            moved[key] += _APART * wide * (k - (len(keys) - 1) / 2)
+    return moved
+
+
+def _whole_orders(axes: Axes) -> None:
+    """Ticks at whole numbers, of which an axis shows one at least."""
+    low, high = axes.get_xlim()
+    middle = (low + high) / 2
+    axes.set_xlim(min(low, middle - _NARROWEST / 2), max(high, middle + _NARROWEST / 2))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
 
 
 def _speed_panel(name: str, groups: list[Group], every: Sequence[Group]) -> Panel:

@@ -30,5 +30,10 @@ def reduction_grids(measurement: Measurement) -> list[Grid]:
         several = f"{row['members']} × " if row["members"] != 1 else ""
         cells = [f"{several}{row['order']} → {row['rank']}", str(row["width"]), str(row["system"])]
         cells += [duration(float(row[column])) for column in columns]
-        rows.append((*cells, f"{float(row['speedup']):.1f}") if compared else tuple(cells))
+        rows.append((*cells, _ratio(float(row["speedup"]))) if compared else tuple(cells))
     return [Grid("One reduction", tuple(heads), tuple(rows), "median")]
+
+
+def _ratio(value: float) -> str:
+    """One digit after the point, or two that say how small it is."""
+    return f"{value:.1f}" if value >= 1 else f"{value:.2g}"

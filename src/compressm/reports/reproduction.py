@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from compressm.reports.ablation_charts import curves_chart
 from compressm.reports.comparison_tables import paper_form_grids, trained_grid
@@ -40,7 +41,8 @@ def write_reproduction(exhibit: Exhibit, out: Path, *, progress: Callable[[str],
         front = [Section("paper", f"Beside the paper: {exhibit.label}", parts)]
         details = exhibit.picture in ("hankel", "timer")
         title = f"{exhibit.label}: {exhibit.title}"
-        write_report(exhibit.runs, out, title=title, formats=FORMATS, front=front, details=details, progress=progress)
+        shown: dict[str, Any] = {"title": title, "names": exhibit.names, "front": front, "details": details}
+        write_report(exhibit.runs, out, formats=FORMATS, progress=progress, **shown)
         figures = _figures(exhibit, out / "figures", drawn)
     with replacing(out / "report.md") as scratch:
         scratch.write_text(_markdown(exhibit, tables, drawn, figures), encoding="utf-8")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -59,6 +59,7 @@ def write_report(
     out: Path | str,
     *,
     title: str | None = None,
+    names: Mapping[str, str] | None = None,
     formats: Iterable[str] = FORMATS,
     broken: Sequence[str] = (),
     front: Sequence[Section] = (),
@@ -67,12 +68,15 @@ def write_report(
 ) -> Path:
     """`out`/report.html and `out`/figures/*; the page is written last, whole or not at all.
 
-    `broken` says which runs are left out and why (`gather`), for the top of the page; `front` are sections before all
-    others. Without `details` there are no spectra and no times by order, which take minutes for many groups.
+    `names` are, by the path of a run, what its group is called instead of its label. `broken` says which runs are left
+    out and why (`gather`), for the top of the page; `front` are sections before all others. Without `details` there are
+    no spectra and no times by order, which take minutes for many groups.
     """
     if not runs:
         raise RunError("no runs given, expected at least one")
-    groups, folder, wanted = group_runs(runs), Path(out), tuple(formats)
+    folder, wanted = Path(out), tuple(formats)
+    called = names or {}
+    groups = [replace(group, label=called.get(group.runs[0].path, group.label)) for group in group_runs(runs)]
     sections = [*front, *_sections(groups, progress, details)]
     charts = [part for section in sections for part in section.parts if isinstance(part, Chart)]
     for chart in charts if wanted else []:
@@ -89,7 +93,9 @@ def _sections(groups: list[Group], progress: Callable[[str], None], details: boo
     cut, uncut = ([group for group in groups if group.compressed is wanted] for wanted in (True, False))
     timed = [group for group in cut if details and any(run.events for run in group.runs)]
     progress("spectra")
-    hankel = tuple(hankel_chart(group) for group in (*cut, *uncut)) if details else ()
+    # Where nothing was cut, they are what there is to see.
+    folded = [(group, False) for group in cut] + [(group, bool(cut)) for group in uncut]
+    hankel = tuple(hankel_chart(group, folded=away) for group, away in folded if details)
     sections = [
         Section("accuracy", "Accuracy, order and speed-up", (outcome_chart(groups),)),
         Section("training", "Over training", (training_chart(groups),)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
@@ -30,6 +31,8 @@ _REDUCTION = ("spectrum", "cut", "optimizer", "capture")
 _LEGIBLE = 0.09
 # More bars than this could not be labelled.
 _STAGES = 9
+# Of more bars than this each is narrower than its percentage.
+_WIDE = 5
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,8 @@ def timer_chart(group: Group) -> Chart | str:
     rows = ((_step_panel(stages), _evaluation_panel(stages)), (_reduction_panel(run), _budget_panel(stages)))
     caption = (
         "A gradient step and an evaluation by the order at the time; what each cut took, with the spectra recorded "
-        "since the evaluation before; and how a thousand steps divide into phases at every order. Of deep models the "
-        "order is the mean over layers."
+        "since the evaluation before; and how a thousand steps divide into phases at every order, with the share of "
+        "gradient steps written into the bars. Of deep models the order is the mean over layers."
     )
     name = file_name("timer", group.name, group.label)
     return Chart(name, f"{group.name}, {group.label}, seed {run.seed}", caption, rows)
@@ -190,7 +193,7 @@ def _budget_panel(stages: Sequence[Stage]) -> Panel:
         spent = [{phase: stage.per_step(phase) for phase in PHASES} for stage in shown]
         _stack(axes, [f"{stage.order:.3g}" for stage in shown], spent, tuple(PHASES))
         axes.set(xlabel="order", ylabel="seconds for 1000 steps")
-        legend_below(axes, columns=4)
+        legend_below(axes, columns=3)
 
     words = "; ".join(f"{sum(s.per_step(p) for p in PHASES):.3g} seconds at order {s.order:.3g}" for s in shown)
     return Panel("(d) a thousand steps", words, draw)
@@ -199,6 +202,8 @@ def _budget_panel(stages: Sequence[Stage]) -> Panel:
 def _stack(axes: Axes, labels: list[str], spent: list[dict[str, float]], order: Sequence[str]) -> None:
     bottom = [0.0] * len(labels)
     highest = max((sum(values.values()) for values in spent), default=0.0)
+    inside: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8, "color": PAPER}
+    inside["rotation"] = 90 if len(labels) > _WIDE else 0
     for phase in order:
         heights = [values.get(phase, 0.0) for values in spent]
         if not any(heights):
@@ -207,6 +212,8 @@ def _stack(axes: Axes, labels: list[str], spent: list[dict[str, float]], order: 
         for k, height in enumerate(heights):
             if phase == "steps" and height > _LEGIBLE * highest:
                 share = height / sum(spent[k].values())
-                axes.text(k, bottom[k] + height / 2, f"{share:.0%}", ha="center", va="center", fontsize=8, color=PAPER)
+                axes.text(k, bottom[k] + height / 2, f"{share:.0%}", **inside)
         bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
+    # A bar of no height on top of the highest would take its margin away.
+    axes.set_ylim(0, 1.05 * highest or 1.0)
     axes.grid(visible=False, axis="x")

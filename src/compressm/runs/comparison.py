@@ -69,6 +69,12 @@ class Exhibit:
         return tuple({run.path: run for cell in self.cells for run in cell.runs}.values())
 
     @cached_property
+    def names(self) -> dict[str, str]:
+        """By path, what a compressed run is called here: trainings that several exhibits share have a label for all."""
+        compressed = (cell for cell in self.cells if cell.method == "CompreSSM")
+        return {run.path: cell.column for cell in compressed for run in cell.runs}
+
+    @cached_property
     def tasks(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(cell.task for cell in self.cells))
 

@@ -9,6 +9,7 @@ from compressm.experiments.reproduction.conducting import conduct
 from compressm.experiments.reproduction.exhibits import exhibit
 from compressm.experiments.reproduction.plan import Plan, require_same_recipes
 from compressm.experiments.reproduction.settings import Setting
+from compressm.reports import run_report
 from compressm.reports.reproduction import write_reproduction
 from compressm.runs.directory import RunDirectory
 from compressm.runs.groups import group_runs
@@ -72,7 +73,10 @@ def test_students_of_several_seeds_are_one_group_and_a_moved_folder_is_the_same_
     assert {job.state for job in jobs} == {"done"}
 
 
-def test_cells_show_the_cut_model_and_the_time_of_the_teacher(done, tmp_path):
+def test_cells_show_the_cut_model_and_the_time_of_the_teacher(done, tmp_path, monkeypatch):
+    # Pictures have tests of their own.
+    monkeypatch.setattr(run_report, "write_files", lambda *_: [])
+    monkeypatch.setattr(run_report, "inline_svg", lambda *_, **__: "")
     shown = exhibit(done[0], quick=False)
     cells = {(cell.method, cell.column): cell for cell in shown.cells}
     cut, uncut = cells["Hankel nuclear norm", "τ = 0.04"], cells["Hankel nuclear norm", "τ = 0"]

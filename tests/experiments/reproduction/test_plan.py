@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -59,7 +60,9 @@ def test_the_report_has_both_numbers_seeds_steps_time_and_commit(done, tmp_path)
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| digits for sMNIST")]
     assert [row[1:3] for row in rows] == [["CompreSSM", "τ = 0.04"], ["baseline", "τ = 0.04"], ["baseline", "τ = 0"]]
     assert (rows[0][4], rows[0][6], rows[1][6]) == ("12.7 ± 3.0", "95.9 ± 0.2", "92.6 ± 0.5")
-    assert [row[9:11] for row in rows] == [["2", str(STEPS)]] * 3
+    assert [row[8:10] for row in rows] == [["2", str(STEPS)]] * 3
+    # The paper gives no speed-up here: no column of dashes.
+    assert "| order | paper | test, % | paper | speed-up | seeds |" in text
     assert all("tests" in row[-1] and "s" in row[-2] for row in rows)
     assert "Quick: scikit-learn's 8 × 8 digits" in text
     assert "tab:results" in text
@@ -80,6 +83,18 @@ def test_every_picture_can_be_drawn_of_real_runs(done, tmp_path, picture, monkey
     wanted = plan(done[0].runs.parent, picture=picture)
     path = write_reproduction(exhibit(wanted, quick=False), tmp_path)
     assert "](figures/" in path.read_text()
+
+
+def test_a_page_calls_runs_by_their_arm_and_not_by_the_label_that_arms_share(done, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_report, "inline_svg", lambda panel, **_: panel.words)
+    monkeypatch.setattr(reproduction, "FORMATS", ())
+    compressed, *others = arms()
+    wanted = plan(done[0].runs.parent, chosen=(replace(compressed, column="largest kept"), *others))
+    write_reproduction(exhibit(wanted, quick=False), tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert "largest kept: " in page
+    assert '<th scope="row">largest kept</th>' in page
+    assert '<th scope="row">τ = 0.04</th>' not in page
 
 
 def test_nothing_is_trained_twice(done):

@@ -35,7 +35,8 @@ def measuring() -> Iterator[Callable[[str], None]]:
 def report(measurement: Measurement, result: Path, *, tables: list[Table] | None = None) -> None:
     """Show its tables and write its file."""
     for table in tables or [_rich(grid) for grid in grids(measurement)]:
-        console.print(table)
+        # Wider than the terminal rather than with numbers cut off.
+        console.print(table, crop=False)
     console.print(f"result: {measurement.write(result)}", soft_wrap=True)
 
 
@@ -53,7 +54,9 @@ def _rich(grid: Grid) -> Table:
         if head == "note" or longest > _LONG:
             table.add_column(head, min_width=min(12, max(len(head), longest)))
         else:
-            table.add_column(head, justify="right", no_wrap=True)
+            # Heads may be broken between words, numbers never.
+            words = max(map(len, head.split()), default=0)
+            table.add_column(head, justify="right", min_width=max(longest, words))
     for row in grid.rows:
         table.add_row(*(escape(cell) for cell in row))
     return table
