@@ -19,26 +19,30 @@ _FAMILIES = {
     "taught": ("taught by the whole model", RED, "^"),
 }
 _START = ("from the start", GREY, "o")
+_RANGE = 10.0  # points of accuracy that are shown below the best
 
 
 def draw_results(measurement: Measurement, path: Path | str) -> Path:
     """One point a variant, with its spread over seeds; hollow ones are the paper's."""
     groups = by_variant(measurement)
+    lowest = max(_mean(rows, "best") for rows in groups.values()) - _RANGE
+    families: dict[tuple[str, str, str], list[str]] = {}
+    for variant in sorted(groups, key=lambda variant: _mean(groups[variant], "order")):
+        families.setdefault(_family(variant), []).append(variant)
     with picture(path, size=(6.4, 4.4)) as figure:
         (panel,) = figure.axes
-        families: dict[tuple[str, str, str], list[str]] = {}
-        for variant in groups:
-            families.setdefault(_family(variant), []).append(variant)
         for (name, colour, marker), variants in families.items():
-            variants.sort(key=lambda variant: _mean(groups[variant], "order"))
-            _points(panel, [groups[variant] for variant in variants], name, colour, marker)
+            accuracies = {variant: _mean(groups[variant], "best") for variant in variants}
+            below = ", ".join(f"{value:.0f} %" for value in accuracies.values() if value < lowest)
+            shown = [groups[variant] for variant, value in accuracies.items() if value >= lowest]
+            _points(panel, shown, f"{name} (far below: {below})" if below else name, colour, marker)
             paper = sorted({found for variant in variants if (found := in_paper(measurement, variant))})
             if paper and name != "cut gently":  # the paper's are those of its tolerances
                 panel.plot(*zip(*paper, strict=True), marker, color=colour, mfc="white", ms=7, ls=":", lw=0.8)
         panel.plot([], [], "o", color=GREY, mfc="white", label="hollow: the paper, its best three seeds")
-        orders = sorted({round(_mean(rows, "order")) for rows in groups.values()})
+        orders = _apart(sorted({round(_mean(rows, "order")) for rows in groups.values()}))
         panel.set(xscale="log", xlabel="states at the end", ylabel="test accuracy, %", title=measurement.title)
-        panel.set_xticks(_apart(orders), [str(order) for order in _apart(orders)])
+        panel.set_xticks(orders, [str(order) for order in orders])
         panel.minorticks_off()
         panel.legend(fontsize=8)
         figure.supxlabel(_below(measurement), x=0.01, ha="left", fontsize=7, color=GREY)

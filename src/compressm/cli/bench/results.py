@@ -23,7 +23,9 @@ def table(result: Annotated[Path, typer.Argument(help="A result file of a benchm
 
 
 def draw(
-    result: Annotated[Path, typer.Argument(help="A result file of reduction, growth or loss_continuity.")],
+    result: Annotated[
+        Path, typer.Argument(help="A result file of reduction, growth, speedup, loss_continuity or results.")
+    ],
     picture: Annotated[
         Path | None, typer.Option(help="The picture to write. Default: beside the result, .png.")
     ] = None,
