@@ -60,6 +60,15 @@ def test_a_penalty_and_a_teacher_are_tried_once():
     assert len(alone) == len(everything) - 1
 
 
+def test_what_is_kept_differs_alone_and_ends_at_32():
+    found = [recipe_of("smnist-selection", name) for name in ("largest", "random", "smallest")]
+    assert [recipe.compression.select for recipe in found] == ["largest", "random", "smallest"]
+    assert all(Plan.of(recipe).cuts == [5_000, 10_000, 15_000, 20_000] for recipe in found)
+    order = 256
+    assert [order := int(found[0].compression.rho * order + 0.5) for _ in range(4)][-1] == 32
+    assert Plan.of(recipe_of("smnist-selection", "largest", 400)).cuts == [10, 20, 30, 40]
+
+
 def test_a_rate_that_falls_is_all_that_differs():
     plain, falling = recipe_of("smnist", "to-28"), recipe_of("smnist-falling", "to-28")
     assert (falling.compression, falling.model) == (plain.compression, plain.model)

@@ -2,8 +2,9 @@
 
 sMNIST with the paper's 200 000 steps: cuts with τ tried through all of training, in the paper's way and in ours, and
 gentle cuts that end at exactly 28 and 13 states; beside them, with one seed, a penalty on Hankel singular values and a
-teacher, which is the whole model. smnist-falling: the same with a learning rate that begins higher and falls. sCIFAR
-with as many steps as there is time for: four cuts in the warm-up.
+teacher, which is the whole model. smnist-falling: the same with a learning rate that begins higher and falls.
+smnist-selection: four cuts to 32 states that keep the largest Hankel values, the smallest, or random ones. sCIFAR with
+as many steps as there is time for: four cuts in the warm-up.
 
 python -m compressm.experiments.results smnist --seeds 5 --processes 9 --data FOLDER
 """
@@ -32,8 +33,8 @@ class Variant:
     """The order at the start, and what differs from the recipe; nothing differs in one that is never cut.
 
     tries: how often a cut is tried through all of training, where the recipe does not say; until: up to which share of
-    the steps. recipe: where it is not that of the task; teacher: the variant whose run of the same seed teaches this
-    one; once: trained with the first seed alone.
+    the steps; at: the shares of the steps at which cuts are, in the place of both. recipe: where it is not that of the
+    task; teacher: the variant whose run of the same seed teaches this one; once: trained with the first seed alone.
     """
 
     label: str
@@ -41,6 +42,7 @@ class Variant:
     differs: tuple[str, ...] = ()
     tries: int | None = None
     until: float = 0.75
+    at: tuple[float, ...] = ()
     recipe: str | None = None
     teacher: str | None = None
     once: bool = False
@@ -66,6 +68,12 @@ def _gently(order: int) -> Variant:
     """A tenth of the states at a time, until there are so many."""
     rule = ("compression.tau=null", "compression.rho=0.9", f"compression.at_least={order}", "compression.gate=1.0")
     return Variant(f"gently to {order}", 256, (*rule, *OURS), tries=100)
+
+
+def _selected(label: str, select: str) -> Variant:
+    """256 → 152 → 91 → 54 → 32 within the first tenth, as in the paper's ablation of what is kept."""
+    rule = ("compression.tau=null", "compression.rho=0.594604", "compression.gate=1.0", f"compression.select={select}")
+    return Variant(label, 256, rule, at=(0.025, 0.05, 0.075, 0.1))
 
 
 TASKS = {
@@ -107,6 +115,19 @@ TASKS = {
             *("training.precision=tf32", "training.schedule=cosine", "training.warmup=0.02"),
             "training.learning_rate=4.0e-3",
         ),
+    ),
+    "smnist-selection": Task(
+        "smnist-selection",
+        "smnist",
+        {
+            "largest": _selected("largest σ kept", "largest"),
+            "random": _selected("random states kept", "random"),
+            "smallest": _selected("smallest σ kept", "smallest"),
+            "small-32": Variant("32 states", 32),
+        },
+        steps=200_000,
+        evaluations=40,
+        settings=("training.precision=tf32",),
     ),
     "scifar": Task(
         "scifar",
@@ -160,6 +181,8 @@ def _folder(task: Task, name: str, out: Path, seed: int, steps: int) -> Path:
 
 
 def _when(variant: Variant, steps: int) -> tuple[str, ...]:
+    if variant.at:
+        return (f"compression.when={{steps: {[max(1, round(share * steps)) for share in variant.at]}}}",)
     if variant.tries is None:
         return ()
     every = max(1, steps // variant.tries)

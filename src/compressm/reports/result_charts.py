@@ -16,6 +16,9 @@ _FAMILIES = {
     "gently": ("cut gently", GREEN, "D"),
     "four cuts": ("cut four times", GREEN, "D"),
     "Σσ": ("Σσ penalty, then cut", PURPLE, "v"),
+    "largest": ("largest σ kept", GREEN, "D"),
+    "random": ("random states kept", ORANGE, "s"),
+    "smallest": ("smallest σ kept", RED, "v"),
     "taught": ("taught by the whole model", RED, "^"),
 }
 _START = ("from the start", GREY, "o")

@@ -29,7 +29,10 @@ _BESIDE = {
         "four cuts to 57": ("results", "CompreSSM", "τ = 0.15"),
     },
 }
-TASKS = {"results-smnist": "sMNIST", "results-smnist-falling": "sMNIST", "results-scifar": "CIFAR10"}
+TASKS = {
+    **dict.fromkeys(("results-smnist", "results-smnist-falling", "results-smnist-selection"), "sMNIST"),
+    "results-scifar": "CIFAR10",
+}
 _TOP = 3  # of the seeds are in the paper's means
 
 
