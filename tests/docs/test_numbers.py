@@ -141,6 +141,26 @@ def test_a_penalty_costs_less_than_a_step_at_the_sizes_of_the_paper():
     assert recipe["ratio"] < 2
     assert all(row["ratio_every"] < 2 for row in result("regulariser-cpu").rows)
     assert result("regulariser-cpu").environment.threads == 1
+    (on_gpu, *_) = rows("regulariser-cuda", order=256, max_phase=0.314)
+    assert on_gpu["norm_s"] <= 3e-3
+    assert all(row["ratio_every"] < 2 for row in result("regulariser-cuda").rows)
+
+
+def imdb(variant, column):
+    found = [float(row[column]) for row in rows("imdb_mamba", variant=variant)]
+    assert len(found) == 2, "two seeds of each"
+    return fmean(found)
+
+
+def test_a_selective_layer_that_is_cut_trains_four_times_as_fast():
+    """As the paper's does, with as many states at the end as there."""
+    whole, few = (imdb(variant, "steps_s") for variant in ("128 states", "baked to 12 at once"))
+    assert whole / few >= 4
+    steps = [1e3 * imdb(variant, "step_s") for variant in ("128 states", "baked to 12 at once")]
+    page = " ".join((ROOT / "docs" / "mamba.md").read_text().split())
+    assert f"takes {steps[0]:.1f} ms with 128 states and {steps[1]:.1f} ms with 12" in page
+    both = {row["order"]: row["both_s"] for row in result("selective-cuda").rows}
+    assert (both[128] <= 30e-3, both[12] <= 3.5e-3) == (True, True)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("*.json")), ids=lambda path: path.stem)
@@ -150,7 +170,9 @@ def test_results_name_a_machine_and_a_clean_commit(path):
     assert len(environment.commit) == 12
 
 
-@pytest.mark.parametrize("name", ["reduction-cuda", "step-cuda", "cut-cuda", "growth-cuda", "smnist_settings"])
+@pytest.mark.parametrize(
+    "name", ["reduction-cuda", "step-cuda", "cut-cuda", "growth-cuda", "smnist_settings", "imdb_mamba"]
+)
 def test_results_of_a_gpu_name_it(name):
     assert "H200" in result(name).environment.accelerator
 
