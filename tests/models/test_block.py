@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from compressm.layers import LRU
-from compressm.models import BatchNorm, Block, Blocks, LayerNorm, NoNorm, OneMask, PerElement
+from compressm.layers import LRU, Mamba
+from compressm.models import BatchNorm, Block, Blocks, LayerNorm, MixerBlock, NoNorm, OneMask, PerElement, RMSNorm
 
 WIDTH, ORDER = 6, 5
 DROPOUT = PerElement(0.1)
@@ -40,6 +40,15 @@ def test_hooks_on_the_layer_see_its_input_and_may_change_its_output(norm):
     block.ssm.register_forward_hook(lambda module, args, output: (torch.zeros_like(output[0]), output[1]))
     value, gate = block.gate.bias.chunk(2)
     torch.testing.assert_close(block(x)[0], x + value * torch.sigmoid(gate))
+
+
+def test_hooks_on_the_norm_of_a_selective_layer_see_and_may_change_what_it_gives():
+    torch.manual_seed(0)
+    block, x, seen = MixerBlock(Mamba(WIDTH, order=ORDER), norm=RMSNorm()).eval(), sequence().float(), []
+    wanted = x + block.ssm(2 * block.norm(x))[0]
+    block.norm.register_forward_hook(lambda module, args, output: seen.append(args[0]) or 2 * output)
+    torch.testing.assert_close(block(x)[0], wanted)
+    assert seen[0] is x
 
 
 @pytest.mark.parametrize("norm", NORMS, ids=repr)

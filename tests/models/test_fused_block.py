@@ -118,6 +118,18 @@ def test_a_hook_may_change_what_the_layer_is_given(change, scanned):
         assert relative(got[name], value) < TOLERANCE, name
 
 
+def test_a_hook_may_change_what_the_norm_gives():
+    def hooked(block):
+        block.norm.register_forward_hook(lambda module, args, output: 2 * output)
+        return block
+
+    x, block = normal(3, 12, 40, seed=1), make(40)
+    plain = hooked(copy.deepcopy(block).double())
+    got, wanted = trained(hooked(block), x), trained(plain, x.double())
+    for name, value in wanted.items():
+        assert relative(got[name], value) < TOLERANCE, name
+
+
 def test_a_penalty_on_what_the_layer_is_given_is_learned_from_too():
     def penalised(block, x):
         seen = []

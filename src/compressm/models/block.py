@@ -16,7 +16,7 @@ from compressm.models.dropout import Dropout, PerElement
 from compressm.models.normalisation import BatchNorm, Norm, PaddedBatchNorm, forked, normed
 from compressm.ops.dropped_residual import dropped_residual
 from compressm.ops.gated_residual import gated_residual
-from compressm.ops.kernels import kernels_serve
+from compressm.ops.kernels import is_watched, kernels_serve
 from compressm.ops.link import Link
 
 
@@ -106,7 +106,7 @@ class Block(ResidualBlock):
         # Kernels and compilers take D ⊙ u on their way through what follows; elsewhere the layer has it for nothing,
         # and hooks are shown, and may change, the whole layer.
         fused = torch.compiler.is_compiling() or kernels_serve(u)
-        inside = not fused or bool(self.ssm._forward_hooks or self.ssm._forward_pre_hooks)
+        inside = not fused or is_watched(self.ssm)
         y, state = self.ssm(u, state, lengths, keep_state=keep_state, skip=inside, drive=drive)
         measured = isinstance(before, PaddedBatchNorm) and before.training and lengths is None
         return self._after(y, x, *([None, None] if inside else [u, link]), measured=measured), state

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from compressm.layers import SequenceError
 from compressm.models.padding import without_padding
 from compressm.ops.batch_norm import Normalised, RunningStatistics, batch_norm
-from compressm.ops.kernels import kernels_serve
+from compressm.ops.kernels import is_watched, kernels_serve
 from compressm.ops.rms_norm import rms_norm
 
 
@@ -24,7 +24,8 @@ def forked(
     D: Float[Tensor, " width"],
 ) -> Normalised:
     """u = norm(x) and what `gated_residual` needs beside it, for a block that goes on with u, D ⊙ u and x."""
-    if isinstance(norm, PaddedBatchNorm) and norm.training and lengths is None and kernels_serve(x):
+    served = lengths is None and kernels_serve(x) and not is_watched(norm)
+    if isinstance(norm, PaddedBatchNorm) and norm.training and served:
         return norm.fork(x, D)
     return Normalised(norm(x, lengths), x)
 
@@ -33,7 +34,7 @@ def normed(
     norm: nn.Module, x: Float[Tensor, "batch length width"], lengths: Int[Tensor, " batch"] | None
 ) -> tuple[Float[Tensor, "batch length width"], Float[Tensor, "batch length width"]]:
     """norm(x), and x for a block that adds to it what it makes of the norm."""
-    if isinstance(norm, StepRMSNorm) and not (norm._forward_hooks or norm._forward_pre_hooks):
+    if isinstance(norm, StepRMSNorm) and not is_watched(norm):
         return norm.fork(x)
     return norm(x, lengths), x
 

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from compressm.ops.kernels import kernels_serve
+from compressm.ops.kernels import is_watched, kernels_serve
 
 
 def token_features(tokens: Int[Tensor, "*leading"], embedding: nn.Embedding) -> Float[Tensor, "*leading width"]:
@@ -29,8 +29,6 @@ def _only_looks_up(embedding: nn.Embedding) -> bool:
     """No hook sees what goes through the module, no row is bounded, and the gradient of a row is a plain sum."""
     if type(embedding) is not nn.Embedding:
         return False
-    forward = embedding._forward_pre_hooks or embedding._forward_hooks
-    backward = embedding._backward_pre_hooks or embedding._backward_hooks
     bounded = embedding.max_norm is not None
     uneven = embedding.padding_idx is not None or embedding.scale_grad_by_freq or embedding.sparse
-    return not (forward or backward or bounded or uneven)
+    return not (is_watched(embedding) or bounded or uneven)
