@@ -116,6 +116,10 @@ class SlurmOptions:
     gpus: int = 1
     cluster: str = "slurm"
 
+    def __post_init__(self) -> None:
+        if not self.hours > 0:
+            raise ConfigError(f"hours is {self.hours:g}, expected a number above 0")
+
 
 @final
 class Slurm(Executor):
@@ -126,7 +130,10 @@ class Slurm(Executor):
     def __init__(self, folder: Path, options: SlurmOptions, data: Path | None = None) -> None:
         submitit = _submitit()
         self._data, self._jobs = data, []  # type: tuple[Path | None, list[Any]]
-        self._executor = submitit.AutoExecutor(folder=str(folder / "%j"), cluster=options.cluster)
+        try:
+            self._executor = submitit.AutoExecutor(folder=str(folder / "%j"), cluster=options.cluster)
+        except RuntimeError as error:
+            raise ConfigError(f"--executor slurm: {error} Expected local here, or a machine that has srun") from None
         if options.cluster != "slurm":
             self.patience = Executor.patience
         chosen: dict[str, Any] = {"timeout_min": round(60 * options.hours), "gpus_per_node": options.gpus}
