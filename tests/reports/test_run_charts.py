@@ -155,6 +155,20 @@ def test_points_that_differ_stand_at_their_own_orders(axes, shallow):
     assert places[shallow[-1].label] == shallow[-1].order.centre
 
 
+@pytest.mark.parametrize("part", ["regulariser", "distillation"])
+def test_models_with_a_penalty_or_a_teacher_have_a_name_of_their_own(axes, shallow, part):
+    large, small = shallow[:2]
+    taught = replace(small, label="taught", runs=tuple(_with(run, part) for run in small.runs))
+    for panel in outcome_chart([large, taught]).panels:
+        axes.clear()
+        panel.draw(axes)
+        assert [text.get_text() for text in axes.get_legend().get_texts()] == ["uncompressed", "taught"]
+
+
+def _with(run, part):
+    return replace(run, config={**run.config, part: {"beta": 0.1}})
+
+
 def test_cuts_that_are_near_share_a_label_and_others_have_their_own(axes, shallow):
     run = shallow[-1].shown
     axes.set_xlim(0, 10_000)
