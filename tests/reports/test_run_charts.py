@@ -10,7 +10,7 @@ from compressm.reports.cut_lines import mark_cuts
 from compressm.reports.hankel_charts import hankel_chart
 from compressm.reports.hankel_history import SNAPSHOTS, histories
 from compressm.reports.outcome_charts import outcome_chart
-from compressm.reports.panels import Panel, inline_svg, label_ends, short_names, write_files
+from compressm.reports.panels import Chart, Panel, inline_svg, label_ends, legend_below, short_names, write_files
 from compressm.reports.time_charts import cuts_of, phases, stages_of, time_chart, timer_chart
 from compressm.runs.directory import RunDirectory, Status
 from compressm.runs.groups import group_runs
@@ -153,6 +153,29 @@ def test_points_that_differ_stand_at_their_own_orders(axes, shallow):
     outcome_chart(shallow).panels[0].draw(axes)
     places = {points.get_label(): points.get_offsets()[0][0] for points in axes.collections}
     assert places[shallow[-1].label] == shallow[-1].order.centre
+
+
+def test_many_groups_of_one_order_stay_near_it(axes, shallow):
+    names = [f"group {k}" for k in range(20)]
+    outcome_chart([*shallow[:2], *(replace(shallow[-1], label=name) for name in names)]).panels[0].draw(axes)
+    places = [points.get_offsets()[0][0] for points in axes.collections if points.get_label() in names]
+    wide = shallow[0].order.centre - min(shallow[1].order.centre, shallow[-1].order.centre)
+    assert max(places) - min(places) == pytest.approx(0.16 * wide)
+
+
+def test_a_long_legend_has_room_below_its_panel_and_no_label_leaves_it(tmp_path, recwarn):
+    labels = [f"setting {k}, orders [64, 32, 16, 8, 4], temperature 2.0, fold True" for k in range(12)]
+
+    def draw(axes):
+        for label in labels:
+            axes.plot([0, 1], [0, 1], label=label)
+        legend_below(axes)
+
+    (path,) = write_files(Chart("long", "", "", ((Panel("p", "", draw), Panel("q", "", draw)),)), tmp_path, ["png"])
+    height, width, _ = plt.imread(path).shape
+    assert (width, height > 2.9 * 200 + 24 * 20) == (1600, True)
+    assert 'viewBox="0 0 288 ' in inline_svg(Panel("p", "", draw), key="k", size=(4.0, 2.9))
+    assert [str(warning.message) for warning in recwarn] == []
 
 
 @pytest.mark.parametrize("part", ["regulariser", "distillation"])

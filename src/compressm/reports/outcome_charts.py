@@ -15,8 +15,9 @@ from compressm.runs.groups import Group, Sample, machines, reference, speed_up
 _SHOWN = "Circles are the mean of the three best seeds by validation, or of all where there are fewer than three; bars \
 are one standard deviation; stars are the single best seed; groups of one order stand side by side. Grey are models \
 that were trained with nothing added: no cuts, no penalty, no teacher."
-# Of an axis of orders, between two points that can be told apart; and how many orders it shows at least.
-_APART, _NARROWEST = 0.04, 2.0
+# Of an axis of orders, between two points that can be told apart, and between the first and the last of many of one
+# order; and how many orders it shows at least.
+_APART, _SPREAD, _NARROWEST = 0.04, 0.16, 2.0
 _SPEED = (
     "Speed-up is the time of the uncompressed model at the order of the start over the run's own; labels are final \
 orders, and areas grow with them."
@@ -93,8 +94,9 @@ def _side_by_side(groups: list[Group], places: dict[int, float]) -> dict[int, fl
     for key in (id(group) for group in groups if not group.plain and id(group) in places):
         together.setdefault(places[key], []).append(key)
     for keys in together.values():
+        apart = wide * min(_APART, _SPREAD / max(len(keys) - 1, 1))
         for k, key in enumerate(keys):
-            moved[key] += _APART * wide * (k - (len(keys) - 1) / 2)
+            moved[key] += apart * (k - (len(keys) - 1) / 2)
     return moved
 
 
