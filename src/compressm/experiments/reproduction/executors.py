@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, final
 
-from compressm.experiments.trainings import Training
+from compressm.experiments.trainings import Training, last_words
 from compressm.training.config import ConfigError
-
-_SAID = 600  # of the last words of a training that failed
 
 
 @dataclass(frozen=True)
@@ -96,10 +94,8 @@ def ending(process: subprocess.Popen[str]) -> Ended:
     said, _ = process.communicate()
     if process.returncode == 0:
         return Ended()
-    # Refusals come in a box.
-    last = " ".join("".join(" " if sign in "│╭╮╰╯─" else sign for sign in said).split())[-_SAID:]
     # 130 is a training that saved; a negative number one that a signal ended before it could.
-    return Ended(f"exit {process.returncode}: {last}", interrupted=process.returncode in (130, -15, -2))
+    return Ended(f"exit {process.returncode}: {last_words(said)}", interrupted=process.returncode in (130, -15, -2))
 
 
 def run_here(training: Training, data: Path | None) -> Ended:
