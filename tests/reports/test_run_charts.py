@@ -10,7 +10,16 @@ from compressm.reports.cut_lines import mark_cuts
 from compressm.reports.hankel_charts import hankel_chart
 from compressm.reports.hankel_history import SNAPSHOTS, histories
 from compressm.reports.outcome_charts import outcome_chart
-from compressm.reports.panels import Chart, Panel, inline_svg, label_ends, legend_below, short_names, write_files
+from compressm.reports.panels import (
+    Chart,
+    Panel,
+    inline_svg,
+    label_ends,
+    legend_below,
+    plain_ticks,
+    short_names,
+    write_files,
+)
 from compressm.reports.time_charts import cuts_of, phases, stages_of, time_chart, timer_chart
 from compressm.runs.directory import RunDirectory, Status
 from compressm.runs.groups import group_runs
@@ -286,6 +295,17 @@ def test_labels_at_the_ends_of_lines_do_not_overlap(axes):
     heights = sorted(text.get_position()[1] for text in axes.texts)
     assert heights[1] - heights[0] > 0.08
     assert len(heights) == 3
+
+
+@pytest.mark.parametrize(("low", "high"), [(76, 162), (110, 180), (0.011, 0.019), (3, 40), (1e-4, 1e4)])
+def test_a_logarithmic_axis_has_labels_however_narrow_it_is(axes, low, high):
+    axes.plot([0, 1], [low, high])
+    axes.set_yscale("log")
+    plain_ticks(axes)
+    axes.figure.canvas.draw()
+    bottom, top = axes.get_ylim()
+    inside = [label.get_text() for label in axes.get_yticklabels() if bottom <= label.get_position()[1] <= top]
+    assert len([text for text in inside if text]) >= 3
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
 from compressm.reports.canvas import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, STYLE
@@ -200,7 +200,10 @@ def plain_ticks(axes: Axes) -> None:
     for axis in (axes.xaxis, axes.yaxis):
         if axis.get_scale() == "log":
             low, high = axis.get_view_interval()
-            if high < 100 * low:
+            if high < 5 * low:  # of 1, 2 and 5 there may be one alone, or none
+                axis.set_major_locator(MaxNLocator(5))
+                axis.set_minor_locator(NullLocator())
+            elif high < 100 * low:
                 axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}" if value < 1e-3 else f"{value:g}"))
             axis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
