@@ -4,7 +4,8 @@ import torch
 from scipy.special import log_softmax, softmax
 from torch import nn
 
-from compressm.baselines import Teacher, distillation_loss
+from compressm.baselines import DistillationError, Teacher, distillation_loss
+from tests import unhooked
 
 
 def random_logits(count=6, classes=4, seed=0):
@@ -52,3 +53,39 @@ def test_a_teacher_has_neither_gradients_nor_dropout_and_remembers_by_number():
     teacher.keep((part,) for part in inputs.split(4))
     assert teacher.keeps
     torch.testing.assert_close(teacher.recall(torch.tensor([7, 0, 7])), asked[[7, 0, 7]])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"temperature": 0.0}, "temperature is 0.0, expected a number above 0"),
+        ({"temperature": -2.0}, "temperature is -2.0"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"alpha": 1.5}, "alpha is 1.5, expected a number at least 0 and at most 1"),
+        ({"alpha": -0.1}, "alpha is -0.1"),
+    ],
+)
+def test_weights_that_make_no_mean_of_two_losses_are_refused(options, said):
+    with pytest.raises(DistillationError, match=said):
+        distillation_loss(*random_logits(), **options)
+
+
+GIVEN = """
+import torch
+from compressm.baselines import distillation_loss
+
+z, y = torch.zeros(6, 4), torch.zeros(6, dtype=torch.int64)
+"""
+
+
+def test_answers_of_another_shape_are_refused_and_not_spread_over_all():
+    cases = ("z, z[:1], y", "z, z[:, :1], y", "z, z, y[:1]", "z[None], z[None], y[None]")
+    found = unhooked.outcomes(GIVEN, {case: f"distillation_loss({case})" for case in cases})
+    for kinds, message in found.values():
+        assert "DistillationError" in kinds
+        assert "expected (m, classes), (m, classes) and (m,)" in message
+
+
+def test_a_teacher_that_kept_nothing_has_nothing_to_recall():
+    with pytest.raises(DistillationError, match="call keep before recall"):
+        Teacher(nn.Linear(3, 2)).recall(torch.tensor([0]))

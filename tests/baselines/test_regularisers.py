@@ -96,3 +96,14 @@ def test_selective_layers_and_models_without_layers_are_refused_by_name():
         HankelNuclearNorm()(Mamba(4, 3))
     with pytest.raises(AdapterError, match="Linear has no SSM layer"):
         ModalL1()(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("penalty", PENALTIES, ids=str)
+@pytest.mark.parametrize(("layer", "decay"), [(LRU, "nu_log"), (S5, "log_A_real"), (S4D, "log_A_real")])
+def test_modes_that_are_dead_already_have_a_gradient(layer, decay, penalty):
+    """|λ| = exp(−exp(20)), or that to the power of a step, is 0 in float64."""
+    model = nn.Sequential(layer(3, order=4))
+    with torch.no_grad():
+        getattr(model[0], decay).fill_(20.0)
+    penalty(model).backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)

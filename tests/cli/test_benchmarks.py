@@ -139,6 +139,8 @@ def test_every_committed_result_has_a_table(path):
         (("bench", "cut", "--task", "mnist"), "'mnist' is not one of 'smnist'"),
         (("bench", "cut", "--rank", "0"), "0 is too small, expected at least 1"),
         (("bench", "peers", "--repeats", "0"), "0 is too small, expected at least 1"),
+        (("bench", "speedup", "--schedule", "0:128,10:256"), "--schedule '0:128,10:256': expected steps that rise"),
+        (("bench", "speedup", "--schedule", "0:128,10:0"), "orders that fall, to 1 or more"),
         (("bench", "draw", str(RESULTS / "scan-cpu.json")), "no picture for results named 'scan', only for reduction"),
     ],
 )
@@ -163,6 +165,27 @@ def test_a_result_with_other_values_is_refused_by_name(tmp_path, change, said):
     done = run("bench", "table", str(path))
     assert done.exit_code == 2
     assert said in plain(done)
+
+
+@pytest.mark.parametrize("command", ["table", "draw"])
+@pytest.mark.parametrize(
+    ("kind", "column", "said"),
+    [
+        ("costs", "recapture_s", "row 0 lacks recapture_s"),
+        ("schedule", "whole_s", "row 6 lacks whole_s"),
+        ("costs", None, "no row has costs"),
+    ],
+)
+def test_a_speed_up_without_a_column_is_refused_by_name(tmp_path, command, kind, column, said):
+    stored = json.loads((RESULTS / "speedup-digits-cpu.json").read_text())
+    for row in [row for row in stored["rows"] if row["what"] == kind]:
+        stored["rows"].remove(row) if column is None else row.pop(column)
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps(stored))
+    done = run("bench", command, str(path))
+    assert done.exit_code == 2
+    assert said in plain(done)
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_result_of_an_unknown_kind_is_refused_by_name(tmp_path):

@@ -65,7 +65,7 @@ def test_a_bad_value_says_what_was_given_and_exits_2(app, tmp_path, monkeypatch,
     assert said in plain(done)
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "spectra.jsonl"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "spectra.jsonl", "penalties.jsonl"])
 def test_a_broken_line_is_named_and_nothing_is_written(app, tmp_path, name):
     folder = write(Made(order=4, every=5000), tmp_path)
     (folder / name).write_text("{}\n")
@@ -82,6 +82,9 @@ BROKEN = {
     '"seconds": 0, "step_seconds": 0}\n',
     "spectra.jsonl": '{"step": 1, "module": "blocks.0.ssm", "sigma": ["large"], "weyl_bound": null}\n',
     "timings.jsonl": b"\xff\n",
+    "penalties.jsonl": '{"step": 1, "kind": "modal-l1", "value": "low", "beta": 0.1, "found_at": 1, "evaluations": 1, '
+    '"seconds": 0.1}\n',
+    "truncations.jsonl": '{"step": 1}\n',
 }
 
 

@@ -77,6 +77,33 @@ def test_exit_codes_say_how_it_ended(monkeypatch):
     assert "the same command goes on" in plain(done)
 
 
+def test_a_report_before_anything_is_trained_is_one_file_and_says_so(monkeypatch, tmp_path):
+    small(monkeypatch, Inline())
+    done = run("results", "--only-report", "--out", "early")
+    assert done.exit_code == 0
+    assert "report: early/results/report.md, without a page: no run has begun" in plain(done)
+    assert [path.name for path in (tmp_path / "early" / "results").iterdir()] == ["report.md"]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "truncations.jsonl", "status.json"])
+def test_a_run_that_cannot_be_read_is_named(monkeypatch, tmp_path, name):
+    small(monkeypatch, Inline())
+    assert run("results", "--out", "out").exit_code == 0
+    broken = next((tmp_path / "out" / "runs").rglob("n-8/seed-0")) / name
+    broken.write_text("{\n")
+    done = run("results", "--out", "out", "--only-report")
+    assert done.exit_code == 2
+    assert f"n-8/seed-0/{name}" in plain(done).replace(" ", "")
+
+
+def test_a_machine_without_slurm_is_named(monkeypatch):
+    pytest.importorskip("submitit", reason="needs the package submitit")
+    monkeypatch.setenv("PATH", "")
+    done = run("sanity", "--executor", "slurm")
+    assert done.exit_code == 2
+    assert "--executor slurm: Could not detect" in plain(done)
+
+
 @pytest.mark.slow
 def test_the_figure_that_is_a_benchmark_has_its_report_too(tmp_path):
     done = run("reduction-complexity", "--quick", "--out", "bench")
@@ -94,6 +121,7 @@ def test_the_figure_that_is_a_benchmark_has_its_report_too(tmp_path):
         (("sanity", "--seeds", "0"), "0 is too small"),
         (("sanity", "--executor", "cloud"), "'cloud' is not one of 'local', 'slurm'"),
         (("sanity", "--hours", "many"), "'many' is not a number"),
+        (("sanity", "--executor", "slurm", "--hours", "0"), "hours is 0, expected a number above 0"),
     ],
 )
 def test_bad_values_are_refused(arguments, said):

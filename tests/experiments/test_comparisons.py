@@ -144,6 +144,7 @@ def test_the_command_trains_a_teacher_a_student_and_with_a_penalty(tmp_path, mon
     assert said.exit_code == 0, said.output
     assert "hankel-nuclear-norm" in said.output
     assert "cut once to 3 states by white noise: test" in said.output
+    assert "cut once to 1 state by white noise: test" in said.output
     folder = tmp_path / "out/runs/digits/regularised-n6/seed-0"
     assert [line["order"] for line in lines(folder, "truncations")] == [3, 3, 1, 1]
     assert lines(folder, "penalties")

@@ -120,6 +120,8 @@ def test_a_training_begins_goes_on_and_is_left_alone(tmp_path, monkeypatch):
     assert ran[1] == [str(stopped.folder), "--resume", *place]
     Done.returncode, Done.stderr = 2, "no data\nthere is none"
     assert new.run(None) == "failed with 2: no data there is none"
+    Done.stderr = "╭─ Error ───╮\n│ Invalid value: of four │\n│ lines, the first │\n│ says what │\n│ is wrong │\n╰───╯"
+    assert new.run(None) == "failed with 2: Error Invalid value: of four lines, the first says what is wrong"
 
 
 def test_the_command_trains_what_was_asked_for_and_writes_the_result(tmp_path, monkeypatch, capsys, trained):

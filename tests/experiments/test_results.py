@@ -92,6 +92,31 @@ def test_an_unknown_variant_is_named(capsys):
     assert "to-14" in capsys.readouterr().err
 
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--seeds", "0"), "'0' is not an integer of at least 1"),
+        (("--processes", "0"), "'0' is not an integer of at least 1"),
+        (("--steps", "-5"), "'-5' is not an integer of at least 1"),
+        (("--add", "gone.json"), "gone.json: no such file"),
+        (("--add", str(RESULTS / "demo.json")), "--add of a result named demo: expected results-smnist"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_trained(monkeypatch, capsys, options, said):
+    monkeypatch.setattr(results, "train", lambda *_, **__: pytest.fail("trained"))
+    with pytest.raises(SystemExit) as end:
+        results.main(["smnist", "--only", "small-13", *options])
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_variant_that_is_asked_for_twice_is_trained_once():
+    assert len(jobs("smnist", Path("f"), ["small-13", "whole", "small-13"], range(1))) == 2
+
+
 def row(variant, seed, **values):
     common = {"steps": 9, "initial_order": 256.0, "order": 13.0, "best": 95.0, "last": 94.0}
     times = {"steps_s": 2.0, "seconds": 3.0, "cuts_s": 0.1, "step_s": 0.001, "recording_s": 0.5}

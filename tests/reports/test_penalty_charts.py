@@ -56,6 +56,16 @@ def test_a_line_a_seed_shows_the_penalty_and_points_the_model_at_every_order(run
     assert cut.words == "penalised: 84.5 at order 16; penalised: 79.5 at order 8"
 
 
+def test_a_penalty_that_was_recorded_once_is_a_point(tmp_path):
+    run = RunDirectory(write(Made(label="penalised", order=32, every=10_000, spectra=False), tmp_path))
+    run.append(PenaltyRecord(10_000, "modal-l1", 31.0, 0.1, 9991, 1000, 1.0))
+    ((panel,),) = penalty_chart(group_runs([read_run(run)])).rows
+    figure, axes = plt.subplots()
+    panel.draw(axes)
+    assert [(line.get_marker(), line.get_ydata().tolist()) for line in axes.lines] == [("o", [31.0])]
+    plt.close(figure)
+
+
 def test_the_tables_say_what_it_cost_and_what_a_cut_lost(runs):
     groups = group_runs(runs)
     (row,) = penalty_grid(groups).rows

@@ -10,7 +10,16 @@ from compressm.reports.cut_lines import mark_cuts
 from compressm.reports.hankel_charts import hankel_chart
 from compressm.reports.hankel_history import SNAPSHOTS, histories
 from compressm.reports.outcome_charts import outcome_chart
-from compressm.reports.panels import Panel, inline_svg, label_ends, short_names, write_files
+from compressm.reports.panels import (
+    Chart,
+    Panel,
+    inline_svg,
+    label_ends,
+    legend_below,
+    plain_ticks,
+    short_names,
+    write_files,
+)
 from compressm.reports.time_charts import cuts_of, phases, stages_of, time_chart, timer_chart
 from compressm.runs.directory import RunDirectory, Status
 from compressm.runs.groups import group_runs
@@ -155,6 +164,43 @@ def test_points_that_differ_stand_at_their_own_orders(axes, shallow):
     assert places[shallow[-1].label] == shallow[-1].order.centre
 
 
+def test_many_groups_of_one_order_stay_near_it(axes, shallow):
+    names = [f"group {k}" for k in range(20)]
+    outcome_chart([*shallow[:2], *(replace(shallow[-1], label=name) for name in names)]).panels[0].draw(axes)
+    places = [points.get_offsets()[0][0] for points in axes.collections if points.get_label() in names]
+    wide = shallow[0].order.centre - min(shallow[1].order.centre, shallow[-1].order.centre)
+    assert max(places) - min(places) == pytest.approx(0.16 * wide)
+
+
+def test_a_long_legend_has_room_below_its_panel_and_no_label_leaves_it(tmp_path, recwarn):
+    labels = [f"setting {k}, orders [64, 32, 16, 8, 4], temperature 2.0, fold True" for k in range(12)]
+
+    def draw(axes):
+        for label in labels:
+            axes.plot([0, 1], [0, 1], label=label)
+        legend_below(axes)
+
+    (path,) = write_files(Chart("long", "", "", ((Panel("p", "", draw), Panel("q", "", draw)),)), tmp_path, ["png"])
+    height, width, _ = plt.imread(path).shape
+    assert (width, height > 2.9 * 200 + 24 * 20) == (1600, True)
+    assert 'viewBox="0 0 288 ' in inline_svg(Panel("p", "", draw), key="k", size=(4.0, 2.9))
+    assert [str(warning.message) for warning in recwarn] == []
+
+
+@pytest.mark.parametrize("part", ["regulariser", "distillation"])
+def test_models_with_a_penalty_or_a_teacher_have_a_name_of_their_own(axes, shallow, part):
+    large, small = shallow[:2]
+    taught = replace(small, label="taught", runs=tuple(_with(run, part) for run in small.runs))
+    for panel in outcome_chart([large, taught]).panels:
+        axes.clear()
+        panel.draw(axes)
+        assert [text.get_text() for text in axes.get_legend().get_texts()] == ["uncompressed", "taught"]
+
+
+def _with(run, part):
+    return replace(run, config={**run.config, part: {"beta": 0.1}})
+
+
 def test_cuts_that_are_near_share_a_label_and_others_have_their_own(axes, shallow):
     run = shallow[-1].shown
     axes.set_xlim(0, 10_000)
@@ -249,6 +295,17 @@ def test_labels_at_the_ends_of_lines_do_not_overlap(axes):
     heights = sorted(text.get_position()[1] for text in axes.texts)
     assert heights[1] - heights[0] > 0.08
     assert len(heights) == 3
+
+
+@pytest.mark.parametrize(("low", "high"), [(76, 162), (110, 180), (0.011, 0.019), (3, 40), (1e-4, 1e4)])
+def test_a_logarithmic_axis_has_labels_however_narrow_it_is(axes, low, high):
+    axes.plot([0, 1], [low, high])
+    axes.set_yscale("log")
+    plain_ticks(axes)
+    axes.figure.canvas.draw()
+    bottom, top = axes.get_ylim()
+    inside = [label.get_text() for label in axes.get_yticklabels() if bottom <= label.get_position()[1] <= top]
+    assert len([text for text in inside if text]) >= 3
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 import json
 import re
 import shlex
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -9,7 +10,7 @@ import pytest
 
 from compressm.reports import run_report
 from compressm.reports.run_report import command, write_report
-from compressm.reports.run_tables import cut_grid, machine_grid, result_grid, run_grid
+from compressm.reports.run_tables import cut_grid, machine_grid, recipe_grid, result_grid, run_grid
 from compressm.reports.wording import clock, file_name, listed, number, order, percent, plus_minus, rounded, steps
 from compressm.runs.directory import RunDirectory
 from compressm.runs.groups import Sample
@@ -34,6 +35,17 @@ def test_results_are_those_of_the_groups(shallow):
     parts = found["error bound"][-1].split("\n")[1].split(" + ")
     assert len(parts) == 4
     assert sum(map(float, parts)) == pytest.approx(sum(compressed.bounds_by_cut), rel=0.1)
+
+
+def test_recipes_say_their_penalty_and_teacher_where_any_has_one(shallow):
+    assert recipe_grid(shallow).heads == ("runs", "model", "training", "compression")
+    large, small = shallow[:2]
+    ways = {"regulariser": {"kind": "modal-l1", "beta": 0.1, "hold": True}, "distillation": {"teacher": "runs/a_b"}}
+    taught = replace(small, runs=tuple(replace(run, config={**run.config, **ways}) for run in small.runs))
+    found = columns(recipe_grid([large, taught]))
+    assert found["penalty"] == ["none", "kind modal-l1, beta 0.1, hold on"]
+    assert found["teacher"] == ["none", "teacher runs/a_b"]
+    assert "cut once after training" not in found
 
 
 def test_losses_and_accuracies_may_share_a_table(odd):

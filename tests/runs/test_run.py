@@ -106,6 +106,25 @@ def test_runs_that_differ_in_their_seed_are_one_group(tmp_path):
     assert [run.seed for run in group.runs] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("teachers", [(0, 0, 0), (0, 1, 10), (7, 7, 7)])
+def test_students_of_one_teacher_and_of_one_for_each_seed_are_one_group(tmp_path, teachers):
+    runs = [
+        made(tmp_path / str(seed), seed=seed, **BASELINE, distillation={"teacher": f"runs/seed-{number}"})
+        for seed, number in zip((0, 1, 10), teachers, strict=True)
+    ]
+    (group,) = group_runs(runs)
+    assert [run.seed for run in group.runs] == [0, 1, 10]
+
+
+def test_a_seed_with_two_teachers_is_in_two_groups(tmp_path):
+    pairs = ((0, 0), (1, 0), (1, 1))
+    runs = [
+        made(tmp_path / f"{seed}-{number}", seed=seed, **BASELINE, distillation={"teacher": f"runs/seed-{number}"})
+        for seed, number in pairs
+    ]
+    assert sorted([run.seed for run in group.runs] for group in group_runs(runs)) == [[0, 1], [1]]
+
+
 def test_groups_that_share_a_label_are_told_apart_by_their_settings(tmp_path):
     runs = [made(tmp_path / str(tau), compression={"tau": tau}) for tau in (0.1, 0.2)]
     runs += [made(tmp_path / "b", **BASELINE)]

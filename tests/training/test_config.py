@@ -71,6 +71,7 @@ BAD_VALUES = [
     ("training.learning_rate=.inf", "training: learning_rate is inf"),
     ("training.precision=float16", "training.precision is 'float16': Input should be 'float32', 'tf32' or 'bfloat16'"),
     ("training.schedule=linear", "training.schedule is 'linear': Input should be 'constant' or 'cosine'"),
+    ("training.learning_rate=.inf", "training: learning_rate is inf, expected a finite number, at least 0"),
     ("training.steps=0", "training: steps is 0, expected at least 1"),
     ("training.keep_checkpoints=0", "training: keep_checkpoints is 0, expected at least 1"),
     ("training.warmup=1.5", "training: warmup is 1.5, expected a number at least 0 and below 1"),

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from compressm.baselines import ModalL1
 from compressm.compression import load_checkpoint
 from compressm.runs.directory import RunDirectory
 from compressm.training import Diverged, train
@@ -69,3 +70,9 @@ def test_weights_that_a_layer_refuses_are_a_divergence_too(tmp_path):
     ):
         train(recipe("training.learning_rate=1e30", "training.schedule=constant"), tokens(), tmp_path / "run")
     assert RunDirectory(tmp_path / "run").status().state == "failed"
+
+
+def test_a_penalty_that_outweighs_the_loss_is_named_beside_the_learning_rate(tmp_path):
+    found = recipe("regulariser={kind: modal-l1, beta: 1.0e+300}", "compression=null")
+    with pytest.raises(Diverged, match="A smaller learning rate, or beta of the penalty, may help"):
+        train(found, tokens(), tmp_path / "run", penalty=ModalL1())

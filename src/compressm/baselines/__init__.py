@@ -1,9 +1,10 @@
 """What compression in training is compared with: penalties on a model's systems, and teachers (app:other)."""
 
-from compressm.baselines.distillation import Teacher, distillation_loss
+from compressm.baselines.distillation import DistillationError, Teacher, distillation_loss
 from compressm.baselines.regularisers import HankelMajoriser, HankelNuclearNorm, ModalL1, Regulariser
 
 __all__ = [
+    "DistillationError",
     "HankelMajoriser",
     "HankelNuclearNorm",
     "ModalL1",

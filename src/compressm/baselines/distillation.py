@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional
+
+
+class DistillationError(ValueError):
+    """A teacher's answers that a student cannot learn from."""
 
 
 def distillation_loss(
@@ -20,6 +25,8 @@ def distillation_loss(
     ignored: int = -100,
 ) -> Float[Tensor, ""]:
     """(1 − α) H(y, softmax z) + α T² KL(softmax z_t/T ‖ softmax z/T), the mean over targets that are not `ignored`."""
+    _require_shapes(logits, teacher, targets)
+    _require_weights(temperature, alpha)
     wanted, given = (functional.log_softmax(z.float() / temperature, dim=-1) for z in (teacher, logits))
     distance = (wanted.exp() * (wanted - given)).sum(-1)
     asked = targets != ignored
@@ -31,7 +38,8 @@ def distillation_loss(
 class Teacher:
     """A model that answers without gradients and without dropout; what it said of every example can be kept.
 
-    Keeping is for data that are not augmented: an example is known by its number alone.
+    The model itself is frozen and put in evaluation mode. Keeping is for data that are not augmented: an example is
+    known by its number alone.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -54,5 +62,22 @@ class Teacher:
 
     def recall(self, examples: Int64[Tensor, " m"]) -> Float[Tensor, "m ..."]:
         """What it said of these."""
-        assert self._kept is not None
+        if self._kept is None:
+            raise DistillationError("the teacher was not asked yet: call keep before recall")
         return self._kept.index_select(0, examples)
+
+
+def _require_shapes(logits: Tensor, teacher: Tensor, targets: Tensor) -> None:
+    """Torch would spread one row of answers, or one class, over all."""
+    if logits.ndim != 2 or teacher.shape != logits.shape or targets.shape != logits.shape[:1]:
+        raise DistillationError(
+            f"logits, teacher and targets are of shapes {tuple(logits.shape)}, {tuple(teacher.shape)} and"
+            f" {tuple(targets.shape)}, expected (m, classes), (m, classes) and (m,): flatten steps into the first"
+        )
+
+
+def _require_weights(temperature: float, alpha: float) -> None:
+    if not (math.isfinite(temperature) and temperature > 0):
+        raise DistillationError(f"temperature is {temperature}, expected a number above 0")
+    if not 0 <= alpha <= 1:
+        raise DistillationError(f"alpha is {alpha}, expected a number at least 0 and at most 1")

@@ -60,7 +60,9 @@ class ModalL1(Regulariser):
     """Σ|λᵢ| (Forgione et al. 2024): fast modes become faster, until they can be dropped."""
 
     def of(self, system: DiagonalSystem) -> Float[Tensor, "*bank"]:
-        return modulus(system.poles).sum(-1)
+        # By the logarithm where it is known: |λ| that is rounded to 0 has a gradient of 0/0.
+        known = system.log_poles
+        return (modulus(system.poles) if known is None else known.real.exp()).sum(-1)
 
 
 def _banks(model: nn.Module) -> Iterator[DiagonalSystem]:

@@ -13,6 +13,8 @@ from compressm.compression import Cut, Restored
 from compressm.runs.records import Evaluation, PenaltyRecord, TruncationRecord
 from compressm.training import Plan, Recipe
 
+_WAYS = {"white_noise": "white noise", "measured": "measured Gramians", "modal": "dropping modes"}
+
 
 class Spoken:
     """A listener that writes to the console."""
@@ -55,7 +57,8 @@ class Spoken:
             self._say(f"step {record.step}: {record.kind} {record.value:.4g}, found in {each:.3g} ms")
         elif record.split == "test":
             score = f"{record.loss:.4f}" if record.accuracy is None else f"{100 * record.accuracy:.2f} %"
-            self._say(f"cut once to {record.mean_order:g} states by {record.gramian.replace('_', ' ')}: test {score}")
+            states = "1 state" if record.mean_order == 1 else f"{record.mean_order:g} states"
+            self._say(f"cut once to {states} by {_WAYS.get(record.gramian, record.gramian)}: test {score}")
 
     def _say(self, line: str) -> None:
         self._console.print(escape(line), highlight=False, soft_wrap=True)

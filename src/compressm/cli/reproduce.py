@@ -91,10 +91,10 @@ def command(
             return
         options = SlurmOptions(partition, hours, gpus)
         outcome = Outcome() if only_report else _train(plan, _executor(executor, processes, folder, options, data))
+        _report(plan, folder / name, quick)
+        _end(plan, outcome)
     except (ConfigError, PathError, RunError) as error:
         raise typer.BadParameter(str(error)) from None
-    _report(plan, folder / name, quick)
-    _end(plan, outcome)
 
 
 def _plan(wanted: Experiment, folder: Path, seeds: int | None) -> Plan:
@@ -138,9 +138,10 @@ def _signals() -> Iterator[None]:
 def _report(plan: Plan, out: Path, quick: bool) -> None:
     from compressm.reports.reproduction import write_reproduction  # matplotlib takes a second to import
 
+    shown = exhibit(plan, quick=quick)
     with console.status("drawing the report"):
-        path = write_reproduction(exhibit(plan, quick=quick), out)
-    _say(f"report: {path} and {path.with_suffix('.html').name}")
+        path = write_reproduction(shown, out)
+    _say(f"report: {path}{' and report.html' if shown.runs else ', without a page: no run has begun'}")
 
 
 def _end(plan: Plan, outcome: Outcome) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from compressm.runs.measurement import Measurement
+from compressm.runs.measurement import Measurement, MeasurementError
 
 Progress = Callable[[str], None]
 # Called as study(seeds=…, quick=…, progress=…): seeds 0, 1, …; `quick` is a small version that takes seconds. A study
@@ -18,6 +18,14 @@ Study = Callable[..., Measurement]
 
 def silent(line: str) -> None:
     """Progress that nobody reads."""
+
+
+def result(path: str) -> Measurement:
+    """Read before anything is trained, so that a wrong one is not found out after it."""
+    try:
+        return Measurement.read(path)
+    except MeasurementError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def spoken(line: str) -> None:
@@ -31,11 +39,11 @@ def run(
     """Measure, with a line whenever something was done, and write OUT/NAME.json."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, default=Path("out/studies"), help="folder of the result (%(default)s)")
-    parser.add_argument("--seeds", type=_count, default=seeds, help="how often, each with its own seed (%(default)s)")
+    parser.add_argument("--seeds", type=count, default=seeds, help="how often, each with its own seed (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="a small version, in seconds")
     if parallel:
         parser.add_argument(
-            "--processes", type=_count, default=1, help="models at a time, on one core each (%(default)s)"
+            "--processes", type=count, default=1, help="models at a time, on one core each (%(default)s)"
         )
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)  # the models are small: on several threads they are slower
@@ -46,7 +54,8 @@ def run(
     return path
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
+    """An integer of at least 1, or why it is none."""
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
     return int(text)

@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import fmean
 
 from compressm.compression import load_model
+from compressm.experiments.command import count, result
 from compressm.experiments.outcomes import Job, collected, joined, outcome, train
 from compressm.experiments.trainings import Training
 from compressm.layers import Mamba
@@ -110,22 +111,27 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     """Train what is not done yet, and write OUT/imdb_mamba.json."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--out", type=Path, default=Path("out/studies"), help="folder of result and runs (%(default)s)")
-    parser.add_argument("--seeds", type=int, default=2, help="trainings of each (%(default)s)")
+    parser.add_argument("--seeds", type=count, default=2, help="trainings of each (%(default)s)")
     parser.add_argument("--only", action="append", choices=list(VARIANTS), help="one variant; again for more")
     parser.add_argument(
-        "--processes", type=int, default=1, help="trainings at a time; times compare only one by one (%(default)s)"
+        "--processes", type=count, default=1, help="trainings at a time; times compare only one by one (%(default)s)"
     )
     parser.add_argument("--data", type=Path, help="folder of data sets")
-    parser.add_argument("--steps", type=int, default=STEPS, help="of each training (%(default)s)")
-    parser.add_argument("--evaluations", type=int, default=EVALUATIONS, help="of each training (%(default)s)")
+    parser.add_argument("--steps", type=count, default=STEPS, help="of each training (%(default)s)")
+    parser.add_argument("--evaluations", type=count, default=EVALUATIONS, help="of each training (%(default)s)")
     parser.add_argument(
-        "--add", type=Path, nargs="+", default=[], help="results of other trainings, as of an earlier day"
+        "--add", type=result, nargs="+", default=[], help="results of other trainings, as of an earlier day"
     )
-    parser.add_argument("--size", type=int, default=SMALL, help="order of small and of cut models (%(default)s)")
+    parser.add_argument("--size", type=count, default=SMALL, help="order of small and of cut models (%(default)s)")
     given = parser.parse_args(arguments)
-    wanted = jobs(given.out, given.only or VARIANTS, given.seeds, Scale(given.steps, given.evaluations, given.size))
+    wanted = jobs(
+        given.out,
+        list(dict.fromkeys(given.only or VARIANTS)),
+        given.seeds,
+        Scale(given.steps, given.evaluations, given.size),
+    )
     train(wanted, processes=given.processes, data=given.data)
-    found = joined(collect(wanted), [Measurement.read(path) for path in given.add])
+    found = joined(collect(wanted), given.add)
     path = found.write(given.out / "imdb_mamba.json")
     print(f"result: {path}; `compressm bench table {path}` shows it")
     return path

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from compressm.experiments.command import count, result
 from compressm.experiments.outcomes import Job, collected, joined, outcome, train
 from compressm.experiments.trainings import Training
 from compressm.runs.directory import RunDirectory
@@ -146,7 +147,7 @@ TASKS = {
 def jobs(task: str, out: Path, names: Iterable[str], seeds: range, steps: int | None = None) -> list[Job]:
     """All trainings, seed by seed; with fewer steps cuts come as much earlier."""
     chosen = TASKS[task]
-    wanted = list(names)
+    wanted = list(dict.fromkeys(names))
     total = chosen.steps if steps is None else steps
     pairs = ((name, seed) for seed in seeds for name in wanted)
     return [
@@ -214,27 +215,29 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("task", choices=list(TASKS), help="what to train on")
     parser.add_argument("--out", type=Path, default=Path("out/studies"), help="folder of result and runs (%(default)s)")
-    parser.add_argument("--seeds", type=int, default=5, help="trainings of each (%(default)s)")
+    parser.add_argument("--seeds", type=count, default=5, help="trainings of each (%(default)s)")
     parser.add_argument("--first-seed", type=int, default=0, help="the first of them (%(default)s)")
     parser.add_argument("--only", action="append", help="one variant; again for more")
     parser.add_argument(
-        "--processes", type=int, default=1, help="trainings at a time; times compare only one by one (%(default)s)"
+        "--processes", type=count, default=1, help="trainings at a time; times compare only one by one (%(default)s)"
     )
     parser.add_argument("--data", type=Path, help="folder of data sets")
-    parser.add_argument("--steps", type=int, help="of each training (smnist 200000, scifar 10000)")
+    parser.add_argument("--steps", type=count, help="of each training (smnist 200000, scifar 10000)")
     parser.add_argument(
-        "--add", type=Path, nargs="+", default=[], help="results of other trainings, as of an earlier day"
+        "--add", type=result, nargs="+", default=[], help="results of other trainings, as of an earlier day"
     )
     given = parser.parse_args(arguments)
     known = TASKS[given.task].variants
     if strange := [name for name in given.only or () if name not in known]:
         parser.error(f"--only {strange[0]}: expected one of {', '.join(known)}")
+    if other := [one.name for one in given.add if one.name != f"results-{given.task}"]:
+        parser.error(f"--add of a result named {other[0]}: expected results-{given.task}")
     seeds = range(given.first_seed, given.first_seed + given.seeds)
     wanted = jobs(given.task, given.out, given.only or known, seeds, given.steps)
     for stage in _stages(given.task, wanted):
         train(stage, processes=given.processes, data=given.data)
     new = collect(given.task, wanted, together=given.processes)
-    found = joined(new, [Measurement.read(path) for path in given.add])
+    found = joined(new, given.add)
     path = found.write(given.out / f"results-{given.task}.json")
     print(f"result: {path}; `compressm bench table {path}` shows it")
     return path

@@ -12,6 +12,7 @@ import argparse
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from compressm.experiments.command import count
 from compressm.experiments.outcomes import Job, collected, train
 from compressm.experiments.trainings import Training
 from compressm.runs.directory import RunDirectory
@@ -74,13 +75,13 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     """Train what is not done yet, and write OUT/smnist_settings.json."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--out", type=Path, default=Path("out/studies"), help="folder of result and runs (%(default)s)")
-    parser.add_argument("--seeds", type=int, default=3, help="trainings of each (%(default)s)")
+    parser.add_argument("--seeds", type=count, default=3, help="trainings of each (%(default)s)")
     parser.add_argument("--only", action="append", choices=list(VARIANTS), help="one variant; again for more")
-    parser.add_argument("--processes", type=int, default=3, help="trainings at a time (%(default)s)")
+    parser.add_argument("--processes", type=count, default=3, help="trainings at a time (%(default)s)")
     parser.add_argument("--data", type=Path, help="folder of data sets")
-    parser.add_argument("--steps", type=int, default=STEPS, help="of each training (%(default)s)")
+    parser.add_argument("--steps", type=count, default=STEPS, help="of each training (%(default)s)")
     given = parser.parse_args(arguments)
-    wanted = jobs(given.out, given.only or VARIANTS, given.seeds, given.steps)
+    wanted = jobs(given.out, list(dict.fromkeys(given.only or VARIANTS)), given.seeds, given.steps)
     train(wanted, processes=given.processes, data=given.data)
     path = collect(wanted).write(given.out / "smnist_settings.json")
     print(f"result: {path}; `compressm bench table {path}` shows it")

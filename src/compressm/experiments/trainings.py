@@ -11,6 +11,8 @@ from pathlib import Path
 
 from compressm.runs.directory import RunDirectory
 
+_SAID = 600  # of the last words of a training that failed
+
 
 @dataclass(frozen=True)
 class Training:
@@ -39,8 +41,14 @@ class Training:
         if self.finished:
             return "was done"
         ended = subprocess.run(self.command(data), capture_output=True, text=True)
-        lines = (ended.stdout + ended.stderr).strip().splitlines()
-        return "done" if ended.returncode == 0 else f"failed with {ended.returncode}: {' '.join(lines[-3:])}"
+        if ended.returncode == 0:
+            return "done"
+        return f"failed with {ended.returncode}: {last_words(ended.stdout + ended.stderr)}"
+
+
+def last_words(said: str) -> str:
+    """The end of what a training said, on one line; refusals come in a box."""
+    return " ".join("".join(" " if sign in "│╭╮╰╯─" else sign for sign in said).split())[-_SAID:]
 
 
 def run_all(trainings: Iterable[Training], *, processes: int, data: Path | None) -> Iterator[str]:

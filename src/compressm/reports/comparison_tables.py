@@ -19,7 +19,7 @@ _CAPTION = (
     "Test is at the best validation since the last cut: mean ± standard deviation of the three best seeds by "
     "validation, or of all where there are fewer. Orders are means over layers and seeds. Speed-up is the time of the "
     "model that is never cut over the run's own, and compares only runs that were trained alone on one machine. A "
-    "student's time counts its teacher."
+    "student's time counts its teacher. What was cut once after training is the final model, tested after the cut."
 )
 
 

@@ -43,6 +43,8 @@ def training_chart(groups: Sequence[Group]) -> Chart | str:
     if not rows:
         return "No run has been evaluated yet."
     caption = "Lines are means over the seeds that came so far, bands reach from the lowest to the highest seed. "
+    if any(run.config.get("distillation") for group in groups for run in group.runs):
+        caption += "A student's loss in training is that of its answers and that to its teacher's, mixed. "
     return Chart("training", "", caption + _divergences(groups), tuple(rows))
 
 

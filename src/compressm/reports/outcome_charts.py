@@ -13,9 +13,11 @@ from compressm.reports.panels import PAPER, RAMP, Chart, Panel, legend_below, sh
 from compressm.runs.groups import Group, Sample, machines, reference, speed_up
 
 _SHOWN = "Circles are the mean of the three best seeds by validation, or of all where there are fewer than three; bars \
-are one standard deviation; stars are the single best seed; groups of one order stand side by side."
-# Of an axis of orders, between two points that can be told apart; and how many orders it shows at least.
-_APART, _NARROWEST = 0.04, 2.0
+are one standard deviation; stars are the single best seed; groups of one order stand side by side. Grey are models \
+that were trained with nothing added: no cuts, no penalty, no teacher."
+# Of an axis of orders, between two points that can be told apart, and between the first and the last of many of one
+# order; and how many orders it shows at least.
+_APART, _SPREAD, _NARROWEST = 0.04, 0.16, 2.0
 _SPEED = (
     "Speed-up is the time of the uncompressed model at the order of the start over the run's own; labels are final \
 orders, and areas grow with them."
@@ -72,7 +74,7 @@ def _machines_differ(known: dict[str, list[Group]]) -> str:
 def _order_panel(name: str, groups: list[Group]) -> Panel:
     def draw(axes: Axes) -> None:
         places = {id(group): group.order.centre for group in groups if group.order}
-        plain = [group for group in groups if not group.compressed]
+        plain = [group for group in groups if group.plain]
         line = sorted((places[id(g)], scale(g, sample.centre)) for g in plain if (sample := best_known(g)))
         axes.plot([x for x, _ in line], [y for _, y in line], color=GREY, lw=1)
         _points(axes, groups, _side_by_side(groups, places))
@@ -85,15 +87,16 @@ def _order_panel(name: str, groups: list[Group]) -> Panel:
 
 
 def _side_by_side(groups: list[Group], places: dict[int, float]) -> dict[int, float]:
-    """Compressed groups that end with one order are moved apart: their bars would hide each other."""
+    """Groups with cuts, a penalty or a teacher that end with one order are moved apart: bars would hide each other."""
     wide = max(max(places.values()) - min(places.values()), _NARROWEST)
     moved = dict(places)
     together: dict[float, list[int]] = {}
-    for key in (id(group) for group in groups if group.compressed and id(group) in places):
+    for key in (id(group) for group in groups if not group.plain and id(group) in places):
         together.setdefault(places[key], []).append(key)
     for keys in together.values():
+        apart = wide * min(_APART, _SPREAD / max(len(keys) - 1, 1))
         for k, key in enumerate(keys):
-            moved[key] += _APART * wide * (k - (len(keys) - 1) / 2)
+            moved[key] += apart * (k - (len(keys) - 1) / 2)
     return moved
 
 
@@ -126,18 +129,17 @@ def _speed_panel(name: str, groups: list[Group], every: Sequence[Group]) -> Pane
 
 
 def _points(axes: Axes, groups: list[Group], places: dict[int, float], *, sized: bool = False) -> None:
-    colours = iter(shades(sum(group.compressed for group in groups))[::-1])
-    if sum(group.compressed for group in groups) == 1:
-        colours = iter([RAMP[4]])
+    others = sum(not group.plain for group in groups)
+    colours = iter([RAMP[4]] if others == 1 else shades(others)[::-1])
     largest = max((group.order.centre for group in groups if group.order), default=1.0)
     plain = iter(["uncompressed"])
     for group in groups:
-        colour = next(colours) if group.compressed else GREY
+        colour = GREY if group.plain else next(colours)
         sample, top = best_known(group), group.top(1)
         if sample is None or top is None or group.order is None:
             continue
         area = 20 + 90 * group.order.centre / largest if sized else 36
-        label = group.label if group.compressed else next(plain, None)
+        label = next(plain, None) if group.plain else group.label
         x, error = places[id(group)], sample.spread and scale(group, sample.spread)
         axes.errorbar(x, scale(group, sample.centre), yerr=error, color=colour, lw=1.2, capsize=2, zorder=2.5)
         axes.scatter(x, scale(group, sample.centre), s=area, color=colour, label=label, zorder=3)

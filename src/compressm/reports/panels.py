@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import math
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -14,7 +16,7 @@ import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
 from compressm.reports.canvas import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, STYLE
@@ -33,6 +35,10 @@ _VARIABLES = {
 _BELOW = 32
 # Of the height of a panel, between two labels of 8 points.
 _APART = 0.085
+# Characters of a legend that go beside each other below a panel of 4 inches, handles counted as _HANDLE; of one label.
+_ABREAST, _HANDLE, _LONGEST = 66, 6, 48
+# Lines of a legend that a panel has room for, and inches for each further one.
+_ROOM, _LINE = 4, 0.17
 
 _STYLE: dict[Any, Any] = {
     **STYLE,
@@ -89,6 +95,7 @@ def inline_svg(panel: Panel, *, key: str, size: tuple[float, float]) -> str:
         figure, axes = plt.subplots(figsize=size)
         try:
             _fill(axes, panel)
+            figure.set_figheight(size[1] + _room_below(axes))
             figure.savefig(buffer, format="svg", transparent=True)
         finally:
             plt.close(figure)
@@ -110,6 +117,7 @@ def write_files(chart: Chart, folder: Path, formats: Iterable[str]) -> list[Path
                     axes.set_axis_off()
                 for panel, axes in zip(row, places, strict=False):
                     _fill(axes, panel)
+            figure.set_figheight(height * len(chart.rows) + sum(max(map(_room_below, places)) for places in grid))
             for kind in formats:
                 files.append(folder / f"{chart.name}.{kind}")
                 with replacing(files[-1]) as scratch:
@@ -127,12 +135,16 @@ def count_steps(axes: Axes, last: int) -> None:
 
 
 def legend_below(axes: Axes, *, columns: int = 2) -> None:
-    """Under the axis label, where it covers nothing."""
-    if axes.get_legend_handles_labels()[0]:
+    """Under the axis label, where it covers nothing; long labels are broken and take fewer columns."""
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        longest = min(max(map(len, labels)), _LONGEST)
+        columns = max(1, min(columns, _ABREAST // (longest + _HANDLE)))
         # In points, since axes of every height have a label of the same.
         below = axes.transAxes + ScaledTranslation(0, -_BELOW / 72, axes.figure.dpi_scale_trans)
         place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "bbox_transform": below}
-        axes.legend(**place, ncols=columns, borderaxespad=0, handlelength=1.6, columnspacing=1.2)
+        broken = [textwrap.fill(label, _LONGEST) for label in labels]
+        axes.legend(handles, broken, **place, ncols=columns, borderaxespad=0, handlelength=1.6, columnspacing=1.2)
 
 
 def positive_heights(axes: Axes) -> list[float]:
@@ -188,10 +200,23 @@ def plain_ticks(axes: Axes) -> None:
     for axis in (axes.xaxis, axes.yaxis):
         if axis.get_scale() == "log":
             low, high = axis.get_view_interval()
-            if high < 100 * low:
+            if high < 5 * low:  # of 1, 2 and 5 there may be one alone, or none
+                axis.set_major_locator(MaxNLocator(5))
+                axis.set_minor_locator(NullLocator())
+            elif high < 100 * low:
                 axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}" if value < 1e-3 else f"{value:g}"))
             axis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
+
+
+def _room_below(axes: Axes) -> float:
+    """Inches that its legend needs beyond those that every panel has."""
+    legend = axes.get_legend()
+    if legend is None:
+        return 0.0
+    texts = [text.get_text() for text in legend.get_texts()]
+    rows = math.ceil(len(texts) / legend._ncols)  # type: ignore[attr-defined]
+    return _LINE * max(0, rows * max(1 + text.count("\n") for text in texts) - _ROOM)
 
 
 def _fill(axes: Axes, panel: Panel) -> None:

@@ -73,10 +73,10 @@ def _orders(group: Group) -> list[int]:
 def _penalty_panel(name: str, groups: list[Group]) -> Panel:
     def draw(axes: Axes) -> None:
         for colour, group in zip(_cycled(groups), groups, strict=False):
-            for k, run in enumerate(group.runs):
+            for k, run in enumerate(run for run in group.runs if run.penalties):
                 points = [(record.step, record.value) for record in run.penalties]
-                label = group.label if k == 0 else None
-                axes.plot(*zip(*points, strict=True), color=colour, lw=1.3, label=label) if points else None
+                label, marker = group.label if k == 0 else None, "o" if len(points) == 1 else None
+                axes.plot(*zip(*points, strict=True), color=colour, lw=1.3, label=label, marker=marker, ms=4)
         axes.set_ylabel("penalty")
         if positive_heights(axes):
             axes.set_yscale("log")

@@ -32,7 +32,7 @@ _FIGURES = {"outcome": ("accuracy",), "hankel": ("hankel",), "timer": ("timer", 
 
 
 def write_reproduction(exhibit: Exhibit, out: Path, *, progress: Callable[[str], None] = lambda line: None) -> Path:
-    """`out`/report.md, report.html and figures/; the first is returned."""
+    """`out`/report.md and, where runs have begun, report.html and figures/; the first is returned."""
     tables = [*paper_form_grids(exhibit), trained_grid(exhibit)]
     drawn = _CHARTS[exhibit.picture](exhibit) if exhibit.picture in _CHARTS else None
     figures: list[Path] = []

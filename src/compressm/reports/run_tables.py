@@ -16,12 +16,18 @@ from compressm.runs.records import CutRecord
 from compressm.runs.run import Run
 
 _RESULT_HEADS = ("runs", "layers × order", "test", "top 3", "top 1", "time", "speed-up", "error bound", "seeds")
+_OTHER_WAYS = {"regulariser": "penalty", "distillation": "teacher", "truncation": "cut once after training"}
 
 
 def recipe_grid(groups: Sequence[Group]) -> Grid:
-    """One row a group: model, training and compression in words."""
-    rows = tuple((named(group, groups), *_recipe(group.shown)) for group in groups)
-    return Grid("One row for each recipe, whatever its seeds", ("runs", "model", "training", "compression"), rows)
+    """One row a group: model, training and compression in words, and what compression is compared with where it is."""
+    ways = [key for key in _OTHER_WAYS if any(group.shown.config.get(key) is not None for group in groups)]
+    rows = tuple(
+        (named(group, groups), *_recipe(group.shown), *(_settings(group.shown.config.get(key)) for key in ways))
+        for group in groups
+    )
+    heads = ("runs", "model", "training", "compression", *(_OTHER_WAYS[key] for key in ways))
+    return Grid("One row for each recipe, whatever its seeds", heads, rows)
 
 
 def result_grid(groups: Sequence[Group]) -> Grid:
@@ -94,10 +100,10 @@ def _recipe(run: Run) -> tuple[str, str, str]:
     plan += [
         f"{key.replace('_', ' ')} {training[key]}" for key in ("batch", "learning_rate", "schedule") if key in training
     ]
-    return ", ".join(size), ", ".join(plan) or NOTHING, _compression(run.config["compression"])
+    return ", ".join(size), ", ".join(plan) or NOTHING, _settings(run.config["compression"])
 
 
-def _compression(settings: Mapping[str, Any] | None) -> str:
+def _settings(settings: Mapping[str, Any] | None) -> str:
     if settings is None:
         return "none"
     known = {key: value for key, value in flat(settings).items() if value is not None}
@@ -109,7 +115,8 @@ def _said(value: object) -> str:
         return "on" if value else "off"
     if isinstance(value, list):
         return " ".join(map(str, value))
-    return str(value).replace("_", " ")
+    text = str(value)
+    return text if "/" in text else text.replace("_", " ")  # the folder of a teacher stays as it is
 
 
 def _result(group: Group, groups: Sequence[Group]) -> tuple[str, ...]:

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from compressm.reports.grid import Grid, duration
 from compressm.reports.wording import NOTHING
-from compressm.runs.measurement import Measurement, Row
+from compressm.runs.measurement import Measurement, MeasurementError, Row
 
 _WORDS = ("what", "recipe", "device", "orders")
 PARTS = {"training": "steps", "evaluation": "evaluations", "cuts": "cuts", "recaptures": "recordings"}
+_COSTS = ("order", "train_s", "evaluate_s", "cut_s", "recapture_s")
+_PREDICTED = ("steps", "orders", "whole_s", "speedup", *(f"{part}_s" for part in PARTS))
 
 
 def require_speedup(measurement: Measurement) -> None:
     """A result of `compressm bench speedup`, with costs in it."""
     measurement.require("speedup", needed=("what", "recipe", "device"), words=_WORDS)
+    for k, row in enumerate(measurement.rows):
+        needed = _COSTS if row["what"] == "costs" else _PREDICTED
+        if missing := [column for column in needed if column not in row]:
+            raise MeasurementError(f"not a result of `compressm bench speedup`: row {k} lacks {', '.join(missing)}")
+    if not cost_rows(measurement):
+        raise MeasurementError("not a result of `compressm bench speedup`: no row has costs")
 
 
 def cost_rows(measurement: Measurement) -> list[Row]:
@@ -29,9 +37,8 @@ def speedup_grids(measurement: Measurement) -> list[Grid]:
     """One table of costs, one of schedules."""
     require_speedup(measurement)
     heads = ("n", "gradient step", "evaluation", "cut from n", "recording anew")
-    columns = ("train_s", "evaluate_s", "cut_s", "recapture_s")
     rows = tuple(
-        (f"{float(row['order']):g}", *(duration(float(row[column])) for column in columns))
+        (f"{float(row['order']):g}", *(duration(float(row[column])) for column in _COSTS[1:]))
         for row in cost_rows(measurement)
     )
     recipe = str(measurement.rows[0]["recipe"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
@@ -124,11 +125,15 @@ class Group:
 
 def group_runs(runs: Iterable[Run]) -> list[Group]:
     """Runs of one recipe together, labelled by what tells the groups of a name apart; the uncompressed first."""
+    every = list(runs)
     found: dict[str, list[Run]] = {}
-    for run in runs:
-        found.setdefault(json.dumps(_recipe(run), sort_keys=True), []).append(run)
+    recipes: dict[str, dict[str, Any]] = {}
+    for run, recipe in zip(every, _recipes(every), strict=True):
+        key = json.dumps(recipe, sort_keys=True)
+        found.setdefault(key, []).append(run)
+        recipes.setdefault(key, recipe)
     members = [tuple(sorted(group, key=lambda run: run.seed)) for group in found.values()]
-    labels = _labels([group[0] for group in members])
+    labels = _labels([group[0] for group in members], list(recipes.values()))
     groups = [Group(label, group) for label, group in zip(labels, members, strict=True)]
     return sorted(groups, key=lambda group: (group.name, group.compressed, -group.runs[0].mean_order, group.label))
 
@@ -183,12 +188,26 @@ def _summed(run: Run) -> float | None:
     return sum(known) if known and len(known) == len(bounds) else None
 
 
+def _recipes(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Without their seeds, and without those of their teachers where each seed has one of its own."""
+    found = [_recipe(run) for run in runs]
+    keys = [json.dumps(recipe, sort_keys=True) for recipe in found]
+    taught: dict[str, set[int]] = {}
+    for run, key in zip(runs, keys, strict=True):
+        taught.setdefault(key, set()).add(run.seed)
+    pairs = zip(runs, found, keys, strict=True)
+    return [recipe if len(taught[key]) > 1 else _taught_by_its_seed(run, recipe) for run, recipe, key in pairs]
+
+
 def _recipe(run: Run) -> dict[str, Any]:
-    found = {key: value for key, value in flat(run.config).items() if key != "seed" and not _incidental(key)}
-    if isinstance(found.get(_TEACHER), str):
-        # Each seed has a teacher of its own seed.
-        found[_TEACHER] = found[_TEACHER].replace(f"seed-{run.seed}", "seed-*")
-    return found
+    return {key: value for key, value in flat(run.config).items() if key != "seed" and not _incidental(key)}
+
+
+def _taught_by_its_seed(run: Run, recipe: dict[str, Any]) -> dict[str, Any]:
+    teacher = recipe.get(_TEACHER)
+    if not isinstance(teacher, str):
+        return recipe
+    return {**recipe, _TEACHER: re.sub(rf"\bseed-{run.seed}\b", "seed-*", teacher)}
 
 
 def _incidental(key: str) -> bool:
@@ -204,19 +223,18 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return entries
 
 
-def _labels(runs: Sequence[Run]) -> list[str]:
+def _labels(runs: Sequence[Run], recipes: Sequence[dict[str, Any]]) -> list[str]:
     """The recipe's label, and where several of a name share it, the settings in which they differ, or a letter.
 
     Letters where there are more settings than can be read beside a line; the table of recipes says what they stand for.
     """
-    return [
-        _label(run, [other for other in runs if (other.name, other.label) == (run.name, run.label)]) for run in runs
-    ]
+    named: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for run, recipe in zip(runs, recipes, strict=True):
+        named.setdefault((run.name, run.label), []).append(recipe)
+    return [_label(run, recipe, named[run.name, run.label]) for run, recipe in zip(runs, recipes, strict=True)]
 
 
-def _label(run: Run, namesakes: Sequence[Run]) -> str:
-    recipes = [_recipe(other) for other in namesakes]
-    own = _recipe(run)
+def _label(run: Run, own: dict[str, Any], recipes: Sequence[dict[str, Any]]) -> str:
     differing = [key for key in own if any(other.get(key) != own[key] for other in recipes)]
     if len(differing) > _READABLE:
         return f"{run.label} {_letter(recipes.index(own))}"

@@ -24,7 +24,8 @@ class Config:
         for name in names:
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= low):
-                raise ConfigError(f"{name} is {value}, expected at least {low}")
+                finite = "" if math.isfinite(value) else "a finite number, "
+                raise ConfigError(f"{name} is {value}, expected {finite}at least {low}")
 
     def _share(self, *names: str, above: bool = False, up_to_one: bool = False) -> None:
         for name in names:

@@ -313,7 +313,8 @@ class Run:
     def _diverged(self, what: str, when: str) -> Diverged:
         saved = checkpoints(self.directory)
         last = f"the last good checkpoint is {saved[0]}" if saved else "there is no checkpoint yet"
-        return Diverged(f"{what} not finite {when}; {last}. A smaller learning rate may help")
+        smaller = "learning rate" if self.recipe.regulariser is None else "learning rate, or beta of the penalty,"
+        return Diverged(f"{what} not finite {when}; {last}. A smaller {smaller} may help")
 
     def _save(self) -> None:
         if self.is_first:

@@ -82,11 +82,12 @@ def _path(text: str, recipe: Recipe) -> Sequence[tuple[int, int]]:
         found = [(int(step), int(order)) for step, order in (part.split(":") for part in text.split(","))]
     except ValueError:
         raise ConfigError(f"--schedule {text!r}: expected STEP:ORDER,..., as in 0:256,5000:216") from None
-    steps = [step for step, _ in found]
+    steps, orders = ([pair[k] for pair in found] for k in (0, 1))
     rising = steps == sorted(set(steps)) and steps[0] == 0 and steps[-1] < recipe.training.steps
-    if not rising or min(order for _, order in found) < 1:
+    falling = orders == sorted(set(orders), reverse=True) and orders[-1] >= 1
+    if not (rising and falling):
         raise ConfigError(
-            f"--schedule {text!r}: expected steps that rise from 0 to below {recipe.training.steps}, and orders of at "
-            "least 1"
+            f"--schedule {text!r}: expected steps that rise from 0 to below {recipe.training.steps}, and orders that "
+            "fall, to 1 or more"
         )
     return found

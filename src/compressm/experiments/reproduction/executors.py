@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, final
 
-from compressm.experiments.trainings import Training
+from compressm.experiments.trainings import Training, last_words
 from compressm.training.config import ConfigError
-
-_SAID = 600  # of the last words of a training that failed
 
 
 @dataclass(frozen=True)
@@ -96,10 +94,8 @@ def ending(process: subprocess.Popen[str]) -> Ended:
     said, _ = process.communicate()
     if process.returncode == 0:
         return Ended()
-    # Refusals come in a box.
-    last = " ".join("".join(" " if sign in "│╭╮╰╯─" else sign for sign in said).split())[-_SAID:]
     # 130 is a training that saved; a negative number one that a signal ended before it could.
-    return Ended(f"exit {process.returncode}: {last}", interrupted=process.returncode in (130, -15, -2))
+    return Ended(f"exit {process.returncode}: {last_words(said)}", interrupted=process.returncode in (130, -15, -2))
 
 
 def run_here(training: Training, data: Path | None) -> Ended:
@@ -116,6 +112,10 @@ class SlurmOptions:
     gpus: int = 1
     cluster: str = "slurm"
 
+    def __post_init__(self) -> None:
+        if not self.hours > 0:
+            raise ConfigError(f"hours is {self.hours:g}, expected a number above 0")
+
 
 @final
 class Slurm(Executor):
@@ -126,7 +126,10 @@ class Slurm(Executor):
     def __init__(self, folder: Path, options: SlurmOptions, data: Path | None = None) -> None:
         submitit = _submitit()
         self._data, self._jobs = data, []  # type: tuple[Path | None, list[Any]]
-        self._executor = submitit.AutoExecutor(folder=str(folder / "%j"), cluster=options.cluster)
+        try:
+            self._executor = submitit.AutoExecutor(folder=str(folder / "%j"), cluster=options.cluster)
+        except RuntimeError as error:
+            raise ConfigError(f"--executor slurm: {error} Expected local here, or a machine that has srun") from None
         if options.cluster != "slurm":
             self.patience = Executor.patience
         chosen: dict[str, Any] = {"timeout_min": round(60 * options.hours), "gpus_per_node": options.gpus}
