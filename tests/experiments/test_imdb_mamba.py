@@ -137,6 +137,15 @@ def test_the_command_trains_what_was_asked_for_and_writes_the_result(tmp_path, m
     assert [found["variant"] for found in Measurement.read(again).rows] == ["whole", "paper", "baked"]
 
 
+def test_trainings_that_failed_are_named_after_the_result_is_written(tmp_path, monkeypatch, trained):
+    lost = replace(trained[0], variant="lost", training=Training("imdb-mamba", tmp_path / "lost"))
+    monkeypatch.setattr(imdb_mamba, "jobs", lambda *given: [*trained[:2], lost])
+    monkeypatch.setattr(Training, "run", lambda training, data: "failed with 1: no memory")
+    with pytest.raises(SystemExit, match="1 of 3 trainings are not finished: lost, seed 0"):
+        imdb_mamba.main(["--out", str(tmp_path / "out")])
+    assert len(Measurement.read(tmp_path / "out" / "imdb_mamba.json").rows) == 2
+
+
 def test_results_of_several_days_are_joined_variant_by_variant():
     def result(*rows):
         return Measurement("imdb_mamba", "t", 1, list(rows))

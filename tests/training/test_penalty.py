@@ -159,6 +159,11 @@ def test_a_recipe_and_what_is_given_must_agree(tmp_path):
         (("regulariser={kind: modal-l1, beta: -1}",), "beta is -1.0, expected at least 0"),
         (("regulariser={kind: modal-l1, beta: 1, every: 0}",), "every is 0, expected at least 1"),
         (("regulariser={kind: modal-l1, beta: 1, floor: 0}",), "floor is 0.0, expected at least 1e-06"),
+        (
+            ("regulariser={kind: modal-l1, beta: 1, floor: 0.01}",),
+            "floor is 0.01 with modal-l1, expected of hankel-nuc",
+        ),
+        (("regulariser={kind: hankel-majoriser, beta: 1, fold: false}",), "fold is False with hankel-majoriser"),
         (("regulariser={kind: modal-l1, beta: 1, colour: red}",), "regulariser.colour is not a key of a recipe"),
         (
             ("regulariser={kind: modal-l1, beta: 1}", "model.layer=Mamba"),

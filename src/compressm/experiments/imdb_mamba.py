@@ -17,7 +17,7 @@ from statistics import fmean
 
 from compressm.compression import load_model
 from compressm.experiments.command import count, result
-from compressm.experiments.outcomes import Job, collected, joined, outcome, train
+from compressm.experiments.outcomes import Job, collected, joined, kept, outcome, train
 from compressm.experiments.trainings import Training
 from compressm.layers import Mamba
 from compressm.runs.directory import RunDirectory
@@ -132,9 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     )
     train(wanted, processes=given.processes, data=given.data)
     found = joined(collect(wanted), given.add)
-    path = found.write(given.out / "imdb_mamba.json")
-    print(f"result: {path}; `compressm bench table {path}` shows it")
-    return path
+    return kept(found, given.out / "imdb_mamba.json", wanted)
 
 
 if __name__ == "__main__":

@@ -57,6 +57,16 @@ def joined(found: Measurement, earlier: Iterable[Measurement]) -> Measurement:
     return replace(found, rows=[rows[key] for key in sorted(rows, key=lambda key: (places.index(key[0]), key[1]))])
 
 
+def kept(found: Measurement, path: Path, wanted: Sequence[Job]) -> Path:
+    """The result in its file, named; then an error where trainings that were asked for are not in it."""
+    path = found.write(path)
+    print(f"result: {path}; `compressm bench table {path}` shows it")
+    if missing := [str(job) for job in wanted if not job.training.finished]:
+        named = "; ".join(missing[:3]) + ("; …" if len(missing) > 3 else "")
+        raise SystemExit(f"{len(missing)} of {len(wanted)} trainings are not finished: {named}")
+    return path
+
+
 def outcome(directory: RunDirectory) -> Row:
     """Orders, test accuracies in percent, and seconds.
 

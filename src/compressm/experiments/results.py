@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from compressm.experiments.command import count, result
-from compressm.experiments.outcomes import Job, collected, joined, outcome, train
+from compressm.experiments.outcomes import Job, collected, joined, kept, outcome, train
 from compressm.experiments.trainings import Training
 from compressm.runs.directory import RunDirectory
 from compressm.runs.measurement import Measurement, Row
@@ -238,9 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         train(stage, processes=given.processes, data=given.data)
     new = collect(given.task, wanted, together=given.processes)
     found = joined(new, given.add)
-    path = found.write(given.out / f"results-{given.task}.json")
-    print(f"result: {path}; `compressm bench table {path}` shows it")
-    return path
+    return kept(found, given.out / f"results-{given.task}.json", wanted)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from compressm.experiments.command import count
-from compressm.experiments.outcomes import Job, collected, train
+from compressm.experiments.outcomes import Job, collected, kept, train
 from compressm.experiments.trainings import Training
 from compressm.runs.directory import RunDirectory
 from compressm.runs.measurement import Measurement, Row
@@ -83,9 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     given = parser.parse_args(arguments)
     wanted = jobs(given.out, list(dict.fromkeys(given.only or VARIANTS)), given.seeds, given.steps)
     train(wanted, processes=given.processes, data=given.data)
-    path = collect(wanted).write(given.out / "smnist_settings.json")
-    print(f"result: {path}; `compressm bench table {path}` shows it")
-    return path
+    return kept(collect(wanted), given.out / "smnist_settings.json", wanted)
 
 
 def _plain(name: str) -> str:

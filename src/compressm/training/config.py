@@ -246,6 +246,11 @@ class RegulariserConfig(Config):
         self._at_least(1, "every")
         if not 1e-6 <= self.floor < 1:
             raise ConfigError(f"floor is {self.floor}, expected at least 1e-06 and below 1")
+        for name, usual in (("floor", 1e-4), ("fold", True)):
+            if self.kind != "hankel-nuclear-norm" and getattr(self, name) != usual:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)} with {self.kind}, expected of hankel-nuclear-norm only"
+                )
 
 
 @final
