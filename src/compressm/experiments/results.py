@@ -51,9 +51,8 @@ class Variant:
 
 @dataclass(frozen=True)
 class Task:
-    """A recipe, its variants by name, and how long it is trained here; its name begins the folders of its runs."""
+    """A recipe, its variants by name, and how long it is trained here."""
 
-    name: str
     recipe: str
     variants: dict[str, Variant]
     steps: int
@@ -77,61 +76,45 @@ def _selected(label: str, select: str) -> Variant:
     return Variant(label, 256, rule, at=(0.025, 0.05, 0.075, 0.1))
 
 
+def _smnist(variants: dict[str, Variant], *settings: str) -> Task:
+    return Task("smnist", variants, 200_000, 40, ("training.precision=tf32", *settings))
+
+
+_FROM_THE_START = {
+    "whole": Variant("256 states", 256),
+    "small-28": Variant("28 states", 28),
+    "small-13": Variant("13 states", 13),
+}
+_GENTLY = {"to-28": _gently(28), "to-13": _gently(13)}
+# Runs lie in folders whose names begin with these.
 TASKS = {
-    "smnist": Task(
-        "smnist",
-        "smnist",
+    "smnist": _smnist(
         {
-            "whole": Variant("256 states", 256),
-            "small-28": Variant("28 states", 28),
-            "small-13": Variant("13 states", 13),
+            **_FROM_THE_START,
             "tau-02": _tolerance("τ = 0.02", 0.02, *OURS),
             "tau-04": _tolerance("τ = 0.04", 0.04, *OURS),
             "paper-02": _tolerance("τ = 0.02, paper's way", 0.02, *PAPER, until=0.99),
             "paper-04": _tolerance("τ = 0.04, paper's way", 0.04, *PAPER, until=0.99),
-            "to-28": _gently(28),
-            "to-13": _gently(13),
+            **_GENTLY,
             "penalty-28": Variant(
                 "Σσ penalty, then cut to 28", 256, ("truncation={orders: [28]}",), recipe="smnist-hnn", once=True
             ),
             "taught-28": Variant("28 states, taught", 28, recipe="smnist-distillation", teacher="whole", once=True),
-        },
-        steps=200_000,
-        evaluations=40,
-        settings=("training.precision=tf32",),
+        }
     ),
-    "smnist-falling": Task(
-        "smnist-falling",
-        "smnist",
-        {
-            "whole": Variant("256 states", 256),
-            "small-28": Variant("28 states", 28),
-            "small-13": Variant("13 states", 13),
-            "to-28": _gently(28),
-            "to-13": _gently(13),
-        },
-        steps=200_000,
-        evaluations=40,
-        settings=(
-            *("training.precision=tf32", "training.schedule=cosine", "training.warmup=0.02"),
-            "training.learning_rate=4.0e-3",
-        ),
+    "smnist-falling": _smnist(
+        {**_FROM_THE_START, **_GENTLY},
+        *("training.schedule=cosine", "training.warmup=0.02", "training.learning_rate=4.0e-3"),
     ),
-    "smnist-selection": Task(
-        "smnist-selection",
-        "smnist",
+    "smnist-selection": _smnist(
         {
             "largest": _selected("largest σ kept", "largest"),
             "random": _selected("random states kept", "random"),
             "smallest": _selected("smallest σ kept", "smallest"),
             "small-32": Variant("32 states", 32),
-        },
-        steps=200_000,
-        evaluations=40,
-        settings=("training.precision=tf32",),
+        }
     ),
     "scifar": Task(
-        "scifar",
         "scifar",
         {
             "whole": Variant("384 states", 384),
@@ -151,21 +134,22 @@ def jobs(task: str, out: Path, names: Iterable[str], seeds: range, steps: int | 
     total = chosen.steps if steps is None else steps
     pairs = ((name, seed) for seed in seeds for name in wanted)
     return [
-        _job(chosen, name, out, seed, total)
+        _job(task, name, out, seed, total)
         for name, seed in pairs
         if seed == seeds.start or not chosen.variants[name].once
     ]
 
 
-def _job(task: Task, name: str, out: Path, seed: int, steps: int) -> Job:
-    variant = task.variants[name]
+def _job(task: str, name: str, out: Path, seed: int, steps: int) -> Job:
+    chosen = TASKS[task]
+    variant = chosen.variants[name]
     settings = (
         f"label={variant.label!r}",
         "spectra=null",
         f"training.steps={steps}",
-        f"training.evaluate_every={max(1, steps // task.evaluations)}",
+        f"training.evaluate_every={max(1, steps // chosen.evaluations)}",
         f"training.checkpoint_every={max(1, steps // 4)}",
-        *task.settings,
+        *chosen.settings,
         *variant.differs,
         *_when(variant, steps),
     )
@@ -173,12 +157,12 @@ def _job(task: Task, name: str, out: Path, seed: int, steps: int) -> Job:
         settings += (f"distillation.teacher={_folder(task, variant.teacher, out, seed, steps).absolute()}",)
     uncut = () if variant.differs or variant.recipe else ("--baseline",)
     options = (*uncut, "--order", str(variant.order), "--seed", str(seed))
-    training = Training(variant.recipe or task.recipe, _folder(task, name, out, seed, steps), options, settings)
+    training = Training(variant.recipe or chosen.recipe, _folder(task, name, out, seed, steps), options, settings)
     return Job(variant.label, seed, training)
 
 
-def _folder(task: Task, name: str, out: Path, seed: int, steps: int) -> Path:
-    return out / "runs" / f"{task.name}-{name}-{steps}" / f"seed-{seed}"
+def _folder(task: str, name: str, out: Path, seed: int, steps: int) -> Path:
+    return out / "runs" / f"{task}-{name}-{steps}" / f"seed-{seed}"
 
 
 def _when(variant: Variant, steps: int) -> tuple[str, ...]:
