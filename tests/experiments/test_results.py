@@ -48,10 +48,12 @@ def test_four_cuts_of_scifar_lead_to_57_states():
 
 def test_a_penalty_and_a_teacher_are_tried_once():
     everything = jobs("smnist", Path("folder"), TASKS["smnist"].variants, range(3, 5))
-    once = [job for job in everything if job.variant in ("Σσ penalty, then cut to 28", "28 states, taught")]
-    assert [job.seed for job in once] == [3, 3]
+    once = [job for job in everything if "Σσ penalty" in job.variant or job.variant == "28 states, taught"]
+    assert [job.seed for job in once] == [3, 3, 3]
     penalised, taught = recipe_of("smnist", "penalty-28"), recipe_of("smnist", "taught-28")
     assert (penalised.model.order, penalised.truncation.orders, penalised.regulariser.every) == (256, (28,), 20)
+    lighter = recipe_of("smnist", "penalty-0.0001")
+    assert (penalised.regulariser.beta, lighter.regulariser.beta, lighter.truncation.orders) == (0.1, 1e-4, (28,))
     assert (taught.model.order, taught.training.steps, taught.compression) == (28, 200_000, None)
     (whole,) = jobs("smnist", Path("folder"), ["whole"], range(1))
     assert Path(taught.distillation.teacher) == whole.training.folder.absolute()
@@ -76,6 +78,24 @@ def test_a_rate_that_falls_is_all_that_differs():
     assert falling.training.rate(200_000) < 1e-6
     both = [jobs(task, Path("f"), ["whole"], range(1))[0].training.folder for task in ("smnist", "smnist-falling")]
     assert both[0] != both[1]
+
+
+def test_choices_differ_in_what_their_names_say():
+    late = recipe_of("smnist-choices", "late-falling-28")
+    assert Plan.of(late).cuts[:2] == [50_000, 52_000]
+    plain = recipe_of("smnist-falling", "to-28")
+    assert late.training == plain.training
+    white, paper = (recipe_of("smnist-choices", name) for name in ("white-28", "paper-to-28"))
+    assert (white.training, white.compression.gramian, white.compression.fold) == (plain.training, "white_noise", True)
+    assert (paper.training, paper.compression.fold, paper.compression.moments) == (plain.training, False, "slice")
+    assert Plan.of(paper).cuts == Plan.of(plain).cuts
+    circle = recipe_of("smnist-choices", "circle-02")
+    assert circle.compression == recipe_of("smnist", "paper-02").compression
+    assert circle.model.layer_options["max_phase"] == pytest.approx(6.2832, abs=1e-4)
+    undropped, constant = (recipe_of("smnist-choices", name) for name in ("undropped", "constant-28"))
+    assert (undropped.model.dropout, undropped.compression, undropped.training) == (0.0, None, plain.training)
+    assert (constant.training.schedule, constant.training.learning_rate) == ("constant", 4e-3)
+    assert (constant.compression, constant.model.order) == (None, 28)
 
 
 @pytest.mark.parametrize("task", TASKS)

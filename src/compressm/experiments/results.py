@@ -1,10 +1,4 @@
-"""Results of our own on the paper's tasks: whole, small from the start, and cut in several ways, side by side.
-
-sMNIST with the paper's 200 000 steps: cuts with τ tried through all of training, in the paper's way and in ours, and
-gentle cuts that end at exactly 28 and 13 states; beside them, with one seed, a penalty on Hankel singular values and a
-teacher, which is the whole model. smnist-falling: the same with a learning rate that begins higher and falls.
-smnist-selection: four cuts to 32 states that keep the largest Hankel values, the smallest, or random ones. sCIFAR with
-as many steps as there is time for: four cuts in the warm-up.
+"""Results of our own on the paper's tasks: trains what `result_lists.py` has side by side and collects it.
 
 python -m compressm.experiments.results smnist --seeds 5 --processes 9 --data FOLDER
 """
@@ -13,118 +7,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from compressm.experiments.command import count, result
 from compressm.experiments.outcomes import Job, collected, joined, kept, outcome, train
+from compressm.experiments.result_lists import TASKS, Variant
 from compressm.experiments.trainings import Training
 from compressm.runs.directory import RunDirectory
 from compressm.runs.measurement import Measurement, Row
 from compressm.runs.records import TruncationRecord
-
-# What the paper's code does: no folding, Gramians of white noise, moments cut like slices.
-PAPER = ("compression.fold=false", "compression.moments=slice")
-OURS = ("compression.gramian=measured",)
-
-
-@dataclass(frozen=True)
-class Variant:
-    """The order at the start, and what differs from the recipe; nothing differs in one that is never cut.
-
-    tries: how often a cut is tried through all of training, where the recipe does not say; until: up to which share of
-    the steps; at: the shares of the steps at which cuts are, in the place of both. recipe: where it is not that of the
-    task; teacher: the variant whose run of the same seed teaches this one; once: trained with the first seed alone.
-    """
-
-    label: str
-    order: int
-    differs: tuple[str, ...] = ()
-    tries: int | None = None
-    until: float = 0.75
-    at: tuple[float, ...] = ()
-    recipe: str | None = None
-    teacher: str | None = None
-    once: bool = False
-
-
-@dataclass(frozen=True)
-class Task:
-    """A recipe, its variants by name, and how long it is trained here."""
-
-    recipe: str
-    variants: dict[str, Variant]
-    steps: int
-    evaluations: int
-    settings: tuple[str, ...] = ()
-
-
-def _tolerance(label: str, tau: float, *differs: str, until: float = 0.75) -> Variant:
-    return Variant(label, 256, (f"compression.tau={tau}", *differs), tries=40, until=until)
-
-
-def _gently(order: int) -> Variant:
-    """A tenth of the states at a time, until there are so many."""
-    rule = ("compression.tau=null", "compression.rho=0.9", f"compression.at_least={order}", "compression.gate=1.0")
-    return Variant(f"gently to {order}", 256, (*rule, *OURS), tries=100)
-
-
-def _selected(label: str, select: str) -> Variant:
-    """256 → 152 → 91 → 54 → 32 within the first tenth, as in the paper's ablation of what is kept."""
-    rule = ("compression.tau=null", "compression.rho=0.594604", "compression.gate=1.0", f"compression.select={select}")
-    return Variant(label, 256, rule, at=(0.025, 0.05, 0.075, 0.1))
-
-
-def _smnist(variants: dict[str, Variant], *settings: str) -> Task:
-    return Task("smnist", variants, 200_000, 40, ("training.precision=tf32", *settings))
-
-
-_FROM_THE_START = {
-    "whole": Variant("256 states", 256),
-    "small-28": Variant("28 states", 28),
-    "small-13": Variant("13 states", 13),
-}
-_GENTLY = {"to-28": _gently(28), "to-13": _gently(13)}
-# Runs lie in folders whose names begin with these.
-TASKS = {
-    "smnist": _smnist(
-        {
-            **_FROM_THE_START,
-            "tau-02": _tolerance("τ = 0.02", 0.02, *OURS),
-            "tau-04": _tolerance("τ = 0.04", 0.04, *OURS),
-            "paper-02": _tolerance("τ = 0.02, paper's way", 0.02, *PAPER, until=0.99),
-            "paper-04": _tolerance("τ = 0.04, paper's way", 0.04, *PAPER, until=0.99),
-            **_GENTLY,
-            "penalty-28": Variant(
-                "Σσ penalty, then cut to 28", 256, ("truncation={orders: [28]}",), recipe="smnist-hnn", once=True
-            ),
-            "taught-28": Variant("28 states, taught", 28, recipe="smnist-distillation", teacher="whole", once=True),
-        }
-    ),
-    "smnist-falling": _smnist(
-        {**_FROM_THE_START, **_GENTLY},
-        *("training.schedule=cosine", "training.warmup=0.02", "training.learning_rate=4.0e-3"),
-    ),
-    "smnist-selection": _smnist(
-        {
-            "largest": _selected("largest σ kept", "largest"),
-            "random": _selected("random states kept", "random"),
-            "smallest": _selected("smallest σ kept", "smallest"),
-            "small-32": Variant("32 states", 32),
-        }
-    ),
-    "scifar": Task(
-        "scifar",
-        {
-            "whole": Variant("384 states", 384),
-            "small-57": Variant("57 states", 57),
-            "to-57": Variant("four cuts to 57", 384, ("compression.tau=null", "compression.rho=0.6207", *OURS)),
-        },
-        steps=10_000,
-        evaluations=4,
-    ),
-}
 
 
 def jobs(task: str, out: Path, names: Iterable[str], seeds: range, steps: int | None = None) -> list[Job]:
@@ -150,6 +42,7 @@ def _job(task: str, name: str, out: Path, seed: int, steps: int) -> Job:
         f"training.evaluate_every={max(1, steps // chosen.evaluations)}",
         f"training.checkpoint_every={max(1, steps // 4)}",
         *chosen.settings,
+        *variant.training,
         *variant.differs,
         *_when(variant, steps),
     )
@@ -171,7 +64,9 @@ def _when(variant: Variant, steps: int) -> tuple[str, ...]:
     if variant.tries is None:
         return ()
     every = max(1, steps // variant.tries)
-    return (f"compression.when={{every: {every}, last: {max(every, round(variant.until * steps))}}}",)
+    first, last = max(every, round(variant.since * steps)), max(every, round(variant.until * steps))
+    begin = f"first: {first}, " if variant.since else ""
+    return (f"compression.when={{every: {every}, {begin}last: {max(first, last)}}}",)
 
 
 def _stages(task: str, wanted: Sequence[Job]) -> tuple[list[Job], list[Job]]:
@@ -194,6 +89,11 @@ def _found(together: int, directory: RunDirectory) -> Row:
     return found
 
 
+def _lengths() -> str:
+    """How long the tasks are trained, if nothing is said."""
+    return ", ".join(f"{name} {task.steps}" for name, task in TASKS.items())
+
+
 def main(arguments: Sequence[str] | None = None) -> Path:
     """Train what is not done yet, and write OUT/results-TASK.json."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
@@ -206,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         "--processes", type=count, default=1, help="trainings at a time; times compare only one by one (%(default)s)"
     )
     parser.add_argument("--data", type=Path, help="folder of data sets")
-    parser.add_argument("--steps", type=count, help="of each training (smnist 200000, scifar 10000)")
+    parser.add_argument("--steps", type=count, help=f"of each training ({_lengths()})")
     parser.add_argument(
         "--add", type=result, nargs="+", default=[], help="results of other trainings, as of an earlier day"
     )

@@ -22,6 +22,7 @@ _BESIDE = {
         "gently to 28": ("results", "CompreSSM", "τ = 0.02"),
         "gently to 13": ("results", "CompreSSM", "τ = 0.04"),
         "Σσ penalty, then cut to 28": ("hnn_vs_compressm", "Hankel nuclear norm", "τ = 0.02"),
+        "Σσ penalty of 0.0001, then cut to 28": ("hnn_vs_compressm", "Hankel nuclear norm", "τ = 0.02"),
     },
     "CIFAR10": {
         "384 states": ("results", "baseline", "τ = 0"),
@@ -30,7 +31,10 @@ _BESIDE = {
     },
 }
 TASKS = {
-    **dict.fromkeys(("results-smnist", "results-smnist-falling", "results-smnist-selection"), "sMNIST"),
+    "results-smnist": "sMNIST",
+    "results-smnist-falling": "sMNIST",
+    "results-smnist-choices": "sMNIST",
+    "results-smnist-selection": "sMNIST",
     "results-scifar": "CIFAR10",
 }
 _TOP = 3  # of the seeds are in the paper's means
