@@ -158,6 +158,22 @@ def test_results_of_several_days_are_joined_variant_by_variant():
     assert found.rows[2]["best"] == 80.0  # of what was trained last
 
 
+def test_results_of_other_lengths_are_not_joined(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(imdb_mamba, "train", lambda *_, **__: pytest.fail("trained"))
+    long = Measurement("imdb_mamba", "t", 1, [row("128 states", 0, steps=24_000)]).write(tmp_path / "long.json")
+    with pytest.raises(SystemExit):
+        imdb_mamba.main(["--add", str(long)])
+    assert "--add of trainings with 24000 steps: expected 3000" in capsys.readouterr().err
+
+
+def test_rows_say_when_and_at_which_commit_they_were_trained(trained):
+    directories = [RunDirectory(job.training.folder) for job in trained[:2]]
+    rows = collect(trained[:2]).rows
+    assert [(row["date"], row["commit"]) for row in rows] == [
+        (here.date, here.commit) for here in (directory.environment() for directory in directories)
+    ]
+
+
 def row(variant, seed, **other):
     sizes = {"initial_order": 128.0, "order": 20.0, "channel_order": 12.25, "complex_layers": 1, "numbers": 250_000}
     times = {"steps_s": 50.0, "seconds": 80.0, "cuts_s": 2.5, "step_s": 0.016, "recording_s": 1.5}
@@ -171,7 +187,7 @@ def test_the_table_compares_times_with_those_of_all_states():
     assert grid.rows[0][1:3] == ("128 → 128", "128")
     assert grid.rows[1] == (
         *("paper", "128 → 20", "12.2, complex", "250 k", "80.0, 81.0", "79.0, 79.0"),
-        *("16 ms", "40 s", "2.50×", "2.5 s", "1.5 s", "80 s"),
+        *("16 ms", "40 s", "2.50×", "2.5 s", "1.5 s", "44 s", "2.36×", "80 s"),
     )
     (alone,) = grids(Measurement("imdb_mamba", "t", 1, [row("paper", 0)]))
     assert alone.rows[0][8] == ""
@@ -181,4 +197,4 @@ def test_a_result_from_before_recordings_were_counted_shows_none():
     old = row("paper", 0)
     del old["recording_s"]
     (grid,) = grids(Measurement("imdb_mamba", "t", 1, [old]))
-    assert grid.rows[0][-3:] == ("2.5 s", "", "80 s")
+    assert grid.rows[0][-5:] == ("2.5 s", "", "", "", "80 s")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -26,6 +26,16 @@ def result(path: str) -> Measurement:
         return Measurement.read(path)
     except MeasurementError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def why_not_added(earlier: Iterable[Measurement], name: str, steps: int) -> str | None:
+    """What keeps earlier results from one table with new ones of this name, whose trainings have so many steps."""
+    for one in earlier:
+        if one.name != name:
+            return f"--add of a result named {one.name}: expected {name}"
+        if other := [row.get("steps") for row in one.rows if row.get("steps") != steps]:
+            return f"--add of trainings with {other[0]} steps: expected {steps}, as of those beside them"
+    return None
 
 
 def spoken(line: str) -> None:

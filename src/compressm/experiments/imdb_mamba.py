@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 
 from compressm.compression import load_model
-from compressm.experiments.command import count, result
+from compressm.experiments.command import count, result, why_not_added
 from compressm.experiments.outcomes import Job, collected, joined, kept, outcome, train
 from compressm.experiments.trainings import Training
 from compressm.layers import Mamba
@@ -124,6 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     )
     parser.add_argument("--size", type=count, default=SMALL, help="order of small and of cut models (%(default)s)")
     given = parser.parse_args(arguments)
+    if why := why_not_added(given.add, "imdb_mamba", given.steps):
+        parser.error(why)
     wanted = jobs(
         given.out,
         list(dict.fromkeys(given.only or VARIANTS)),

@@ -35,7 +35,10 @@ def train(wanted: Sequence[Job], *, processes: int, data: Path | None) -> None:
 
 
 def collected(name: str, title: str, wanted: Sequence[Job], found: Callable[[RunDirectory], Row]) -> Measurement:
-    """One row a training that is done: which it is, and what is found in its folder."""
+    """One row a training that is done: which it is, what is found in its folder, and when and at which commit it began.
+
+    The machine is that of the last of them.
+    """
     rows: list[Row] = []
     environments = []
     for job in wanted:
@@ -43,8 +46,9 @@ def collected(name: str, title: str, wanted: Sequence[Job], found: Callable[[Run
             directory = RunDirectory(job.training.folder)
             named: Row = {"variant": job.variant, "seed": job.seed}
             named |= {} if job.order is None else {"order": job.order}
-            rows.append(named | found(directory))
-            environments.append(directory.environment())
+            here = directory.environment()
+            rows.append(named | found(directory) | {"date": here.date, "commit": here.commit})
+            environments.append(here)
     if not rows:
         raise SystemExit("no training was finished: there is nothing to collect")
     return Measurement(name, title, 1, rows, environments[-1])

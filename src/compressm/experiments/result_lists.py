@@ -42,8 +42,9 @@ class Variant:
 
 @dataclass(frozen=True)
 class Task:
-    """A recipe, its variants by name, and how long it is trained here."""
+    """A recipe, its variants by name, and how long it is trained here; its title is that of table and picture."""
 
+    title: str
     recipe: str
     variants: dict[str, Variant]
     steps: int
@@ -75,8 +76,8 @@ def _selected(label: str, select: str) -> Variant:
     return Variant(label, 256, rule, at=(0.025, 0.05, 0.075, 0.1))
 
 
-def _smnist(variants: dict[str, Variant], *settings: str) -> Task:
-    return Task("smnist", variants, 200_000, 40, ("training.precision=tf32", *settings))
+def _smnist(title: str, variants: dict[str, Variant], *settings: str) -> Task:
+    return Task(title, "smnist", variants, 200_000, 40, ("training.precision=tf32", *settings))
 
 
 def _falling(rate: float) -> tuple[str, ...]:
@@ -128,6 +129,7 @@ _CHOICES = {
 # Runs lie in folders whose names begin with these.
 TASKS = {
     "smnist": _smnist(
+        "sMNIST in the paper's recipe",
         {
             **_FROM_THE_START,
             **_TOLERANCES,
@@ -135,19 +137,23 @@ TASKS = {
             "penalty-28": _penalised(),
             "penalty-0.0001": _penalised(1e-4),
             "taught-28": Variant("28 states, taught", 28, recipe="smnist-distillation", teacher="whole", once=True),
-        }
+        },
     ),
-    "smnist-falling": _smnist({**_FROM_THE_START, **_TOLERANCES, **_GENTLY}, *_FALLING),
-    "smnist-choices": _smnist(_CHOICES),
+    "smnist-falling": _smnist(
+        "sMNIST with a rate that falls", {**_FROM_THE_START, **_TOLERANCES, **_GENTLY}, *_FALLING
+    ),
+    "smnist-choices": _smnist("sMNIST, one choice at a time", _CHOICES),
     "smnist-selection": _smnist(
+        "sMNIST, four cuts to 32 states",
         {
             "largest": _selected("largest σ kept", "largest"),
             "random": _selected("random states kept", "random"),
             "smallest": _selected("smallest σ kept", "smallest"),
             "small-32": Variant("32 states", 32),
-        }
+        },
     ),
     "scifar": Task(
+        "sCIFAR, four cuts in the warm-up",
         "scifar",
         {
             "whole": Variant("384 states", 384),

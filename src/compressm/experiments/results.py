@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from compressm.experiments.command import count, result
+from compressm.experiments.command import count, result, why_not_added
 from compressm.experiments.outcomes import Job, collected, joined, kept, outcome, train
 from compressm.experiments.result_lists import TASKS, Variant
 from compressm.experiments.trainings import Training
@@ -77,7 +77,7 @@ def _stages(task: str, wanted: Sequence[Job]) -> tuple[list[Job], list[Job]]:
 
 def collect(task: str, wanted: Sequence[Job], *, together: int) -> Measurement:
     """One row a training that is done, so many of them `together`; of one that is cut afterwards what is left then."""
-    return collected(f"results-{task}", f"{task}: small models by several ways", wanted, partial(_found, together))
+    return collected(f"results-{task}", TASKS[task].title, wanted, partial(_found, together))
 
 
 def _found(together: int, directory: RunDirectory) -> Row:
@@ -114,10 +114,11 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     known = TASKS[given.task].variants
     if strange := [name for name in given.only or () if name not in known]:
         parser.error(f"--only {strange[0]}: expected one of {', '.join(known)}")
-    if other := [one.name for one in given.add if one.name != f"results-{given.task}"]:
-        parser.error(f"--add of a result named {other[0]}: expected results-{given.task}")
+    steps = given.steps or TASKS[given.task].steps
+    if why := why_not_added(given.add, f"results-{given.task}", steps):
+        parser.error(why)
     seeds = range(given.first_seed, given.first_seed + given.seeds)
-    wanted = jobs(given.task, given.out, given.only or known, seeds, given.steps)
+    wanted = jobs(given.task, given.out, given.only or known, seeds, steps)
     for stage in _stages(given.task, wanted):
         train(stage, processes=given.processes, data=given.data)
     new = collect(given.task, wanted, together=given.processes)

@@ -21,9 +21,8 @@ def imdb_mamba_grids(measurement: Measurement) -> list[Grid]:
     for row in measurement.rows:
         groups.setdefault(str(row["variant"]), []).append(row)
     heads = ("training", "n → r", "states a channel", "numbers", "test accuracy", "at the end", "a step")
-    times = ("gradient steps", "speed", "cuts", "recording", "whole run")
-    whole = _mean(groups[_WHOLE], "steps_s") if _WHOLE in groups else None
-    lines = tuple((name, *_cells(rows), *_times(rows, whole)) for name, rows in groups.items())
+    times = ("gradient steps", "speed", "cuts", "recording", "all three", "speed", "whole run")
+    lines = tuple((name, *_cells(rows), *_times(rows, groups.get(_WHOLE))) for name, rows in groups.items())
     seeds, steps = len(next(iter(groups.values()))), measurement.rows[0]["steps"]
     caption = f"test accuracy in percent where validation was best, and at the end, of {seeds} seeds; {steps} steps"
     return [Grid("Mamba on IMDB", (*heads, *times), lines, caption)]
@@ -41,12 +40,29 @@ def _cells(rows: list[Row]) -> tuple[str, ...]:
     )
 
 
-def _times(rows: list[Row], whole: float | None) -> tuple[str, ...]:
-    steps = _mean(rows, "steps_s")
-    speed = "" if whole is None else f"{whole / steps:.2f}×"
-    known = all("recording_s" in row for row in rows)  # results of before it was counted on its own have none
-    recording = duration(_mean(rows, "recording_s")) if known else ""
-    return duration(steps), speed, duration(_mean(rows, "cuts_s")), recording, duration(_mean(rows, "seconds"))
+def _times(rows: list[Row], whole: list[Row] | None) -> tuple[str, ...]:
+    steps, cuts, recording = "steps_s", "cuts_s", "recording_s"
+    return (
+        *(_seconds(rows, steps), _speed(rows, whole, steps), _seconds(rows, cuts), _seconds(rows, recording)),
+        *(_seconds(rows, steps, cuts, recording), _speed(rows, whole, steps, cuts, recording)),
+        _seconds(rows, "seconds"),
+    )
+
+
+def _seconds(rows: list[Row], *parts: str) -> str:
+    taken = _taken(rows, *parts)
+    return "" if taken is None else duration(taken)
+
+
+def _speed(rows: list[Row], whole: list[Row] | None, *parts: str) -> str:
+    here, there = _taken(rows, *parts), None if whole is None else _taken(whole, *parts)
+    return "" if here is None or there is None else f"{there / here:.2f}×"
+
+
+def _taken(rows: list[Row], *parts: str) -> float | None:
+    """None where a part is not known: results of before recording was counted on its own have none of it."""
+    known = all(part in row for row in rows for part in parts)
+    return sum(_mean(rows, part) for part in parts) if known else None
 
 
 def selective_cuts_grids(measurement: Measurement) -> list[Grid]:

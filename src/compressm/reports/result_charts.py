@@ -9,11 +9,12 @@ from compressm.reports.canvas import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, pic
 from compressm.reports.result_tables import by_variant, in_paper
 from compressm.runs.measurement import Measurement, Row
 
+_GENTLY = ("cut gently", GREEN, "D")
 # What a variant is called in the picture, and how it looks, by how its label begins or ends.
 _FAMILIES = {
     "paper's way": ("cut with τ, in the paper's way", ORANGE, "s"),
     "τ": ("cut with τ", BLUE, "o"),
-    "gently": ("cut gently", GREEN, "D"),
+    "gently": _GENTLY,
     "four cuts": ("cut four times", GREEN, "D"),
     "Σσ": ("Σσ penalty, then cut", PURPLE, "v"),
     "largest": ("largest σ kept", GREEN, "D"),
@@ -32,6 +33,7 @@ def draw_results(measurement: Measurement, path: Path | str) -> Path:
     families: dict[tuple[str, str, str], list[str]] = {}
     for variant in sorted(groups, key=lambda variant: _mean(groups[variant], "order")):
         families.setdefault(_family(variant), []).append(variant)
+    tolerances = any(variant.startswith("τ") for variant in groups)
     with picture(path, size=(6.4, 4.4)) as figure:
         (panel,) = figure.axes
         for (name, colour, marker), variants in families.items():
@@ -40,7 +42,7 @@ def draw_results(measurement: Measurement, path: Path | str) -> Path:
             shown = [groups[variant] for variant, value in accuracies.items() if value >= lowest]
             _points(panel, shown, f"{name} (far below: {below})" if below else name, colour, marker)
             paper = sorted({found for variant in variants if (found := in_paper(measurement, variant))})
-            if paper and name != "cut gently":  # the paper's are those of its tolerances
+            if paper and (name != _GENTLY[0] or not tolerances):  # the paper's are those of its tolerances
                 panel.plot(*zip(*paper, strict=True), marker, color=colour, mfc="white", ms=7, ls=":", lw=0.8)
         panel.plot([], [], "o", color=GREY, mfc="white", label="hollow: the paper, its best three seeds")
         orders = _apart(sorted({round(_mean(rows, "order")) for rows in groups.values()}))

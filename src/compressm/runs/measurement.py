@@ -51,7 +51,11 @@ class Measurement:
     def require(
         self, name: str, *, needed: Iterable[str], words: Iterable[str], command: str = "compressm bench"
     ) -> None:
-        """A result of `command NAME`: rows with the columns `needed`, text in `words` and numbers elsewhere."""
+        """A result of `command NAME`: rows with the columns `needed`, text in `words` and numbers elsewhere.
+
+        A row may say when and at which commit it was measured.
+        """
+        words = {*words, "date", "commit"}
         if self.name != name or not self.rows:
             raise MeasurementError(f"{self.name} is not a result of `{command} {name}` with rows")
         for k, row in enumerate(self.rows):
