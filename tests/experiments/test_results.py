@@ -69,6 +69,7 @@ def test_what_is_kept_differs_alone_and_ends_at_32():
     order = 256
     assert [order := int(found[0].compression.rho * order + 0.5) for _ in range(4)][-1] == 32
     assert Plan.of(recipe_of("smnist-selection", "largest", 400)).cuts == [10, 20, 30, 40]
+    assert Plan.of(recipe_of("smnist-selection", "largest", 30)).cuts == [1, 2, 3, 4]
 
 
 def test_a_rate_that_falls_is_all_that_differs():

@@ -60,7 +60,10 @@ def _folder(task: str, name: str, out: Path, seed: int, steps: int) -> Path:
 
 def _when(variant: Variant, steps: int) -> tuple[str, ...]:
     if variant.at:
-        return (f"compression.when={{steps: {[max(1, round(share * steps)) for share in variant.at]}}}",)
+        found: list[int] = []
+        for share in variant.at:  # none twice, however few steps there are
+            found.append(max(round(share * steps), found[-1] + 1 if found else 1))
+        return (f"compression.when={{steps: {found}}}",)
     if variant.tries is None:
         return ()
     every = max(1, steps // variant.tries)
