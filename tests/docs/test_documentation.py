@@ -1,5 +1,6 @@
 """The code in README and docs runs as it stands, block after block, in one namespace a page."""
 
+import gc
 import re
 from pathlib import Path
 
@@ -27,6 +28,7 @@ def test_code_on_the_page_runs(page):
     code = code_of(page)
     if ".compile(" not in code:
         exec(compile(code, page.name, "exec"), {})
+        gc.collect()  # what the page leaves open is said here, not in some later test
         return
     # The shape checker of the tests cannot be traced: a plain process.
     unhooked.run(code)
