@@ -85,15 +85,20 @@ def test_a_report_before_anything_is_trained_is_one_file_and_says_so(monkeypatch
     assert [path.name for path in (tmp_path / "early" / "results").iterdir()] == ["report.md"]
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "truncations.jsonl", "status.json"])
-def test_a_run_that_cannot_be_read_is_named(monkeypatch, tmp_path, name):
+def test_a_run_that_cannot_be_read_is_named(monkeypatch, tmp_path):
     small(monkeypatch, Inline())
     assert run("results", "--out", "out").exit_code == 0
-    broken = next((tmp_path / "out" / "runs").rglob("n-8/seed-0")) / name
-    broken.write_text("{\n")
-    done = run("results", "--out", "out", "--only-report")
-    assert done.exit_code == 2
-    assert f"n-8/seed-0/{name}" in plain(done).replace(" ", "")
+    folder = next((tmp_path / "out" / "runs").rglob("n-8/seed-0"))
+    for name in ("metrics.jsonl", "truncations.jsonl", "status.json"):
+        whole = (folder / name).read_bytes() if (folder / name).exists() else None
+        (folder / name).write_text("{\n")
+        done = run("results", "--out", "out", "--only-report")
+        assert done.exit_code == 2, name
+        assert f"n-8/seed-0/{name}" in plain(done).replace(" ", "")
+        (folder / name).unlink()
+        if whole is not None:
+            (folder / name).write_bytes(whole)
+    assert run("results", "--out", "out", "--only-report").exit_code == 0
 
 
 def test_a_machine_without_slurm_is_named(monkeypatch):

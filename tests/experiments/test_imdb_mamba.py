@@ -1,5 +1,6 @@
 """The study of Mamba on IMDB runs the command line, goes on with what was stopped, and reads sizes off the models."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,16 +67,24 @@ def small(variant):
     )
 
 
-@pytest.fixture
-def trained(tmp_path):
+TRAINED = (("paper", 0), ("baked", 0), ("baked", 1))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
     """Of two variants one seed each, and one that was stopped."""
-    wanted = []
-    for variant, seed in (("paper", 0), ("baked", 0), ("baked", 1)):
-        folder = tmp_path / f"{len(wanted)}"
-        train(replace(small(variant), label=variant, seed=seed), tokens(), folder)
-        wanted.append(Job(variant, seed, Training("imdb-mamba", folder)))
-    RunDirectory(wanted[-1].training.folder).write_status(Status("interrupted", 6, 20))
-    return wanted
+    parent = tmp_path_factory.mktemp("trained")
+    for k, (variant, seed) in enumerate(TRAINED):
+        train(replace(small(variant), label=variant, seed=seed), tokens(), parent / str(k))
+    RunDirectory(parent / "2").write_status(Status("interrupted", 6, 20))
+    return parent
+
+
+@pytest.fixture
+def trained(folders, tmp_path):
+    """Copies, for a test to change."""
+    copied = shutil.copytree(folders, tmp_path / "trained")
+    return [Job(variant, seed, Training("imdb-mamba", copied / str(k))) for k, (variant, seed) in enumerate(TRAINED)]
 
 
 def test_rows_are_of_the_trainings_that_are_done_with_sizes_of_their_models(trained):

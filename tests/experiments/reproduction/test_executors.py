@@ -39,6 +39,7 @@ def test_a_job_of_a_cluster_writes_the_records_of_a_run(tmp_path):
     assert RunDirectory(wanted.folder).environment().commit == "tests"
 
 
+@pytest.mark.slow
 @leaves_files_open
 def test_a_job_that_fails_says_why(tmp_path):
     pytest.importorskip("submitit")
