@@ -141,6 +141,7 @@ def test_every_committed_result_has_a_table(path):
         (("bench", "peers", "--repeats", "0"), "0 is too small, expected at least 1"),
         (("bench", "speedup", "--schedule", "0:128,10:256"), "--schedule '0:128,10:256': expected steps that rise"),
         (("bench", "speedup", "--schedule", "0:128,10:0"), "orders that fall, to 1 or more"),
+        (("bench", "speedup", "--set", "training.steps=200"), "cuts at step 240, after the last step, 200"),
         (("bench", "draw", str(RESULTS / "scan-cpu.json")), "no picture for results named 'scan', only for reduction"),
     ],
 )

@@ -142,10 +142,9 @@ def _rows(
     repeats: int,
     progress: Progress,
 ) -> list[Row]:
-    device = where.type
+    device, plan = where.type, Plan.of(recipe)
     costs = measure_costs(recipe, task, orders, where, repeats=repeats, progress=progress)
     rows = [_cost_row(recipe, costs, k, device) for k in range(len(costs.orders))]
-    plan = Plan.of(recipe)
     if path is not None:
         stretches = stretches_of([(step, float(order)) for step, order in path], plan.steps, plan.evaluations)
         rows.append(_schedule_row(recipe, device, stretches, predict(costs, stretches)))

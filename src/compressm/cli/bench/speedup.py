@@ -14,6 +14,7 @@ from compressm.cli.inspect import DataOption, OfflineOption
 from compressm.data import DataError, Store, Task, make
 from compressm.experiments.catalogue import find_recipe
 from compressm.training.config import ConfigError, Recipe
+from compressm.training.plan import Plan
 
 RecipeArgument = Annotated[str, typer.Argument(help="A recipe by name, or a .yaml file; one that cuts.")]
 SetOption = Annotated[
@@ -48,6 +49,7 @@ def speedup(
         wanted = find_recipe(recipe, tuple(settings or ()))
         if wanted.compression is None:
             raise ConfigError(f"{recipe} does not cut: there is no speed-up to measure")
+        Plan.of(wanted)  # refuses cuts after the last step, before anything is measured
         path = None if schedule is None else _path(schedule, wanted)
         result, picture = (out / f"speedup-{wanted.name}-{device.value}{end}" for end in (".json", ".png"))
         require(device, result, picture)
