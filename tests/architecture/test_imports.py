@@ -45,7 +45,7 @@ CONFINED = {
     "philtorch": ("bench/peer_scans.py",),
     "mambapy": ("bench/peer_scans.py",),
     "fla": ("bench/peer_scans.py",),
-    "submitit": ("experiments/reproduction/executors.py",),
+    "submitit": ("experiments/reproduction/slurm.py",),
     "matplotlib": ("reports/",),
     "typer": ("cli/",),
     "rich": ("cli/", "training/", "experiments/"),

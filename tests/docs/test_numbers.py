@@ -216,6 +216,8 @@ def test_a_rate_that_falls_meets_the_aims_on_smnist():
     readme = " ".join((ROOT / "README.md").read_text().split())
     said = f"with 28 states {few:.1f} % and with 13 states {fewer:.1f} %, where 256 reach {falling('256 states'):.1f} %"
     assert said in readme
+    plain = [smnist(f"gently to {order}") for order in (28, 13)]
+    assert f"with that rate we have {plain[0]:.1f} and {plain[1]:.1f}" in readme
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("*.json")), ids=lambda path: path.stem)

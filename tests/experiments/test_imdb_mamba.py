@@ -1,6 +1,11 @@
 """The study of Mamba on IMDB runs the command line, goes on with what was stopped, and reads sizes off the models."""
 
+import os
 import shutil
+import signal
+import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +15,8 @@ from compressm.compression import Baked, PerChannel, SharedIndex, load_model
 from compressm.experiments import imdb_mamba
 from compressm.experiments.catalogue import find_recipe
 from compressm.experiments.imdb_mamba import VARIANTS, Job, Scale, collect, jobs, joined
-from compressm.experiments.trainings import Training, run_all
+from compressm.experiments.outcomes import train as train_all
+from compressm.experiments.trainings import Training
 from compressm.reports.tables import grids
 from compressm.runs.directory import RunDirectory, Status
 from compressm.runs.measurement import Measurement
@@ -108,12 +114,23 @@ def test_what_is_not_trained_cannot_be_collected(tmp_path):
         collect(jobs(tmp_path, VARIANTS, 1, Scale()))
 
 
-def test_a_training_begins_goes_on_and_is_left_alone(tmp_path, monkeypatch):
-    ran = []
+def answering(monkeypatch, code):
+    """Every training is a process that runs this, and ends; what it would have been is kept."""
+    asked, command = [], Training.command
 
-    class Done:
-        returncode, stdout, stderr = 0, "", ""
+    def instead(training, data):
+        asked.append(command(training, data)[4:])
+        return [sys.executable, "-c", code]
 
+    monkeypatch.setattr(Training, "command", instead)
+    return asked
+
+
+def job(training):
+    return Job("name", 0, training)
+
+
+def test_a_training_begins_goes_on_and_is_left_alone(tmp_path, monkeypatch, capsys):
     new = Training("imdb-mamba", tmp_path / "new", ("--seed", "1"), ("label='a b'",))
     stopped, done = Training("imdb-mamba", tmp_path / "stopped"), Training("imdb-mamba", tmp_path / "done")
     for training, state in ((stopped, "interrupted"), (done, "finished")):
@@ -122,15 +139,45 @@ def test_a_training_begins_goes_on_and_is_left_alone(tmp_path, monkeypatch):
         run.model.mkdir()
         (run.model / "model.safetensors").touch()
         run.write_status(Status(state, 1, 1))
-    monkeypatch.setattr("subprocess.run", lambda command, **_: ran.append(command[4:]) or Done())
-    assert list(run_all([new, stopped, done], processes=1, data=tmp_path)) == ["done", "done", "was done"]
+    ran = answering(monkeypatch, "print('well')")
+    train_all([job(new), job(stopped), job(done)], processes=1, data=tmp_path)
+    assert capsys.readouterr().out == "name, seed 0: done\nname, seed 0: done\nname, seed 0: was done\n"
     place = ["--data", str(tmp_path), "--offline"]
     assert ran[0] == ["imdb-mamba", "--seed", "1", "--out", str(new.folder), *place, "--set", "label='a b'"]
     assert ran[1] == [str(stopped.folder), "--resume", *place]
-    Done.returncode, Done.stderr = 2, "no data\nthere is none"
-    assert new.run(None) == "failed with 2: no data there is none"
-    Done.stderr = "╭─ Error ───╮\n│ Invalid value: of four │\n│ lines, the first │\n│ says what │\n│ is wrong │\n╰───╯"
-    assert new.run(None) == "failed with 2: Error Invalid value: of four lines, the first says what is wrong"
+    answering(monkeypatch, r"print('╭─ Error ───╮\n│ Invalid value: of four │\n│ lines │\n╰───╯'); raise SystemExit(2)")
+    train_all([job(new)], processes=1, data=None)
+    assert capsys.readouterr().out == "name, seed 0: exit 2: Error Invalid value: of four lines\n"
+
+
+@pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM])
+def test_a_study_that_is_stopped_lets_its_trainings_save_and_says_how_to_go_on(tmp_path, monkeypatch, capsys, which):
+    saving = f"""
+import pathlib, signal, sys, time
+def save(*_):
+    pathlib.Path({str(tmp_path / "saved")!r}).touch()
+    sys.exit(130)
+signal.signal(signal.SIGTERM, save)
+pathlib.Path({str(tmp_path / "begun")!r}).touch()
+time.sleep(60)
+"""
+    asked = answering(monkeypatch, saving)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
+
+    def stop():
+        while not (tmp_path / "begun").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), which)
+
+    threading.Thread(target=stop).start()
+    try:
+        with pytest.raises(SystemExit) as end:
+            train_all([job(Training("a", tmp_path / "a")), job(Training("b", tmp_path / "b"))], processes=1, data=None)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (end.value.code, len(asked)) == (130, 1)
+    assert (tmp_path / "saved").exists()
+    assert "the same command goes on" in capsys.readouterr().err
 
 
 def test_the_command_trains_what_was_asked_for_and_writes_the_result(tmp_path, monkeypatch, capsys, trained):
@@ -141,15 +188,43 @@ def test_the_command_trains_what_was_asked_for_and_writes_the_result(tmp_path, m
     assert asked == [(["baked"], 1, Scale(9, 3, 4))]
     assert len(Measurement.read(path).rows) == 2
     assert "baked, seed 0: was done" in capsys.readouterr().out
-    Measurement("imdb_mamba", "t", 1, [row("whole", 0)]).write(tmp_path / "earlier.json")
-    again = imdb_mamba.main(["--out", str(tmp_path / "out"), "--add", str(tmp_path / "earlier.json")])
-    assert [found["variant"] for found in Measurement.read(again).rows] == ["whole", "paper", "baked"]
+    Measurement("imdb_mamba", "t", 1, [row("whole", 0, steps=20)]).write(tmp_path / "earlier.json")
+    again = imdb_mamba.main(["--out", str(tmp_path / "out"), "--steps", "20", "--add", str(tmp_path / "earlier.json")])
+    assert [found["variant"] for found in Measurement.read(again).rows] == ["paper", "baked", "whole"]
+
+
+def test_a_result_that_is_there_keeps_its_rows(tmp_path, monkeypatch, capsys, trained):
+    out = ("--out", str(tmp_path / "out"))
+    monkeypatch.setattr(imdb_mamba, "jobs", lambda *given: trained[:2])
+    path = imdb_mamba.main([*out, "--steps", "20"])
+    monkeypatch.setattr(imdb_mamba, "jobs", lambda *given: trained[1:2])
+    imdb_mamba.main([*out, "--steps", "20"])
+    assert [found["variant"] for found in Measurement.read(path).rows] == ["paper", "baked"]
+    assert "1 row of trainings that were not asked for here stay" in capsys.readouterr().out
+    monkeypatch.setattr(imdb_mamba, "train", lambda *_, **__: pytest.fail("trained"))
+    with pytest.raises(SystemExit):
+        imdb_mamba.main([*out, "--steps", "30"])
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{path} is there, of trainings with 20 steps: expected 30" in said
+    assert "it would be lost: choose another --out" in said
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"), [({"best": "x"}, "has 'x' as best, expected a number"), ({"variant": None}, "lacks variant")]
+)
+def test_rows_to_be_added_are_looked_at_before_anything_is_trained(tmp_path, monkeypatch, capsys, spoil, said):
+    monkeypatch.setattr(imdb_mamba, "train", lambda *_, **__: pytest.fail("trained"))
+    bad = {key: value for key, value in (row("128 states", 0) | spoil).items() if value is not None}
+    Measurement("imdb_mamba", "t", 1, [bad]).write(tmp_path / "bad.json")
+    with pytest.raises(SystemExit):
+        imdb_mamba.main(["--out", str(tmp_path / "out"), "--add", str(tmp_path / "bad.json")])
+    assert said in " ".join(capsys.readouterr().err.split())
 
 
 def test_trainings_that_failed_are_named_after_the_result_is_written(tmp_path, monkeypatch, trained):
     lost = replace(trained[0], variant="lost", training=Training("imdb-mamba", tmp_path / "lost"))
     monkeypatch.setattr(imdb_mamba, "jobs", lambda *given: [*trained[:2], lost])
-    monkeypatch.setattr(Training, "run", lambda training, data: "failed with 1: no memory")
+    answering(monkeypatch, "raise SystemExit(1)")
     with pytest.raises(SystemExit, match="1 of 3 trainings are not finished: lost, seed 0"):
         imdb_mamba.main(["--out", str(tmp_path / "out")])
     assert len(Measurement.read(tmp_path / "out" / "imdb_mamba.json").rows) == 2

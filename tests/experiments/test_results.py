@@ -134,6 +134,13 @@ def test_bad_options_are_refused_before_anything_is_trained(monkeypatch, capsys,
     assert said in capsys.readouterr().err
 
 
+def test_what_was_done_before_keeps_how_many_were_trained_at_a_time():
+    earlier = Measurement("results-smnist", "t", 1, [row("256 states", 0, together=10), row("256 states", 1)])
+    found = Measurement("results-smnist", "t", 1, [row("256 states", seed, together=3) for seed in range(3)])
+    results._keep_company(found, {("256 states", 0), ("256 states", 1)}, [earlier])
+    assert [one["together"] for one in found.rows] == [10, 3, 3]
+
+
 def test_a_variant_that_is_asked_for_twice_is_trained_once():
     assert len(jobs("smnist", Path("f"), ["small-13", "whole", "small-13"], range(1))) == 2
 
@@ -156,6 +163,10 @@ def test_the_best_three_seeds_stand_beside_the_papers_best_three():
     (table,) = grids(Measurement("results-smnist", "t", 1, rows))
     assert table.rows[0][3:5] == ("96.0 ± 2.2", "97.0")
     assert table.rows[0][6] == "97.3 at 256"
+    for found, validation in zip(rows, (97.0, 96.0, 98.0, 90.0), strict=True):
+        found["validation"] = validation
+    (table,) = grids(Measurement("results-smnist", "t", 1, rows))
+    assert table.rows[0][4] == "95.3"  # of the first three, best by validation
     (table,) = grids(Measurement("results-scifar", "t", 1, [row("four cuts to 57", 0), row("another", 0)]))
     assert [cells[6] for cells in table.rows] == ["84.4 at 57", ""]
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import shlex
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
@@ -19,12 +16,13 @@ from rich.table import Table
 
 from compressm.cli.choices import count, number
 from compressm.cli.paths import PathError, require_writable
+from compressm.experiments.processes import Executor, Processes, heard_as_ctrl_c
 from compressm.experiments.reproduction.arms import Experiment
 from compressm.experiments.reproduction.catalogue import experiment_names, find_experiment
 from compressm.experiments.reproduction.conducting import Outcome, conduct
-from compressm.experiments.reproduction.executors import Executor, Processes, Slurm, SlurmOptions
 from compressm.experiments.reproduction.exhibits import exhibit
 from compressm.experiments.reproduction.plan import Job, Plan, require_same_recipes
+from compressm.experiments.reproduction.slurm import Slurm, SlurmOptions
 from compressm.runs.paper import paper_labels, read_paper
 from compressm.runs.records import RunError
 from compressm.training.config import ConfigError
@@ -110,7 +108,7 @@ def _train(plan: Plan, executor: Executor) -> Outcome:
     done = sum(job.state == "done" for job in jobs)
     _say(f"{plan.experiment.label}: {len(jobs)} training{'' if len(jobs) == 1 else 's'}, {done} done")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with _signals(), Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with heard_as_ctrl_c(), Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("trainings", total=len(jobs), completed=done)
 
         def say(line: str) -> None:
@@ -118,21 +116,6 @@ def _train(plan: Plan, executor: Executor) -> Outcome:
             bar.update(task, completed=sum(job.state == "done" for job in plan.jobs()))
 
         return conduct(plan, executor, say)
-
-
-@contextmanager
-def _signals() -> Iterator[None]:
-    """What ends a process politely is heard as Ctrl-C is."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = {which: signal.signal(which, interrupt) for which in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for which, handler in before.items():
-            signal.signal(which, handler)
 
 
 def _report(plan: Plan, out: Path, quick: bool) -> None:

@@ -28,14 +28,28 @@ def result(path: str) -> Measurement:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+# What every row of a study of trainings has, beside its variant.
+_COLUMNS = ("seed", "steps", "initial_order", "order", "best", "last", "steps_s", "seconds", "cuts_s", "step_s")
+
+
 def why_not_added(earlier: Iterable[Measurement], name: str, steps: int) -> str | None:
     """What keeps earlier results from one table with new ones of this name, whose trainings have so many steps."""
     for one in earlier:
         if one.name != name:
             return f"--add of a result named {one.name}: expected {name}"
-        if other := [row.get("steps") for row in one.rows if row.get("steps") != steps]:
+        try:
+            one.require(name, needed=("variant", *_COLUMNS), words=("variant",), command="--add of")
+        except MeasurementError as error:
+            return f"--add: {error}"
+        if other := [row["steps"] for row in one.rows if row["steps"] != steps]:
             return f"--add of trainings with {other[0]} steps: expected {steps}, as of those beside them"
     return None
+
+
+def why_not_kept(there: Iterable[Measurement], path: Path, steps: int) -> str | None:
+    """What keeps the rows of a result that is there already from a place beside the new ones."""
+    why = why_not_added(there, path.stem, steps)
+    return why and f"{path} is there, {why.removeprefix('--add')}; it would be lost: choose another --out"
 
 
 def spoken(line: str) -> None:

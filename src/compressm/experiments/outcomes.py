@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from compressm.experiments.trainings import Training, run_all
+from compressm.experiments.processes import Processes, heard_as_ctrl_c
+from compressm.experiments.trainings import Training
 from compressm.runs.directory import RunDirectory
 from compressm.runs.measurement import Measurement, Row
 from compressm.runs.run import Run, read_run
@@ -28,10 +30,21 @@ class Job:
 
 
 def train(wanted: Sequence[Job], *, processes: int, data: Path | None) -> None:
-    """What is not done yet, `processes` at a time; how each ended is printed."""
-    ended = run_all((job.training for job in wanted), processes=processes, data=data)
-    for job, said in zip(wanted, ended, strict=True):
-        print(f"{job}: {said}", flush=True)
+    """What is not done yet, `processes` at a time; how each ended is printed.
+
+    After Ctrl-C, or what ends a process politely, trainings save; exit 130.
+    """
+    executor = Processes(processes, data)
+    try:
+        with heard_as_ctrl_c():
+            started = [None if job.training.finished else executor.submit(job.training) for job in wanted]
+            for job, running in zip(wanted, started, strict=True):
+                said = "was done" if running is None else running.result().message or "done"
+                print(f"{job}: {said}", flush=True)
+    except KeyboardInterrupt:
+        executor.stop()
+        print("stopped, and what was trained is saved: the same command goes on", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 def collected(name: str, title: str, wanted: Sequence[Job], found: Callable[[RunDirectory], Row]) -> Measurement:
@@ -63,6 +76,9 @@ def joined(found: Measurement, earlier: Iterable[Measurement]) -> Measurement:
 
 def kept(found: Measurement, path: Path, wanted: Sequence[Job]) -> Path:
     """The result in its file, named; then an error where trainings that were asked for are not in it."""
+    rows = {(job.variant, job.seed) for job in wanted}
+    if others := sum((row["variant"], row["seed"]) not in rows for row in found.rows):
+        print(f"{others} row{'s' if others > 1 else ''} of trainings that were not asked for here stay")
     path = found.write(path)
     print(f"result: {path}; `compressm bench table {path}` shows it")
     if missing := [str(job) for job in wanted if not job.training.finished]:
@@ -72,9 +88,9 @@ def kept(found: Measurement, path: Path, wanted: Sequence[Job]) -> Path:
 
 
 def outcome(directory: RunDirectory) -> Row:
-    """Orders, test accuracies in percent, and seconds.
+    """Orders, accuracies in percent, and seconds.
 
-    `best` is the test accuracy where validation was best since the last cut; `step_s` of one step at the end;
+    `best` is the test accuracy where `validation` was best since the last cut; `step_s` of one step at the end;
     `recording_s` is what CUDA graphs took, with the first steps at each size, in which kernels are compiled.
     """
     run = read_run(directory)
@@ -82,6 +98,7 @@ def outcome(directory: RunDirectory) -> Row:
     assert run.score is not None
     assert run.score.test is not None
     assert last.accuracy is not None
+    validation = {} if run.score.validation is None else {"validation": 100 * run.score.validation}
     return {
         "steps": run.steps,
         "initial_order": run.mean_initial_order,
@@ -93,6 +110,7 @@ def outcome(directory: RunDirectory) -> Row:
         "cuts_s": sum(cut.seconds or 0.0 for cut in run.cut_records),
         "step_s": _step_seconds(run),
         "recording_s": sum(timing.seconds.get("capture", 0.0) for timing in run.timings),
+        **validation,
     }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from compressm.experiments.command import count, result, why_not_added
+from compressm.experiments.command import count, result, why_not_added, why_not_kept
 from compressm.experiments.outcomes import Job, collected, joined, kept, outcome, train
 from compressm.experiments.result_lists import TASKS, Variant
 from compressm.experiments.trainings import Training
@@ -85,11 +85,23 @@ def collect(task: str, wanted: Sequence[Job], *, together: int) -> Measurement:
 
 def _found(together: int, directory: RunDirectory) -> Row:
     found = outcome(directory) | {"together": together}
-    cuts = [record for record in directory.records(TruncationRecord) if record.split == "test"]
-    if cuts and cuts[-1].accuracy is not None:
-        accuracy = 100 * cuts[-1].accuracy
-        found |= {"order": cuts[-1].mean_order, "best": accuracy, "last": accuracy}
+    cuts = {record.split: record for record in directory.records(TruncationRecord)}  # the last of each split
+    if "test" in cuts and cuts["test"].accuracy is not None:
+        accuracy = 100 * cuts["test"].accuracy
+        found |= {"order": cuts["test"].mean_order, "best": accuracy, "last": accuracy}
+        if cuts["validation"].accuracy is not None:
+            found["validation"] = 100 * cuts["validation"].accuracy
     return found
+
+
+def _keep_company(found: Measurement, done: set[tuple[str, int]], earlier: Sequence[Measurement]) -> None:
+    """What was done before stays with as many trainings at a time as the result says that is there already."""
+    rows = (row for one in earlier for row in one.rows if "together" in row)
+    known = {(str(row["variant"]), row["seed"]): row["together"] for row in rows}
+    for row in found.rows:
+        key = (str(row["variant"]), row["seed"])
+        if key in done and key in known:
+            row["together"] = known[key]
 
 
 def _lengths() -> str:
@@ -118,15 +130,18 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     if strange := [name for name in given.only or () if name not in known]:
         parser.error(f"--only {strange[0]}: expected one of {', '.join(known)}")
     steps = given.steps or TASKS[given.task].steps
-    if why := why_not_added(given.add, f"results-{given.task}", steps):
+    path = given.out / f"results-{given.task}.json"
+    there = [result(str(path))] if path.exists() else []
+    if why := why_not_added(given.add, path.stem, steps) or why_not_kept(there, path, steps):
         parser.error(why)
     seeds = range(given.first_seed, given.first_seed + given.seeds)
     wanted = jobs(given.task, given.out, given.only or known, seeds, steps)
+    done = {(job.variant, job.seed) for job in wanted if job.training.finished}
     for stage in _stages(given.task, wanted):
         train(stage, processes=given.processes, data=given.data)
     new = collect(given.task, wanted, together=given.processes)
-    found = joined(new, given.add)
-    return kept(found, given.out / f"results-{given.task}.json", wanted)
+    _keep_company(new, done, there)
+    return kept(joined(new, (*there, *given.add)), path, wanted)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,8 @@
-"""Trainings as processes of their own: those that are done are left alone, those that were stopped go on."""
+"""Trainings as commands: those that are done are left alone, those that were stopped go on."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,23 +33,7 @@ class Training:
     def finished(self) -> bool:
         return RunDirectory(self.folder).finished
 
-    def run(self, data: Path | None) -> str:
-        """Wait for it; how it ended, in words."""
-        if self.finished:
-            return "was done"
-        ended = subprocess.run(self.command(data), capture_output=True, text=True)
-        if ended.returncode == 0:
-            return "done"
-        return f"failed with {ended.returncode}: {last_words(ended.stdout + ended.stderr)}"
-
 
 def last_words(said: str) -> str:
     """The end of what a training said, on one line; refusals come in a box."""
     return " ".join("".join(" " if sign in "│╭╮╰╯─" else sign for sign in said).split())[-_SAID:]
-
-
-def run_all(trainings: Iterable[Training], *, processes: int, data: Path | None) -> Iterator[str]:
-    """How each ended, in their order, `processes` at a time."""
-    wanted: Sequence[Training] = list(trainings)
-    with ThreadPoolExecutor(processes) as pool:
-        yield from pool.map(lambda training: training.run(data), wanted)

@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from compressm.experiments.reproduction.executors import Processes, Slurm, SlurmOptions
+from compressm.experiments.processes import Processes
+from compressm.experiments.reproduction.slurm import Slurm, SlurmOptions
 from compressm.experiments.trainings import Training
 from compressm.runs.directory import RunDirectory
 from compressm.training.config import ConfigError

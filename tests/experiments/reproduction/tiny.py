@@ -5,8 +5,8 @@ from concurrent.futures import Future
 from typer.testing import CliRunner
 
 from compressm.cli.app import app
+from compressm.experiments.processes import Ended, Executor
 from compressm.experiments.reproduction.arms import Experiment
-from compressm.experiments.reproduction.executors import Ended, Executor
 from compressm.experiments.reproduction.plan import Plan
 from compressm.experiments.reproduction.settings import Setting
 

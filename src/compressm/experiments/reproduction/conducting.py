@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from compressm.experiments.reproduction.executors import Ended, Executor, Started
+from compressm.experiments.processes import Ended, Executor, Started
 from compressm.experiments.reproduction.plan import Job, Plan
 
 Say = Callable[[str], None]
