@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from scipy.special import log_softmax, softmax
+from scipy.special import log_softmax, rel_entr, softmax
 from torch import nn
 
 from compressm.baselines import DistillationError, Teacher, distillation_loss
@@ -33,6 +33,35 @@ def test_a_student_that_answers_as_its_teacher_has_no_divergence_left():
     loss.backward()
     assert loss.item() == pytest.approx(0, abs=1e-6)
     assert given.grad.abs().max() < 1e-6
+
+
+def test_a_class_that_the_teacher_rules_out_has_no_part_in_the_divergence():
+    given, wanted, targets = random_logits()
+    wanted[:, 2] = -torch.inf
+    given.requires_grad_()
+    found = distillation_loss(given, wanted, targets, alpha=1.0)
+    found.backward()
+    p, q = (softmax(z.detach().double().numpy() / 2, axis=1) for z in (wanted, given))
+    expected = 4 * rel_entr(p, q).sum(1).mean()
+    assert found.item() == pytest.approx(expected, rel=1e-5)
+    assert given.grad.numpy() == pytest.approx(2 * (q - p) / len(p), abs=1e-6)
+
+
+def test_a_teacher_is_asked_in_evaluation_mode_whatever_became_of_it():
+    model = nn.Sequential(nn.Linear(3, 50), nn.Dropout(0.5))
+    teacher = Teacher(model)
+    model.train()
+    inputs = torch.ones(2, 3)
+    assert torch.equal(teacher(inputs), teacher(inputs))
+
+
+def test_a_teacher_that_answers_with_more_than_logits_is_refused():
+    class Talkative(nn.Module):
+        def forward(self, inputs):
+            return inputs, None
+
+    with pytest.raises(DistillationError, match="answers with a tuple, expected logits alone"):
+        Teacher(Talkative())(torch.ones(2, 3))
 
 
 def test_what_is_not_asked_counts_for_neither_part():

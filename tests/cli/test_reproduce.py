@@ -1,5 +1,7 @@
 """`compressm reproduce` as a person meets it; what it trains is in tests/experiments/reproduction."""
 
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 
@@ -99,6 +101,19 @@ def test_a_run_that_cannot_be_read_is_named(monkeypatch, tmp_path):
         if whole is not None:
             (folder / name).write_bytes(whole)
     assert run("results", "--out", "out", "--only-report").exit_code == 0
+
+
+def test_a_benchmark_that_is_only_reported_is_not_measured_again(tmp_path):
+    folder = tmp_path / "bench" / "reduction-complexity"
+    done = run("reduction-complexity", "--out", "bench", "--only-report")
+    assert done.exit_code == 2
+    assert "nothing was measured yet" in plain(done)
+    folder.mkdir(parents=True)
+    measured = (Path(__file__).parents[2] / "benchmarks" / "results" / "reduction-cpu.json").read_bytes()
+    (folder / "reduction-cpu.json").write_bytes(measured)
+    assert run("reduction-complexity", "--out", "bench", "--only-report").exit_code == 0
+    assert (folder / "reduction-cpu.json").read_bytes() == measured
+    assert "fig:reduction-complexity" in (folder / "report.md").read_text()
 
 
 def test_a_machine_without_slurm_is_named(monkeypatch):

@@ -1,6 +1,9 @@
 """Recipes with a teacher, a penalty or a cut after training, as `compressm train` runs them."""
 
 import json
+import os
+import shutil
+import signal
 
 import pytest
 import torch
@@ -13,8 +16,9 @@ from compressm.runs.directory import RunDirectory
 from compressm.runs.groups import group_runs, reference
 from compressm.runs.records import Evaluation, Timing, TruncationRecord
 from compressm.runs.run import read_run
-from compressm.training import ConfigError, Interrupted, train
+from compressm.training import ConfigError, Interrupted, loop, train
 from compressm.training.evaluation import score
+from compressm.training.truncating import truncations
 from tests.cli.test_commands import plain, run
 from tests.training.tiny import Sending, check_same_run, copies, digits, lines, recipe, teacher, tokens, weights
 
@@ -96,6 +100,37 @@ def test_a_teacher_that_is_none_is_refused_by_name(taught, tmp_path):
     assert "is a run that has not finished" in refused(tmp_path / "half")
 
 
+def test_a_teacher_that_learned_on_another_task_is_refused(taught, tmp_path):
+    copied = shutil.copytree(taught, tmp_path / "copied")
+    config = json.loads((copied / "config.json").read_text())
+    config["task"]["seed"] = 5
+    (copied / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"copied learned on {.*'seed': 5.*}, expected {.*}, as its student"):
+        comparison(student(copied), tokens())
+
+
+def test_a_signal_is_heard_between_copies_that_are_cut(tmp_path, monkeypatch):
+    found = recipe("truncation={orders: [5, 3, 2]}")
+    whole = learn(found, tmp_path / "whole").records(TruncationRecord)
+    cut = []
+
+    def slowly(*given):
+        for record in truncations(*given):
+            cut.append(record)
+            if len(cut) == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield record
+
+    monkeypatch.setattr(loop, "truncations", slowly)
+    with pytest.raises(Interrupted, match="SIGTERM at step 16"):
+        learn(found, tmp_path / "run")
+    directory = RunDirectory(tmp_path / "run")
+    assert (len(cut), directory.records(TruncationRecord), directory.status().state) == (2, [], "interrupted")
+    learn(found, tmp_path / "run", resume=True)
+    assert directory.records(TruncationRecord) == whole
+    assert directory.finished
+
+
 @pytest.mark.parametrize("gramian", ["white_noise", "measured", "modal"])
 def test_a_model_is_cut_once_after_training_to_every_order_and_stays_whole(gramian, tmp_path):
     found = recipe(f"truncation={{orders: [5, 2], gramian: {gramian}}}")
@@ -140,6 +175,8 @@ def test_the_command_trains_a_teacher_a_student_and_with_a_penalty(tmp_path, mon
     assert RunDirectory("out/runs/digits/baseline-n128/seed-0").config()["regulariser"] is None
     assert run("train", "digits-distillation", *quick).exit_code == 0
     assert (tmp_path / "out/runs/digits/distilled-n4/seed-0/model").is_dir()
+    stored = RunDirectory("out/runs/digits/distilled-n4/seed-0").config()["distillation"]["teacher"]
+    assert stored == str(tmp_path / "out/runs/digits/baseline-n128/seed-0")  # from wherever it is resumed
     said = run("train", "digits-hnn", "--set", "model.order=6", "--set", "truncation.orders=[3, 1]", *quick)
     assert said.exit_code == 0, said.output
     assert "hankel-nuclear-norm" in said.output

@@ -28,7 +28,8 @@ def distillation_loss(
     _require_shapes(logits, teacher, targets)
     _require_weights(temperature, alpha)
     wanted, given = (functional.log_softmax(z.float() / temperature, dim=-1) for z in (teacher, logits))
-    distance = (wanted.exp() * (wanted - given)).sum(-1)
+    # A class that the teacher rules out has no part in the divergence.
+    distance = torch.where(wanted.isneginf(), 0, wanted.exp() * (wanted - given)).sum(-1)
     asked = targets != ignored
     divergence = torch.where(asked, distance, 0).sum() / asked.sum()
     truth = functional.cross_entropy(logits.float(), targets, ignore_index=ignored)
@@ -38,8 +39,8 @@ def distillation_loss(
 class Teacher:
     """A model that answers without gradients and without dropout; what it said of every example can be kept.
 
-    The model itself is frozen and put in evaluation mode. Keeping is for data that are not augmented: an example is
-    known by its number alone.
+    The model itself is frozen and put in evaluation mode, at every question anew. Keeping is for data that are not
+    augmented: an example is known by its number alone.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -49,7 +50,10 @@ class Teacher:
     @torch.no_grad()
     def __call__(self, *inputs: Tensor | None) -> Float[Tensor, "..."]:
         """Its logits, by asking it."""
-        return self.model(*inputs).float()
+        answer = self.model.eval()(*inputs)
+        if not isinstance(answer, Tensor):
+            raise DistillationError(f"the teacher answers with a {type(answer).__name__}, expected logits alone")
+        return answer.float()
 
     @torch.no_grad()
     def keep(self, batches: Iterable[tuple[Tensor | None, ...]], ask: Callable[..., Tensor] | None = None) -> None:

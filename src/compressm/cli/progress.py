@@ -58,7 +58,10 @@ class Spoken:
         elif record.split == "test":
             score = f"{record.loss:.4f}" if record.accuracy is None else f"{100 * record.accuracy:.2f} %"
             states = "1 state" if record.mean_order == 1 else f"{record.mean_order:g} states"
-            self._say(f"cut once to {states} by {_WAYS.get(record.gramian, record.gramian)}: test {score}")
+            cut = f"cut once to {states} by {_WAYS.get(record.gramian, record.gramian)}"
+            if record.mean_order < record.order:  # layers that have fewer than they may keep stay as they are
+                cut = f"cut once to {record.order} states where there were more, {record.mean_order:g} in the mean"
+            self._say(f"{cut}: test {score}")
 
     def _say(self, line: str) -> None:
         self._console.print(escape(line), highlight=False, soft_wrap=True)

@@ -23,6 +23,7 @@ from compressm.experiments.reproduction.conducting import Outcome, conduct
 from compressm.experiments.reproduction.exhibits import exhibit
 from compressm.experiments.reproduction.plan import Job, Plan, require_same_recipes
 from compressm.experiments.reproduction.slurm import Slurm, SlurmOptions
+from compressm.runs.measurement import Measurement, MeasurementError
 from compressm.runs.paper import paper_labels, read_paper
 from compressm.runs.records import RunError
 from compressm.training.config import ConfigError
@@ -85,13 +86,13 @@ def command(
         require_writable(folder / name / "report.md")
         require_same_recipes(plan.jobs())
         if dry_run or plan.experiment.measures:
-            _show(plan, data) if dry_run else _measure(plan.experiment, folder / name, quick)
+            _show(plan, data) if dry_run else _measure(plan.experiment, folder / name, quick, only_report)
             return
         options = SlurmOptions(partition, hours, gpus)
         outcome = Outcome() if only_report else _train(plan, _executor(executor, processes, folder, options, data))
         _report(plan, folder / name, quick)
         _end(plan, outcome)
-    except (ConfigError, PathError, RunError) as error:
+    except (ConfigError, PathError, RunError, MeasurementError) as error:
         raise typer.BadParameter(str(error)) from None
 
 
@@ -169,16 +170,22 @@ def _listed(folder: Path, seeds: int | None, quick: bool) -> Table:
     return table
 
 
-def _measure(wanted: Experiment, out: Path, quick: bool) -> None:
-    """The one figure that is a benchmark."""
+def _measure(wanted: Experiment, out: Path, quick: bool, only_report: bool) -> None:
+    """The one figure that is a benchmark; of what was measured before where only a report is wanted."""
     from compressm.bench.reduction import Case, measure_reduction
     from compressm.cli.bench.terminal import measuring, report
     from compressm.reports.reproduction import write_measured
 
-    cases = [Case(n, max(1, n // 4)) for n in (1, 4, 16, 64, 128)] if quick else None
-    with measuring() as say:
-        measurement = measure_reduction(cases, repeats=3 if quick else 9, progress=say)
-    report(measurement, out / "reduction-cpu.json")
+    path = out / "reduction-cpu.json"
+    if only_report:
+        if not path.exists():
+            raise RunError(f"{path} is not there: nothing was measured yet, and --only-report measures nothing")
+        measurement = Measurement.read(path)
+    else:
+        cases = [Case(n, max(1, n // 4)) for n in (1, 4, 16, 64, 128)] if quick else None
+        with measuring() as say:
+            measurement = measure_reduction(cases, repeats=3 if quick else 9, progress=say)
+        report(measurement, path)
     _say(f"report: {write_measured(measurement, read_paper(wanted.label), out, quick=quick)}")
 
 

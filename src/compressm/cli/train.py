@@ -6,6 +6,7 @@ import os
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -54,7 +55,9 @@ SeedOption = Annotated[
 OrderOption = Annotated[
     int | None, typer.Option(parser=integer, metavar="INTEGER", help="States of every layer at the start.")
 ]
-BaselineOption = Annotated[bool, typer.Option("--baseline", help="Without compression, penalty and teacher.")]
+BaselineOption = Annotated[
+    bool, typer.Option("--baseline", help="Without compression, penalty, teacher and cuts after training.")
+]
 OutOption = Annotated[
     Path | None, typer.Option(help="Folder of the run. Default: out/runs/NAME/LABEL-nORDER/seed-SEED.")
 ]
@@ -154,7 +157,15 @@ def _recipe(
     spoken |= {f"model.order={order}": f"--order {order}"} if order is not None else {}
     # The label that a recipe gives itself is not that of its baseline; one that is set is.
     first = {"label=''": "--baseline"} if baseline else {}
-    return find_recipe(name, (*first, *settings, *spoken), spoken=first | spoken)
+    return _placed(find_recipe(name, (*first, *settings, *spoken), spoken=first | spoken))
+
+
+def _placed(recipe: Recipe) -> Recipe:
+    """With its teacher by a path that leads there from every folder: a run may be resumed in another one."""
+    if recipe.distillation is None:
+        return recipe
+    teacher = str(Path(recipe.distillation.teacher).absolute())
+    return replace(recipe, distillation=replace(recipe.distillation, teacher=teacher))
 
 
 def _folder(recipe: Recipe, name: str, out: Path | None, resume: bool) -> Path:

@@ -38,7 +38,7 @@ def why_not_added(earlier: Iterable[Measurement], name: str, steps: int) -> str 
         if one.name != name:
             return f"--add of a result named {one.name}: expected {name}"
         try:
-            one.require(name, needed=("variant", *_COLUMNS), words=("variant",), command="--add of")
+            one.require(name, needed=("variant", *_COLUMNS), words=("variant",), command="this study")
         except MeasurementError as error:
             return f"--add: {error}"
         if other := [row["steps"] for row in one.rows if row["steps"] != steps]:

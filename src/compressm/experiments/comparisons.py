@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,10 @@ class Comparison(NamedTuple):
 
 def comparison(recipe: Recipe, task: Task) -> Comparison:
     """None where the recipe does not ask."""
-    objective = None if recipe.distillation is None else distillation(recipe.distillation, task)
+    objective = None
+    if recipe.distillation is not None:
+        _require_same_task(Path(recipe.distillation.teacher), recipe.task)
+        objective = distillation(recipe.distillation, task)
     return Comparison(objective, None if recipe.regulariser is None else penalty(recipe.regulariser))
 
 
@@ -97,10 +101,20 @@ class Distilled:
         return self.teacher(batch.inputs, batch.lengths)
 
 
+def _require_same_task(teacher: Path, task: Mapping[str, Any]) -> None:
+    """Where the teacher is a run, which says on what it learned."""
+    learned = RunDirectory(teacher).config()["task"] if _is_run(teacher) else task
+    if dict(learned) != dict(task):
+        raise ConfigError(f"distillation: {teacher} learned on {learned}, expected {dict(task)}, as its student")
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "status.json").is_file()  # a saved model has a config.json too
+
+
 def _teacher(path: Path) -> nn.Module:
     """The model of a finished run, or a saved model."""
-    run = RunDirectory(path)
-    is_run = (path / "status.json").is_file()  # a saved model has a config.json too
+    run, is_run = RunDirectory(path), _is_run(path)
     if is_run and not run.finished:
         raise ConfigError(f"distillation: {path} is a run that has not finished: a teacher has learned what it can")
     try:

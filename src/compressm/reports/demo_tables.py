@@ -12,7 +12,7 @@ from compressm.runs.measurement import Measurement, Row
 def demo_grids(measurement: Measurement) -> list[Grid]:
     """One row a model, over its seeds; the first is what the others are compared with."""
     needed = ("model", "seed", "initial_order", "order", "accuracy", "seconds", "bounds")
-    measurement.require("demo", needed=needed, words=("model", "bounds"), command="compressm")
+    measurement.require("demo", needed=needed, words=("model", "bounds"), command="compressm demo")
     groups = by_model(measurement)
     slowest = mean(float(row["seconds"]) for row in next(iter(groups.values())))
     lines = []

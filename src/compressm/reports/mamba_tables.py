@@ -16,7 +16,7 @@ def imdb_mamba_grids(measurement: Measurement) -> list[Grid]:
     """One row a variant: sizes and times in the mean over seeds, accuracies of each."""
     sizes = ("initial_order", "order", "channel_order", "complex_layers", "numbers")
     needed = ("variant", "seed", "steps", *sizes, "best", "last", "steps_s", "seconds", "cuts_s", "step_s")
-    measurement.require("imdb_mamba", needed=needed, words=("variant",), command=_COMMAND)
+    measurement.require("imdb_mamba", needed=needed, words=("variant",), command=f"{_COMMAND}.imdb_mamba")
     groups: dict[str, list[Row]] = {}
     for row in measurement.rows:
         groups.setdefault(str(row["variant"]), []).append(row)
@@ -69,7 +69,9 @@ def selective_cuts_grids(measurement: Measurement) -> list[Grid]:
     """Three tables a model: the change of outputs, accuracy right after the cut, and later; one row a way."""
     values = ("error", "accuracy", "accuracy_later", "full_accuracy", "full_later")
     needed = ("setting", "seed", "way", "order", "rank", "more", *values)
-    measurement.require("selective_cuts", needed=needed, words=("setting", "way", "device"), command=_COMMAND)
+    measurement.require(
+        "selective_cuts", needed=needed, words=("setting", "way", "device"), command=f"{_COMMAND}.selective_cuts"
+    )
     tables = []
     for setting in dict.fromkeys(str(row["setting"]) for row in measurement.rows):
         rows = [row for row in measurement.rows if row["setting"] == setting]

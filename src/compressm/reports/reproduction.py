@@ -78,7 +78,7 @@ def _sentences(exhibit: Exhibit) -> list[str]:
 
 def _figures(exhibit: Exhibit, folder: Path, drawn: Chart | str | None) -> list[Path]:
     wanted = (drawn.name,) if isinstance(drawn, Chart) else _FIGURES.get(exhibit.picture, ())
-    return [path for begin in wanted for path in sorted(folder.glob(f"{begin}*.png"))]
+    return list(dict.fromkeys(path for begin in wanted for path in sorted(folder.glob(f"{begin}*.png"))))
 
 
 def _markdown(exhibit: Exhibit, tables: list[Grid], drawn: Chart | str | None, figures: list[Path]) -> str:

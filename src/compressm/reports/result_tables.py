@@ -54,7 +54,8 @@ def in_paper(measurement: Measurement, variant: str) -> tuple[float, float] | No
 def by_variant(measurement: Measurement) -> dict[str, list[Row]]:
     """The rows of every variant, in the order of the file, after a look at their columns."""
     needed = ("variant", "seed", "steps", "initial_order", "order", "best", "last", "steps_s", "seconds", "cuts_s")
-    measurement.require(measurement.name, needed=(*needed, "step_s"), words=("variant",), command=_COMMAND)
+    command = f"{_COMMAND} {measurement.name.removeprefix('results-')}"
+    measurement.require(measurement.name, needed=(*needed, "step_s"), words=("variant",), command=command)
     groups: dict[str, list[Row]] = {}
     for row in measurement.rows:
         groups.setdefault(str(row["variant"]), []).append(row)

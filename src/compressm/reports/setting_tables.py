@@ -14,7 +14,9 @@ REFERENCE = {256: 93.35, 28: 89.5}
 def setting_grids(measurement: Measurement) -> list[Grid]:
     """One row a variant and order, the mean over seeds of the last two evaluations."""
     needed = ("variant", "order", "seed", "steps", "before", "last", "seconds")
-    measurement.require("smnist_settings", needed=needed, words=("variant",), command="python -m compressm.experiments")
+    measurement.require(
+        "smnist_settings", needed=needed, words=("variant",), command="python -m compressm.experiments.smnist_settings"
+    )
     groups: dict[tuple[str, int], list[Row]] = {}
     for row in measurement.rows:
         groups.setdefault((str(row["variant"]), int(row["order"])), []).append(row)

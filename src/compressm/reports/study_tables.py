@@ -16,7 +16,7 @@ WINDOW = 10  # steps after a cut over which the loss is averaged
 def one_shot_grids(measurement: Measurement) -> list[Grid]:
     """One table a model, with a row for each order and a column for each way of cutting to it."""
     needed = ("setting", "seed", "way", "order", "rank", "accuracy", "full_accuracy")
-    measurement.require("one_shot", needed=needed, words=("setting", "way", "device"), command=_COMMAND)
+    measurement.require("one_shot", needed=needed, words=("setting", "way", "device"), command=f"{_COMMAND}.one_shot")
     return [_one_shot_grid(measurement, setting) for setting in _distinct(measurement.rows, "setting")]
 
 
@@ -36,7 +36,7 @@ def hidden_system_grids(measurement: Measurement) -> list[Grid]:
     """One row a seed."""
     errors = ("error", "error_cut", "error_more")
     needed = ("seed", "hidden", "states", "found", "tail", *errors)
-    measurement.require("hidden_system", needed=needed, words=("device",), command=_COMMAND)
+    measurement.require("hidden_system", needed=needed, words=("device",), command=f"{_COMMAND}.hidden_system")
     heads = ("seed", "hidden order", "n → r", "bound / σ₁ at the hidden order", "error", "after the cut", "20 steps on")
     rows = tuple(
         (
@@ -101,7 +101,9 @@ def loss_continuity_grids(measurement: Measurement) -> list[Grid]:
 def require_curves(measurement: Measurement) -> None:
     """The columns that tables and pictures of a loss around a cut read; the same seeds in every way, two at least."""
     needed = ("way", "seed", "states", "kept", *(f"{k:+d}" for k in range(WINDOW + 1)))
-    measurement.require("loss_continuity", needed=needed, words=("way", "device"), command=_COMMAND)
+    measurement.require(
+        "loss_continuity", needed=needed, words=("way", "device"), command=f"{_COMMAND}.loss_continuity"
+    )
     seeds = {way: [row["seed"] for row in rows_of(measurement, way)] for way in ways(measurement)}
     if "uncut" not in seeds or len(seeds["uncut"]) < 2:
         raise MeasurementError(f"{measurement.name}: {len(seeds.get('uncut', []))} uncut runs; a spread needs 2")

@@ -48,19 +48,18 @@ class Measurement:
         except (json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
             raise MeasurementError(f"{path} is not a result of `compressm bench`: {error}") from None
 
-    def require(
-        self, name: str, *, needed: Iterable[str], words: Iterable[str], command: str = "compressm bench"
-    ) -> None:
-        """A result of `command NAME`: rows with the columns `needed`, text in `words` and numbers elsewhere.
+    def require(self, name: str, *, needed: Iterable[str], words: Iterable[str], command: str | None = None) -> None:
+        """A result of `command`, or of `compressm bench NAME`: rows with the columns `needed`, text in `words`.
 
-        A row may say when and at which commit it was measured.
+        All else are numbers. A row may say when and at which commit it was measured.
         """
+        command = command or f"compressm bench {name}"
         words = {*words, "date", "commit"}
         if self.name != name or not self.rows:
-            raise MeasurementError(f"{self.name} is not a result of `{command} {name}` with rows")
+            raise MeasurementError(f"{self.name} is not a result of `{command}` with rows")
         for k, row in enumerate(self.rows):
             if missing := [column for column in needed if column not in row]:
-                raise MeasurementError(f"not a result of `{command} {name}`: row {k} lacks {', '.join(missing)}")
+                raise MeasurementError(f"not a result of `{command}`: row {k} lacks {', '.join(missing)}")
             for column, value in row.items():
                 if isinstance(value, str) != (column in words):
                     expected = "text" if column in words else "a number"

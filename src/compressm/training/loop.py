@@ -177,12 +177,16 @@ class Run:
             self._require_finite()
             if self.step == goal:
                 self._do_what_is_due()
-            if any_of(state.learner.processes, stop()):
-                self._save()
-                self.write_status("interrupted", message=stop.signal or "")
-                raise Interrupted(stop.signal or "", self.step, self.directory.path)
-        self._finish()
+            self._heed(stop)
+        self._finish(stop)
         return self.directory
+
+    def _heed(self, stop: Stop) -> None:
+        """End, with everything saved, where a signal has come to one of the processes."""
+        if any_of(self.state.learner.processes, stop()):
+            self._save()
+            self.write_status("interrupted", message=stop.signal or "")
+            raise Interrupted(stop.signal or "", self.step, self.directory.path)
 
     def _prepare(self) -> None:
         """What an objective does before the first step; where a run goes on its time has been counted."""
@@ -271,12 +275,15 @@ class Run:
         for record in records:
             self.listener.compared(record)
 
-    def _truncate(self) -> None:
-        """All of it or, where a run that was killed had come this far, nothing."""
+    def _truncate(self, stop: Stop) -> None:
+        """All of it or, where a run that was stopped had come this far, nothing."""
         if self.recipe.truncation is None or self.directory.records(TruncationRecord):
             return
         with self.state.clock.phase("truncation"):
-            found = list(truncations(self.recipe, self.state.learner, self.step))
+            found = []
+            for record in truncations(self.recipe, self.state.learner, self.step):
+                found.append(record)
+                self._heed(stop)
         if found and self.is_first:
             self._compare(*found)
 
@@ -322,8 +329,8 @@ class Run:
                 keep = self.recipe.training.keep_checkpoints
                 self.state.save(self.directory, self.step, self.timed, keep=keep)
 
-    def _finish(self) -> None:
-        self._truncate()
+    def _finish(self, stop: Stop) -> None:
+        self._truncate(stop)
         if self.state.clock.peek():
             self._record_timing()  # of the last checkpoint
         if self.is_first:

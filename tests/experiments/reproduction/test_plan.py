@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -70,6 +71,13 @@ def test_the_report_has_both_numbers_seeds_steps_time_and_commit(done, tmp_path)
     assert "12.7 ± 3.0" in page
     assert {file.suffix for file in (tmp_path / "out" / "figures").iterdir()} == {".png", ".svg"}
     assert "figures/accuracy.png" in text
+
+
+def test_a_picture_stands_once_in_a_report(tmp_path):
+    for name in ("time", "timer-digits", "accuracy"):
+        (tmp_path / f"{name}.png").touch()
+    shown = SimpleNamespace(picture="timer")
+    assert [path.stem for path in reproduction._figures(shown, tmp_path, None)] == ["timer-digits", "time"]
 
 
 @pytest.mark.slow

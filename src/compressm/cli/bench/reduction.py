@@ -40,6 +40,8 @@ def reduction(
     report(measurement, result, tables=[_table(measurement)])
     if sum(row["width"] == 8 and row["members"] == 1 and row["system"] == "initial" for row in measurement.rows) > 1:
         draw_picture(measurement, picture)
+    else:
+        picture.unlink(missing_ok=True)  # of another result
 
 
 def _table(measurement: Measurement) -> Table:

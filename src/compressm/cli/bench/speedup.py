@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from compressm.cli.bench.options import OUT, Device, DeviceOption, PicturedOutOption, RepeatsOption, count, require
 from compressm.cli.bench.terminal import draw_picture, measuring, report
-from compressm.cli.inspect import DataOption, OfflineOption
+from compressm.cli.inspect import BAD_INPUT, DataOption, OfflineOption
 from compressm.data import DataError, Store, Task, make
 from compressm.experiments.catalogue import find_recipe
 from compressm.training.config import ConfigError, Recipe
@@ -27,7 +27,12 @@ OrderOption = Annotated[
 ScheduleOption = Annotated[
     str | None, typer.Option(metavar="STEP:ORDER,...", help="Predict this too, as 0:256,5000:216,10000:176.")
 ]
-CheckOption = Annotated[bool, typer.Option(help="Train the recipe with its cuts and without, beside the prediction.")]
+CheckOption = Annotated[
+    bool,
+    typer.Option(
+        help="Train the recipe with its cuts and without, beside the prediction for the cuts that came of it."
+    ),
+]
 
 
 def speedup(
@@ -49,6 +54,8 @@ def speedup(
         wanted = find_recipe(recipe, tuple(settings or ()))
         if wanted.compression is None:
             raise ConfigError(f"{recipe} does not cut: there is no speed-up to measure")
+        if other := [name for name in ("regulariser", "distillation") if getattr(wanted, name) is not None]:
+            raise ConfigError(f"{recipe} has a {other[0]}, whose cost is not counted: --set {other[0]}=null")
         Plan.of(wanted)  # refuses cuts after the last step, before anything is measured
         path = None if schedule is None else _path(schedule, wanted)
         result, picture = (out / f"speedup-{wanted.name}-{device.value}{end}" for end in (".json", ".png"))
@@ -57,10 +64,12 @@ def speedup(
     except (ConfigError, DataError) as error:
         raise typer.BadParameter(str(error)) from None
     orders = [*(order or _halves(wanted.model.order)), *(n for _, n in path or ())]
-    with measuring() as say:
-        measurement = measure_speedup(
-            wanted, task, orders=orders, path=path, check=check, device=device.value, repeats=repeats, progress=say
-        )
+    options: dict[str, Any] = {"check": check, "device": device.value, "repeats": repeats}
+    try:
+        with measuring() as say:
+            measurement = measure_speedup(wanted, task, orders=orders, path=path, progress=say, **options)
+    except BAD_INPUT as error:  # what a model, or the data, cannot be made of
+        raise typer.BadParameter(str(error)) from None
     report(measurement, result)
     draw_picture(measurement, picture)
 
