@@ -144,7 +144,7 @@ BAD_FOLDERS = {
 SAID = {
     "another model": "FalconMambaForCausalLM is not supported, of transformers are MambaModel and MambaForCausalLM",
     "no architecture": "architectures None, expected one",
-    "not JSON": "was not written by save_model",
+    "not JSON": "was not written by save_model.*; config.json beside it cannot be read",
     "a list": "was not written by save_model",
     "a size in words": "MambaConfig does not take what is given: .*'state_size' expected int",
     "a layer that is not there": "must be integer layer indices",

@@ -18,6 +18,8 @@ Calibrate = Callable[[nn.Module], object]
 class Listener(ABC):
     """What is hung on a layer while the model runs."""
 
+    module: nn.Module
+
     @property
     @abstractmethod
     def name(self) -> str:
@@ -35,6 +37,8 @@ class Listener(ABC):
 
 def run_listening(model: nn.Module, calibrate: Calibrate, listeners: Sequence[Listener]) -> None:
     """Run `calibrate(model)` once, in evaluation mode and without gradients; every listener must hear something."""
+    for listener in listeners:
+        _require_finite(listener.name, listener.module)
     # What is compiled is not asked again for hooks that came later.
     with _attached(listeners), _evaluating(model), torch.compiler.set_stance("force_eager"):
         calibrate(model)
@@ -44,6 +48,13 @@ def run_listening(model: nn.Module, calibrate: Calibrate, listeners: Sequence[Li
             f"calibrate did not run {', '.join(missed)}: it must call the model that it is given"
             " so that the `forward` of these layers runs (`step` is not listened to)"
         )
+
+
+def _require_finite(name: str, layer: nn.Module) -> None:
+    """Before the model stumbles over them, and does not say in which layer."""
+    for weight, parameter in layer.named_parameters(prefix=name):
+        if unusable := int((~parameter.isfinite()).sum()):
+            raise CompressionError(f"{weight} holds {unusable} entries that are not finite")
 
 
 @contextmanager

@@ -122,7 +122,8 @@ def _read(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise SavingError(f"{source} is not a whole safetensors file: {error}") from error
     if _KEY not in metadata:
         found = ", ".join(sorted(metadata)) or "nothing"
-        raise SavingError(f"{source} was not written by save_model: its header has {found}, expected {_KEY!r}")
+        said = f"{source} was not written by save_model: its header has {found}, expected {_KEY!r}"
+        raise SavingError(f"{said}{_about_config(source.with_name(_CONFIG))}")
     try:
         config = json.loads(metadata[_KEY])
     except ValueError as error:
@@ -130,6 +131,17 @@ def _read(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if not isinstance(config, dict):
         raise SavingError(f"{source}: the config in its header is {config!r:.80}, expected an object")
     return config, tensors
+
+
+def _about_config(path: Path) -> str:
+    """What keeps a folder from being one of transformers: its config cannot be read."""
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError) as error:
+        return f"; {path.name} beside it cannot be read: {error}"
+    return ""
 
 
 def _described(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Description:

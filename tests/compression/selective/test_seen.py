@@ -146,6 +146,14 @@ def test_inputs_that_are_not_finite_are_refused_by_name(bad):
     )
 
 
+def test_weights_that_are_not_finite_are_refused_by_layer_and_name():
+    model = nn.Sequential(nn.Identity(), make())
+    model[1].in_proj.weight.data[0, 1] = torch.nan
+    with pytest.raises(CompressionError, match=r"^1\.in_proj\.weight holds 1 entries that are not finite$"):
+        compress_(model, keep=TargetOrder(3), calibrate=lambda model: model(data()))
+    assert model[1].order == 6
+
+
 def test_fewer_steps_than_states_are_refused():
     for options in ({}, {"gramian": Measured()}, {"selective": SharedIndex()}, {"selective": Baked(refit=True)}):
         check_refused(make(), "calibrate showed 5 steps to a layer of 6 states", data(1, 5), **options)
