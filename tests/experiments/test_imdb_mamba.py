@@ -207,6 +207,11 @@ def test_a_result_that_is_there_keeps_its_rows(tmp_path, monkeypatch, capsys, tr
     said = " ".join(capsys.readouterr().err.split())
     assert f"{path} is there, of trainings with 20 steps: expected 30" in said
     assert "it would be lost: choose another --out" in said
+    path.write_text("{")
+    with pytest.raises(SystemExit):
+        imdb_mamba.main([*out, "--steps", "20"])
+    assert f"{path} is not a result of" in " ".join(capsys.readouterr().err.split())
+    assert path.read_text() == "{"
 
 
 @pytest.mark.parametrize(

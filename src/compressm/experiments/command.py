@@ -32,24 +32,35 @@ def result(path: str) -> Measurement:
 _COLUMNS = ("seed", "steps", "initial_order", "order", "best", "last", "steps_s", "seconds", "cuts_s", "step_s")
 
 
-def why_not_added(earlier: Iterable[Measurement], name: str, steps: int) -> str | None:
+def _why_not(earlier: Iterable[Measurement], name: str, steps: int) -> str | None:
     """What keeps earlier results from one table with new ones of this name, whose trainings have so many steps."""
     for one in earlier:
         if one.name != name:
-            return f"--add of a result named {one.name}: expected {name}"
+            return f"a result named {one.name}: expected {name}"
         try:
             one.require(name, needed=("variant", *_COLUMNS), words=("variant",), command="this study")
         except MeasurementError as error:
-            return f"--add: {error}"
+            return f"rows that cannot be read: {error}"
         if other := [row["steps"] for row in one.rows if row["steps"] != steps]:
-            return f"--add of trainings with {other[0]} steps: expected {steps}, as of those beside them"
+            return f"trainings with {other[0]} steps: expected {steps}, as of those beside them"
     return None
 
 
-def why_not_kept(there: Iterable[Measurement], path: Path, steps: int) -> str | None:
-    """What keeps the rows of a result that is there already from a place beside the new ones."""
-    why = why_not_added(there, path.stem, steps)
-    return why and f"{path} is there, {why.removeprefix('--add')}; it would be lost: choose another --out"
+def earlier_results(
+    parser: argparse.ArgumentParser, path: Path, added: Sequence[Measurement], steps: int
+) -> list[Measurement]:
+    """The result that is at `path` already, if any, before those `added`; all of so many steps, or an error."""
+    if why := _why_not(added, path.stem, steps):
+        parser.error(f"--add of {why}")
+    if not path.exists():
+        return list(added)
+    try:
+        there = Measurement.read(path)
+    except MeasurementError as error:
+        parser.error(f"{error}; it would be lost: choose another --out")
+    if why := _why_not([there], path.stem, steps):
+        parser.error(f"{path} is there, of {why}; it would be lost: choose another --out")
+    return [there, *added]
 
 
 def spoken(line: str) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 
 from compressm.compression import load_model
-from compressm.experiments.command import count, result, why_not_added, why_not_kept
+from compressm.experiments.command import count, earlier_results, result
 from compressm.experiments.outcomes import Job, collected, joined, kept, outcome, train
 from compressm.experiments.trainings import Training
 from compressm.layers import Mamba
@@ -125,9 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     parser.add_argument("--size", type=count, default=SMALL, help="order of small and of cut models (%(default)s)")
     given = parser.parse_args(arguments)
     path = given.out / "imdb_mamba.json"
-    there = [result(str(path))] if path.exists() else []
-    if why := why_not_added(given.add, path.stem, given.steps) or why_not_kept(there, path, given.steps):
-        parser.error(why)
+    earlier = earlier_results(parser, path, given.add, given.steps)
     wanted = jobs(
         given.out,
         list(dict.fromkeys(given.only or VARIANTS)),
@@ -135,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         Scale(given.steps, given.evaluations, given.size),
     )
     train(wanted, processes=given.processes, data=given.data)
-    return kept(joined(collect(wanted), (*there, *given.add)), path, wanted)
+    return kept(joined(collect(wanted), earlier), path, wanted)
 
 
 if __name__ == "__main__":

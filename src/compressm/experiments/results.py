@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from compressm.experiments.command import count, result, why_not_added, why_not_kept
+from compressm.experiments.command import count, earlier_results, result
 from compressm.experiments.outcomes import Job, collected, joined, kept, outcome, train
 from compressm.experiments.result_lists import TASKS, Variant
 from compressm.experiments.trainings import Training
@@ -131,17 +131,15 @@ def main(arguments: Sequence[str] | None = None) -> Path:
         parser.error(f"--only {strange[0]}: expected one of {', '.join(known)}")
     steps = given.steps or TASKS[given.task].steps
     path = given.out / f"results-{given.task}.json"
-    there = [result(str(path))] if path.exists() else []
-    if why := why_not_added(given.add, path.stem, steps) or why_not_kept(there, path, steps):
-        parser.error(why)
+    earlier = earlier_results(parser, path, given.add, steps)
     seeds = range(given.first_seed, given.first_seed + given.seeds)
     wanted = jobs(given.task, given.out, given.only or known, seeds, steps)
     done = {(job.variant, job.seed) for job in wanted if job.training.finished}
     for stage in _stages(given.task, wanted):
         train(stage, processes=given.processes, data=given.data)
     new = collect(given.task, wanted, together=given.processes)
-    _keep_company(new, done, there)
-    return kept(joined(new, (*there, *given.add)), path, wanted)
+    _keep_company(new, done, earlier)
+    return kept(joined(new, earlier), path, wanted)
 
 
 if __name__ == "__main__":
