@@ -7,12 +7,15 @@ import pytest
 
 from compressm.experiments import results
 from compressm.experiments.catalogue import find_recipe
+from compressm.experiments.outcomes import Job
 from compressm.experiments.results import TASKS, jobs
+from compressm.experiments.trainings import Training
 from compressm.reports import canvas, result_charts
 from compressm.reports.pictures import draw
 from compressm.reports.tables import grids
 from compressm.runs.measurement import Measurement
-from compressm.training import Plan
+from compressm.training import Plan, train
+from tests.training.tiny import digits, recipe
 
 
 def recipe_of(task, name, steps=None):
@@ -57,7 +60,7 @@ def test_a_penalty_and_a_teacher_are_tried_once():
     assert (taught.model.order, taught.training.steps, taught.compression) == (28, 200_000, None)
     (whole,) = jobs("smnist", Path("folder"), ["whole"], range(1))
     assert Path(taught.distillation.teacher) == whole.training.folder.absolute()
-    alone, after = results._stages("smnist", everything)
+    alone, after = results.Asked("smnist", Path("f.json"), everything, [], frozenset()).stages
     assert [job.variant for job in after] == ["28 states, taught"]
     assert len(alone) == len(everything) - 1
 
@@ -110,7 +113,11 @@ def test_labels_and_folders_are_one_for_each(task):
 def test_an_unknown_variant_is_named(capsys):
     with pytest.raises(SystemExit):
         results.main(["smnist", "--only", "to-14"])
-    assert "to-14" in capsys.readouterr().err
+    assert "--only to-14: expected one of whole, small-28" in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(SystemExit):
+        results.main(["smnist", "smnist-selection", "--only", "small-28"])
+    said = " ".join(capsys.readouterr().err.split())
+    assert "--only small-28: expected one of largest, random, smallest, small-32, the variants of smnist-select" in said
 
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -134,10 +141,51 @@ def test_bad_options_are_refused_before_anything_is_trained(monkeypatch, capsys,
     assert said in capsys.readouterr().err
 
 
+def test_results_of_another_task_cannot_be_added(monkeypatch, capsys):
+    monkeypatch.setattr(results, "train", lambda *_, **__: pytest.fail("trained"))
+    falling = str(RESULTS / "results-smnist-falling.json")
+    with pytest.raises(SystemExit):
+        results.main(["smnist", "smnist-choices", "--add", falling])
+    said = " ".join(capsys.readouterr().err.split())
+    assert "--add of a result named results-smnist-falling: expected results-smnist or results-smnist-choices" in said
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    train(recipe("task.name=digits", "training.steps=9"), digits(), folder)
+    return folder
+
+
+def test_several_tasks_are_trained_in_one_pool_and_written_each(tmp_path, monkeypatch, capsys, trained):
+    def wanted(task, out, names, seeds, steps):
+        """One that is trained of the first; of the second two that are not, one of them a pupil."""
+        if task == "smnist-selection":
+            return [Job("32 states", 0, Training("smnist", trained))]
+        return [Job(name, 0, Training("smnist", out / name)) for name in ("28 states, taught", "256 states")]
+
+    pools = []
+    monkeypatch.setattr(results, "jobs", wanted)
+    monkeypatch.setattr(results, "train", lambda pool, **options: pools.append([job.variant for job in pool]))
+    given = ["smnist-selection", "smnist", "smnist", "--out", str(tmp_path), "--steps", "9"]
+    with pytest.raises(SystemExit, match="2 of 3 trainings are not finished: 28 states, taught, seed 0; 256 states"):
+        results.main(given)
+    assert pools == [["32 states", "256 states"], ["28 states, taught"]]
+    found, gone = tmp_path / "results-smnist-selection.json", tmp_path / "results-smnist.json"
+    assert [row["variant"] for row in Measurement.read(found).rows] == ["32 states"]
+    assert f"no training of smnist was finished: {gone} stays as it is" in capsys.readouterr().out
+    assert not gone.exists()
+    found.unlink()
+    with pytest.raises(SystemExit, match="2 of 3 trainings are not finished"):
+        results.main([*given, "--only-collect"])
+    assert len(pools) == 2
+    assert found.exists()
+
+
 def test_what_was_done_before_keeps_how_many_were_trained_at_a_time():
     earlier = Measurement("results-smnist", "t", 1, [row("256 states", 0, together=10), row("256 states", 1)])
     found = Measurement("results-smnist", "t", 1, [row("256 states", seed, together=3) for seed in range(3)])
-    results._keep_company(found, {("256 states", 0), ("256 states", 1)}, [earlier])
+    results._keep_company(found, frozenset({("256 states", 0), ("256 states", 1)}), [earlier])
     assert [one["together"] for one in found.rows] == [10, 3, 3]
 
 

@@ -74,16 +74,27 @@ def joined(found: Measurement, earlier: Iterable[Measurement]) -> Measurement:
     return replace(found, rows=[rows[key] for key in sorted(rows, key=lambda key: (places.index(key[0]), key[1]))])
 
 
-def kept(found: Measurement, path: Path, wanted: Sequence[Job]) -> Path:
-    """The result in its file, named; then an error where trainings that were asked for are not in it."""
+def written(found: Measurement, path: Path, wanted: Sequence[Job]) -> Path:
+    """The result in its file, named."""
     rows = {(job.variant, job.seed) for job in wanted}
     if others := sum((row["variant"], row["seed"]) not in rows for row in found.rows):
         print(f"{others} row{'s' if others > 1 else ''} of trainings that were not asked for here stay")
     path = found.write(path)
     print(f"result: {path}; `compressm bench table {path}` shows it")
+    return path
+
+
+def require_finished(wanted: Sequence[Job]) -> None:
+    """An error that names trainings that were asked for and are not finished."""
     if missing := [str(job) for job in wanted if not job.training.finished]:
         named = "; ".join(missing[:3]) + ("; …" if len(missing) > 3 else "")
         raise SystemExit(f"{len(missing)} of {len(wanted)} trainings are not finished: {named}")
+
+
+def kept(found: Measurement, path: Path, wanted: Sequence[Job]) -> Path:
+    """The result in its file; then an error where trainings that were asked for are not in it."""
+    path = written(found, path, wanted)
+    require_finished(wanted)
     return path
 
 

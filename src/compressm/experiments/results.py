@@ -1,17 +1,18 @@
 """Results of our own on the paper's tasks: trains what `result_lists.py` has side by side and collects it.
 
-python -m compressm.experiments.results smnist --seeds 5 --processes 9 --data FOLDER
+python -m compressm.experiments.results smnist smnist-falling --seeds 5 --processes 9 --data FOLDER
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from compressm.experiments.command import count, earlier_results, result
-from compressm.experiments.outcomes import Job, collected, joined, kept, outcome, train
+from compressm.experiments.outcomes import Job, collected, joined, outcome, require_finished, train, written
 from compressm.experiments.result_lists import TASKS, Variant
 from compressm.experiments.trainings import Training
 from compressm.runs.directory import RunDirectory
@@ -72,10 +73,31 @@ def _when(variant: Variant, steps: int) -> tuple[str, ...]:
     return (f"compression.when={{every: {every}, {begin}last: {max(first, last)}}}",)
 
 
-def _stages(task: str, wanted: Sequence[Job]) -> tuple[list[Job], list[Job]]:
-    """Those that learn alone, and those that have a teacher among them, which come after."""
-    taught = {variant.label for variant in TASKS[task].variants.values() if variant.teacher}
-    return [job for job in wanted if job.variant not in taught], [job for job in wanted if job.variant in taught]
+@dataclass(frozen=True)
+class Asked:
+    """The trainings wanted of one task, which were `done` before anything began, and results of `earlier` ones."""
+
+    task: str
+    path: Path
+    wanted: list[Job]
+    earlier: list[Measurement]
+    done: frozenset[tuple[str, int]]
+
+    @property
+    def stages(self) -> tuple[list[Job], list[Job]]:
+        """Those that learn alone, and those that have a teacher among them, which come after."""
+        taught = {variant.label for variant in TASKS[self.task].variants.values() if variant.teacher}
+        alone = [job for job in self.wanted if job.variant not in taught]
+        return alone, [job for job in self.wanted if job.variant in taught]
+
+    def write(self, together: int) -> None:
+        """What is finished, beside what was there; nothing where nothing is."""
+        if not any(job.training.finished for job in self.wanted):
+            print(f"no training of {self.task} was finished: {self.path} stays as it is")
+            return
+        new = collect(self.task, self.wanted, together=together)
+        _keep_company(new, self.done, self.earlier)
+        written(joined(new, self.earlier), self.path, self.wanted)
 
 
 def collect(task: str, wanted: Sequence[Job], *, together: int) -> Measurement:
@@ -94,7 +116,7 @@ def _found(together: int, directory: RunDirectory) -> Row:
     return found
 
 
-def _keep_company(found: Measurement, done: set[tuple[str, int]], earlier: Sequence[Measurement]) -> None:
+def _keep_company(found: Measurement, done: frozenset[tuple[str, int]], earlier: Sequence[Measurement]) -> None:
     """What was done before stays with as many trainings at a time as the result says that is there already."""
     rows = (row for one in earlier for row in one.rows if "together" in row)
     known = {(str(row["variant"]), row["seed"]): row["together"] for row in rows}
@@ -109,14 +131,15 @@ def _lengths() -> str:
     return ", ".join(f"{name} {task.steps}" for name, task in TASKS.items())
 
 
-def main(arguments: Sequence[str] | None = None) -> Path:
-    """Train what is not done yet, and write OUT/results-TASK.json."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("task", choices=list(TASKS), help="what to train on")
-    parser.add_argument("--out", type=Path, default=Path("out/studies"), help="folder of result and runs (%(default)s)")
+    parser.add_argument("tasks", nargs="+", choices=list(TASKS), metavar="TASK", help=f"of {', '.join(TASKS)}")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/studies"), help="folder of results and runs (%(default)s)"
+    )
     parser.add_argument("--seeds", type=count, default=5, help="trainings of each (%(default)s)")
     parser.add_argument("--first-seed", type=int, default=0, help="the first of them (%(default)s)")
-    parser.add_argument("--only", action="append", help="one variant; again for more")
+    parser.add_argument("--only", action="append", help="one variant of every task; again for more")
     parser.add_argument(
         "--processes", type=count, default=1, help="trainings at a time; times compare only one by one (%(default)s)"
     )
@@ -125,21 +148,38 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     parser.add_argument(
         "--add", type=result, nargs="+", default=[], help="results of other trainings, as of an earlier day"
     )
-    given = parser.parse_args(arguments)
-    known = TASKS[given.task].variants
+    parser.add_argument("--only-collect", action="store_true", help="train nothing, write what is finished")
+    return parser
+
+
+def _asked(parser: argparse.ArgumentParser, given: argparse.Namespace, task: str) -> Asked:
+    known = TASKS[task].variants
     if strange := [name for name in given.only or () if name not in known]:
-        parser.error(f"--only {strange[0]}: expected one of {', '.join(known)}")
-    steps = given.steps or TASKS[given.task].steps
-    path = given.out / f"results-{given.task}.json"
-    earlier = earlier_results(parser, path, given.add, steps)
-    seeds = range(given.first_seed, given.first_seed + given.seeds)
-    wanted = jobs(given.task, given.out, given.only or known, seeds, steps)
-    done = {(job.variant, job.seed) for job in wanted if job.training.finished}
-    for stage in _stages(given.task, wanted):
-        train(stage, processes=given.processes, data=given.data)
-    new = collect(given.task, wanted, together=given.processes)
-    _keep_company(new, done, earlier)
-    return kept(joined(new, earlier), path, wanted)
+        parser.error(f"--only {strange[0]}: expected one of {', '.join(known)}, the variants of {task}")
+    steps = given.steps or TASKS[task].steps
+    path = given.out / f"results-{task}.json"
+    added = [one for one in given.add if one.name == path.stem]
+    wanted = jobs(task, given.out, given.only or known, range(given.first_seed, given.first_seed + given.seeds), steps)
+    done = frozenset((job.variant, job.seed) for job in wanted if job.training.finished)
+    return Asked(task, path, wanted, earlier_results(parser, path, added, steps), done)
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Path]:
+    """Train what is not done yet, all tasks in one pool of processes, and write OUT/results-TASK.json of each."""
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    tasks = list(dict.fromkeys(given.tasks))
+    names = [f"results-{task}" for task in tasks]
+    if strange := [one.name for one in given.add if one.name not in names]:
+        parser.error(f"--add of a result named {strange[0]}: expected {' or '.join(names)}")
+    asked = [_asked(parser, given, task) for task in tasks]
+    if not given.only_collect:
+        for stage in (0, 1):
+            train([job for one in asked for job in one.stages[stage]], processes=given.processes, data=given.data)
+    for one in asked:
+        one.write(given.processes)
+    require_finished([job for one in asked for job in one.wanted])
+    return [one.path for one in asked]
 
 
 if __name__ == "__main__":
