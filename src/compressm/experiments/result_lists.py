@@ -3,9 +3,9 @@
 smnist, with the paper's 200 000 steps: cuts with τ tried through all of training, in the paper's way and in ours, and
 gentle cuts that end at exactly 28 and 13 states; beside them, with one seed, penalties on Hankel singular values and a
 teacher, which is the whole model. smnist-falling: the same with a learning rate that begins higher and falls.
-smnist-choices: what else can be chosen, one choice at a time. smnist-selection: four cuts to 32 states that keep the
-largest Hankel values, the smallest, or random ones. scifar, with as many steps as there is time for: four cuts in the
-warm-up.
+smnist-choices: what else can be chosen, one choice at a time and with one seed. smnist-selection: four cuts to 32
+states that keep the largest Hankel values, the smallest, or random ones. scifar, with as many steps as there is time
+for: four cuts in the warm-up.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ def _falling(rate: float) -> tuple[str, ...]:
 
 
 def _chosen(variant: Variant, label: str, *training: str, since: float | None = None) -> Variant:
-    """The same with another choice, under a name that says so."""
+    """The same with another choice, under a name that says so, once."""
     begun = variant.since if since is None else since
-    return replace(variant, label=f"{variant.label}, {label}", training=training, since=begun)
+    return replace(variant, label=f"{variant.label}, {label}", training=training, since=begun, once=True)
 
 
 _WHOLE, _SMALL = Variant("256 states", 256), Variant("28 states", 28)
