@@ -1,13 +1,14 @@
 """The study of small models runs the command line with what each variant says, and tells seeds apart."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from compressm.experiments import results
 from compressm.experiments.catalogue import find_recipe
-from compressm.experiments.outcomes import Job
+from compressm.experiments.outcomes import Job, joined
 from compressm.experiments.results import TASKS, jobs
 from compressm.experiments.trainings import Training
 from compressm.reports import canvas, result_charts
@@ -254,3 +255,18 @@ def test_the_caption_says_how_many_trainings_shared_the_device():
     assert "up to 9 trainings at a time" in table.caption
     (table,) = grids(Measurement("results-smnist", "t", 1, [row("256 states", 0)]))
     assert "one training at a time" in table.caption
+
+
+def test_what_another_machine_trained_has_no_part_in_the_times():
+    there = Measurement("results-smnist", "t", 1, [row("256 states", 0, seconds=1.0), row("13 states", 0)])
+    device = replace(there.environment, accelerator="NVIDIA H200")
+    there = replace(there, environment=device)
+    here = [row("256 states", 1, seconds=99.0, machine="a CPU"), row("τ = 0.04", 0, machine="a CPU")]
+    processor = replace(device, accelerator=None, processor="a CPU")
+    found = joined(Measurement("results-smnist", "t", 1, here[:1], processor), [there])
+    assert found.environment == device
+    (table,) = grids(replace(found, rows=[*found.rows, here[1]]))
+    assert [cells[2] for cells in table.rows] == ["2", "1", "1"]
+    assert [cells[-1] for cells in table.rows] == ["1 s", "3 s", ""]
+    assert "without those of 256 states with seed 1 on a CPU, τ = 0.04 with seed 0 on a CPU" in table.caption
+    assert grids(there)[0].caption.count("without") == 0

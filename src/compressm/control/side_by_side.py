@@ -4,6 +4,8 @@ A GPU has no batched general eigensolver, and its batched `eigh` and `svd` are f
 machine with 16 cores, complex128: `eig` of 6 × 161² takes 38 ms here and 414 ms there, `eigh` of 512 × 128² 98 and
 930 ms, `svdvals` of 6 × 384² 41 and 251 ms; but `eigh` of 6 × 384² 45 and 23 ms. One LAPACK call with 16 threads is
 slowest of all.
+
+Where the GPU's solver does not converge, as its `eigh` on matrices of states that hardly matter, LAPACK is asked too.
 """
 
 from __future__ import annotations
@@ -33,34 +35,28 @@ def eig(A: Inexact[Tensor, "*bank n n"]) -> tuple[Complex[Tensor, "*bank n"], Co
 
 def eigh(A: Inexact[Tensor, "*bank n n"]) -> tuple[Float[Tensor, "*bank n"], Inexact[Tensor, "*bank n n"]]:
     """`torch.linalg.eigh`."""
-    if A.is_cuda and (A.shape[-1] <= _SMALL or A.shape[:-2].numel() <= _FEW):
-        values, vectors = torch.linalg.eigh(A)
-    else:
-        values, vectors = _on_threads(torch.linalg.eigh, A)
+    here = A.is_cuda and (A.shape[-1] <= _SMALL or A.shape[:-2].numel() <= _FEW)
+    values, vectors = _solved(torch.linalg.eigh, A, here=here)
     return values, vectors
 
 
 def eigvalsh(A: Inexact[Tensor, "*bank n n"]) -> Float[Tensor, "*bank n"]:
     """`torch.linalg.eigvalsh`."""
-    if A.is_cuda and (A.shape[-1] <= _SMALL or A.shape[:-2].numel() <= _FEW):
-        return torch.linalg.eigvalsh(A)
-    return _on_threads(lambda part: (torch.linalg.eigvalsh(part),), A)[0]
+    here = A.is_cuda and (A.shape[-1] <= _SMALL or A.shape[:-2].numel() <= _FEW)
+    return _solved(lambda part: (torch.linalg.eigvalsh(part),), A, here=here)[0]
 
 
 def svd(A: Inexact[Tensor, "*bank m n"]) -> tuple[Inexact[Tensor, "..."], Float[Tensor, "..."], Inexact[Tensor, "..."]]:
     """`torch.linalg.svd`, thin."""
-    if A.is_cuda and max(A.shape[-2:]) <= _SMALL:
-        U, sigma, Vh = torch.linalg.svd(A, full_matrices=False)
-    else:
-        U, sigma, Vh = _on_threads(lambda part: torch.linalg.svd(part, full_matrices=False), A)
+    here = A.is_cuda and max(A.shape[-2:]) <= _SMALL
+    U, sigma, Vh = _solved(lambda part: torch.linalg.svd(part, full_matrices=False), A, here=here)
     return U, sigma, Vh
 
 
 def svdvals(A: Inexact[Tensor, "*bank m n"]) -> Float[Tensor, "*bank k"]:
     """`torch.linalg.svdvals`."""
-    if A.is_cuda and max(A.shape[-2:]) <= _SMALL:
-        return torch.linalg.svdvals(A)
-    return _on_threads(lambda part: (torch.linalg.svdvals(part),), A)[0]
+    here = A.is_cuda and max(A.shape[-2:]) <= _SMALL
+    return _solved(lambda part: (torch.linalg.svdvals(part),), A, here=here)[0]
 
 
 def each(
@@ -94,3 +90,13 @@ def _on_threads(solve: Callable[[Tensor], tuple[Tensor, ...]], A: Tensor) -> tup
     parts = each(solve, chunks, alone_on_one_thread=A.shape[-1] <= _ALONE)
     whole = (torch.cat(pieces) if len(pieces) > 1 else pieces[0] for pieces in zip(*parts, strict=True))
     return tuple(piece.to(A.device).reshape(*A.shape[:-2], *piece.shape[1:]) for piece in whole)
+
+
+def _solved(solve: Callable[[Tensor], tuple[Tensor, ...]], A: Tensor, *, here: bool) -> tuple[Tensor, ...]:
+    """`solve` where A is; on CPU threads if not `here`, or if it does not converge here."""
+    if here:
+        try:
+            return solve(A)
+        except torch.linalg.LinAlgError:
+            pass
+    return _on_threads(solve, A)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,9 +49,9 @@ def train(wanted: Sequence[Job], *, processes: int, data: Path | None) -> None:
 
 
 def collected(name: str, title: str, wanted: Sequence[Job], found: Callable[[RunDirectory], Row]) -> Measurement:
-    """One row a training that is done: which it is, what is found in its folder, and when and at which commit it began.
+    """One row a training that is done: which it is, what is found in its folder, when, where and at which commit.
 
-    The machine is that of the last of them.
+    The environment is that of the last of them.
     """
     rows: list[Row] = []
     environments = []
@@ -60,7 +61,8 @@ def collected(name: str, title: str, wanted: Sequence[Job], found: Callable[[Run
             named: Row = {"variant": job.variant, "seed": job.seed}
             named |= {} if job.order is None else {"order": job.order}
             here = directory.environment()
-            rows.append(named | found(directory) | {"date": here.date, "commit": here.commit})
+            said: Row = {"date": here.date, "commit": here.commit, "machine": here.machine}
+            rows.append(named | found(directory) | said)
             environments.append(here)
     if not rows:
         raise SystemExit("no training was finished: there is nothing to collect")
@@ -68,10 +70,21 @@ def collected(name: str, title: str, wanted: Sequence[Job], found: Callable[[Run
 
 
 def joined(found: Measurement, earlier: Iterable[Measurement]) -> Measurement:
-    """With the rows of earlier results before those that are new, variant by variant."""
-    rows = {(str(row["variant"]), row["seed"]): row for one in (*earlier, found) for row in one.rows}
+    """With the rows of earlier results before those that are new, variant by variant.
+
+    The environment is the last one on the machine that trained most of them.
+    """
+    results = [*earlier, found]
+    rows = {
+        (str(row["variant"]), row["seed"]): row if "machine" in row else row | {"machine": one.environment.machine}
+        for one in results
+        for row in one.rows
+    }
     places = list(dict.fromkeys(variant for variant, _ in rows))
-    return replace(found, rows=[rows[key] for key in sorted(rows, key=lambda key: (places.index(key[0]), key[1]))])
+    machines = Counter(str(row["machine"]) for row in rows.values())
+    most = max(reversed(results), key=lambda one: machines[one.environment.machine])
+    keys = sorted(rows, key=lambda key: (places.index(key[0]), key[1]))
+    return replace(found, rows=[rows[key] for key in keys], environment=most.environment)
 
 
 def written(found: Measurement, path: Path, wanted: Sequence[Job]) -> Path:

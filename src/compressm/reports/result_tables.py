@@ -69,14 +69,28 @@ def result_grids(measurement: Measurement) -> list[Grid]:
     """
     heads = ("training", "n → r", "seeds", "test accuracy", "best three", "at the end", "the paper")
     lines = tuple(
-        (name, *_cells(rows), _paper(measurement, name), *_times(rows))
+        (name, *_cells(rows), _paper(measurement, name), *_times(here(measurement, rows)))
         for name, rows in by_variant(measurement).items()
     )
     caption = (
         f"test accuracy in percent where validation was best since the last cut; {measurement.rows[0]['steps']} steps; "
-        f"{_together(measurement.rows)}; best three seeds by validation; the paper's are its best three"
+        f"{_together(here(measurement, measurement.rows))}{_elsewhere(measurement)}; best three seeds by validation; "
+        "the paper's are its best three"
     )
     return [Grid(measurement.title, (*heads, "gradient steps", "whole run"), lines, caption)]
+
+
+def here(measurement: Measurement, rows: list[Row]) -> list[Row]:
+    """Those trained on the machine of the result, whose times alone compare."""
+    machine = measurement.environment.machine
+    return [row for row in rows if row.get("machine", machine) == machine]
+
+
+def _elsewhere(measurement: Measurement) -> str:
+    """Which trainings have no part in the times."""
+    others = [row for row in measurement.rows if row not in here(measurement, measurement.rows)]
+    named = ", ".join(f"{row['variant']} with seed {row['seed']} on {row['machine']}" for row in others)
+    return f", without those of {named}" if named else ""
 
 
 def _paper(measurement: Measurement, variant: str) -> str:
@@ -86,10 +100,10 @@ def _paper(measurement: Measurement, variant: str) -> str:
 
 def _together(rows: list[Row]) -> str:
     """How far times can be compared."""
-    counts = sorted({int(row.get("together", 1)) for row in rows})
-    if counts == [1]:
+    most = max((int(row.get("together", 1)) for row in rows), default=1)
+    if most == 1:
         return "one training at a time"
-    return f"up to {counts[-1]} trainings at a time on one device, which is what their times are of"
+    return f"up to {most} trainings at a time on one device, which is what their times are of"
 
 
 def _cells(rows: list[Row]) -> tuple[str, ...]:
@@ -102,7 +116,9 @@ def _cells(rows: list[Row]) -> tuple[str, ...]:
 
 
 def _times(rows: list[Row]) -> tuple[str, ...]:
-    return tuple(duration(fmean(float(row[column]) for row in rows)) for column in ("steps_s", "seconds"))
+    """In the mean; empty where all of them were trained elsewhere."""
+    columns = ("steps_s", "seconds")
+    return tuple(duration(fmean(float(row[column]) for row in rows)) if rows else "" for column in columns)
 
 
 def _values(rows: list[Row], column: str) -> str:

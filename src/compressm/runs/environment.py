@@ -39,6 +39,11 @@ class Environment:
             threads=torch.get_num_threads(),
         )
 
+    @property
+    def machine(self) -> str:
+        """What computed: the accelerator, where there is one."""
+        return self.accelerator or self.processor
+
 
 def _commit() -> str:
     """The commit of the source tree, marked where it has changed since; `COMPRESSM_COMMIT` where there is no git."""

@@ -51,10 +51,10 @@ class Measurement:
     def require(self, name: str, *, needed: Iterable[str], words: Iterable[str], command: str | None = None) -> None:
         """A result of `command`, or of `compressm bench NAME`: rows with the columns `needed`, text in `words`.
 
-        All else are numbers. A row may say when and at which commit it was measured.
+        All else are numbers. A row may say when, at which commit and on which machine it was measured.
         """
         command = command or f"compressm bench {name}"
-        words = {*words, "date", "commit"}
+        words = {*words, "date", "commit", "machine"}
         if self.name != name or not self.rows:
             raise MeasurementError(f"{self.name} is not a result of `{command}` with rows")
         for k, row in enumerate(self.rows):
