@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from compressm.bench.speedup import measure_speedup
+from compressm.bench.speedup import NotChecked, measure_speedup
 from compressm.bench.speedup_formula import Costs, Stretch, predict, stretches_of
 from compressm.data import Store, make
 from compressm.experiments.catalogue import find_recipe
 from compressm.reports.pictures import draw
 from compressm.reports.tables import grids
+from compressm.training import Diverged, Interrupted
 
 PAPER = Costs(
     orders=(96, 136, 176, 216, 256),
@@ -49,12 +50,37 @@ def test_a_cut_comes_before_the_evaluation_of_its_step():
     assert found == [Stretch(8.0, 10, 0), Stretch(4.0, 20, 3)]
 
 
-def test_a_recipe_is_measured_and_its_prediction_checked(tmp_path, monkeypatch):
+def small(tmp_path, monkeypatch):
     monkeypatch.setenv("COMPRESSM_COMMIT", "tests")
     monkeypatch.setattr("compressm.bench.speedup._SAMPLE_S", 1e-3)
     settings = ("training.steps=12", "training.evaluate_every=6", "model.order=8", "model.width=4")
     recipe = find_recipe("digits", (*settings, "compression={rho: 0.5, gate: 1.0, when: {steps: [3, 6]}}"))
-    task = make("digits").load(Store(tmp_path, offline=True))
+    return recipe, make("digits").load(Store(tmp_path, offline=True))
+
+
+@pytest.mark.parametrize(
+    ("error", "said", "stopped"),
+    [
+        (Interrupted("SIGTERM", 3, "a folder that is gone"), "stopped before the check was done", True),
+        (Diverged("the loss is nan"), "the check failed: the loss is nan", False),
+    ],
+)
+def test_what_was_measured_outlasts_a_check_that_does_not_end(tmp_path, monkeypatch, error, said, stopped):
+    def ends(*_, **__):
+        raise error
+
+    monkeypatch.setattr("compressm.bench.speedup.train", ends)
+    with pytest.raises(NotChecked) as found:
+        measure_speedup(*small(tmp_path, monkeypatch), orders=[4, 8], path=[(0, 8), (6, 4)], repeats=1)
+    assert str(found.value) == said
+    assert found.value.stopped == stopped
+    measurement = found.value.measurement
+    assert [row["what"] for row in measurement.rows] == ["costs", "costs", "schedule"]
+    assert draw(measurement, tmp_path / "speedup.png").stat().st_size > 10_000
+
+
+def test_a_recipe_is_measured_and_its_prediction_checked(tmp_path, monkeypatch):
+    recipe, task = small(tmp_path, monkeypatch)
     found = measure_speedup(recipe, task, orders=[2, 4, 8], path=[(0, 8), (6, 2)], repeats=1)
     *costs, wanted, checked = found.rows
     assert [row["order"] for row in costs] == [2, 4, 8]

@@ -13,10 +13,12 @@ from compressm.bench import cut_cases, scan_paths, train_step
 from compressm.bench import growth as growth_bench
 from compressm.bench import peers as peers_bench
 from compressm.bench.ceilings import Ceilings
+from compressm.bench.speedup import NotChecked
 from compressm.bench.step_cases import StepCase
 from compressm.cli.bench import terminal
 from compressm.reports.tables import grids
 from compressm.runs.measurement import Measurement
+from compressm.training import Interrupted
 
 from .test_commands import plain, run
 
@@ -192,6 +194,20 @@ def test_a_speed_up_without_a_column_is_refused_by_name(tmp_path, command, kind,
     assert done.exit_code == 2
     assert said in plain(done)
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_stopped_check_leaves_what_was_measured_and_exit_code_130(tmp_path, monkeypatch):
+    measurement = Measurement.read(RESULTS / "speedup-digits-cpu.json")
+
+    def stopped(*_, **__):
+        raise NotChecked(measurement, Interrupted("SIGTERM", 3, tmp_path))
+
+    monkeypatch.setattr("compressm.bench.speedup.measure_speedup", stopped)
+    done = run("bench", "speedup", "--out", str(tmp_path))
+    assert done.exit_code == 130
+    assert "stopped before the check was done; what was measured until then is kept" in plain(done)
+    assert Measurement.read(tmp_path / "speedup-digits-cpu.json") == measurement
+    assert (tmp_path / "speedup-digits-cpu.png").exists()
 
 
 def test_a_result_of_an_unknown_kind_is_refused_by_name(tmp_path):

@@ -22,7 +22,7 @@ from compressm.data.shuffling import Order
 from compressm.data.task import Task
 from compressm.runs.measurement import Measurement, Row
 from compressm.runs.run import Run, read_run
-from compressm.training import Recipe, train
+from compressm.training import Diverged, Interrupted, Recipe, train
 from compressm.training.building import build_compressor, build_model
 from compressm.training.clock import Clock
 from compressm.training.config import CompressionConfig, WhenConfig
@@ -37,6 +37,15 @@ from compressm.training.steps import Learner, Steps, make_steps
 Progress = Callable[[str], None]
 _SAMPLE_S = 0.2  # of gradient steps in a row
 _REDUCTION = ("cut", "spectrum", "optimizer")
+
+
+class NotChecked(Exception):  # noqa: N818 - read as a sentence
+    """The trainings of the check did not come to their end; `measurement` is all but the check."""
+
+    def __init__(self, measurement: Measurement, why: Exception) -> None:
+        stopped = isinstance(why, Interrupted)
+        super().__init__("stopped before the check was done" if stopped else f"the check failed: {why}")
+        self.measurement, self.stopped = measurement, stopped
 
 
 class Sample(NamedTuple):
@@ -124,37 +133,36 @@ def measure_speedup(
     repeats: int = 9,
     progress: Progress = lambda _: None,
 ) -> Measurement:
-    """A row an order, then one for the schedule of `path`, (step, order from there on), and one for the check."""
+    """A row an order, then one for the schedule of `path`, (step, order from there on), and one for the check.
+
+    Raises NotChecked, with what was measured, if a training of the check is stopped or diverges.
+    """
     where = torch.device(device)
+    title = f"{recipe.name}: what a step, an evaluation and a cut cost, and the speed-up that follows"
     with threads_for(where):
-        rows = _rows(recipe, task, where, orders, path, check, repeats, progress)
-        title = f"{recipe.name}: what a step, an evaluation and a cut cost, and the speed-up that follows"
+        costs = measure_costs(recipe, task, orders, where, repeats=repeats, progress=progress)
+        rows = [_cost_row(recipe, costs, k, device) for k in range(len(costs.orders))]
+        if path is not None:
+            rows.append(_predicted(recipe, costs, [(step, float(order)) for step, order in path], device))
+        if check:
+            progress(f"{recipe.name}, trained with its cuts and without")
+            try:
+                rows.append(_checked(recipe, task, costs, where))
+            except (Interrupted, Diverged) as error:
+                raise NotChecked(Measurement("speedup", title, repeats, rows), error) from None
         return Measurement("speedup", title, repeats, rows)
 
 
-def _rows(
-    recipe: Recipe,
-    task: Task,
-    where: torch.device,
-    orders: Sequence[int],
-    path: Sequence[tuple[int, int]] | None,
-    check: bool,
-    repeats: int,
-    progress: Progress,
-) -> list[Row]:
-    device, plan = where.type, Plan.of(recipe)
-    costs = measure_costs(recipe, task, orders, where, repeats=repeats, progress=progress)
-    rows = [_cost_row(recipe, costs, k, device) for k in range(len(costs.orders))]
-    if path is not None:
-        stretches = stretches_of([(step, float(order)) for step, order in path], plan.steps, plan.evaluations)
-        rows.append(_schedule_row(recipe, device, stretches, predict(costs, stretches)))
-    if check:
-        progress(f"{recipe.name}, trained with its cuts and without")
-        reduced, whole = (_trained(one, task, where) for one in (recipe, replace(recipe, compression=None)))
-        stretches = stretches_of(_mean_path(reduced), plan.steps, plan.evaluations)
-        row = _schedule_row(recipe, device, stretches, predict(costs, stretches))
-        rows.append(row | _measured(reduced, whole))
-    return rows
+def _predicted(recipe: Recipe, costs: Costs, path: Sequence[tuple[int, float]], device: str) -> Row:
+    plan = Plan.of(recipe)
+    stretches = stretches_of(path, plan.steps, plan.evaluations)
+    return _schedule_row(recipe, device, stretches, predict(costs, stretches))
+
+
+def _checked(recipe: Recipe, task: Task, costs: Costs, where: torch.device) -> Row:
+    """What is predicted for the cuts of a real training, and what it took."""
+    reduced, whole = (_trained(one, task, where) for one in (recipe, replace(recipe, compression=None)))
+    return _predicted(recipe, costs, _mean_path(reduced), where.type) | _measured(reduced, whole)
 
 
 def _recapture(bench: Bench) -> float:

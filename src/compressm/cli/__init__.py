@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-_INTERRUPTED = 130  # what shells report for a process that Ctrl-C ended
+INTERRUPTED = 130  # what shells report for a process that Ctrl-C ended
 
 
 def main() -> None:
@@ -15,7 +15,7 @@ def main() -> None:
     except KeyboardInterrupt:
         _end_interrupted()
     except SystemExit as end:
-        if end.code == _INTERRUPTED:  # Typer's own answer to Ctrl-C, which says nothing
+        if end.code == INTERRUPTED:  # Typer's own answer to Ctrl-C, which says nothing
             _end_interrupted()
         raise
 
@@ -41,4 +41,4 @@ def _run() -> None:
 
 def _end_interrupted() -> None:
     print("interrupted", file=sys.stderr)
-    sys.exit(_INTERRUPTED)
+    sys.exit(INTERRUPTED)

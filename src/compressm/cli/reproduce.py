@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from compressm.cli import INTERRUPTED
 from compressm.cli.choices import count, number
 from compressm.cli.paths import PathError, require_writable
 from compressm.experiments.processes import Executor, Processes, heard_as_ctrl_c
@@ -28,7 +29,6 @@ from compressm.runs.paper import paper_labels, read_paper
 from compressm.runs.records import RunError
 from compressm.training.config import ConfigError
 
-INTERRUPTED = 130
 LIST = "LIST"
 console = Console()
 

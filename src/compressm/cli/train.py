@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from compressm.cli import INTERRUPTED
 from compressm.cli.choices import DeviceChoice, chosen_device, count, integer
 from compressm.cli.inspect import DataOption, OfflineOption
 from compressm.cli.paths import PathError, require_writable
@@ -33,7 +34,6 @@ from compressm.training.reading import make_recipe
 from compressm.training.resuming import is_finished
 from compressm.training.tensorboard import TensorBoard
 
-INTERRUPTED = 130
 # What a baseline does without.
 _BASELINE = ("compression=null", "regulariser=null", "distillation=null", "truncation=null")
 _NARROW = 64

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
+from compressm.cli import INTERRUPTED
 from compressm.cli.bench.options import OUT, Device, DeviceOption, PicturedOutOption, RepeatsOption, count, require
-from compressm.cli.bench.terminal import draw_picture, measuring, report
+from compressm.cli.bench.terminal import console, draw_picture, measuring, report
 from compressm.cli.inspect import BAD_INPUT, DataOption, OfflineOption
 from compressm.data import DataError, Store, Task, make
 from compressm.experiments.catalogue import find_recipe
@@ -48,15 +49,11 @@ def speedup(
     out: PicturedOutOption = OUT,
 ) -> None:
     """The cost of a step, an evaluation and a cut by order, and the speed-up of training that they predict."""
-    from compressm.bench.speedup import measure_speedup
+    from compressm.bench.speedup import NotChecked, measure_speedup
 
     try:
         wanted = find_recipe(recipe, tuple(settings or ()))
-        if wanted.compression is None:
-            raise ConfigError(f"{recipe} does not cut: there is no speed-up to measure")
-        if other := [name for name in ("regulariser", "distillation") if getattr(wanted, name) is not None]:
-            raise ConfigError(f"{recipe} has a {other[0]}, whose cost is not counted: --set {other[0]}=null")
-        Plan.of(wanted)  # refuses cuts after the last step, before anything is measured
+        _require_cuts(recipe, wanted)
         path = None if schedule is None else _path(schedule, wanted)
         result, picture = (out / f"speedup-{wanted.name}-{device.value}{end}" for end in (".json", ".png"))
         require(device, result, picture)
@@ -65,13 +62,28 @@ def speedup(
         raise typer.BadParameter(str(error)) from None
     orders = [*(order or _halves(wanted.model.order)), *(n for _, n in path or ())]
     options: dict[str, Any] = {"check": check, "device": device.value, "repeats": repeats}
+    missing: NotChecked | None = None
     try:
         with measuring() as say:
             measurement = measure_speedup(wanted, task, orders=orders, path=path, progress=say, **options)
+    except NotChecked as error:
+        missing, measurement = error, error.measurement
     except BAD_INPUT as error:  # what a model, or the data, cannot be made of
         raise typer.BadParameter(str(error)) from None
     report(measurement, result)
     draw_picture(measurement, picture)
+    if missing is not None:
+        console.print(f"{missing}; what was measured until then is kept")
+        raise typer.Exit(INTERRUPTED if missing.stopped else 1)
+
+
+def _require_cuts(name: str, recipe: Recipe) -> None:
+    """Before anything is measured; a plan refuses cuts after the last step."""
+    if recipe.compression is None:
+        raise ConfigError(f"{name} does not cut: there is no speed-up to measure")
+    if other := [part for part in ("regulariser", "distillation") if getattr(recipe, part) is not None]:
+        raise ConfigError(f"{name} has a {other[0]}, whose cost is not counted: --set {other[0]}=null")
+    Plan.of(recipe)
 
 
 def _task(recipe: Recipe, data: Path | None, offline: bool) -> Task:
