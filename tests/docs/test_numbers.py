@@ -170,8 +170,30 @@ def test_gradient_steps_of_a_selective_layer_that_is_cut_take_a_quarter_of_the_t
     assert (both[128] <= 30e-3, both[12] <= 3.5e-3) == (True, True)
 
 
+def test_a_selective_layer_as_small_as_the_papers_way_leaves_it_is_as_good_and_faster():
+    page = " ".join((ROOT / "docs" / "mamba.md").read_text().split())
+    paper, few = "paper: means, τ = 0.001", "baked to 4 at once"
+    assert all(abs(imdb(way, "best") - imdb(paper, "best")) < 0.25 for way in (few, "baked to 4"))
+    step = imdb(few, "step_s")
+    assert f"a step takes {1e3 * step:.1f} ms, a fifth of 128 states and less than a quarter of the paper's way" in page
+    assert step / imdb("128 states", "step_s") == pytest.approx(1 / 5, abs=0.02)
+    assert step / imdb(paper, "step_s") < 1 / 4
+    first, second = rows("imdb_mamba", variant=few)
+    assert (second["seed"], first["recording_s"] > 10 * second["recording_s"]) == (1, True)
+    assert f"the cut took {second['cuts_s']:.2f} s and recording {second['recording_s']:.1f} s" in page
+    parts = ("steps_s", "recording_s", "cuts_s")
+    whole = sum(imdb("128 states", part) for part in parts)
+    assert f"{whole / sum(second[part] for part in parts):.1f} times as fast as 128 states" in page
+
+
 def smnist(variant, column="best", name="results-smnist"):
     return fmean(float(row[column]) for row in rows(name, variant=variant))
+
+
+def choice(variant, column="best", name="results-smnist-choices"):
+    """With seed 0."""
+    (row,) = rows(name, variant=variant, seed=0)
+    return float(row[column])
 
 
 def test_small_models_compare_on_smnist_as_the_page_says():
@@ -189,6 +211,10 @@ def test_small_models_compare_on_smnist_as_the_page_says():
         f"{mine[0]:.0f} and {mine[1]:.0f} states where the paper's way has {orders[0]:.0f} and {orders[1]:.0f}" in page
     )
     assert f"28 and 13 where its way gives {orders[0]:.0f} and {orders[1]:.0f} here" in page
+    wide = [choice(f"τ = {tau}, paper's way, phases up to 2π", "order") for tau in (0.02, 0.04)]
+    assert f"its way ends with {wide[0]:.0f} and {wide[1]:.0f} states" in page
+    assert abs(choice("τ = 0.02, paper's way, phases up to 2π") - 96.9) < 1
+    assert abs(choice("τ = 0.04, paper's way, phases up to 2π") - 95.9) < 1
 
 
 def test_penalties_and_a_teacher_do_on_smnist_what_the_page_says():
@@ -220,6 +246,54 @@ def test_a_rate_that_falls_meets_the_aims_on_smnist():
     assert f"with that rate we have {plain[0]:.1f} and {plain[1]:.1f}" in readme
 
 
+def test_choices_do_on_smnist_what_the_page_says():
+    page = " ".join((ROOT / "docs" / "smnist_choices.md").read_text().split())
+
+    def falling(variant):
+        return choice(variant, name="results-smnist-falling")
+
+    def both(way):
+        return [choice(f"gently to {order}, falling, {way}") for order in (28, 13)]
+
+    ours, small = [falling(f"gently to {order}") for order in (28, 13)], falling("28 states")
+    assert f"{ours[0]:.1f} with 28 states and {ours[1]:.1f} with 13" in page
+    before, constant = choice("28 states", name="results-smnist"), choice("28 states, constant 4e-3")
+    assert f"Of the {small - before:.1f} points" in page
+    assert (
+        f"from {before:.1f} to {small:.1f}, a constant 4e-3 in the place of 4e-4 has {constant - before:.1f};" in page
+    )
+    late, whole = both("cuts from a quarter on"), falling("256 states")
+    assert f"28 states reach {late[0]:.1f}, more than 256 that are never cut ({whole:.1f} with this seed)" in page
+    assert late[0] > whole
+    assert abs(late[1] - ours[1]) < 0.1
+    assert f"without it 13 states have {both('no dropout')[1]:.1f}" in page
+    white, paper = both("Gramians of white noise"), both("cut in the paper's way")
+    said = f"{white[0]:.1f} and {white[1]:.1f}, and in the paper's way (no folding, moments sliced) {paper[0]:.1f} and "
+    assert said + f"{paper[1]:.1f}, against {ours[0]:.1f} and {ours[1]:.1f}." in page
+    wide = [f"τ = {tau}, paper's way, phases up to 2π" for tau in (0.02, 0.04)]
+    assert f"Accuracy is {choice(wide[0]):.1f} and {choice(wide[1]):.1f}; the paper has 96.9 and 95.9." in page
+    narrow = [choice(f"τ = {tau}, paper's way", "order", "results-smnist") for tau in (0.02, 0.04)]
+    assert f"and {narrow[0]:.0f} and {narrow[1]:.0f} with this seed" in page
+
+
+def test_scifar_is_as_accurate_and_as_fast_as_the_page_says():
+    (whole,), (small,), (few,) = (
+        *(rows("results-scifar", variant=name) for name in ("384 states", "57 states", "four cuts to 57")),
+    )
+    assert {row["steps"] for row in (whole, small, few)} == {40_000}
+    page = " ".join((ROOT / "docs" / "results.md").read_text().split())
+    share = f"{100 * few['seconds'] / whole['seconds']:.0f} % of the time of 384"
+    assert f"{few['best'] - small['best']:.1f} points better than with 57 from the start" in page
+    assert f"{whole['best'] - few['best']:.1f} below the one that keeps 384" in page
+    assert share in page
+    assert few["seconds"] / small["seconds"] < 1.1
+    assert f"{84.4 - few['best']:.1f} points below what the paper reports" in page
+    assert f"{86.5 - whole['best']:.1f} below the paper's and the small one {78.2 - small['best']:.1f}" in page
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"57 in the warm-up {few['best']:.1f} %, in {share} states, which reach {whole['best']:.1f} %" in readme
+    assert f"with 57 from the start {small['best']:.1f} %" in readme
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("*.json")), ids=lambda path: path.stem)
 def test_results_name_a_machine_and_a_clean_commit(path):
     environment = Measurement.read(path).environment
@@ -239,7 +313,8 @@ def test_results_name_a_machine_and_a_clean_commit(path):
             "imdb_mamba",
             "imdb_mamba-24000",
         ),
-        *("results-smnist", "results-smnist-falling"),
+        *("results-smnist", "results-smnist-falling", "results-smnist-choices"),
+        "results-scifar",
     ],
 )
 def test_results_of_a_gpu_name_it(name):

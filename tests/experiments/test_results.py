@@ -11,7 +11,7 @@ from compressm.experiments.catalogue import find_recipe
 from compressm.experiments.outcomes import Job, joined
 from compressm.experiments.results import TASKS, jobs
 from compressm.experiments.trainings import Training
-from compressm.reports import canvas, result_charts
+from compressm.reports import canvas, result_charts, result_strips
 from compressm.reports.pictures import draw
 from compressm.reports.tables import grids
 from compressm.runs.measurement import Measurement
@@ -218,6 +218,56 @@ def test_the_best_three_seeds_stand_beside_the_papers_best_three():
     assert table.rows[0][4] == "95.3"  # of the first three, best by validation
     (table,) = grids(Measurement("results-scifar", "t", 1, [row("four cuts to 57", 0), row("another", 0)]))
     assert [cells[6] for cells in table.rows] == ["84.4 at 57", ""]
+
+
+@contextmanager
+def looked_at(monkeypatch, module):
+    """The axes of the picture that the module draws, before they are gone."""
+    seen = []
+
+    @contextmanager
+    def kept(path, **options):
+        with canvas.picture(path, **options) as figure:
+            yield figure
+            seen.extend(
+                {
+                    "points": [(x, y) for line in panel.lines for x, y in zip(*line.get_data(), strict=True)],
+                    "words": [text.get_text() for text in panel.texts],
+                    "ticks": [label.get_text() for label in panel.get_yticklabels()],
+                    "axes": (panel.get_xlabel(), panel.get_ylabel()),
+                }
+                for panel in figure.axes
+            )
+
+    monkeypatch.setattr(module, "picture", kept)
+    yield seen
+
+
+def test_times_are_drawn_where_trainings_had_the_machine_to_themselves(tmp_path, monkeypatch):
+    alone = [row("384 states", 0, together=1, seconds=9.0, best=85.0), row("57 states", 0, together=1, best=74.0)]
+    with looked_at(monkeypatch, result_charts) as panels:
+        draw(Measurement("results-scifar", "t", 1, alone), tmp_path / "one.png")
+        assert [panel["axes"][0] for panel in panels] == ["states at the end", "whole run, seconds"]
+        assert sorted(panels[1]["points"]) == [(3.0, 74.0), (9.0, 85.0)]
+        assert panels[1]["words"] == ["384 states", "57 states"]
+        panels.clear()
+        draw(Measurement("results-scifar", "t", 1, [one | {"together": 2} for one in alone]), tmp_path / "two.png")
+        assert len(panels) == 1
+
+
+def test_choices_stand_under_each_other_with_every_seed(tmp_path, monkeypatch):
+    rows = [row("largest σ kept", seed, best=best) for seed, best in enumerate((96.0, 96.5))]
+    rows += [row("smallest σ kept", seed, best=best) for seed, best in enumerate((92.0, 29.0))] + [row("32 states", 0)]
+    with looked_at(monkeypatch, result_strips) as panels:
+        draw(Measurement("results-smnist-selection", "t", 1, rows), tmp_path / "strips.png")
+        (panel,) = panels
+        assert panel["ticks"] == ["largest σ kept (2 seeds)", "smallest σ kept (2 seeds)", "32 states (1 seed)"]
+        seeds, mean = [(96.0, 0), (96.5, 0), (92.0, 1), (95.0, 2)], (96.25, 0)
+        assert sorted(panel["points"]) == sorted([*seeds, mean])
+        assert panel["words"] == ["← 29.0"]
+        panels.clear()
+        draw(Measurement("results-smnist-choices", "t", 1, [row("256 states", 0)]), tmp_path / "one.png")
+        assert panels[0]["ticks"] == ["256 states"]
 
 
 def test_the_picture_has_every_variant_with_its_spread_and_the_papers_points(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from compressm.reports.growth_curves import draw_growth
 from compressm.reports.loss_curves import draw_loss_curves
 from compressm.reports.reduction_cost import draw_reduction_cost
 from compressm.reports.result_charts import draw_results
+from compressm.reports.result_strips import draw_strips
 from compressm.reports.result_tables import TASKS
 from compressm.reports.speedup_curves import draw_speedup
 from compressm.runs.measurement import Measurement, MeasurementError
@@ -19,6 +20,8 @@ _PICTURES: dict[str, Callable[[Measurement, Path], Path]] = {
     "loss_continuity": draw_loss_curves,
     "speedup": draw_speedup,
     **dict.fromkeys(TASKS, draw_results),
+    "results-smnist-choices": draw_strips,
+    "results-smnist-selection": draw_strips,
 }
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import fmean, stdev
 
+from matplotlib.axes import Axes
+
 from compressm.reports.canvas import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, picture
 from compressm.reports.result_tables import by_variant, in_paper
 from compressm.runs.measurement import Measurement, Row
 
 _GENTLY = ("cut gently", GREEN, "D")
-# What a variant is called in the picture, and how it looks, by how its label begins or ends.
+# What a variant is called in the picture, and how it looks, by the first of these words in its label.
 _FAMILIES = {
     "paper's way": ("cut with τ, in the paper's way", ORANGE, "s"),
     "τ": ("cut with τ", BLUE, "o"),
@@ -23,45 +25,79 @@ _FAMILIES = {
     "taught": ("taught by the whole model", RED, "^"),
 }
 _START = ("from the start", GREY, "o")
-_RANGE = 10.0  # points of accuracy that are shown below the best
+RANGE = 12.0  # points of accuracy that are shown below the best
 
 
 def draw_results(measurement: Measurement, path: Path | str) -> Path:
-    """One point a variant, with its spread over seeds; hollow ones are the paper's."""
-    groups = by_variant(measurement)
-    lowest = max(_mean(rows, "best") for rows in groups.values()) - _RANGE
-    families: dict[tuple[str, str, str], list[str]] = {}
-    for variant in sorted(groups, key=lambda variant: _mean(groups[variant], "order")):
-        families.setdefault(_family(variant), []).append(variant)
-    tolerances = any(variant.startswith("τ") for variant in groups)
-    with picture(path, size=(6.4, 4.4)) as figure:
-        (panel,) = figure.axes
-        for (name, colour, marker), variants in families.items():
-            accuracies = {variant: _mean(groups[variant], "best") for variant in variants}
-            below = ", ".join(f"{value:.0f} %" for value in accuracies.values() if value < lowest)
-            shown = [groups[variant] for variant, value in accuracies.items() if value >= lowest]
-            _points(panel, shown, f"{name} (far below: {below})" if below else name, colour, marker)
-            paper = sorted({found for variant in variants if (found := in_paper(measurement, variant))})
-            if paper and (name != _GENTLY[0] or not tolerances):  # the paper's are those of its tolerances
-                panel.plot(*zip(*paper, strict=True), marker, color=colour, mfc="white", ms=7, ls=":", lw=0.8)
-        panel.plot([], [], "o", color=GREY, mfc="white", label="hollow: the paper, its best three seeds")
-        orders = _apart(sorted({round(_mean(rows, "order")) for rows in groups.values()}))
-        panel.set(xscale="log", xlabel="states at the end", ylabel="test accuracy, %", title=measurement.title)
-        panel.set_xticks(orders, [str(order) for order in orders])
-        panel.minorticks_off()
-        panel.legend(fontsize=8)
-        figure.supxlabel(_below(measurement), x=0.01, ha="left", fontsize=7, color=GREY)
+    """One point a variant, with its spread over seeds; hollow ones are the paper's.
+
+    Beside it accuracy against time, where trainings had the machine to themselves.
+    """
+    alone = all(row.get("together", 2) == 1 for row in measurement.rows)
+    with picture(path, columns=1 + alone, size=(5.2 if alone else 6.4, 4.4)) as figure:
+        panel = figure.axes[0]
+        _draw_orders(panel, measurement)
+        if alone:
+            _draw_times(figure.axes[1], measurement)
+            figure.suptitle(measurement.title)
+        else:
+            panel.set_title(measurement.title)
+        figure.supxlabel(trained_on(measurement), x=0.01, ha="left", fontsize=7, color=GREY)
     return Path(path)
 
 
-def _family(variant: str) -> tuple[str, str, str]:
+def _draw_orders(panel: Axes, measurement: Measurement) -> None:
+    groups = by_variant(measurement)
+    lowest = max(_mean(rows, "best") for rows in groups.values()) - RANGE
+    tolerances = any(variant.startswith("τ") for variant in groups)
+    beside = False
+    for (name, colour, marker), variants in _families(groups).items():
+        accuracies = {variant: _mean(groups[variant], "best") for variant in variants}
+        below = ", ".join(f"{value:.0f} %" for value in accuracies.values() if value < lowest)
+        shown = [groups[variant] for variant, value in accuracies.items() if value >= lowest]
+        _points(panel, shown, f"{name} (far below: {below})" if below else name, colour, marker)
+        paper = sorted({found for variant in variants if (found := in_paper(measurement, variant))})
+        if paper and (name != _GENTLY[0] or not tolerances):  # the paper's are those of its tolerances
+            panel.plot(*zip(*paper, strict=True), marker, color=colour, mfc="white", ms=7, ls=":", lw=0.8)
+            beside = True
+    if beside:
+        panel.plot([], [], "o", color=GREY, mfc="white", label="hollow: the paper, its best three seeds")
+    orders = _apart(sorted({round(_mean(rows, "order")) for rows in groups.values()}))
+    panel.set(xscale="log", xlabel="states at the end", ylabel="test accuracy, %")
+    panel.set_xticks(orders, [str(order) for order in orders])
+    panel.minorticks_off()
+    panel.legend(fontsize=8)
+
+
+def _draw_times(panel: Axes, measurement: Measurement) -> None:
+    """Every training by itself; names stand beside their first."""
+    for variant, rows in by_variant(measurement).items():
+        _, colour, marker = family(variant)
+        times, accuracies = ([float(row[column]) for row in rows] for column in ("seconds", "best"))
+        panel.plot(times, accuracies, marker, color=colour, ms=7)
+        late = times[0] > 0.75 * max(float(row["seconds"]) for row in measurement.rows)
+        place, side = ((-9, 0), "right") if late else ((9, 0), "left")
+        panel.annotate(variant, (times[0], accuracies[0]), place, textcoords="offset points", va="center", ha=side)
+    panel.set(xlabel="whole run, seconds", xlim=(0, None))
+
+
+def _families(groups: dict[str, list[Row]]) -> dict[tuple[str, str, str], list[str]]:
+    """Variants that one line joins, by rising order."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for variant in sorted(groups, key=lambda variant: _mean(groups[variant], "order")):
+        found.setdefault(family(variant), []).append(variant)
+    return found
+
+
+def family(variant: str) -> tuple[str, str, str]:
+    """Name, colour and marker of what belongs together."""
     for word, family in _FAMILIES.items():
-        if variant.startswith(word) or variant.endswith(word):
+        if word in variant:
             return family
     return _START
 
 
-def _points(panel, groups: list[list[Row]], name: str, colour: str, marker: str) -> None:
+def _points(panel: Axes, groups: list[list[Row]], name: str, colour: str, marker: str) -> None:
     orders, accuracies = ([_mean(rows, column) for rows in groups] for column in ("order", "best"))
     spreads = [stdev(float(row["best"]) for row in rows) if len(rows) > 1 else 0.0 for rows in groups]
     panel.errorbar(orders, accuracies, spreads, marker=marker, color=colour, lw=1, ms=6, capsize=3, label=name)
@@ -76,9 +112,10 @@ def _apart(orders: list[int]) -> list[int]:
     return shown
 
 
-def _below(measurement: Measurement) -> str:
+def trained_on(measurement: Measurement) -> str:
+    """For below a picture."""
     here, seeds = measurement.environment, len({row["seed"] for row in measurement.rows})
-    return f"{seeds} seeds, {here.accelerator or here.processor}, {here.date[:10]}, {here.commit}"
+    return f"{seeds} seed{'s' * (seeds > 1)}, {here.machine}, {here.date[:10]}, {here.commit}"
 
 
 def _mean(rows: list[Row], column: str) -> float:
