@@ -152,6 +152,11 @@ def test_a_model_is_cut_once_after_training_to_every_order_and_stays_whole(grami
     assert directory.records(TruncationRecord) == records
 
 
+def test_a_selective_model_is_cut_by_averages_over_data(tmp_path):
+    records = learn(recipe("truncation={orders: [2]}", "model.layer=Mamba"), tmp_path / "run").records(TruncationRecord)
+    assert {(r.gramian, r.mean_order, r.error_bound) for r in records} == {("selective", 2, None)}
+
+
 def test_penalties_have_the_options_of_the_recipe():
     found = recipe("regulariser={kind: hankel-nuclear-norm, beta: 1, floor: 0.01, fold: false}").regulariser
     assert str(penalty(found)) == "HankelNuclearNorm(floor=0.01, fold=False)"

@@ -1,5 +1,6 @@
 """The study of small models runs the command line with what each variant says, and tells seeds apart."""
 
+import shutil
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -181,6 +182,13 @@ def test_several_tasks_are_trained_in_one_pool_and_written_each(tmp_path, monkey
         results.main([*given, "--only-collect"])
     assert len(pools) == 2
     assert found.exists()
+
+
+def test_a_run_that_lost_its_evaluations_is_named(tmp_path, trained):
+    copied = shutil.copytree(trained, tmp_path / "copied")
+    (copied / "metrics.jsonl").write_text("")
+    with pytest.raises(SystemExit, match="copied is finished, but has no accuracy on test: move it away"):
+        results.collect("smnist", [Job("256 states", 0, Training("smnist", copied))], together=1)
 
 
 def test_what_was_done_before_keeps_how_many_were_trained_at_a_time():

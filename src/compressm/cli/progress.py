@@ -13,7 +13,12 @@ from compressm.compression import Cut, Restored
 from compressm.runs.records import Evaluation, PenaltyRecord, TruncationRecord
 from compressm.training import Plan, Recipe
 
-_WAYS = {"white_noise": "white noise", "measured": "measured Gramians", "modal": "dropping modes"}
+_WAYS = {
+    "white_noise": "white noise",
+    "measured": "measured Gramians",
+    "modal": "dropping modes",
+    "selective": "averages over data",
+}
 
 
 class Spoken:

@@ -118,17 +118,19 @@ def outcome(directory: RunDirectory) -> Row:
     `recording_s` is what CUDA graphs took, with the first steps at each size, in which kernels are compiled.
     """
     run = read_run(directory)
-    last = [found for found in run.evaluations if found.split == "test"][-1]
-    assert run.score is not None
-    assert run.score.test is not None
-    assert last.accuracy is not None
+    tests = [
+        (found, found.accuracy) for found in run.evaluations if found.split == "test" and found.accuracy is not None
+    ]
+    if not tests or run.score is None or run.score.test is None:
+        raise SystemExit(f"{directory.path} is finished, but has no accuracy on test: move it away to train it again")
+    last, accuracy = tests[-1]
     validation = {} if run.score.validation is None else {"validation": 100 * run.score.validation}
     return {
         "steps": run.steps,
         "initial_order": run.mean_initial_order,
         "order": run.mean_order,
         "best": 100 * run.score.test,
-        "last": 100 * last.accuracy,
+        "last": 100 * accuracy,
         "steps_s": last.step_seconds,
         "seconds": last.seconds,
         "cuts_s": sum(cut.seconds or 0.0 for cut in run.cut_records),

@@ -141,7 +141,8 @@ class PenaltyRecord(Record):
 class TruncationRecord(Record):
     """A copy of the final model, cut once to `order` states a layer, `mean_order` where layers had fewer to keep.
 
-    `error_bound` is the largest of its layers, None where there is none.
+    `gramian` is that of the recipe, or "selective" where layers are cut by averages over data. `error_bound` is the
+    largest of its layers, None where there is none.
     """
 
     gramian: str

@@ -22,6 +22,7 @@ def truncations(recipe: Recipe, learner: Learner, step: int) -> Iterator[Truncat
     if config is None:
         return
     options = build_truncation(recipe, config, learner.task)
+    way = "selective" if recipe.model.layer == "Mamba" else config.gramian
     for order in config.orders:
         model = copy.deepcopy(unwrapped(learner.model)).eval()
         cuts = compress_(model, keep=TargetOrder(order), **options)
@@ -32,7 +33,7 @@ def truncations(recipe: Recipe, learner: Learner, step: int) -> Iterator[Truncat
                 found = score(model, learner.task, getattr(learner.task, split), size=learner.config.evaluation_batch)
             yield TruncationRecord(
                 step,
-                config.gramian,
+                way,
                 order,
                 sum(orders) / len(orders),
                 max(bounds, default=None),
