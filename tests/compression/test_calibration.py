@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from compressm.adapters import adapter_for
+from compressm.compression import TargetOrder, compress_
 from compressm.compression.calibration import listen, outputs, relative_change, sampled_steps, squared_change, states
 from compressm.compression.errors import CompressionError
 from compressm.compression.gramian import Measured
@@ -281,3 +282,15 @@ def test_steps_of_the_layers_alone_are_said_not_to_be_enough():
 
     with pytest.raises(CompressionError, match=r"'blocks\.0\.ssm'.*`forward` of these layers"):
         listen(model, streamed, layers_of(model), Measured())
+
+
+def test_a_calibration_that_changes_a_layer_is_refused():
+    model, x = make(), torch.randn(2, 20, 3)
+
+    def calibrate(model):
+        model(x)
+        model.blocks[1].ssm.nu_log.mul_(2)
+
+    with pytest.raises(CompressionError, match=r"calibrate changed blocks\.1\.ssm: nu_log; expected it to run"):
+        compress_(model, keep=TargetOrder(3), calibrate=calibrate)
+    assert [block.ssm.order for block in model.blocks] == [6, 6]

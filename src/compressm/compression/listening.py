@@ -39,15 +39,28 @@ def run_listening(model: nn.Module, calibrate: Calibrate, listeners: Sequence[Li
     """Run `calibrate(model)` once, in evaluation mode and without gradients; every listener must hear something."""
     for listener in listeners:
         _require_finite(listener.name, listener.module)
+    before = [_weights(listener) for listener in listeners]
     # What is compiled is not asked again for hooks that came later.
     with _attached(listeners), _evaluating(model), torch.compiler.set_stance("force_eager"):
         calibrate(model)
+    for listener, then in zip(listeners, before, strict=True):
+        if changed := [name for name, version in _weights(listener).items() if then.get(name) != version]:
+            raise CompressionError(
+                f"calibrate changed {listener.name or 'the model'}: {', '.join(changed)}; expected it to run the model"
+                " and nothing else"
+            )
     missed = [repr(listener.name) if listener.name else "the model" for listener in listeners if listener.passes == 0]
     if missed:
         raise CompressionError(
             f"calibrate did not run {', '.join(missed)}: it must call the model that it is given"
             " so that the `forward` of these layers runs (`step` is not listened to)"
         )
+
+
+def _weights(listener: Listener) -> dict[str, tuple[int, int, int]]:
+    """What tells whether anything was written to a parameter."""
+    named = listener.module.named_parameters()
+    return {name: (id(parameter), parameter.data_ptr(), parameter._version) for name, parameter in named}
 
 
 def _require_finite(name: str, layer: nn.Module) -> None:

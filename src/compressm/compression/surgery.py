@@ -99,7 +99,8 @@ def apply_cuts(
             writes = [write for cut in cuts for write in _checked_values(cut)]
             _require_disjoint(cuts)
             states = [state for cut in cuts for state in _checked_states(cut, optimizer)]
-            added = {(cut.name, name): _made(cut, name) for cut in cuts for name in cut.writing.added}
+            # Layers of models that follow have the names of those that they follow.
+            added = {(id(cut.module), name): _made(cut, name) for cut in cuts for name in cut.writing.added}
             attributes = [attribute for cut in cuts for attribute in _attributes(cut, added)]
             groups = [joined for cut in cuts for joined in _joined(cut, added, optimizer)]
             undo.remember(writes, states, attributes, groups)
@@ -149,15 +150,16 @@ def _made(cut: PreparedCut, name: str) -> nn.Parameter:
     return made
 
 
-def _attributes(cut: PreparedCut, added: Mapping[tuple[str, str], nn.Parameter]) -> list[tuple[Any, str, Any]]:
+def _attributes(cut: PreparedCut, added: Mapping[tuple[int, str], nn.Parameter]) -> list[tuple[Any, str, Any]]:
     """Attributes, buffers and parameters that are added: the object that gets each, its name there, and its value."""
-    new = {**cut.writing.attributes, **cut.writing.buffers}
-    new |= {name: added[cut.name, name] for name in cut.writing.added}
+    new = dict(cut.writing.attributes)
+    new |= {name: value.clone() for name, value in cut.writing.buffers.items()}
+    new |= {name: added[id(cut.module), name] for name in cut.writing.added}
     return [(*place_of(cut.name, cut.module, path), value) for path, value in new.items()]
 
 
 def _joined(
-    cut: PreparedCut, added: Mapping[tuple[str, str], nn.Parameter], optimizer: Any | None
+    cut: PreparedCut, added: Mapping[tuple[int, str], nn.Parameter], optimizer: Any | None
 ) -> list[tuple[list[Any], Any]]:
     """What the optimizer's groups get more: those that have the parameter that one joins."""
     joined = []
@@ -165,7 +167,7 @@ def _joined(
         origin = parameter_of(cut.module, beside)
         for group in [] if optimizer is None else optimizer.param_groups:
             if any(member is origin for member in group["params"]):
-                joined += joining(group, added[cut.name, name], name_beside(group, origin, beside, name))
+                joined += joining(group, added[id(cut.module), name], name_beside(group, origin, beside, name))
     return joined
 
 

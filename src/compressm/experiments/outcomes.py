@@ -75,16 +75,19 @@ def joined(found: Measurement, earlier: Iterable[Measurement]) -> Measurement:
     The environment is the last one on the machine that trained most of them.
     """
     results = [*earlier, found]
-    rows = {
-        (str(row["variant"]), row["seed"]): row if "machine" in row else row | {"machine": one.environment.machine}
-        for one in results
-        for row in one.rows
-    }
+    rows = {(str(row["variant"]), row["seed"]): _dated(row, one) for one in results for row in one.rows}
     places = list(dict.fromkeys(variant for variant, _ in rows))
     machines = Counter(str(row["machine"]) for row in rows.values())
     most = max(reversed(results), key=lambda one: machines[one.environment.machine])
     keys = sorted(rows, key=lambda key: (places.index(key[0]), key[1]))
     return replace(found, rows=[rows[key] for key in keys], environment=most.environment)
+
+
+def _dated(row: Row, found: Measurement) -> Row:
+    """With what only the whole result says of it, in older ones."""
+    here = found.environment
+    said: Row = {"date": here.date, "commit": here.commit, "machine": here.machine}
+    return row | {name: value for name, value in said.items() if name not in row}
 
 
 def written(found: Measurement, path: Path, wanted: Sequence[Job]) -> Path:

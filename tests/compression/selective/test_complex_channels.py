@@ -64,6 +64,39 @@ def test_imaginary_parts_join_the_group_of_the_rates_and_are_trained():
     assert layer.order <= 3
 
 
+def storages(layer):
+    return {tensor.data_ptr() for tensor in (*layer.parameters(), *layer.buffers())}
+
+
+def test_a_layer_that_follows_has_imaginary_parts_of_its_own():
+    alone, followed = Training(complex_layer(torch.float32)), complex_layer(torch.float32)
+    average = copy.deepcopy(followed)
+    with torch.no_grad():
+        average.A_log.mul_(1.02)
+    run = Training(followed, follow=[average])
+    alone.train(2)
+    run.train(2)
+    torch.testing.assert_close(run.picture()[0], alone.picture()[0])
+    assert average.A_imag.shape == followed.A_imag.shape
+    assert not storages(average) & storages(followed)
+    assert not any(average.A_imag is one for group in run.optimizer.param_groups for one in group["params"])
+    before = average.A_imag.detach().clone()
+    run.train(1, first=3)
+    assert torch.equal(average.A_imag, before)
+
+
+def test_a_rollback_restores_a_layer_and_the_one_that_follows():
+    layer = complex_layer(torch.float32)
+    average, scores = copy.deepcopy(layer), iter([0.9, 0.1])
+    guard = cs.Rollback(evaluate=lambda: next(scores), drop=0.01, settle=2, measures="accuracy")
+    run = Training(layer, follow=[average], guard=guard)
+    run.train(1)
+    before = [one.A_log.shape for one in (layer, average)]
+    run.train(3, first=2)
+    assert [one.A_log.shape for one in (layer, average)] == before
+    assert (layer.A_imag, average.A_imag) == (None, None)
+
+
 def test_names_in_an_optimizer_go_with_its_parameters(tmp_path):
     """Of optimizers made of named_parameters(): they join, leave by a rollback, and join again from a file."""
 

@@ -88,14 +88,21 @@ def test_batches_one_after_the_other_are_one_batch_and_steps_of_a_stream_are_not
     torch.testing.assert_close(one.covariance.gramian(), other.covariance.gramian())
 
 
-def test_only_the_first_batches_count():
-    layer, x = make(), data()
+def test_averages_are_of_every_batch_and_states_of_the_first_alone():
+    layer, batches = make(), [data(seed=seed) for seed in range(5)]
 
     def often(layer):
-        for _ in range(5):
+        for x in batches:
             layer(x)
 
-    assert heard(layer, often, choice=Measured(batches=2)).passes == 2
+    found = heard(layer, often, choice=Measured(batches=2))
+    every = heard(layer, often, choice=Measured(batches=9))
+    first = heard(layer, lambda layer: [layer(x) for x in batches[:2]], choice=Measured(batches=2))
+    assert found.passes == 5
+    for part in ("count", "step", "BB", "CC"):
+        torch.testing.assert_close(getattr(found.averages, part), getattr(every.averages, part))
+    torch.testing.assert_close(found.covariance.gramian(), first.covariance.gramian())
+    assert found.sample.sequences.keys() == every.sample.sequences.keys()
     assert not layer._forward_hooks
     assert not layer.x_proj._forward_pre_hooks
 

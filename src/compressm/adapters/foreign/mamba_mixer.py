@@ -42,7 +42,8 @@ class MambaMixerAdapter(SelectiveAdapter[nn.Module]):
         if cache is not None and cache.has_previous_state(module.layer_idx):
             raise AdapterError(
                 "calibrate goes on from a cache, whose states are not known here: let it run the model on whole"
-                " sequences, as model(input_ids, attention_mask=...) does, and not generate"
+                " sequences, as model(input_ids, attention_mask=...) does, and not generate; or two layers have the"
+                f" layer_idx {module.layer_idx}, and write to one place of the cache"
             )
         return None if mask is None else mask.bool()
 
@@ -84,7 +85,8 @@ def _require_attributes(adapter: MambaMixerAdapter, module: nn.Module, expected:
         except AttributeError:
             raise AdapterError(f"{_shown(module)} has no {path}, expected {value} there") from None
         if found != value:
-            raise AdapterError(f"{_shown(module)} has {path} {found!r}, its parameters are those of {value}")
+            shared = "; another model may have been cut that shares the config" if path.startswith("config.") else ""
+            raise AdapterError(f"{_shown(module)} has {path} {found!r}, its parameters are those of {value}{shared}")
 
 
 def _shown(module: nn.Module) -> str:

@@ -56,7 +56,7 @@ class Baked(SelectiveMethod):
     Spectra are the Hankel values of the averaged pair: shares of a whole, not sizes.
 
     `refit` fits the rows of C again: C ← C F with F = E[h h'ᵀ] E[h' h'ᵀ]⁻¹ over all channels and a sample of the data,
-    h' the new states. It makes errors 5 to 20 % smaller and has to simulate the layer twice.
+    h' the new states. It makes errors smaller and has to simulate the layer twice.
     """
 
     two_sided: bool = False

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from compressm.adapters import SelectiveAdapter
+from compressm.adapters import AdapterError, SelectiveAdapter
 from compressm.compression.distributed import Processes
 from compressm.compression.errors import CompressionError
 from compressm.compression.gramian import Measured
@@ -135,8 +135,11 @@ class SelectiveListener(Listener):
         ]
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._listening = self.seen.passes < self.choice.batches
-        self._counts = self.adapter.counted(module, args, kwargs) if self._listening else None
+        self._listening = True
+        try:
+            self._counts = self.adapter.counted(module, args, kwargs)
+        except AdapterError as error:
+            raise CompressionError(f"{self.name or 'the model'}: {error}") from error
 
     def _end(self, module: nn.Module, args: object, output: object) -> None:
         self._listening = False
@@ -163,7 +166,7 @@ class SelectiveListener(Listener):
         seen.passes += 1
 
     def _accumulate(self, u: Tensor, counts: Tensor | None) -> None:
-        """Some sequences at a time."""
+        """Some sequences at a time; averages of every pass, states, which cost more, of the first `batches` alone."""
         (batch, length, _), system = u.shape, self.system
         available = batch * length if counts is None else int(counts.sum())
         steps = sampled_steps(batch, length, close_enough(self.choice.stride, available, system.order)).to(u.device)
@@ -173,7 +176,8 @@ class SelectiveListener(Listener):
         for start in range(0, batch, share):
             part = slice(start, start + share)
             self.seen.averages.add(*system.selected(u[part]), None if counts is None else counts[part])
-            if self.seen.covariance is not None and bool(looked[part].any()):
+            simulate = self.seen.passes < self.choice.batches
+            if self.seen.covariance is not None and simulate and bool(looked[part].any()):
                 self.seen.covariance.add(_states_at(system, u[part], looked[part]))
 
 
