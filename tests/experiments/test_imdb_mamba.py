@@ -14,7 +14,8 @@ import pytest
 from compressm.compression import Baked, PerChannel, SharedIndex, load_model
 from compressm.experiments import imdb_mamba
 from compressm.experiments.catalogue import find_recipe
-from compressm.experiments.imdb_mamba import VARIANTS, Job, Scale, collect, jobs, joined
+from compressm.experiments.imdb_mamba import VARIANTS, Job, Scale, collect, jobs
+from compressm.experiments.outcomes import joined, kept
 from compressm.experiments.outcomes import train as train_all
 from compressm.experiments.trainings import Training
 from compressm.reports.tables import grids
@@ -65,12 +66,11 @@ def test_four_cuts_lead_to_the_size(size):
 
 
 def small(variant):
-    """The same cuts of a model that is trained in a moment."""
+    """Settings for the same cuts of a model that is trained in a moment."""
     size = ("model.width=4", "model.depth=1", "training.batch=8", "training.precision=float32")
     settings = map(Scale().filled, VARIANTS[variant][1])
-    return find_recipe(
-        "imdb-mamba", (*size, *settings, "training.steps=20", "model.order=6", "training.evaluate_every=3")
-    )
+    steps = ("training.steps=20", "model.order=6", "training.evaluate_every=3")
+    return (*size, *settings, *steps, f"label={variant}")
 
 
 TRAINED = (("paper", 0), ("baked", 0), ("baked", 1))
@@ -81,7 +81,7 @@ def folders(tmp_path_factory):
     """Of two variants one seed each, and one that was stopped."""
     parent = tmp_path_factory.mktemp("trained")
     for k, (variant, seed) in enumerate(TRAINED):
-        train(replace(small(variant), label=variant, seed=seed), tokens(), parent / str(k))
+        train(find_recipe("imdb-mamba", (*small(variant), f"seed={seed}")), tokens(), parent / str(k))
     RunDirectory(parent / "2").write_status(Status("interrupted", 6, 20))
     return parent
 
@@ -90,7 +90,10 @@ def folders(tmp_path_factory):
 def trained(folders, tmp_path):
     """Copies, for a test to change."""
     copied = shutil.copytree(folders, tmp_path / "trained")
-    return [Job(variant, seed, Training("imdb-mamba", copied / str(k))) for k, (variant, seed) in enumerate(TRAINED)]
+    return [
+        Job(variant, seed, Training("imdb-mamba", copied / str(k), ("--seed", str(seed)), small(variant)))
+        for k, (variant, seed) in enumerate(TRAINED)
+    ]
 
 
 def test_rows_are_of_the_trainings_that_are_done_with_sizes_of_their_models(trained):
@@ -110,8 +113,10 @@ def test_rows_are_of_the_trainings_that_are_done_with_sizes_of_their_models(trai
 
 
 def test_what_is_not_trained_cannot_be_collected(tmp_path):
+    wanted = jobs(tmp_path, VARIANTS, 1, Scale())
+    assert collect(wanted) is None
     with pytest.raises(SystemExit, match="nothing to collect"):
-        collect(jobs(tmp_path, VARIANTS, 1, Scale()))
+        kept(None, [], tmp_path / "imdb_mamba.json", wanted)
 
 
 def answering(monkeypatch, code):
@@ -240,7 +245,7 @@ def test_results_of_several_days_are_joined_variant_by_variant():
         return Measurement("imdb_mamba", "t", 1, list(rows))
 
     first = result(row("128 states", 1), row("baked to 16", 0, best=1.0))
-    found = joined(result(row("baked to 16", 0), row("16 states", 0), row("128 states", 0)), [first])
+    found = joined([first, result(row("baked to 16", 0), row("16 states", 0), row("128 states", 0))])
     assert [(one["variant"], one["seed"]) for one in found.rows] == [
         *(("128 states", 0), ("128 states", 1), ("baked to 16", 0), ("16 states", 0))
     ]

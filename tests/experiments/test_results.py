@@ -1,22 +1,22 @@
 """The study of small models runs the command line with what each variant says, and tells seeds apart."""
 
+import json
 import shutil
-from contextlib import contextmanager
-from dataclasses import replace
+import sys
 from pathlib import Path
 
 import pytest
 
 from compressm.experiments import results
 from compressm.experiments.catalogue import find_recipe
-from compressm.experiments.outcomes import Job, joined
+from compressm.experiments.outcomes import Job, company, missing
+from compressm.experiments.outcomes import train as train_all
 from compressm.experiments.results import TASKS, jobs
 from compressm.experiments.trainings import Training
-from compressm.reports import canvas, result_charts, result_strips
-from compressm.reports.pictures import draw
-from compressm.reports.tables import grids
+from compressm.runs.directory import RunDirectory
 from compressm.runs.measurement import Measurement
 from compressm.training import Plan, train
+from tests.experiments.result_rows import row
 from tests.training.tiny import digits, recipe
 
 
@@ -62,7 +62,7 @@ def test_a_penalty_and_a_teacher_are_tried_once():
     assert (taught.model.order, taught.training.steps, taught.compression) == (28, 200_000, None)
     (whole,) = jobs("smnist", Path("folder"), ["whole"], range(1))
     assert Path(taught.distillation.teacher) == whole.training.folder.absolute()
-    alone, after = results.Asked("smnist", Path("f.json"), everything, [], frozenset()).stages
+    alone, after = results.Asked("smnist", Path("f.json"), everything).stages
     assert [job.variant for job in after] == ["28 states, taught"]
     assert len(alone) == len(everything) - 1
 
@@ -159,23 +159,31 @@ def trained(tmp_path_factory):
     return folder
 
 
-def test_several_tasks_are_trained_in_one_pool_and_written_each(tmp_path, monkeypatch, capsys, trained):
+def in_one_pool(monkeypatch, trained):
+    """One that is trained of the first task; of the second two that are not, one of them a pupil."""
+
     def wanted(task, out, names, seeds, steps):
-        """One that is trained of the first; of the second two that are not, one of them a pupil."""
         if task == "smnist-selection":
             return [Job("32 states", 0, Training("smnist", trained))]
         return [Job(name, 0, Training("smnist", out / name)) for name in ("28 states, taught", "256 states")]
 
     pools = []
     monkeypatch.setattr(results, "jobs", wanted)
+    monkeypatch.setattr(results, "different", lambda wanted: None)
     monkeypatch.setattr(results, "train", lambda pool, **options: pools.append([job.variant for job in pool]))
+    return pools
+
+
+def test_several_tasks_are_trained_in_one_pool_and_written_each(tmp_path, monkeypatch, capsys, trained):
+    pools = in_one_pool(monkeypatch, trained)
     given = ["smnist-selection", "smnist", "smnist", "--out", str(tmp_path), "--steps", "9"]
-    with pytest.raises(SystemExit, match="2 of 3 trainings are not finished: 28 states, taught, seed 0; 256 states"):
+    said = "2 of 3 trainings are not finished: smnist: 28 states, taught, seed 0; smnist: 256 states, seed 0"
+    with pytest.raises(SystemExit, match=said):
         results.main(given)
     assert pools == [["32 states", "256 states"], ["28 states, taught"]]
     found, gone = tmp_path / "results-smnist-selection.json", tmp_path / "results-smnist.json"
     assert [row["variant"] for row in Measurement.read(found).rows] == ["32 states"]
-    assert f"no training of smnist was finished: {gone} stays as it is" in capsys.readouterr().out
+    assert "no training of smnist was finished: there is nothing to write" in capsys.readouterr().out
     assert not gone.exists()
     found.unlink()
     with pytest.raises(SystemExit, match="2 of 3 trainings are not finished"):
@@ -184,147 +192,89 @@ def test_several_tasks_are_trained_in_one_pool_and_written_each(tmp_path, monkey
     assert found.exists()
 
 
-def test_a_run_that_lost_its_evaluations_is_named(tmp_path, trained):
+def test_rows_that_another_command_wrote_meanwhile_stay(tmp_path, monkeypatch, trained):
+    in_one_pool(monkeypatch, trained)
+    path = tmp_path / "results-smnist-selection.json"
+    other = Measurement(path.stem, "t", 1, [row("largest σ kept", 0)])
+    monkeypatch.setattr(results, "train", lambda *_, **__: other.write(path))
+    results.main(["smnist-selection", "--out", str(tmp_path), "--steps", "9"])
+    assert [found["variant"] for found in Measurement.read(path).rows] == ["largest σ kept", "32 states"]
+
+
+def test_results_of_other_days_are_joined_also_where_nothing_was_trained(tmp_path, monkeypatch, trained):
+    in_one_pool(monkeypatch, trained)
+    added = Measurement("results-smnist", "t", 1, [row("256 states", 1)]).write(tmp_path / "added.json")
+    with pytest.raises(SystemExit, match="2 of 2 trainings"):
+        results.main(["smnist", "--out", str(tmp_path / "out"), "--steps", "9", "--only-collect", "--add", str(added)])
+    (found,) = Measurement.read(tmp_path / "out" / "results-smnist.json").rows
+    assert (found["variant"], found["seed"]) == ("256 states", 1)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"best": float("nan")}, {"best": -5.0}, {"last": 101.0}, {"seed": 0.5}, {"order": 0}]
+)
+def test_a_row_that_cannot_be_is_refused(tmp_path, monkeypatch, capsys, wrong):
+    monkeypatch.setattr(results, "train", lambda *_, **__: pytest.fail("trained"))
+    added = Measurement("results-smnist", "t", 1, [row("256 states", 1) | wrong]).write(tmp_path / "added.json")
+    with pytest.raises(SystemExit):
+        results.main(["smnist", "--out", str(tmp_path / "out"), "--steps", "9", "--add", str(added)])
+    assert "--add of a row that cannot be: 256 states with" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_run_that_lost_its_evaluations_is_named_and_the_others_are_collected(tmp_path, capsys, trained):
     copied = shutil.copytree(trained, tmp_path / "copied")
     (copied / "metrics.jsonl").write_text("")
-    with pytest.raises(SystemExit, match="copied is finished, but has no accuracy on test: move it away"):
-        results.collect("smnist", [Job("256 states", 0, Training("smnist", copied))], together=1)
+    broken = shutil.copytree(trained, tmp_path / "broken")
+    (broken / "environment.json").write_text("{")
+    wanted = [Job("256 states", k, Training("smnist", folder)) for k, folder in enumerate((copied, trained, broken))]
+    found = results.collect("smnist", wanted)
+    assert [row["seed"] for row in found.rows] == [1]
+    assert [job.seed for job in missing(found, wanted)] == [0, 2]
+    said = capsys.readouterr().err
+    assert f"left out: 256 states, seed 0: {copied} is finished, but has no accuracy on test: move it away" in said
+    assert "left out: 256 states, seed 2:" in said
 
 
-def test_what_was_done_before_keeps_how_many_were_trained_at_a_time():
+def test_a_folder_of_another_recipe_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(results, "train", lambda *_, **__: pytest.fail("trained"))
+    (job,) = jobs("smnist", tmp_path, ["small-13"], range(1), 9)
+    run = RunDirectory(job.training.folder)
+    run.begin(recipe_of("smnist", "small-13", 9).as_dict())
+    assert not job.training.differs
+    config = json.loads((run.path / "config.json").read_text())
+    config["training"]["learning_rate"] = 0.5
+    (run.path / "config.json").write_text(json.dumps(config))
+    given = ["smnist", "--only", "small-13", "--seeds", "1", "--steps", "9", "--out", str(tmp_path)]
+    with pytest.raises(SystemExit):
+        results.main(given)
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{run.path} holds a run of another recipe than 13 states, seed 0: move it, or choose --out" in said
+
+
+def test_a_pupil_without_its_teacher_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        results.main(["smnist", "--only", "taught-28", "--out", str(tmp_path)])
+    said = " ".join(capsys.readouterr().err.split())
+    assert "--only taught-28: its teacher, whole, is not trained; add --only whole" in said
+
+
+def test_trainings_say_how_many_ran_at_a_time(tmp_path, monkeypatch, trained):
+    new, done = (shutil.copytree(trained, tmp_path / name) for name in ("new", "done"))
+    (new / "status.json").rename(new / "kept.json")
+    code = f"import os; os.rename({str(new / 'kept.json')!r}, {str(new / 'status.json')!r})"
+    monkeypatch.setattr(Training, "command", lambda training, data: [sys.executable, "-c", code])
+    train_all([Job("a", 0, Training("smnist", new)), Job("b", 0, Training("smnist", done))], processes=4, data=None)
+    assert company(RunDirectory(new)) == {"together": 1}  # the other was done
+    assert company(RunDirectory(done)) == {}
+
+
+def test_what_says_nothing_of_its_company_had_that_of_an_earlier_result():
     earlier = Measurement("results-smnist", "t", 1, [row("256 states", 0, together=10), row("256 states", 1)])
-    found = Measurement("results-smnist", "t", 1, [row("256 states", seed, together=3) for seed in range(3)])
-    results._keep_company(found, frozenset({("256 states", 0), ("256 states", 1)}), [earlier])
-    assert [one["together"] for one in found.rows] == [10, 3, 3]
+    rows = [row("256 states", 0), row("256 states", 1), row("256 states", 2, together=3)]
+    found = Measurement("results-smnist", "t", 1, rows)
+    results._keep_company(found, [earlier])
+    assert [one.get("together") for one in found.rows] == [10, None, 3]
 
 
 def test_a_variant_that_is_asked_for_twice_is_trained_once():
     assert len(jobs("smnist", Path("f"), ["small-13", "whole", "small-13"], range(1))) == 2
-
-
-def row(variant, seed, **values):
-    common = {"steps": 9, "initial_order": 256.0, "order": 13.0, "best": 95.0, "last": 94.0}
-    times = {"steps_s": 2.0, "seconds": 3.0, "cuts_s": 0.1, "step_s": 0.001, "recording_s": 0.5}
-    return {"variant": variant, "seed": seed} | common | times | values
-
-
-def test_the_table_has_means_and_spreads_beside_the_paper():
-    rows = [row("gently to 13", 0), row("gently to 13", 1, best=96.0), row("τ = 0.04", 0, order=11.0)]
-    (table,) = grids(Measurement("results-smnist", "t", 1, rows))
-    assert table.rows[0][:7] == ("gently to 13", "256 → 13", "2", "95.5 ± 0.7", "", "94.0", "95.9 at 13")
-    assert table.rows[1][1] == "256 → 11"
-
-
-def test_the_best_three_seeds_stand_beside_the_papers_best_three():
-    rows = [row("256 states", seed, best=best) for seed, best in enumerate((96.0, 97.0, 93.0, 98.0))]
-    (table,) = grids(Measurement("results-smnist", "t", 1, rows))
-    assert table.rows[0][3:5] == ("96.0 ± 2.2", "97.0")
-    assert table.rows[0][6] == "97.3 at 256"
-    for found, validation in zip(rows, (97.0, 96.0, 98.0, 90.0), strict=True):
-        found["validation"] = validation
-    (table,) = grids(Measurement("results-smnist", "t", 1, rows))
-    assert table.rows[0][4] == "95.3"  # of the first three, best by validation
-    (table,) = grids(Measurement("results-scifar", "t", 1, [row("four cuts to 57", 0), row("another", 0)]))
-    assert [cells[6] for cells in table.rows] == ["84.4 at 57", ""]
-
-
-@contextmanager
-def looked_at(monkeypatch, module):
-    """The axes of the picture that the module draws, before they are gone."""
-    seen = []
-
-    @contextmanager
-    def kept(path, **options):
-        with canvas.picture(path, **options) as figure:
-            yield figure
-            seen.extend(
-                {
-                    "points": [(x, y) for line in panel.lines for x, y in zip(*line.get_data(), strict=True)],
-                    "words": [text.get_text() for text in panel.texts],
-                    "ticks": [label.get_text() for label in panel.get_yticklabels()],
-                    "axes": (panel.get_xlabel(), panel.get_ylabel()),
-                }
-                for panel in figure.axes
-            )
-
-    monkeypatch.setattr(module, "picture", kept)
-    yield seen
-
-
-def test_times_are_drawn_where_trainings_had_the_machine_to_themselves(tmp_path, monkeypatch):
-    alone = [row("384 states", 0, together=1, seconds=9.0, best=85.0), row("57 states", 0, together=1, best=74.0)]
-    with looked_at(monkeypatch, result_charts) as panels:
-        draw(Measurement("results-scifar", "t", 1, alone), tmp_path / "one.png")
-        assert [panel["axes"][0] for panel in panels] == ["states at the end", "whole run, seconds"]
-        assert sorted(panels[1]["points"]) == [(3.0, 74.0), (9.0, 85.0)]
-        assert panels[1]["words"] == ["384 states", "57 states"]
-        panels.clear()
-        draw(Measurement("results-scifar", "t", 1, [one | {"together": 2} for one in alone]), tmp_path / "two.png")
-        assert len(panels) == 1
-
-
-def test_choices_stand_under_each_other_with_every_seed(tmp_path, monkeypatch):
-    rows = [row("largest σ kept", seed, best=best) for seed, best in enumerate((96.0, 96.5))]
-    rows += [row("smallest σ kept", seed, best=best) for seed, best in enumerate((92.0, 29.0))] + [row("32 states", 0)]
-    with looked_at(monkeypatch, result_strips) as panels:
-        draw(Measurement("results-smnist-selection", "t", 1, rows), tmp_path / "strips.png")
-        (panel,) = panels
-        assert panel["ticks"] == ["largest σ kept (2 seeds)", "smallest σ kept (2 seeds)", "32 states (1 seed)"]
-        seeds, mean = [(96.0, 0), (96.5, 0), (92.0, 1), (95.0, 2)], (96.25, 0)
-        assert sorted(panel["points"]) == sorted([*seeds, mean])
-        assert panel["words"] == ["← 29.0"]
-        panels.clear()
-        draw(Measurement("results-smnist-choices", "t", 1, [row("256 states", 0)]), tmp_path / "one.png")
-        assert panels[0]["ticks"] == ["256 states"]
-
-
-def test_the_picture_has_every_variant_with_its_spread_and_the_papers_points(tmp_path, monkeypatch):
-    drawn = {}
-
-    @contextmanager
-    def kept(path, **options):
-        with canvas.picture(path, **options) as figure:
-            yield figure
-            (panel,) = figure.axes
-            drawn["lines"] = [(list(line.get_xdata()), list(line.get_ydata()), line) for line in panel.lines]
-            drawn["legend"] = [text.get_text() for text in panel.get_legend().get_texts()]
-
-    monkeypatch.setattr(result_charts, "picture", kept)
-    rows = [row("28 states", 0, order=28.0), row("28 states", 1, order=28.0, best=96.0), row("gently to 13", 0)]
-    rows += [row("τ = 0.04", 0, order=9.0), row("τ = 0.04, paper's way", 0, order=11.0)]
-    rows += [row("28 states, taught", 0, best=22.0)]
-    path = draw(Measurement("results-smnist", "t", 1, rows), tmp_path / "results.png")
-    assert path.stat().st_size > 10_000
-    points = {(x, y) for xs, ys, _ in drawn["lines"] for x, y in zip(xs, ys, strict=True)}
-    assert {(28.0, 95.5), (13.0, 95.0), (9.0, 95.0), (11.0, 95.0)} <= points
-    hollow = {
-        *((x, y) for xs, ys, line in drawn["lines"] if line.get_mfc() == "white" for x, y in zip(xs, ys, strict=True))
-    }
-    assert hollow == {(27.6, 96.0), (12.7, 95.9)}
-    assert min(y for _, y in points) > 90
-    assert sorted(drawn["legend"]) == [
-        *("cut gently", "cut with τ", "cut with τ, in the paper's way", "from the start"),
-        *("hollow: the paper, its best three seeds", "taught by the whole model (far below: 22 %)"),
-    ]
-
-
-def test_the_caption_says_how_many_trainings_shared_the_device():
-    (table,) = grids(Measurement("results-smnist", "t", 1, [row("256 states", 0, together=9)]))
-    assert "up to 9 trainings at a time" in table.caption
-    (table,) = grids(Measurement("results-smnist", "t", 1, [row("256 states", 0)]))
-    assert "one training at a time" in table.caption
-
-
-def test_what_another_machine_trained_has_no_part_in_the_times():
-    there = Measurement("results-smnist", "t", 1, [row("256 states", 0, seconds=1.0), row("13 states", 0)])
-    device = replace(there.environment, accelerator="NVIDIA H200")
-    there = replace(there, environment=device)
-    here = [row("256 states", 1, seconds=99.0, machine="a CPU"), row("τ = 0.04", 0, machine="a CPU")]
-    processor = replace(device, accelerator=None, processor="a CPU")
-    found = joined(Measurement("results-smnist", "t", 1, here[:1], processor), [there])
-    assert found.environment == device
-    (table,) = grids(replace(found, rows=[*found.rows, here[1]]))
-    assert [cells[2] for cells in table.rows] == ["2", "1", "1"]
-    assert [cells[-1] for cells in table.rows] == ["1 s", "3 s", ""]
-    assert "without those of 256 states with seed 1 on a CPU, τ = 0.04 with seed 0 on a CPU" in table.caption
-    assert grids(there)[0].caption.count("without") == 0

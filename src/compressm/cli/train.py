@@ -23,7 +23,7 @@ from compressm.cli.paths import PathError, require_writable
 from compressm.cli.progress import spoken
 from compressm.compression.errors import CompressionError, SavingError
 from compressm.data import DataError, Store, Task, make
-from compressm.experiments.catalogue import find_recipe, recipe_names
+from compressm.experiments.catalogue import BASELINE, find_recipe, recipe_names
 from compressm.experiments.comparisons import Comparison, comparison
 from compressm.runs.directory import RunDirectory
 from compressm.runs.records import RunError
@@ -34,8 +34,6 @@ from compressm.training.reading import make_recipe
 from compressm.training.resuming import is_finished
 from compressm.training.tensorboard import TensorBoard
 
-# What a baseline does without.
-_BASELINE = ("compression=null", "regulariser=null", "distillation=null", "truncation=null")
 _NARROW = 64
 _REFUSED = (ConfigError, CompressionError, DataError, PathError, RunError, SavingError)
 console = Console()
@@ -152,7 +150,7 @@ def _recipe(
         if settings or baseline or seed is not None or order is not None:
             raise ConfigError(f"{name} goes on as it began: --set, --seed, --order and --baseline are not for --resume")
         return make_recipe(directory.config(), source=str(directory.path / "config.json"))
-    spoken = dict.fromkeys(_BASELINE, "--baseline") if baseline else {}
+    spoken = dict.fromkeys(BASELINE, "--baseline") if baseline else {}
     spoken |= {f"seed={seed}": f"--seed {seed}"} if seed is not None else {}
     spoken |= {f"model.order={order}": f"--order {order}"} if order is not None else {}
     # The label that a recipe gives itself is not that of its baseline; one that is set is.

@@ -10,6 +10,8 @@ from compressm.nearest import did_you_mean
 from compressm.training.config import ConfigError, Recipe
 from compressm.training.reading import read_recipe
 
+# What a baseline does without.
+BASELINE = ("compression=null", "regulariser=null", "distillation=null", "truncation=null")
 FOLDER = Path(str(resources.files("compressm.experiments"))) / "recipes"
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
 
-from compressm.runs.measurement import Measurement, MeasurementError
+from compressm.runs.measurement import Measurement, MeasurementError, Row
 
 Progress = Callable[[str], None]
 # Called as study(seeds=…, quick=…, progress=…): seeds 0, 1, …; `quick` is a small version that takes seconds. A study
@@ -41,9 +42,19 @@ def _why_not(earlier: Iterable[Measurement], name: str, steps: int) -> str | Non
             one.require(name, needed=("variant", *_COLUMNS), words=("variant",), command="this study")
         except MeasurementError as error:
             return f"rows that cannot be read: {error}"
+        if strange := [row for row in one.rows if not _possible(row)]:
+            values = ", ".join(f"{name} {strange[0][name]!r}" for name in ("seed", "order", "best", "last"))
+            return f"a row that cannot be: {strange[0]['variant']} with {values}"
         if other := [row["steps"] for row in one.rows if row["steps"] != steps]:
             return f"trainings with {other[0]} steps: expected {steps}, as of those beside them"
     return None
+
+
+def _possible(row: Row) -> bool:
+    """Numbers that are finite, an accuracy in percent, a seed that is one."""
+    finite = all(math.isfinite(value) for value in row.values() if not isinstance(value, str))
+    accuracies = finite and all(0 <= float(row[name]) <= 100 for name in ("best", "last"))
+    return accuracies and isinstance(row["seed"], int) and float(row["order"]) > 0
 
 
 def earlier_results(
@@ -93,4 +104,11 @@ def count(text: str) -> int:
     """An integer of at least 1, or why it is none."""
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
+    return int(text)
+
+
+def seed_number(text: str) -> int:
+    """An integer of at least 0, or why it is none."""
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 0")
     return int(text)

@@ -17,7 +17,7 @@ from statistics import fmean
 
 from compressm.compression import load_model
 from compressm.experiments.command import count, earlier_results, result
-from compressm.experiments.outcomes import Job, collected, joined, kept, outcome, train
+from compressm.experiments.outcomes import Job, collected, different, kept, outcome, train
 from compressm.experiments.trainings import Training
 from compressm.layers import Mamba
 from compressm.runs.directory import RunDirectory
@@ -86,7 +86,7 @@ def _job(out: Path, variant: str, seed: int, scale: Scale) -> Job:
     return Job(label, seed, Training("imdb-mamba", folder, options, settings))
 
 
-def collect(wanted: Sequence[Job]) -> Measurement:
+def collect(wanted: Sequence[Job]) -> Measurement | None:
     """One row a training that is done: orders, test accuracies in percent, and seconds."""
     return collected("imdb_mamba", "Mamba on IMDB, cut in the warm-up", wanted, _found)
 
@@ -125,15 +125,18 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     parser.add_argument("--size", type=count, default=SMALL, help="order of small and of cut models (%(default)s)")
     given = parser.parse_args(arguments)
     path = given.out / "imdb_mamba.json"
-    earlier = earlier_results(parser, path, given.add, given.steps)
+    earlier_results(parser, path, given.add, given.steps)
     wanted = jobs(
         given.out,
         list(dict.fromkeys(given.only or VARIANTS)),
         given.seeds,
         Scale(given.steps, given.evaluations, given.size),
     )
+    if why := different(wanted):
+        parser.error(why)
     train(wanted, processes=given.processes, data=given.data)
-    return kept(joined(collect(wanted), earlier), path, wanted)
+    earlier = earlier_results(parser, path, given.add, given.steps)  # another command may have written since
+    return kept(collect(wanted), earlier, path, wanted)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -11,23 +12,38 @@ from statistics import median
 
 from compressm.experiments.processes import Processes, heard_as_ctrl_c
 from compressm.experiments.trainings import Training
+from compressm.runs.atomic import replacing
 from compressm.runs.directory import RunDirectory
+from compressm.runs.environment import Environment
 from compressm.runs.measurement import Measurement, Row
+from compressm.runs.records import RunError
 from compressm.runs.run import Run, read_run
+from compressm.training.config import ConfigError
+
+_COMPANY = "together.json"  # in the folder of a run: how many were trained at a time
 
 
 @dataclass(frozen=True)
 class Job:
-    """One training, in a process of its own; with its `order` where a variant is trained at several."""
+    """One training, in a process of its own; with its `order` where a variant is trained at several.
+
+    `task` is named where a command has several.
+    """
 
     variant: str
     seed: int
     training: Training
     order: int | None = None
+    task: str = ""
 
     def __str__(self) -> str:
         size = "" if self.order is None else f"n = {self.order}, "
-        return f"{self.variant}, {size}seed {self.seed}"
+        return f"{self.task}{': ' * bool(self.task)}{self.variant}, {size}seed {self.seed}"
+
+    def is_of(self, row: Row) -> bool:
+        """Whether a row is of this training."""
+        alike = (row["variant"], row["seed"]) == (self.variant, self.seed)
+        return alike and (self.order is None or row["order"] == self.order)
 
 
 def train(wanted: Sequence[Job], *, processes: int, data: Path | None) -> None:
@@ -36,9 +52,10 @@ def train(wanted: Sequence[Job], *, processes: int, data: Path | None) -> None:
     After Ctrl-C, or what ends a process politely, trainings save; exit 130.
     """
     executor = Processes(processes, data)
+    new = [job for job in wanted if not job.training.finished]
     try:
         with heard_as_ctrl_c():
-            started = [None if job.training.finished else executor.submit(job.training) for job in wanted]
+            started = [executor.submit(job.training) if job in new else None for job in wanted]
             for job, running in zip(wanted, started, strict=True):
                 said = "was done" if running is None else running.result().message or "done"
                 print(f"{job}: {said}", flush=True)
@@ -46,41 +63,73 @@ def train(wanted: Sequence[Job], *, processes: int, data: Path | None) -> None:
         executor.stop()
         print("stopped, and what was trained is saved: the same command goes on", file=sys.stderr)
         raise SystemExit(130) from None
+    finally:
+        for job in new:
+            if job.training.finished:
+                with replacing(job.training.folder / _COMPANY) as scratch:
+                    scratch.write_text(json.dumps({"together": min(processes, len(new))}))
 
 
-def collected(name: str, title: str, wanted: Sequence[Job], found: Callable[[RunDirectory], Row]) -> Measurement:
+def company(directory: RunDirectory) -> Row:
+    """How many trainings ran at a time with this one, as `train` noted; nothing where that is not known."""
+    try:
+        return {"together": int(json.loads((directory.path / _COMPANY).read_text())["together"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def different(wanted: Sequence[Job]) -> str | None:
+    """Why a run that is in the folder of a training cannot be gone on with, nor collected."""
+    for job in wanted:
+        try:
+            if job.training.differs:
+                return f"{job.training.folder} holds a run of another recipe than {job}: move it, or choose --out"
+        except (ConfigError, RunError) as error:
+            return f"{error}; expected the recipe of {job}: move it, or choose --out"
+    return None
+
+
+def collected(name: str, title: str, wanted: Sequence[Job], found: Callable[[RunDirectory], Row]) -> Measurement | None:
     """One row a training that is done: which it is, what is found in its folder, when, where and at which commit.
 
-    The environment is that of the last of them.
+    Those that cannot be read are named and left out. The environment is the last on the machine that has most of them;
+    None where there is no row.
     """
     rows: list[Row] = []
-    environments = []
+    environments: dict[str, Environment] = {}
     for job in wanted:
         if job.training.finished:
             directory = RunDirectory(job.training.folder)
             named: Row = {"variant": job.variant, "seed": job.seed}
             named |= {} if job.order is None else {"order": job.order}
-            here = directory.environment()
-            said: Row = {"date": here.date, "commit": here.commit, "machine": here.machine}
-            rows.append(named | found(directory) | said)
-            environments.append(here)
-    if not rows:
-        raise SystemExit("no training was finished: there is nothing to collect")
-    return Measurement(name, title, 1, rows, environments[-1])
+            try:
+                here = directory.environment()
+                said: Row = {"date": here.date, "commit": here.commit, "machine": here.machine}
+                rows.append(named | found(directory) | said)
+            except RunError as error:
+                print(f"left out: {job}: {error}", file=sys.stderr)
+            else:
+                environments[here.machine] = here
+    return Measurement(name, title, 1, rows, environments[_most(rows)]) if rows else None
 
 
-def joined(found: Measurement, earlier: Iterable[Measurement]) -> Measurement:
-    """With the rows of earlier results before those that are new, variant by variant.
+def _most(rows: Iterable[Row]) -> str:
+    """The machine that trained most of them."""
+    return Counter(str(row["machine"]) for row in rows).most_common(1)[0][0]
 
-    The environment is the last one on the machine that trained most of them.
+
+def joined(results: Sequence[Measurement]) -> Measurement:
+    """The rows of all of them, variant by variant; of one training that of the last.
+
+    The environment is the last on the machine that has most of the rows.
     """
-    results = [*earlier, found]
     rows = {(str(row["variant"]), row["seed"]): _dated(row, one) for one in results for row in one.rows}
     places = list(dict.fromkeys(variant for variant, _ in rows))
-    machines = Counter(str(row["machine"]) for row in rows.values())
-    most = max(reversed(results), key=lambda one: machines[one.environment.machine])
     keys = sorted(rows, key=lambda key: (places.index(key[0]), key[1]))
-    return replace(found, rows=[rows[key] for key in keys], environment=most.environment)
+    machine = _most(rows.values())
+    environments = [one.environment for one in results if one.environment.machine == machine]
+    environment = environments[-1] if environments else results[-1].environment
+    return replace(results[-1], rows=[rows[key] for key in keys], environment=environment)
 
 
 def _dated(row: Row, found: Measurement) -> Row:
@@ -92,25 +141,32 @@ def _dated(row: Row, found: Measurement) -> Row:
 
 def written(found: Measurement, path: Path, wanted: Sequence[Job]) -> Path:
     """The result in its file, named."""
-    rows = {(job.variant, job.seed) for job in wanted}
-    if others := sum((row["variant"], row["seed"]) not in rows for row in found.rows):
+    if others := sum(not any(job.is_of(row) for job in wanted) for row in found.rows):
         print(f"{others} row{'s' if others > 1 else ''} of trainings that were not asked for here stay")
     path = found.write(path)
     print(f"result: {path}; `compressm bench table {path}` shows it")
     return path
 
 
-def require_finished(wanted: Sequence[Job]) -> None:
-    """An error that names trainings that were asked for and are not finished."""
-    if missing := [str(job) for job in wanted if not job.training.finished]:
-        named = "; ".join(missing[:3]) + ("; …" if len(missing) > 3 else "")
-        raise SystemExit(f"{len(missing)} of {len(wanted)} trainings are not finished: {named}")
+def missing(new: Measurement | None, wanted: Sequence[Job]) -> list[Job]:
+    """The trainings that were asked for and have no row among the new ones."""
+    rows = [] if new is None else new.rows
+    return [job for job in wanted if not any(job.is_of(row) for row in rows)]
 
 
-def kept(found: Measurement, path: Path, wanted: Sequence[Job]) -> Path:
-    """The result in its file; then an error where trainings that were asked for are not in it."""
-    path = written(found, path, wanted)
-    require_finished(wanted)
+def require_none(absent: Sequence[Job], wanted: Sequence[Job]) -> None:
+    """An error that names some of the trainings that are missing."""
+    if absent:
+        named = "; ".join(map(str, absent[:3])) + ("; …" if len(absent) > 3 else "")
+        raise SystemExit(f"{len(absent)} of {len(wanted)} trainings are not finished: {named}")
+
+
+def kept(new: Measurement | None, earlier: Sequence[Measurement], path: Path, wanted: Sequence[Job]) -> Path:
+    """The result in its file, beside the rows that were there; then an error where trainings are not in it."""
+    if new is None and not earlier:
+        raise SystemExit("no training was finished: there is nothing to collect")
+    path = written(joined([*earlier, *([] if new is None else [new])]), path, wanted)
+    require_none(missing(new, wanted), wanted)
     return path
 
 
@@ -125,7 +181,7 @@ def outcome(directory: RunDirectory) -> Row:
         (found, found.accuracy) for found in run.evaluations if found.split == "test" and found.accuracy is not None
     ]
     if not tests or run.score is None or run.score.test is None:
-        raise SystemExit(f"{directory.path} is finished, but has no accuracy on test: move it away to train it again")
+        raise RunError(f"{directory.path} is finished, but has no accuracy on test: move it away to train it again")
     last, accuracy = tests[-1]
     validation = {} if run.score.validation is None else {"validation": 100 * run.score.validation}
     return {

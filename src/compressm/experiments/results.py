@@ -7,12 +7,22 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from compressm.experiments.command import count, earlier_results, result
-from compressm.experiments.outcomes import Job, collected, joined, outcome, require_finished, train, written
+from compressm.experiments.command import count, earlier_results, result, seed_number
+from compressm.experiments.outcomes import (
+    Job,
+    collected,
+    company,
+    different,
+    joined,
+    missing,
+    outcome,
+    require_none,
+    train,
+    written,
+)
 from compressm.experiments.result_lists import TASKS, Variant
 from compressm.experiments.trainings import Training
 from compressm.runs.directory import RunDirectory
@@ -75,13 +85,11 @@ def _when(variant: Variant, steps: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Asked:
-    """The trainings wanted of one task, which were `done` before anything began, and results of `earlier` ones."""
+    """The trainings wanted of one task, and where their result goes."""
 
     task: str
     path: Path
     wanted: list[Job]
-    earlier: list[Measurement]
-    done: frozenset[tuple[str, int]]
 
     @property
     def stages(self) -> tuple[list[Job], list[Job]]:
@@ -90,23 +98,25 @@ class Asked:
         alone = [job for job in self.wanted if job.variant not in taught]
         return alone, [job for job in self.wanted if job.variant in taught]
 
-    def write(self, together: int) -> None:
-        """What is finished, beside what was there; nothing where nothing is."""
-        if not any(job.training.finished for job in self.wanted):
-            print(f"no training of {self.task} was finished: {self.path} stays as it is")
-            return
-        new = collect(self.task, self.wanted, together=together)
-        _keep_company(new, self.done, self.earlier)
-        written(joined(new, self.earlier), self.path, self.wanted)
+    def write(self, earlier: Sequence[Measurement]) -> list[Job]:
+        """What is finished, beside `earlier` results; those that are not."""
+        new = collect(self.task, self.wanted)
+        if new is not None:
+            _keep_company(new, earlier)
+        if new is None and not earlier:
+            print(f"no training of {self.task} was finished: there is nothing to write")
+        else:
+            written(joined([*earlier, *([] if new is None else [new])]), self.path, self.wanted)
+        return missing(new, self.wanted)
 
 
-def collect(task: str, wanted: Sequence[Job], *, together: int) -> Measurement:
-    """One row a training that is done, so many of them `together`; of one that is cut afterwards what is left then."""
-    return collected(f"results-{task}", TASKS[task].title, wanted, partial(_found, together))
+def collect(task: str, wanted: Sequence[Job]) -> Measurement | None:
+    """One row a training that is done; of one that is cut afterwards what is left then."""
+    return collected(f"results-{task}", TASKS[task].title, wanted, _found)
 
 
-def _found(together: int, directory: RunDirectory) -> Row:
-    found = outcome(directory) | {"together": together}
+def _found(directory: RunDirectory) -> Row:
+    found = outcome(directory) | company(directory)
     cuts = {record.split: record for record in directory.records(TruncationRecord)}  # the last of each split
     if "test" in cuts and cuts["test"].accuracy is not None:
         accuracy = 100 * cuts["test"].accuracy
@@ -116,13 +126,13 @@ def _found(together: int, directory: RunDirectory) -> Row:
     return found
 
 
-def _keep_company(found: Measurement, done: frozenset[tuple[str, int]], earlier: Sequence[Measurement]) -> None:
-    """What was done before stays with as many trainings at a time as the result says that is there already."""
+def _keep_company(found: Measurement, earlier: Sequence[Measurement]) -> None:
+    """What says nothing of it was trained with as many at a time as an earlier result says."""
     rows = (row for one in earlier for row in one.rows if "together" in row)
     known = {(str(row["variant"]), row["seed"]): row["together"] for row in rows}
     for row in found.rows:
         key = (str(row["variant"]), row["seed"])
-        if key in done and key in known:
+        if "together" not in row and key in known:
             row["together"] = known[key]
 
 
@@ -138,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
         "--out", type=Path, default=Path("out/studies"), help="folder of results and runs (%(default)s)"
     )
     parser.add_argument("--seeds", type=count, default=5, help="trainings of each (%(default)s)")
-    parser.add_argument("--first-seed", type=int, default=0, help="the first of them (%(default)s)")
+    parser.add_argument("--first-seed", type=seed_number, default=0, help="the first of them (%(default)s)")
     parser.add_argument("--only", action="append", help="one variant of every task; again for more")
     parser.add_argument(
         "--processes", type=count, default=1, help="trainings at a time; times compare only one by one (%(default)s)"
@@ -157,11 +167,18 @@ def _asked(parser: argparse.ArgumentParser, given: argparse.Namespace, task: str
     if strange := [name for name in given.only or () if name not in known]:
         parser.error(f"--only {strange[0]}: expected one of {', '.join(known)}, the variants of {task}")
     steps = given.steps or TASKS[task].steps
-    path = given.out / f"results-{task}.json"
-    added = [one for one in given.add if one.name == path.stem]
-    wanted = jobs(task, given.out, given.only or known, range(given.first_seed, given.first_seed + given.seeds), steps)
-    done = frozenset((job.variant, job.seed) for job in wanted if job.training.finished)
-    return Asked(task, path, wanted, earlier_results(parser, path, added, steps), done)
+    seeds = range(given.first_seed, given.first_seed + given.seeds)
+    wanted = jobs(task, given.out, given.only or known, seeds, steps)
+    for name in given.only or ():
+        teacher = known[name].teacher
+        if teacher is None or teacher in given.only:
+            continue
+        if not _job(task, teacher, given.out, seeds[0], steps).training.finished:
+            parser.error(f"--only {name}: its teacher, {teacher}, is not trained; add --only {teacher}")
+    if why := different(wanted):
+        parser.error(why)
+    named = task if len(set(given.tasks)) > 1 else ""
+    return Asked(task, given.out / f"results-{task}.json", [replace(job, task=named) for job in wanted])
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Path]:
@@ -173,12 +190,19 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
     if strange := [one.name for one in given.add if one.name not in names]:
         parser.error(f"--add of a result named {strange[0]}: expected {' or '.join(names)}")
     asked = [_asked(parser, given, task) for task in tasks]
+
+    def earlier(one: Asked) -> list[Measurement]:
+        """What is there now: another command may have written since."""
+        added = [found for found in given.add if found.name == one.path.stem]
+        return earlier_results(parser, one.path, added, given.steps or TASKS[one.task].steps)
+
+    for one in asked:
+        earlier(one)  # what would be refused at the end is refused now
     if not given.only_collect:
         for stage in (0, 1):
             train([job for one in asked for job in one.stages[stage]], processes=given.processes, data=given.data)
-    for one in asked:
-        one.write(given.processes)
-    require_finished([job for one in asked for job in one.wanted])
+    absent = [job for one in asked for job in one.write(earlier(one))]
+    require_none(absent, [job for one in asked for job in one.wanted])
     return [one.path for one in asked]
 
 

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from compressm.experiments.command import count
-from compressm.experiments.outcomes import Job, collected, kept, train
+from compressm.experiments.outcomes import Job, collected, different, kept, train
 from compressm.experiments.trainings import Training
 from compressm.runs.directory import RunDirectory
 from compressm.runs.measurement import Measurement, Row
-from compressm.runs.records import Evaluation
+from compressm.runs.records import Evaluation, RunError
 
 STEPS, EVERY = 40_000, 5_000
 TURN = "model.layer_options={max_phase: 6.28}"
@@ -59,7 +59,7 @@ def _training(out: Path, variant: str, order: int, seed: int, steps: int) -> Tra
     return Training("smnist", folder, ("--baseline", "--order", str(order), "--seed", str(seed)), settings)
 
 
-def collect(wanted: Sequence[Job]) -> Measurement:
+def collect(wanted: Sequence[Job]) -> Measurement | None:
     """One row a training that is done: accuracies of the last two evaluations in percent."""
     title = "sMNIST without compression: test accuracy of the last two evaluations"
     return collected("smnist_settings", title, wanted, _last_two)
@@ -68,6 +68,8 @@ def collect(wanted: Sequence[Job]) -> Measurement:
 def _last_two(directory: RunDirectory) -> Row:
     tests = [found for found in directory.records(Evaluation) if found.split == "test"][-2:]
     values = [100 * found.accuracy for found in tests if found.accuracy is not None]
+    if not values:
+        raise RunError(f"{directory.path} is finished, but has no accuracy on test: move it away to train it again")
     return {"steps": tests[-1].step, "before": values[0], "last": values[-1], "seconds": tests[-1].seconds}
 
 
@@ -82,8 +84,10 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     parser.add_argument("--steps", type=count, default=STEPS, help="of each training (%(default)s)")
     given = parser.parse_args(arguments)
     wanted = jobs(given.out, list(dict.fromkeys(given.only or VARIANTS)), given.seeds, given.steps)
+    if why := different(wanted):
+        parser.error(why)
     train(wanted, processes=given.processes, data=given.data)
-    return kept(collect(wanted), given.out / "smnist_settings.json", wanted)
+    return kept(collect(wanted), [], given.out / "smnist_settings.json", wanted)
 
 
 def _plain(name: str) -> str:

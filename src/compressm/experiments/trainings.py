@@ -1,12 +1,15 @@
-"""Trainings as commands: those that are done are left alone, those that were stopped go on."""
+"""Trainings as commands: those that are done are left alone, those that were stopped go on, others are refused."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from compressm.experiments.catalogue import BASELINE, find_recipe
 from compressm.runs.directory import RunDirectory
+from compressm.training.config import Recipe
+from compressm.training.reading import make_recipe
 
 _SAID = 600  # of the last words of a training that failed
 
@@ -33,7 +36,33 @@ class Training:
     def finished(self) -> bool:
         return RunDirectory(self.folder).finished
 
+    @property
+    def wanted(self) -> Recipe:
+        """What the command would train."""
+        uncut = BASELINE if "--baseline" in self.options else ()
+        named = {"--order": "model.order", "--seed": "seed"}
+        pairs = zip(self.options, self.options[1:], strict=False)
+        chosen = tuple(f"{named[option]}={value}" for option, value in pairs if option in named)
+        return find_recipe(self.recipe, (*self.settings, *uncut, *chosen))
+
+    @property
+    def differs(self) -> bool:
+        """Whether the folder holds a run of another recipe."""
+        run = RunDirectory(self.folder)
+        if not run.exists:
+            return False
+        return placeless(make_recipe(run.config(), source=str(self.folder / "config.json"))) != placeless(self.wanted)
+
+
+def placeless(recipe: Recipe) -> Recipe:
+    """A teacher by arm and seed, wherever the folder of all runs lies and is seen from."""
+    if recipe.distillation is None:
+        return recipe
+    teacher = "/".join(Path(recipe.distillation.teacher).parts[-2:])
+    return replace(recipe, distillation=replace(recipe.distillation, teacher=teacher))
+
 
 def last_words(said: str) -> str:
-    """The end of what a training said, on one line; refusals come in a box."""
-    return " ".join("".join(" " if sign in "│╭╮╰╯─" else sign for sign in said).split())[-_SAID:]
+    """The end of what a training said, on one line; refusals come in a box, after what else could have been typed."""
+    plain = " ".join("".join(" " if sign in "│╭╮╰╯─" else sign for sign in said).split())
+    return plain.rpartition("for help. Error ")[2][-_SAID:]

@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 from matplotlib.axes import Axes
 
 from compressm.reports.canvas import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, picture
-from compressm.reports.result_tables import by_variant, in_paper
+from compressm.reports.result_tables import by_variant, here, in_paper
 from compressm.runs.measurement import Measurement, Row
 
 _GENTLY = ("cut gently", GREEN, "D")
@@ -71,12 +71,15 @@ def _draw_orders(panel: Axes, measurement: Measurement) -> None:
 
 def _draw_times(panel: Axes, measurement: Measurement) -> None:
     """Every training by itself; names stand beside their first."""
-    for variant, rows in by_variant(measurement).items():
+    longest = max(float(row["seconds"]) for row in here(measurement, measurement.rows))
+    for variant, everywhere in by_variant(measurement).items():
+        rows = here(measurement, everywhere)
+        if not rows:
+            continue
         _, colour, marker = family(variant)
         times, accuracies = ([float(row[column]) for row in rows] for column in ("seconds", "best"))
         panel.plot(times, accuracies, marker, color=colour, ms=7)
-        late = times[0] > 0.75 * max(float(row["seconds"]) for row in measurement.rows)
-        place, side = ((-9, 0), "right") if late else ((9, 0), "left")
+        place, side = ((-9, 0), "right") if times[0] > 0.75 * longest else ((9, 0), "left")
         panel.annotate(variant, (times[0], accuracies[0]), place, textcoords="offset points", va="center", ha=side)
     panel.set(xlabel="whole run, seconds", xlim=(0, None))
 
@@ -114,8 +117,12 @@ def _apart(orders: list[int]) -> list[int]:
 
 def trained_on(measurement: Measurement) -> str:
     """For below a picture."""
-    here, seeds = measurement.environment, len({row["seed"] for row in measurement.rows})
-    return f"{seeds} seed{'s' * (seeds > 1)}, {here.machine}, {here.date[:10]}, {here.commit}"
+    where, counts = measurement.environment, {len(rows) for rows in by_variant(measurement).values()}
+    few, most = min(counts), max(counts)
+    seeds = f"{most} seed{'s' * (most > 1)}" if few == most else f"{few} to {most} seeds"
+    others = sorted({str(row.get("machine", where.machine)) for row in measurement.rows} - {where.machine})
+    beside = f" and {', '.join(others)}" if others else ""
+    return f"{seeds}, {where.machine}{beside}, {where.date[:10]}, {where.commit}"
 
 
 def _mean(rows: list[Row], column: str) -> float:

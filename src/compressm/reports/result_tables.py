@@ -100,7 +100,9 @@ def _paper(measurement: Measurement, variant: str) -> str:
 
 def _together(rows: list[Row]) -> str:
     """How far times can be compared."""
-    most = max((int(row.get("together", 1)) for row in rows), default=1)
+    most = max((int(row.get("together", 0)) for row in rows), default=0)
+    if not all("together" in row for row in rows):
+        return "how many trainings ran at a time is not known of all, and times are of that"
     if most == 1:
         return "one training at a time"
     return f"up to {most} trainings at a time on one device, which is what their times are of"

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from compressm.experiments.reproduction.arms import Arm, Experiment, FinalOrder
-from compressm.experiments.trainings import Training
+from compressm.experiments.trainings import Training, placeless
 from compressm.runs.directory import RunDirectory
 from compressm.runs.records import RunError
 from compressm.runs.run import Run, read_run
-from compressm.training.config import ConfigError, Recipe
+from compressm.training.config import ConfigError
 from compressm.training.reading import make_recipe
 
 # "begun": a process was stopped, or is at it; "waits": for the order of other runs, or for its teacher.
@@ -120,13 +120,5 @@ def require_same_recipes(jobs: list[Job]) -> None:
             stored = make_recipe(RunDirectory(job.training.folder).config(), source=str(file))
         except ConfigError as error:
             raise RunError(f"{error}; expected the recipe of {job}") from None
-        if _placeless(stored) != _placeless(job.arm.read(job.seed)):
+        if placeless(stored) != placeless(job.arm.read(job.seed)):
             raise RunError(f"{job.training.folder} holds a run of another recipe than {job}: move it, or choose --out")
-
-
-def _placeless(recipe: Recipe) -> Recipe:
-    """A teacher by arm and seed, wherever the folder of all runs lies and is seen from."""
-    if recipe.distillation is None:
-        return recipe
-    teacher = "/".join(Path(recipe.distillation.teacher).parts[-2:])
-    return replace(recipe, distillation=replace(recipe.distillation, teacher=teacher))
