@@ -9,6 +9,7 @@ from torch import nn
 
 from compressm.adapters import AdapterError, adapter_for
 from compressm.baselines import HankelMajoriser, HankelNuclearNorm, ModalL1
+from compressm.control import ControlError
 from compressm.layers import LRU, S4D, S5, Mamba
 from compressm.models import SequenceClassifier
 from tests.oracles import as_arrays, finite_hankel_values
@@ -107,3 +108,25 @@ def test_modes_that_are_dead_already_have_a_gradient(layer, decay, penalty):
         getattr(model[0], decay).fill_(20.0)
     penalty(model).backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"floor": -1.0}, "floor is -1.0, expected a number from 0 to below 1"),
+        ({"floor": 1.0}, "floor is 1.0, expected"),
+        ({"floor": float("nan")}, "floor is nan, expected"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_at_once(options, said):
+    with pytest.raises(ControlError, match=said):
+        HankelNuclearNorm(**options)
+
+
+@pytest.mark.parametrize("penalty", PENALTIES, ids=str)
+def test_weights_that_are_not_finite_are_named_by_their_layer(penalty):
+    model = SequenceClassifier(LRU, depth=2, width=3, order=4, inputs=2, classes=2)
+    with torch.no_grad():
+        model.blocks[1].ssm.nu_log[2] = torch.nan
+    with pytest.raises(ControlError, match=r"blocks\.1\.ssm: LRU\.nu_log\[2\] is nan"):
+        penalty(model)

@@ -203,11 +203,14 @@ def test_a_stopped_check_leaves_what_was_measured_and_exit_code_130(tmp_path, mo
         raise NotChecked(measurement, Interrupted("SIGTERM", 3, tmp_path))
 
     monkeypatch.setattr("compressm.bench.speedup.measure_speedup", stopped)
+    whole = tmp_path / "speedup-digits-cpu.json"
+    whole.write_text("whole")
     done = run("bench", "speedup", "--out", str(tmp_path))
     assert done.exit_code == 130
+    assert whole.read_text() == "whole"
     assert "stopped before the check was done; what was measured until then is kept" in plain(done)
-    assert Measurement.read(tmp_path / "speedup-digits-cpu.json") == measurement
-    assert (tmp_path / "speedup-digits-cpu.png").exists()
+    assert Measurement.read(tmp_path / "speedup-digits-cpu-unchecked.json") == measurement
+    assert (tmp_path / "speedup-digits-cpu-unchecked.png").exists()
 
 
 def test_a_result_of_an_unknown_kind_is_refused_by_name(tmp_path):

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from compressm.adapters import AdapterError, SSMAdapter, find
-from compressm.control import DiagonalSystem, fold, hankel_nuclear_norm, hankel_nuclear_norm_majoriser
+from compressm.control import ControlError, DiagonalSystem, fold, hankel_nuclear_norm, hankel_nuclear_norm_majoriser
 from compressm.control.parts import modulus
 
 
@@ -40,6 +40,13 @@ class HankelNuclearNorm(Regulariser):
 
     floor: float = 1e-4
     fold: bool = True
+
+    def __post_init__(self) -> None:
+        number = isinstance(self.floor, int | float) and not isinstance(self.floor, bool)
+        if not (number and 0 <= self.floor < 1):
+            raise ControlError(f"HankelNuclearNorm: floor is {self.floor!r}, expected a number from 0 to below 1")
+        if not isinstance(self.fold, bool):
+            raise ControlError(f"HankelNuclearNorm: fold is {self.fold!r}, expected True or False")
 
     def of(self, system: DiagonalSystem) -> Float[Tensor, "*bank"]:
         return hankel_nuclear_norm(fold(system) if self.fold else system, floor=self.floor)
@@ -73,7 +80,10 @@ def _banks(model: nn.Module) -> Iterator[DiagonalSystem]:
             raise AdapterError(
                 f"{name or 'the model'}: {type(module).__name__} is no linear system, a penalty needs one"
             )
-        system = adapter.read(module)
+        try:
+            system = adapter.read(module)
+        except ControlError as error:
+            raise type(error)(f"{name or 'the model'}: {error}") from error
         kind = (system.B.shape, system.C.shape, system.dtype, system.device, system.log_poles is None)
         groups.setdefault(kind, []).append(system)
     if not groups:

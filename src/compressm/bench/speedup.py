@@ -17,7 +17,9 @@ import torch
 
 from compressm.bench.speedup_formula import Costs, Prediction, Stretch, predict, stretches_of
 from compressm.bench.timing import threads_for
+from compressm.compression import CompressionError
 from compressm.compression.distributed import Processes
+from compressm.control import ControlError
 from compressm.data.shuffling import Order
 from compressm.data.task import Task
 from compressm.runs.measurement import Measurement, Row
@@ -148,7 +150,7 @@ def measure_speedup(
             progress(f"{recipe.name}, trained with its cuts and without")
             try:
                 rows.append(_checked(recipe, task, costs, where))
-            except (Interrupted, Diverged) as error:
+            except (Interrupted, Diverged, CompressionError, ControlError) as error:
                 raise NotChecked(Measurement("speedup", title, repeats, rows), error) from None
         return Measurement("speedup", title, repeats, rows)
 

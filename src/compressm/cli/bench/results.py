@@ -14,10 +14,13 @@ from compressm.runs.measurement import Measurement, MeasurementError
 
 def table(result: Annotated[Path, typer.Argument(help="A result file of a benchmark or study.")]) -> None:
     """Print a result file as Markdown tables."""
-    from compressm.reports.tables import markdown
+    from compressm.reports.tables import grids, markdown
 
     try:
-        typer.echo(markdown(Measurement.read(result)))
+        measurement = Measurement.read(result)
+        typer.echo(markdown(measurement))
+        if len(shown := grids(measurement)) == 1 and shown[0].caption:  # several have theirs in their titles
+            typer.echo(f"\n({shown[0].caption})")
     except MeasurementError as error:
         raise _bad_result(result, error) from None
 

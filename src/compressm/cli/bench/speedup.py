@@ -67,7 +67,8 @@ def speedup(
         with measuring() as say:
             measurement = measure_speedup(wanted, task, orders=orders, path=path, progress=say, **options)
     except NotChecked as error:
-        missing, measurement = error, error.measurement
+        missing, measurement = error, error.measurement  # beside a result that is whole
+        result, picture = (path.with_stem(f"{path.stem}-unchecked") for path in (result, picture))
     except BAD_INPUT as error:  # what a model, or the data, cannot be made of
         raise typer.BadParameter(str(error)) from None
     report(measurement, result)
