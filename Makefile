@@ -36,7 +36,7 @@ docs: $(VENV)/ready
 	$(BIN)/compressm bench draw benchmarks/results/growth-cpu.json --picture docs/images/growth-cpu.png
 	$(BIN)/compressm bench draw benchmarks/results/speedup-digits-cpu.json --picture docs/images/speedup-digits-cpu.png
 	$(BIN)/compressm bench draw benchmarks/results/loss_continuity.json --picture docs/images/loss_continuity.png
-	for name in smnist smnist-falling smnist-choices scifar; do \
+	for name in smnist smnist-falling smnist-choices smnist-selection scifar; do \
 		$(BIN)/compressm bench draw benchmarks/results/results-$$name.json --picture docs/images/results-$$name.png || exit 1; \
 	done
 	$(BIN)/python benchmarks/fill_tables.py

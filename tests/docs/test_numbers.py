@@ -2,7 +2,7 @@
 
 import importlib.util
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 
 import pytest
 
@@ -252,16 +252,23 @@ def test_small_models_compare_on_smnist_as_the_page_says():
     )
     assert f"28 and 13 where its way gives {orders[0]:.0f} and {orders[1]:.0f} here" in page
     wide = [choice(f"τ = {tau}, paper's way, phases up to 2π", "order") for tau in (0.02, 0.04)]
-    assert f"its way ends with {wide[0]:.0f} and {wide[1]:.0f} states" in page
-    assert abs(choice("τ = 0.02, paper's way, phases up to 2π") - 96.9) < 1
-    assert abs(choice("τ = 0.04, paper's way, phases up to 2π") - 95.9) < 1
+    best = [choice(f"τ = {tau}, paper's way, phases up to 2π") for tau in (0.02, 0.04)]
+    said = (
+        f"its way ends with {wide[0]:.0f} and {wide[1]:.0f} states with the one seed that was trained, at {best[0]:.1f}"
+    )
+    assert f"{said} and {best[1]:.1f}, **more than gentle cuts to 28 reach" in page
+    assert best[0] > max(float(row["best"]) for row in rows("results-smnist", variant="gently to 28"))
 
 
 def test_penalties_and_a_teacher_do_on_smnist_what_the_page_says():
     light = "Σσ penalty of 0.0001, then cut to 28"
     assert smnist("Σσ penalty, then cut to 28") == pytest.approx(20, abs=5)
     assert smnist(light) > smnist("gently to 28")
-    assert smnist(light, "steps_s") / smnist("gently to 28", "steps_s") == pytest.approx(5 / 3, abs=0.1)
+    assert smnist(light) > max(float(row["best"]) for row in rows("results-smnist", variant="gently to 28"))
+    alike = rows("results-smnist", variant="gently to 28", together=12)
+    ratio = smnist(light, "steps_s") / fmean(float(row["steps_s"]) for row in alike)
+    page = " ".join((ROOT / "docs" / "results.md").read_text().split())
+    assert f"its gradient steps take {ratio:.1f} times as long" in page
     assert smnist("28 states, taught") == pytest.approx(smnist("28 states"), abs=0.5)
 
 
@@ -282,6 +289,7 @@ def test_a_rate_that_falls_meets_the_aims_on_smnist():
     readme = " ".join((ROOT / "README.md").read_text().split())
     said = f"with 28 states {few:.1f} % and with 13 states {fewer:.1f} %, where 256 reach {falling('256 states'):.1f} %"
     assert said in readme
+    assert f"from the start {falling('28 states'):.1f} and {falling('13 states'):.1f}." in readme
     plain = [smnist(f"gently to {order}") for order in (28, 13)]
     assert f"with that rate we have {plain[0]:.1f} and {plain[1]:.1f}" in readme
 
@@ -296,7 +304,9 @@ def test_choices_do_on_smnist_what_the_page_says():
         return [choice(f"gently to {order}, falling, {way}") for order in (28, 13)]
 
     ours, small = [falling(f"gently to {order}") for order in (28, 13)], falling("28 states")
-    assert f"{ours[0]:.1f} with 28 states and {ours[1]:.1f} with 13" in page
+    columns = ("256 states", "28 states", "gently to 28", "gently to 13")
+    for label, name in (("constant 4e-4, the paper's", "results-smnist"), ("falling", "results-smnist-falling")):
+        assert " | ".join([f"| {label}", *(f"{choice(one, name=name):.1f}" for one in columns)]) in page
     before, constant = choice("28 states", name="results-smnist"), choice("28 states, constant 4e-3")
     assert f"Of the {small - before:.1f} points" in page
     assert (
@@ -306,7 +316,8 @@ def test_choices_do_on_smnist_what_the_page_says():
     assert f"28 states reach {late[0]:.1f}, more than 256 that are never cut ({whole:.1f} with this seed)" in page
     assert late[0] > whole
     assert abs(late[1] - ours[1]) < 0.1
-    assert f"without it 13 states have {both('no dropout')[1]:.1f}" in page
+    undropped = both("no dropout")
+    assert f"**Without dropout** 13 states have {undropped[1]:.1f} and 28 have {undropped[0]:.1f}" in page
     white, paper = both("Gramians of white noise"), both("cut in the paper's way")
     said = f"{white[0]:.1f} and {white[1]:.1f}, and in the paper's way (no folding, moments sliced) {paper[0]:.1f} and "
     assert said + f"{paper[1]:.1f}, against {ours[0]:.1f} and {ours[1]:.1f}." in page
@@ -314,6 +325,27 @@ def test_choices_do_on_smnist_what_the_page_says():
     assert f"Accuracy is {choice(wide[0]):.1f} and {choice(wide[1]):.1f}; the paper has 96.9 and 95.9." in page
     narrow = [choice(f"τ = {tau}, paper's way", "order", "results-smnist") for tau in (0.02, 0.04)]
     assert f"and {narrow[0]:.0f} and {narrow[1]:.0f} with this seed" in page
+    theirs, gently = (choice(name, name="results-smnist") for name in ("τ = 0.02, paper's way", "gently to 28"))
+    said = f"{theirs:.1f} with {narrow[0]:.0f}, and than gentle cuts to 28 at the same rate, {gently:.1f}."
+    assert said in page
+    assert choice("256 states, phases up to 2π") == pytest.approx(choice("256 states", name="results-smnist"), abs=0.1)
+
+
+def test_what_is_kept_matters_on_smnist_as_the_page_says():
+    def kept(variant):
+        return [float(row["best"]) for row in rows("results-smnist-selection", variant=variant)]
+
+    names = ("largest σ kept", "random states kept", "smallest σ kept", "32 states")
+    largest, chance, smallest, start = map(kept, names)
+    assert {len(found) for found in (largest, chance, smallest, start)} == {3}
+    assert all(one > other for one, *others in zip(largest, chance, smallest, strict=True) for other in others)
+    assert stdev(largest) < min(map(stdev, (chance, smallest, start)))
+    assert sum(found > min(largest) - 0.1 for found in start) == 1
+    assert fmean(chance) == pytest.approx(fmean(start), abs=0.2)
+    page = " ".join((ROOT / "docs" / "smnist_choices.md").read_text().split())
+    low, middle, high = sorted(smallest)
+    assert f"{low:.1f} and {middle:.1f} with two seeds and {high:.1f} with the third" in page
+    assert [row["machine"] for row in rows("results-smnist-selection", variant=names[2])][2] != "NVIDIA H200"
 
 
 def test_scifar_is_as_accurate_and_as_fast_as_the_page_says():
@@ -326,9 +358,10 @@ def test_scifar_is_as_accurate_and_as_fast_as_the_page_says():
     assert f"{few['best'] - small['best']:.1f} points better than with 57 from the start" in page
     assert f"{whole['best'] - few['best']:.1f} below the one that keeps 384" in page
     assert share in page
-    assert few["seconds"] / small["seconds"] < 1.1
-    assert f"{84.4 - few['best']:.1f} points below what the paper reports" in page
-    assert f"{86.5 - whole['best']:.1f} below the paper's and the small one {78.2 - small['best']:.1f}" in page
+    steps, more = few["steps_s"] / whole["steps_s"], few["seconds"] / small["seconds"] - 1
+    assert f"gradient steps alone {100 * steps:.0f} % too, and {100 * more:.0f} % more than 57 states from the" in page
+    said = f"The cut model is {84.4 - few['best']:.1f} points below its, with less than a quarter of the steps"
+    assert f"{said}, the whole one {86.5 - whole['best']:.1f} and the small one {78.2 - small['best']:.1f}" in page
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert f"57 in the warm-up {few['best']:.1f} %, in {share} states, which reach {whole['best']:.1f} %" in readme
     assert f"with 57 from the start {small['best']:.1f} %" in readme
@@ -353,7 +386,7 @@ def test_results_name_a_machine_and_a_clean_commit(path):
             "imdb_mamba",
             "imdb_mamba-24000",
         ),
-        *("results-smnist", "results-smnist-falling", "results-smnist-choices"),
+        *("results-smnist", "results-smnist-falling", "results-smnist-choices", "results-smnist-selection"),
         "results-scifar",
     ],
 )

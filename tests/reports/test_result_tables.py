@@ -106,8 +106,8 @@ def test_the_picture_has_every_variant_with_its_spread_and_the_papers_points(tmp
     assert hollow == {(27.6, 96.0), (12.7, 95.9)}
     assert min(y for _, y in points) > 90
     assert sorted(drawn["legend"]) == [
-        *("cut gently", "cut with τ", "cut with τ, in the paper's way", "from the start"),
-        *("hollow: the paper, its best three seeds", "taught by the whole model (far below: 22 %)"),
+        *("cut gently (1 seed)", "cut with τ (1 seed)", "cut with τ, in the paper's way (1 seed)", "from the start"),
+        *("hollow: the paper, its best three seeds", "taught by the whole model (1 seed) (far below: 22 %)"),
     ]
 
 

@@ -129,7 +129,7 @@ _CHOICES = {
 # Runs lie in folders whose names begin with these.
 TASKS = {
     "smnist": _smnist(
-        "sMNIST in the paper's recipe",
+        "sMNIST with the paper's rate",
         {
             **_FROM_THE_START,
             **_TOLERANCES,

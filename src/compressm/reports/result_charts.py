@@ -50,12 +50,13 @@ def _draw_orders(panel: Axes, measurement: Measurement) -> None:
     groups = by_variant(measurement)
     lowest = max(_mean(rows, "best") for rows in groups.values()) - RANGE
     tolerances = any(variant.startswith("τ") for variant in groups)
-    beside = False
+    beside, most = False, max(map(len, groups.values()))
     for (name, colour, marker), variants in _families(groups).items():
+        once = " (1 seed)" if max(len(groups[variant]) for variant in variants) == 1 < most else ""
         accuracies = {variant: _mean(groups[variant], "best") for variant in variants}
         below = ", ".join(f"{value:.0f} %" for value in accuracies.values() if value < lowest)
         shown = [groups[variant] for variant, value in accuracies.items() if value >= lowest]
-        _points(panel, shown, f"{name} (far below: {below})" if below else name, colour, marker)
+        _points(panel, shown, f"{name}{once}" + (f" (far below: {below})" if below else ""), colour, marker)
         paper = sorted({found for variant in variants if (found := in_paper(measurement, variant))})
         if paper and (name != _GENTLY[0] or not tolerances):  # the paper's are those of its tolerances
             panel.plot(*zip(*paper, strict=True), marker, color=colour, mfc="white", ms=7, ls=":", lw=0.8)

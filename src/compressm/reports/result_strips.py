@@ -17,7 +17,8 @@ def draw_strips(measurement: Measurement, path: Path | str) -> Path:
     best = max(values[-1] for values in groups.values())
     shown = {variant: [value for value in values if value > best - RANGE] for variant, values in groups.items()}
     edge = min(value for values in shown.values() for value in values)
-    left, right = edge - 0.1 * (best - edge) - 0.1, best + 0.05 * (best - edge) + 0.05
+    room = 0.3 if shown != groups else 0.05  # for what is written at the edge
+    left, right = edge - room * (best - edge) - 0.1, best + 0.05 * (best - edge) + 0.05
     with picture(path, size=(7.4, 1.3 + 0.3 * len(groups))) as figure:
         (panel,) = figure.axes
         for k, (variant, values) in enumerate(groups.items()):
