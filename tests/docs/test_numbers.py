@@ -168,6 +168,8 @@ def test_gradient_steps_of_a_selective_layer_that_is_cut_take_a_quarter_of_the_t
     assert f"`--steps 24000 --size 12 --only whole --only once`) {times:.1f} times:" in page
     both = {row["order"]: row["both_s"] for row in result("selective-cuda").rows}
     assert (both[128] <= 30e-3, both[12] <= 3.5e-3) == (True, True)
+    shares = [row["both_s"] / row["floor_both_s"] for row in result("selective-cuda").rows]
+    assert f"together take {min(shares):.0f} to {max(shares):.0f} times that" in page
 
 
 def test_a_selective_layer_as_small_as_the_papers_way_leaves_it_is_as_good_and_faster():
