@@ -26,9 +26,9 @@ def curves_chart(exhibit: Exhibit) -> Chart | str:
     colours = _colours(known)
     panels = [_panel(known, colours, late=False), _panel(known, colours, late=True)]
     caption = (
-        "Validation accuracy, mean over seeds; bands are one standard deviation. Grey lines are models that are never "
-        "cut. Dotted lines are cuts, in the colour of their arm where they differ; the right panel shows the end of "
-        "training."
+        "Validation accuracy, mean over seeds; bands are one standard deviation. Grey and black lines are models that "
+        "are never cut. Dotted lines are cuts, in the colour of their arm where they differ; the right panel shows the "
+        "end of training."
     )
     return Chart(f"curves-{exhibit.label}", "", caption, in_rows(panels), size=(4.6, 3.4))
 
