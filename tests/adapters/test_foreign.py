@@ -266,6 +266,18 @@ def test_a_mixer_of_a_name_that_is_not_known_is_refused_all_the_same():
         cut(mixer)
 
 
+def test_a_model_that_is_refused_in_part_is_cut_with_a_warning():
+    kind = type("NewMixer", (nn.Module,), {"__module__": "transformers.models.new.modeling_new"})
+    other = kind()
+    other.A_log = nn.Parameter(torch.zeros(2, 2))
+    both = nn.ModuleDict({"known": make(), "new": other})
+    options = {"keep": cs.TargetOrder(3), "calibrate": lambda both: both["known"](IDS)}
+    with pytest.warns(UserWarning, match=r"not all of ModuleDict is cut: new is not known \(NewMixer\)"):
+        cs.compress_(both, **options)
+    assert said_orders(both["known"]) == [3, 3]
+    cs.compress_(both, filter_fn=lambda module, name: name.startswith("known"), **options)  # what was asked for
+
+
 def test_an_adapter_of_the_user_goes_before_ours():
     class OwnMixer(MambaMixer):
         pass

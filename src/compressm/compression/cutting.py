@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from compressm.adapters import find
+from compressm.adapters.foreign import refused_in
 from compressm.compression.distributed import Processes
 from compressm.compression.errors import CompressionError
 from compressm.compression.layer import Layer, PlannedCut
@@ -71,6 +73,8 @@ class Cutter:
         for wrapper in wrappers_in(self.model):
             require_rewrappable(wrapper)
         require_suitable(self.inner, found, self.optimizer)
+        if options.filter_fn is None and (said := refused_in(self.inner)):
+            warnings.warn(f"not all of {type(self.inner).__name__} is cut{said}", stacklevel=4)
         for k, model in enumerate(self.follow):
             _require_alike(f"follow[{k}]", model, found)
 
