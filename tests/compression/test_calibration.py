@@ -284,13 +284,33 @@ def test_steps_of_the_layers_alone_are_said_not_to_be_enough():
         listen(model, streamed, layers_of(model), Measured())
 
 
-def test_a_calibration_that_changes_a_layer_is_refused():
+@pytest.mark.parametrize("change", [lambda layer: layer.nu_log.data.mul_(2), lambda layer: layer.nu_log.mul_(2)])
+def test_a_calibration_that_changes_a_layer_is_refused(change):
     model, x = make(), torch.randn(2, 20, 3)
 
     def calibrate(model):
         model(x)
-        model.blocks[1].ssm.nu_log.mul_(2)
+        change(model.blocks[1].ssm)
 
     with pytest.raises(CompressionError, match=r"calibrate changed blocks\.1\.ssm: nu_log; expected it to run"):
         compress_(model, keep=TargetOrder(3), calibrate=calibrate)
     assert [block.ssm.order for block in model.blocks] == [6, 6]
+
+
+def test_weights_may_be_others_while_a_model_is_calibrated():
+    model, x = make(), torch.randn(2, 20, 3)
+    other = {name: 1.01 * value for name, value in model.state_dict().items()}
+
+    def averaged(model):
+        mine = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(other)
+        model(x)
+        model.load_state_dict(mine)
+
+    assert len(compress_(model, keep=TargetOrder(3), calibrate=averaged)) == 2
+
+
+def test_models_that_were_made_to_infer_can_be_calibrated():
+    with torch.inference_mode():
+        model, x = make(), torch.randn(2, 20, 3)
+        assert len(compress_(model, keep=TargetOrder(3), calibrate=lambda model: model(x))) == 2

@@ -80,10 +80,10 @@ def test_cuts_of_trained_selective_layers_are_as_the_page_says():
     assert f"on digits by {fmean(falls(digits, 4)):.0f} at an eighth" in text
     states = [100 * fmean(found(setting, "states", rank)) for setting in (copies, digits) for rank in (16, 8, 4)]
     assert f"change {min(states):.0f} to {max(states):.0f} %" in text
-    later = rows("selective_cuts", setting=digits, way="baked", rank=16)
+    later = rows("selective_cuts", setting=digits, way="baked")
     below = sorted(100 * (row["full_later"] - row["accuracy_later"]) for row in later)
     assert f"by {below[0]:.0f} to {below[-1]:.0f} points" in text
-    assert sum(row["accuracy_later"] < row["accuracy"] for row in later) == 2
+    assert sum(row["accuracy_later"] < row["accuracy"] for row in later if row["rank"] == 16) == 2
     for setting, smaller in ((copies, True), (digits, False)):  # with Gramians of measured states
         pairs = [[fmean(found(setting, way, rank)) for way in ("baked, measured", "baked")] for rank in (16, 8, 4)]
         assert all((one < other) == smaller for one, other in pairs)

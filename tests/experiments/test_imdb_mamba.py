@@ -235,7 +235,7 @@ def test_trainings_that_failed_are_named_after_the_result_is_written(tmp_path, m
     lost = replace(trained[0], variant="lost", training=Training("imdb-mamba", tmp_path / "lost"))
     monkeypatch.setattr(imdb_mamba, "jobs", lambda *given: [*trained[:2], lost])
     answering(monkeypatch, "raise SystemExit(1)")
-    with pytest.raises(SystemExit, match="1 of 3 trainings are not finished: lost, seed 0"):
+    with pytest.raises(SystemExit, match="1 of 3 trainings are not finished, or not readable: lost, seed 0"):
         imdb_mamba.main(["--out", str(tmp_path / "out")])
     assert len(Measurement.read(tmp_path / "out" / "imdb_mamba.json").rows) == 2
 

@@ -177,7 +177,7 @@ def in_one_pool(monkeypatch, trained):
 def test_several_tasks_are_trained_in_one_pool_and_written_each(tmp_path, monkeypatch, capsys, trained):
     pools = in_one_pool(monkeypatch, trained)
     given = ["smnist-selection", "smnist", "smnist", "--out", str(tmp_path), "--steps", "9"]
-    said = "2 of 3 trainings are not finished: smnist: 28 states, taught, seed 0; smnist: 256 states, seed 0"
+    said = "2 of 3 trainings are not finished, or not readable: smnist: 28 states, taught, seed 0; smnist: 256 states"
     with pytest.raises(SystemExit, match=said):
         results.main(given)
     assert pools == [["32 states", "256 states"], ["28 states, taught"]]
@@ -235,6 +235,32 @@ def test_a_run_that_lost_its_evaluations_is_named_and_the_others_are_collected(t
     assert "left out: 256 states, seed 2:" in said
 
 
+def test_runs_that_lost_a_part_are_named(tmp_path, capsys, trained):
+    def lost(name, change):
+        copied = shutil.copytree(trained, tmp_path / name)
+        change(copied)
+        return Job(name, 0, Training("smnist", copied))
+
+    def shortened(folder):
+        lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (folder / "metrics.jsonl").write_text("".join(lines[:3]))
+
+    def cut_once(folder):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"truncation": {"orders": [2]}}))
+
+    wanted = [
+        lost("times", lambda folder: (folder / "timings.jsonl").unlink()),
+        lost("end", shortened),
+        lost("cuts", cut_once),
+    ]
+    assert results.collect("smnist", wanted) is None
+    said = capsys.readouterr().err
+    assert "times has no times" in said
+    assert "end is finished, but its last test is at step 4 of 9" in said
+    assert "cuts is finished, but has no test of the model that was cut after training" in said
+
+
 def test_a_folder_of_another_recipe_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(results, "train", lambda *_, **__: pytest.fail("trained"))
     (job,) = jobs("smnist", tmp_path, ["small-13"], range(1), 9)
@@ -248,7 +274,7 @@ def test_a_folder_of_another_recipe_is_refused(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         results.main(given)
     said = " ".join(capsys.readouterr().err.split())
-    assert f"{run.path} holds a run of another recipe than 13 states, seed 0: move it, or choose --out" in said
+    assert f"{run.path} holds a run of another recipe than 13 states, seed 0: training.learning_rate was 0.5" in said
 
 
 def test_a_pupil_without_its_teacher_is_refused(tmp_path, capsys):
@@ -256,16 +282,27 @@ def test_a_pupil_without_its_teacher_is_refused(tmp_path, capsys):
         results.main(["smnist", "--only", "taught-28", "--out", str(tmp_path)])
     said = " ".join(capsys.readouterr().err.split())
     assert "--only taught-28: its teacher, whole, is not trained; add --only whole" in said
+    with pytest.raises(SystemExit, match="1 of 1 trainings are not finished"):
+        results.main(["smnist", "--only", "taught-28", "--out", str(tmp_path), "--only-collect"])
 
 
 def test_trainings_say_how_many_ran_at_a_time(tmp_path, monkeypatch, trained):
     new, done = (shutil.copytree(trained, tmp_path / name) for name in ("new", "done"))
     (new / "status.json").rename(new / "kept.json")
+    (done / "together.json").write_text(json.dumps({"together": 3}))
     code = f"import os; os.rename({str(new / 'kept.json')!r}, {str(new / 'status.json')!r})"
     monkeypatch.setattr(Training, "command", lambda training, data: [sys.executable, "-c", code])
-    train_all([Job("a", 0, Training("smnist", new)), Job("b", 0, Training("smnist", done))], processes=4, data=None)
+    wanted = [Job("a", 0, Training("smnist", new)), Job("b", 0, Training("smnist", done))]
+    train_all(wanted, processes=4, data=None)
     assert company(RunDirectory(new)) == {"together": 1}  # the other was done
-    assert company(RunDirectory(done)) == {}
+    assert company(RunDirectory(done)) == {"together": 3}
+    (done / "status.json").unlink()
+    train_all(wanted, processes=4, data=None)
+    assert company(RunDirectory(done)) == {"together": 3}  # part of it was trained so
+    shutil.rmtree(done)
+    train_all([wanted[1]], processes=4, data=None)
+    assert company(RunDirectory(done)) == {"together": 1}
+    assert company(RunDirectory(tmp_path)) == {}
 
 
 def test_what_says_nothing_of_its_company_had_that_of_an_earlier_result():

@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from compressm.experiments.catalogue import find_recipe
+from compressm.experiments.outcomes import kept
 from compressm.experiments.smnist_settings import VARIANTS, collect, jobs
 from compressm.reports.tables import grids
 from compressm.runs.directory import RunDirectory, Status
+from compressm.runs.measurement import Measurement
 from compressm.runs.records import Evaluation
 
 
@@ -41,3 +43,11 @@ def test_the_table_is_the_mean_of_the_last_two_over_seeds_that_are_done(tmp_path
     assert [(row["seed"], row["before"], row["last"]) for row in found.rows] == [(0, 80, 82), (1, 84, 90)]
     assert grids(found)[0].rows == (("recipe", "28", "81.0, 87.0", "84.0", "89.5"),)
     assert [job.training.finished for job in wanted] == [True, True, False]
+
+
+def test_a_variant_at_two_orders_has_two_rows(tmp_path):
+    wanted = jobs(tmp_path, ["recipe"], 1, 8)
+    for job in wanted:
+        write(job, [(7, 0.80), (8, 0.82)])
+    path = kept(collect(wanted), [], tmp_path / "smnist_settings.json", wanted)
+    assert [row["order"] for row in Measurement.read(path).rows] == [256, 28]

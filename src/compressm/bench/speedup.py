@@ -137,7 +137,7 @@ def measure_speedup(
 ) -> Measurement:
     """A row an order, then one for the schedule of `path`, (step, order from there on), and one for the check.
 
-    Raises NotChecked, with what was measured, if a training of the check is stopped or diverges.
+    Raises NotChecked, with what was measured, if a training of the check is stopped, diverges or cannot be cut.
     """
     where = torch.device(device)
     title = f"{recipe.name}: what a step, an evaluation and a cut cost, and the speed-up that follows"

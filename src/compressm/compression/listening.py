@@ -39,12 +39,12 @@ def run_listening(model: nn.Module, calibrate: Calibrate, listeners: Sequence[Li
     """Run `calibrate(model)` once, in evaluation mode and without gradients; every listener must hear something."""
     for listener in listeners:
         _require_finite(listener.name, listener.module)
-    before = [_weights(listener) for listener in listeners]
+    before = [_sums(listener) for listener in listeners]
     # What is compiled is not asked again for hooks that came later.
     with _attached(listeners), _evaluating(model), torch.compiler.set_stance("force_eager"):
         calibrate(model)
     for listener, then in zip(listeners, before, strict=True):
-        if changed := [name for name, version in _weights(listener).items() if then.get(name) != version]:
+        if changed := [name for name, now in _sums(listener).items() if then.get(name) != now]:
             raise CompressionError(
                 f"calibrate changed {listener.name or 'the model'}: {', '.join(changed)}; expected it to run the model"
                 " and nothing else"
@@ -57,10 +57,14 @@ def run_listening(model: nn.Module, calibrate: Calibrate, listeners: Sequence[Li
         )
 
 
-def _weights(listener: Listener) -> dict[str, tuple[int, int, int]]:
-    """What tells whether anything was written to a parameter."""
-    named = listener.module.named_parameters()
-    return {name: (id(parameter), parameter.data_ptr(), parameter._version) for name, parameter in named}
+def _sums(listener: Listener) -> dict[str, tuple[object, ...]]:
+    """Of every parameter what other values would hardly have too; those that were put back count as the same."""
+    found: dict[str, tuple[object, ...]] = {}
+    with torch.no_grad():
+        for name, parameter in listener.module.named_parameters():
+            values = parameter.detach().to(torch.complex128 if parameter.is_complex() else torch.float64)
+            found[name] = (tuple(parameter.shape), values.sum().item(), values.abs().sum().item())
+    return found
 
 
 def _require_finite(name: str, layer: nn.Module) -> None:

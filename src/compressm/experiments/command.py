@@ -51,10 +51,13 @@ def _why_not(earlier: Iterable[Measurement], name: str, steps: int) -> str | Non
 
 
 def _possible(row: Row) -> bool:
-    """Numbers that are finite, an accuracy in percent, a seed that is one."""
-    finite = all(math.isfinite(value) for value in row.values() if not isinstance(value, str))
-    accuracies = finite and all(0 <= float(row[name]) <= 100 for name in ("best", "last"))
-    return accuracies and isinstance(row["seed"], int) and float(row["order"]) > 0
+    """Numbers that are finite and not below 0, accuracies in percent, a seed and a company that are integers."""
+    numbers = [value for value in row.values() if not isinstance(value, str)]
+    if any(isinstance(value, bool) or not math.isfinite(value) or value < 0 for value in numbers):
+        return False
+    percent = all(float(row.get(name, 0)) <= 100 for name in ("best", "last", "validation"))
+    whole = all(isinstance(row[name], int) for name in ("seed", "together") if name in row)
+    return percent and whole and all(float(row[name]) > 0 for name in ("order", "initial_order"))
 
 
 def earlier_results(

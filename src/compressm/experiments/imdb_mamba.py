@@ -124,6 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> Path:
     )
     parser.add_argument("--size", type=count, default=SMALL, help="order of small and of cut models (%(default)s)")
     given = parser.parse_args(arguments)
+    if given.size > LARGE:
+        parser.error(f"--size {given.size}: expected at most {LARGE}, which cuts begin with")
     path = given.out / "imdb_mamba.json"
     earlier_results(parser, path, given.add, given.steps)
     wanted = jobs(

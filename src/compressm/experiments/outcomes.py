@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
+from compressm.compression import SavingError
 from compressm.experiments.processes import Processes, heard_as_ctrl_c
 from compressm.experiments.trainings import Training
 from compressm.runs.atomic import replacing
@@ -53,6 +54,8 @@ def train(wanted: Sequence[Job], *, processes: int, data: Path | None) -> None:
     """
     executor = Processes(processes, data)
     new = [job for job in wanted if not job.training.finished]
+    for job in new:
+        _note_company(RunDirectory(job.training.folder), min(processes, len(new)))
     try:
         with heard_as_ctrl_c():
             started = [executor.submit(job.training) if job in new else None for job in wanted]
@@ -63,11 +66,14 @@ def train(wanted: Sequence[Job], *, processes: int, data: Path | None) -> None:
         executor.stop()
         print("stopped, and what was trained is saved: the same command goes on", file=sys.stderr)
         raise SystemExit(130) from None
-    finally:
-        for job in new:
-            if job.training.finished:
-                with replacing(job.training.folder / _COMPANY) as scratch:
-                    scratch.write_text(json.dumps({"together": min(processes, len(new))}))
+
+
+def _note_company(directory: RunDirectory, together: int) -> None:
+    """Before a training begins; of one that goes on the most that there were."""
+    before = company(directory).get("together", 1) if directory.exists else 1
+    directory.path.mkdir(parents=True, exist_ok=True)
+    with replacing(directory.path / _COMPANY) as scratch:
+        scratch.write_text(json.dumps({"together": max(int(before), together)}))
 
 
 def company(directory: RunDirectory) -> Row:
@@ -82,8 +88,10 @@ def different(wanted: Sequence[Job]) -> str | None:
     """Why a run that is in the folder of a training cannot be gone on with, nor collected."""
     for job in wanted:
         try:
-            if job.training.differs:
-                return f"{job.training.folder} holds a run of another recipe than {job}: move it, or choose --out"
+            if said := job.training.differs:
+                return (
+                    f"{job.training.folder} holds a run of another recipe than {job}: {said}; move it, or choose --out"
+                )
         except (ConfigError, RunError) as error:
             return f"{error}; expected the recipe of {job}: move it, or choose --out"
     return None
@@ -106,7 +114,7 @@ def collected(name: str, title: str, wanted: Sequence[Job], found: Callable[[Run
                 here = directory.environment()
                 said: Row = {"date": here.date, "commit": here.commit, "machine": here.machine}
                 rows.append(named | found(directory) | said)
-            except RunError as error:
+            except (RunError, SavingError) as error:
                 print(f"left out: {job}: {error}", file=sys.stderr)
             else:
                 environments[here.machine] = here
@@ -119,7 +127,7 @@ def _most(rows: Iterable[Row]) -> str:
 
 
 def joined(results: Sequence[Measurement]) -> Measurement:
-    """The rows of all of them, variant by variant; of one training that of the last.
+    """The rows of all of them, variant by variant; of the same variant and seed that of the last.
 
     The environment is the last on the machine that has most of the rows.
     """
@@ -158,14 +166,15 @@ def require_none(absent: Sequence[Job], wanted: Sequence[Job]) -> None:
     """An error that names some of the trainings that are missing."""
     if absent:
         named = "; ".join(map(str, absent[:3])) + ("; …" if len(absent) > 3 else "")
-        raise SystemExit(f"{len(absent)} of {len(wanted)} trainings are not finished: {named}")
+        raise SystemExit(f"{len(absent)} of {len(wanted)} trainings are not finished, or not readable: {named}")
 
 
 def kept(new: Measurement | None, earlier: Sequence[Measurement], path: Path, wanted: Sequence[Job]) -> Path:
     """The result in its file, beside the rows that were there; then an error where trainings are not in it."""
     if new is None and not earlier:
         raise SystemExit("no training was finished: there is nothing to collect")
-    path = written(joined([*earlier, *([] if new is None else [new])]), path, wanted)
+    found = [*earlier, *([] if new is None else [new])]
+    path = written(joined(found) if earlier else found[0], path, wanted)
     require_none(missing(new, wanted), wanted)
     return path
 
@@ -183,6 +192,8 @@ def outcome(directory: RunDirectory) -> Row:
     if not tests or run.score is None or run.score.test is None:
         raise RunError(f"{directory.path} is finished, but has no accuracy on test: move it away to train it again")
     last, accuracy = tests[-1]
+    if last.step < run.steps:
+        raise RunError(f"{directory.path} is finished, but its last test is at step {last.step} of {run.steps}")
     validation = {} if run.score.validation is None else {"validation": 100 * run.score.validation}
     return {
         "steps": run.steps,
@@ -202,5 +213,7 @@ def outcome(directory: RunDirectory) -> Row:
 def _step_seconds(run: Run) -> float:
     """At the orders of the end, where no graph was recorded; all steps where there is no such stretch."""
     whole = [timing for timing in run.timings if timing.steps]
+    if not whole:
+        raise RunError(f"{run.path} has no times: move it away to train it again")
     alike = [timing for timing in whole if timing.orders == run.final_orders and "capture" not in timing.seconds]
     return median(timing.seconds["steps"] / timing.steps for timing in alike or whole)

@@ -27,7 +27,7 @@ from compressm.experiments.result_lists import TASKS, Variant
 from compressm.experiments.trainings import Training
 from compressm.runs.directory import RunDirectory
 from compressm.runs.measurement import Measurement, Row
-from compressm.runs.records import TruncationRecord
+from compressm.runs.records import RunError, TruncationRecord
 
 
 def jobs(task: str, out: Path, names: Iterable[str], seeds: range, steps: int | None = None) -> list[Job]:
@@ -98,16 +98,17 @@ class Asked:
         alone = [job for job in self.wanted if job.variant not in taught]
         return alone, [job for job in self.wanted if job.variant in taught]
 
-    def write(self, earlier: Sequence[Measurement]) -> list[Job]:
-        """What is finished, beside `earlier` results; those that are not."""
+    def write(self, earlier: Sequence[Measurement], *, all_count: bool) -> list[Job]:
+        """What is finished, beside `earlier` results; what has no row: in all of it, or of what was found here."""
         new = collect(self.task, self.wanted)
         if new is not None:
             _keep_company(new, earlier)
         if new is None and not earlier:
             print(f"no training of {self.task} was finished: there is nothing to write")
-        else:
-            written(joined([*earlier, *([] if new is None else [new])]), self.path, self.wanted)
-        return missing(new, self.wanted)
+            return self.wanted
+        found = joined([*earlier, *([] if new is None else [new])])
+        written(found, self.path, self.wanted)
+        return missing(found if all_count else new, self.wanted)
 
 
 def collect(task: str, wanted: Sequence[Job]) -> Measurement | None:
@@ -121,8 +122,10 @@ def _found(directory: RunDirectory) -> Row:
     if "test" in cuts and cuts["test"].accuracy is not None:
         accuracy = 100 * cuts["test"].accuracy
         found |= {"order": cuts["test"].mean_order, "best": accuracy, "last": accuracy}
-        if cuts["validation"].accuracy is not None:
+        if "validation" in cuts and cuts["validation"].accuracy is not None:
             found["validation"] = 100 * cuts["validation"].accuracy
+    elif directory.config().get("truncation") is not None:
+        raise RunError(f"{directory.path} is finished, but has no test of the model that was cut after training")
     return found
 
 
@@ -171,7 +174,9 @@ def _asked(parser: argparse.ArgumentParser, given: argparse.Namespace, task: str
     wanted = jobs(task, given.out, given.only or known, seeds, steps)
     for name in given.only or ():
         teacher = known[name].teacher
-        if teacher is None or teacher in given.only:
+        if teacher is None or teacher in given.only or given.only_collect:
+            continue
+        if _job(task, name, given.out, seeds[0], steps).training.finished:
             continue
         if not _job(task, teacher, given.out, seeds[0], steps).training.finished:
             parser.error(f"--only {name}: its teacher, {teacher}, is not trained; add --only {teacher}")
@@ -201,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
     if not given.only_collect:
         for stage in (0, 1):
             train([job for one in asked for job in one.stages[stage]], processes=given.processes, data=given.data)
-    absent = [job for one in asked for job in one.write(earlier(one))]
+    absent = [job for one in asked for job in one.write(earlier(one), all_count=given.only_collect)]
     require_none(absent, [job for one in asked for job in one.wanted])
     return [one.path for one in asked]
 

@@ -10,6 +10,7 @@ from compressm.experiments.catalogue import BASELINE, find_recipe
 from compressm.runs.directory import RunDirectory
 from compressm.training.config import Recipe
 from compressm.training.reading import make_recipe
+from compressm.training.resuming import differences
 
 _SAID = 600  # of the last words of a training that failed
 
@@ -46,12 +47,13 @@ class Training:
         return find_recipe(self.recipe, (*self.settings, *uncut, *chosen))
 
     @property
-    def differs(self) -> bool:
-        """Whether the folder holds a run of another recipe."""
+    def differs(self) -> str:
+        """In what a run that is in the folder is of another recipe, in words; empty where it is not."""
         run = RunDirectory(self.folder)
         if not run.exists:
-            return False
-        return placeless(make_recipe(run.config(), source=str(self.folder / "config.json"))) != placeless(self.wanted)
+            return ""
+        stored = make_recipe(run.config(), source=str(self.folder / "config.json"))
+        return "; ".join(differences(placeless(stored).as_dict(), placeless(self.wanted).as_dict()))
 
 
 def placeless(recipe: Recipe) -> Recipe:

@@ -97,14 +97,15 @@ def is_finished(directory: RunDirectory, recipe: Recipe) -> bool:
 def require_same_recipe(directory: RunDirectory, recipe: Recipe) -> None:
     """A run goes on as it began."""
     mine = json.loads(json.dumps(recipe.as_dict()))
-    if changed := "; ".join(_differences(directory.config(), mine)):
+    if changed := "; ".join(differences(directory.config(), mine)):
         raise ConfigError(f"{directory.path} is a run of another recipe: {changed}")
 
 
-def _differences(stored: Any, mine: Any, key: str = "") -> Iterator[str]:
+def differences(stored: Any, mine: Any, key: str = "") -> Iterator[str]:
+    """What two recipes as plain values differ in, in words."""
     if isinstance(stored, dict) and isinstance(mine, dict):
         for name in sorted({*stored, *mine}):
-            yield from _differences(stored.get(name), mine.get(name), f"{key}.{name}".strip("."))
+            yield from differences(stored.get(name), mine.get(name), f"{key}.{name}".strip("."))
     elif stored != mine:
         yield f"{key} was {stored!r:.60} and is {mine!r:.60}"
 
