@@ -277,6 +277,18 @@ def test_a_folder_of_another_recipe_is_refused(tmp_path, monkeypatch, capsys):
     assert f"{run.path} holds a run of another recipe than 13 states, seed 0: training.learning_rate was 0.5" in said
 
 
+def test_a_pupil_that_was_stopped_goes_on_with_the_teacher_it_began_with(tmp_path):
+    (job,) = jobs("smnist", tmp_path / "old", ["taught-28"], range(1), 9)
+    RunDirectory(job.training.folder).begin(job.training.wanted.as_dict())
+    assert not job.training.differs
+    (tmp_path / "link").symlink_to(tmp_path / "old")
+    (linked,) = jobs("smnist", tmp_path / "link", ["taught-28"], range(1), 9)
+    assert not linked.training.differs
+    shutil.move(tmp_path / "old", tmp_path / "new")
+    (moved,) = jobs("smnist", tmp_path / "new", ["taught-28"], range(1), 9)
+    assert f"distillation.teacher was '{tmp_path}/old" in moved.training.differs
+
+
 def test_a_pupil_without_its_teacher_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         results.main(["smnist", "--only", "taught-28", "--out", str(tmp_path)])

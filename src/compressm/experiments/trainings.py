@@ -53,7 +53,9 @@ class Training:
         if not run.exists:
             return ""
         stored = make_recipe(run.config(), source=str(self.folder / "config.json"))
-        return "; ".join(differences(placeless(stored).as_dict(), placeless(self.wanted).as_dict()))
+        # One that goes on asks the teacher that it began with, wherever that is now.
+        alike = placeless if run.finished else _placed
+        return "; ".join(differences(alike(stored).as_dict(), alike(self.wanted).as_dict()))
 
 
 def placeless(recipe: Recipe) -> Recipe:
@@ -61,6 +63,14 @@ def placeless(recipe: Recipe) -> Recipe:
     if recipe.distillation is None:
         return recipe
     teacher = "/".join(Path(recipe.distillation.teacher).parts[-2:])
+    return replace(recipe, distillation=replace(recipe.distillation, teacher=teacher))
+
+
+def _placed(recipe: Recipe) -> Recipe:
+    """A teacher by the one path that all others lead to."""
+    if recipe.distillation is None:
+        return recipe
+    teacher = str(Path(recipe.distillation.teacher).resolve())
     return replace(recipe, distillation=replace(recipe.distillation, teacher=teacher))
 
 

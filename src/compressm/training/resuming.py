@@ -107,7 +107,7 @@ def differences(stored: Any, mine: Any, key: str = "") -> Iterator[str]:
         for name in sorted({*stored, *mine}):
             yield from differences(stored.get(name), mine.get(name), f"{key}.{name}".strip("."))
     elif stored != mine:
-        yield f"{key} was {stored!r:.60} and is {mine!r:.60}"
+        yield f"{key} was {stored!r:.200} and is {mine!r:.200}"
 
 
 def _remove(*paths: Path) -> None:
