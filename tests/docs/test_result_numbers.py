@@ -4,7 +4,7 @@ from statistics import fmean, stdev
 
 import pytest
 
-from tests.docs.measured import page, rows
+from tests.docs.measured import page, result, rows
 
 
 def smnist(variant, column="best", name="results-smnist"):
@@ -111,6 +111,20 @@ def test_choices_do_on_smnist_what_the_page_says():
     said = f"{theirs:.1f} with {narrow[0]:.0f}, and than gentle cuts to 28 at the same rate, {gently:.1f}."
     assert said in text
     assert choice("256 states, phases up to 2π") == pytest.approx(choice("256 states", name="results-smnist"), abs=0.1)
+
+
+def test_seeds_differ_as_much_as_the_page_says():
+    spreads = {}
+    for name in ("results-smnist", "results-smnist-falling", "results-smnist-selection"):
+        for variant in {row["variant"] for row in result(name).rows}:
+            best = [float(row["best"]) for row in rows(name, variant=variant)]
+            if len(best) > 1 and min(best) > 90:
+                spreads[name, variant] = stdev(best)
+    few = spreads.pop(("results-smnist-selection", "32 states"))
+    five = [spread for (name, _), spread in spreads.items() if name != "results-smnist-selection"]
+    said = f"standard deviations of {min(five):.1f} to {max(five):.1f} points, 32 states from the start even {few:.1f}"
+    assert said in page("docs/smnist_choices.md")
+    assert {row["together"] for row in result("results-smnist").rows} == {10, 12}  # as the page of results says
 
 
 def test_what_is_kept_matters_on_smnist_as_the_page_says():

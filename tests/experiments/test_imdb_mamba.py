@@ -15,8 +15,8 @@ from compressm.compression import Baked, PerChannel, SharedIndex, load_model
 from compressm.experiments import imdb_mamba
 from compressm.experiments.catalogue import find_recipe
 from compressm.experiments.imdb_mamba import VARIANTS, Job, Scale, collect, jobs
+from compressm.experiments.jobs import train as train_all
 from compressm.experiments.outcomes import joined, kept
-from compressm.experiments.outcomes import train as train_all
 from compressm.experiments.trainings import Training
 from compressm.reports.tables import grids
 from compressm.runs.directory import RunDirectory, Status

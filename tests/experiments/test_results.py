@@ -9,8 +9,9 @@ import pytest
 
 from compressm.experiments import results
 from compressm.experiments.catalogue import find_recipe
-from compressm.experiments.outcomes import Job, company, missing
-from compressm.experiments.outcomes import train as train_all
+from compressm.experiments.jobs import Job, company
+from compressm.experiments.jobs import train as train_all
+from compressm.experiments.outcomes import missing
 from compressm.experiments.results import TASKS, jobs
 from compressm.experiments.trainings import Training
 from compressm.runs.directory import RunDirectory

@@ -17,8 +17,9 @@ from statistics import fmean
 
 from compressm.compression import load_model
 from compressm.experiments.command import count, earlier_results, result
-from compressm.experiments.outcomes import Job, collected, different, kept, outcome, train
-from compressm.experiments.trainings import Training
+from compressm.experiments.jobs import Job, train
+from compressm.experiments.outcomes import collected, kept, outcome
+from compressm.experiments.trainings import Training, different
 from compressm.layers import Mamba
 from compressm.runs.directory import RunDirectory
 from compressm.runs.measurement import Measurement, Row

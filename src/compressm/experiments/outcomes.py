@@ -1,100 +1,21 @@
-"""What studies that train several variants keep of every run, and how results of several days become one."""
+"""What studies keep of every training, and how results of several days become one."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 from compressm.compression import SavingError
-from compressm.experiments.processes import Processes, heard_as_ctrl_c
-from compressm.experiments.trainings import Training
-from compressm.runs.atomic import replacing
+from compressm.experiments.jobs import Job
 from compressm.runs.directory import RunDirectory
 from compressm.runs.environment import Environment
 from compressm.runs.measurement import Measurement, Row
 from compressm.runs.records import RunError
 from compressm.runs.run import Run, read_run
-from compressm.training.config import ConfigError
-
-_COMPANY = "together.json"  # in the folder of a run: how many were trained at a time
-
-
-@dataclass(frozen=True)
-class Job:
-    """One training, in a process of its own; with its `order` where a variant is trained at several.
-
-    `task` is named where a command has several.
-    """
-
-    variant: str
-    seed: int
-    training: Training
-    order: int | None = None
-    task: str = ""
-
-    def __str__(self) -> str:
-        size = "" if self.order is None else f"n = {self.order}, "
-        return f"{self.task}{': ' * bool(self.task)}{self.variant}, {size}seed {self.seed}"
-
-    def is_of(self, row: Row) -> bool:
-        """Whether a row is of this training."""
-        alike = (row["variant"], row["seed"]) == (self.variant, self.seed)
-        return alike and (self.order is None or row["order"] == self.order)
-
-
-def train(wanted: Sequence[Job], *, processes: int, data: Path | None) -> None:
-    """What is not done yet, `processes` at a time; how each ended is printed.
-
-    After Ctrl-C, or what ends a process politely, trainings save; exit 130.
-    """
-    executor = Processes(processes, data)
-    new = [job for job in wanted if not job.training.finished]
-    for job in new:
-        _note_company(RunDirectory(job.training.folder), min(processes, len(new)))
-    try:
-        with heard_as_ctrl_c():
-            started = [executor.submit(job.training) if job in new else None for job in wanted]
-            for job, running in zip(wanted, started, strict=True):
-                said = "was done" if running is None else running.result().message or "done"
-                print(f"{job}: {said}", flush=True)
-    except KeyboardInterrupt:
-        executor.stop()
-        print("stopped, and what was trained is saved: the same command goes on", file=sys.stderr)
-        raise SystemExit(130) from None
-
-
-def _note_company(directory: RunDirectory, together: int) -> None:
-    """Before a training begins; of one that goes on the most that there were."""
-    before = company(directory).get("together", 1) if directory.exists else 1
-    directory.path.mkdir(parents=True, exist_ok=True)
-    with replacing(directory.path / _COMPANY) as scratch:
-        scratch.write_text(json.dumps({"together": max(int(before), together)}))
-
-
-def company(directory: RunDirectory) -> Row:
-    """How many trainings ran at a time with this one, as `train` noted; nothing where that is not known."""
-    try:
-        return {"together": int(json.loads((directory.path / _COMPANY).read_text())["together"])}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-
-
-def different(wanted: Sequence[Job]) -> str | None:
-    """Why a run that is in the folder of a training cannot be gone on with, nor collected."""
-    for job in wanted:
-        try:
-            if said := job.training.differs:
-                return (
-                    f"{job.training.folder} holds a run of another recipe than {job}: {said}; move it, or choose --out"
-                )
-        except (ConfigError, RunError) as error:
-            return f"{error}; expected the recipe of {job}: move it, or choose --out"
-    return None
 
 
 def collected(name: str, title: str, wanted: Sequence[Job], found: Callable[[RunDirectory], Row]) -> Measurement | None:
@@ -112,8 +33,7 @@ def collected(name: str, title: str, wanted: Sequence[Job], found: Callable[[Run
             named |= {} if job.order is None else {"order": job.order}
             try:
                 here = directory.environment()
-                said: Row = {"date": here.date, "commit": here.commit, "machine": here.machine}
-                rows.append(named | found(directory) | said)
+                rows.append(named | found(directory) | _origin(here))
             except (RunError, SavingError) as error:
                 print(f"left out: {job}: {error}", file=sys.stderr)
             else:
@@ -126,12 +46,14 @@ def _most(rows: Iterable[Row]) -> str:
     return Counter(str(row["machine"]) for row in rows).most_common(1)[0][0]
 
 
-def joined(results: Sequence[Measurement]) -> Measurement:
-    """The rows of all of them, variant by variant; of the same variant and seed that of the last.
+def joined(found: Iterable[Measurement | None]) -> Measurement:
+    """The rows of all that there are, variant by variant; of the same variant and seed that of the last.
 
-    The environment is the last on the machine that has most of the rows.
+    Rows of older results that do not say where they are from are from where the whole is. The environment is the last
+    on the machine that has most of the rows.
     """
-    rows = {(str(row["variant"]), row["seed"]): _dated(row, one) for one in results for row in one.rows}
+    results = [one for one in found if one is not None]
+    rows = {(str(row["variant"]), row["seed"]): _origin(one.environment) | row for one in results for row in one.rows}
     places = list(dict.fromkeys(variant for variant, _ in rows))
     keys = sorted(rows, key=lambda key: (places.index(key[0]), key[1]))
     machine = _most(rows.values())
@@ -140,11 +62,9 @@ def joined(results: Sequence[Measurement]) -> Measurement:
     return replace(results[-1], rows=[rows[key] for key in keys], environment=environment)
 
 
-def _dated(row: Row, found: Measurement) -> Row:
-    """With what only the whole result says of it, in older ones."""
-    here = found.environment
-    said: Row = {"date": here.date, "commit": here.commit, "machine": here.machine}
-    return row | {name: value for name, value in said.items() if name not in row}
+def _origin(here: Environment) -> Row:
+    """When, at which commit and where."""
+    return {"date": here.date, "commit": here.commit, "machine": here.machine}
 
 
 def written(found: Measurement, path: Path, wanted: Sequence[Job]) -> Path:
@@ -173,8 +93,8 @@ def kept(new: Measurement | None, earlier: Sequence[Measurement], path: Path, wa
     """The result in its file, beside the rows that were there; then an error where trainings are not in it."""
     if new is None and not earlier:
         raise SystemExit("no training was finished: there is nothing to collect")
-    found = [*earlier, *([] if new is None else [new])]
-    path = written(joined(found) if earlier else found[0], path, wanted)
+    # By variant and seed alone rows of one variant at several orders would be one: such a study has no earlier result.
+    path = written(new if new is not None and not earlier else joined([*earlier, new]), path, wanted)
     require_none(missing(new, wanted), wanted)
     return path
 

@@ -11,20 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from compressm.experiments.command import count, earlier_results, result, seed_number
-from compressm.experiments.outcomes import (
-    Job,
-    collected,
-    company,
-    different,
-    joined,
-    missing,
-    outcome,
-    require_none,
-    train,
-    written,
-)
+from compressm.experiments.jobs import Job, company, train
+from compressm.experiments.outcomes import collected, joined, missing, outcome, require_none, written
 from compressm.experiments.result_lists import TASKS, Variant
-from compressm.experiments.trainings import Training
+from compressm.experiments.trainings import Training, different
 from compressm.runs.directory import RunDirectory
 from compressm.runs.measurement import Measurement, Row
 from compressm.runs.records import RunError, TruncationRecord
@@ -106,7 +96,7 @@ class Asked:
         if new is None and not earlier:
             print(f"no training of {self.task} was finished: there is nothing to write")
             return self.wanted
-        found = joined([*earlier, *([] if new is None else [new])])
+        found = joined([*earlier, new])
         written(found, self.path, self.wanted)
         return missing(found if all_count else new, self.wanted)
 

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from compressm.experiments.command import count
-from compressm.experiments.outcomes import Job, collected, different, kept, train
-from compressm.experiments.trainings import Training
+from compressm.experiments.jobs import Job, train
+from compressm.experiments.outcomes import collected, kept
+from compressm.experiments.trainings import Training, different
 from compressm.runs.directory import RunDirectory
 from compressm.runs.measurement import Measurement, Row
 from compressm.runs.records import Evaluation, RunError

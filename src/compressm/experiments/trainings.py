@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from compressm.experiments.catalogue import BASELINE, find_recipe
 from compressm.runs.directory import RunDirectory
-from compressm.training.config import Recipe
+from compressm.runs.records import RunError
+from compressm.training.config import ConfigError, Recipe
 from compressm.training.reading import make_recipe
 from compressm.training.resuming import differences
 
@@ -54,23 +57,47 @@ class Training:
             return ""
         stored = make_recipe(run.config(), source=str(self.folder / "config.json"))
         # One that goes on asks the teacher that it began with, wherever that is now.
-        alike = placeless if run.finished else _placed
-        return "; ".join(differences(alike(stored).as_dict(), alike(self.wanted).as_dict()))
+        named = _arm_and_seed if run.finished else _place
+        then, now = (_taught(recipe, named).as_dict() for recipe in (stored, self.wanted))
+        return "; ".join(differences(then, now))
 
 
-def placeless(recipe: Recipe) -> Recipe:
-    """A teacher by arm and seed, wherever the folder of all runs lies and is seen from."""
+class Trained(Protocol):
+    """What has a training, and a name for people."""
+
+    @property
+    def training(self) -> Training | None: ...
+
+
+def different(wanted: Iterable[Trained]) -> str | None:
+    """Why a run that is in the folder of a training cannot be gone on with, nor collected."""
+    for job in wanted:
+        if job.training is None:
+            continue
+        try:
+            said = job.training.differs
+        except (ConfigError, RunError) as error:
+            return f"{error}; expected the recipe of {job}: move it, or choose --out"
+        if said:
+            return f"{job.training.folder} holds a run of another recipe than {job}: {said}; move it, or choose --out"
+    return None
+
+
+def _arm_and_seed(teacher: Path) -> str:
+    """Wherever the folder of all runs lies and is seen from."""
+    return "/".join(teacher.parts[-2:])
+
+
+def _place(teacher: Path) -> str:
+    """The one path that all others lead to."""
+    return str(teacher.resolve())
+
+
+def _taught(recipe: Recipe, named: Callable[[Path], str]) -> Recipe:
+    """With its teacher named so, where it has one."""
     if recipe.distillation is None:
         return recipe
-    teacher = "/".join(Path(recipe.distillation.teacher).parts[-2:])
-    return replace(recipe, distillation=replace(recipe.distillation, teacher=teacher))
-
-
-def _placed(recipe: Recipe) -> Recipe:
-    """A teacher by the one path that all others lead to."""
-    if recipe.distillation is None:
-        return recipe
-    teacher = str(Path(recipe.distillation.teacher).resolve())
+    teacher = named(Path(recipe.distillation.teacher))
     return replace(recipe, distillation=replace(recipe.distillation, teacher=teacher))
 
 

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Literal
 
 from compressm.experiments.reproduction.arms import Arm, Experiment, FinalOrder
-from compressm.experiments.trainings import Training, placeless
+from compressm.experiments.trainings import Training, different
 from compressm.runs.directory import RunDirectory
 from compressm.runs.records import RunError
 from compressm.runs.run import Run, read_run
-from compressm.training.config import ConfigError
-from compressm.training.reading import make_recipe
 
 # "begun": a process was stopped, or is at it; "waits": for the order of other runs, or for its teacher.
 JobState = Literal["done", "begun", "new", "waits"]
@@ -112,13 +110,5 @@ class Plan:
 
 def require_same_recipes(jobs: list[Job]) -> None:
     """Of runs that are there already; a folder of an older definition of an experiment is refused by name."""
-    for job in jobs:
-        if job.training is None or job.state == "new":
-            continue
-        file = job.training.folder / "config.json"
-        try:
-            stored = make_recipe(RunDirectory(job.training.folder).config(), source=str(file))
-        except ConfigError as error:
-            raise RunError(f"{error}; expected the recipe of {job}") from None
-        if placeless(stored) != placeless(job.arm.read(job.seed)):
-            raise RunError(f"{job.training.folder} holds a run of another recipe than {job}: move it, or choose --out")
+    if why := different(jobs):
+        raise RunError(why)
