@@ -119,7 +119,7 @@ def nan_memory(monkeypatch):
 @pytest.fixture
 def few_programs(monkeypatch):
     """Every program takes several tiles, as at sizes that a test cannot have."""
-    from compressm.ops.launch import Launch
+    from compressm.ops.memory import Launch
 
     workers = Launch.workers
     monkeypatch.setattr(Launch, "workers", lambda launch, tiles: workers(launch._replace(programs=3), tiles))

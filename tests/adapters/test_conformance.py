@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from compressm.adapters import ConformanceError, LRUAdapter, S5Adapter, SSMAdapter, check_adapter
-from compressm.adapters.trial import Finding
+from compressm.adapters.promises import Finding
 from compressm.control import DiagonalSystem
 from compressm.layers import LRU, S4D, S5, Bilinear, Inv, Legs
 from tests.marks import every_other, later

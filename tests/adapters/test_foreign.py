@@ -9,7 +9,7 @@ from torch import nn
 
 import compressm as cs
 from compressm.adapters import AdapterError, adapter_for, check_adapter, find
-from compressm.adapters.foreign.layer_config import LayerConfig
+from compressm.adapters.transformers.mamba import LayerConfig
 from compressm.compression import CompressionError
 from tests.adapters.foreign_models import (
     IDS,

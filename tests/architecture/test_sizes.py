@@ -1,4 +1,4 @@
-"""Files under 400 lines, functions under 40: a file that grows two concepts is split."""
+"""Files under 600 lines, functions under 60: a file is a concept, and one that grows two of them is split."""
 
 import ast
 from pathlib import Path
@@ -13,16 +13,27 @@ def functions(tree):
     return (node for node in statements(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
+# Kernels are read as text by a compiler that knows no calls to other files: they may be as long as they have to be.
+KERNELS = "*_triton.py"
+# Longer for a reason: (file, function or ""): the reason.
+EXCEPTIONS: dict[tuple[str, str], str] = {}
+
+
 def lengths(path):
-    """Of the file, and of its functions; a kernel is one function."""
-    yield path.name, path.read_text().count("\n") + 1, 400
-    if not path.match("ops/*/triton.py"):
-        yield from ((node.name, node.end_lineno - node.lineno + 1, 40) for node in functions(tree(path)))
+    """The sizes of a file and of its functions, each with what is allowed."""
+    name = str(path.relative_to(ROOT))
+    yield (name, ""), path.read_text().count("\n") + 1, 600
+    yield from (((name, node.name), node.end_lineno - node.lineno + 1, 60) for node in functions(tree(path)))
 
 
 def test_files_and_functions_stay_small():
-    found = [(path.relative_to(ROOT), *row) for path in FILES for row in lengths(path)]
-    assert [row for row in found if row[2] > row[3]] == []
+    found = [row for path in FILES if not path.match(KERNELS) for row in lengths(path)]
+    assert [row for row in found if row[1] > row[2] and row[0] not in EXCEPTIONS] == []
+
+
+def test_exceptions_are_still_needed():
+    found = {place: size > allowed for path in FILES for place, size, allowed in lengths(path)}
+    assert [place for place in EXCEPTIONS if not found.get(place)] == []
 
 
 def test_every_test_can_fail():

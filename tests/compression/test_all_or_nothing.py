@@ -9,11 +9,11 @@ from torch.nn.functional import cross_entropy
 
 from compressm.compression import surgery
 from compressm.compression.compressor import Compressor
-from compressm.compression.errors import CompressionError
 from compressm.compression.policies import TargetOrder
 from compressm.compression.record import Restored
 from compressm.compression.rollback import Rollback
 from compressm.control import NonFiniteError, UnstableSystemError
+from compressm.errors import CompressionError
 from compressm.layers import LRU, S5
 from compressm.models import SequenceClassifier
 from tests.compression.test_rollback import same

@@ -6,9 +6,9 @@ import torch
 from compressm.adapters import adapter_for
 from compressm.compression import TargetOrder, compress_
 from compressm.compression.calibration import listen, outputs, relative_change, sampled_steps, squared_change, states
-from compressm.compression.errors import CompressionError
 from compressm.compression.gramian import Measured
 from compressm.control import NonFiniteError, balanced_truncation, controllability_gramian, fold
+from compressm.errors import CompressionError
 from compressm.layers import LRU, S4D, S5
 from compressm.models import OneMask, SequenceClassifier
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from compressm.compression.compressor import PAPER, Compressor, compress_
-from compressm.compression.errors import CompressionError
 from compressm.compression.moments import Restart, Slice, Transport
 from compressm.compression.planning import plan_cuts
 from compressm.compression.policies import Budget, EnergyTolerance, KeepFraction, TargetOrder
 from compressm.compression.record import Cut, Restored
 from compressm.compression.rollback import Rollback
 from compressm.compression.selection import Random, Smallest
+from compressm.errors import CompressionError
 from compressm.layers import LRU, S4D, S5
 from compressm.models import SequenceClassifier
 

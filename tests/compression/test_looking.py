@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from compressm.adapters import adapter_for
-from compressm.compression.errors import CompressionError
 from compressm.compression.inspecting import inspect
 from compressm.compression.tracker import HankelTracker
 from compressm.control import fold, hankel_singular_values
+from compressm.errors import CompressionError
 from compressm.layers import LRU, S4D
 from compressm.models import SequenceClassifier
 

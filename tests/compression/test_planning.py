@@ -6,7 +6,6 @@ import torch
 from compressm.adapters import write
 from compressm.compression import linear, planning
 from compressm.compression.compressor import Compressor, compress_
-from compressm.compression.errors import CompressionError
 from compressm.compression.gramian import Measured, WhiteNoise
 from compressm.compression.inspecting import inspect
 from compressm.compression.options import Options
@@ -15,6 +14,7 @@ from compressm.compression.policies import Budget, EnergyTolerance, ErrorBound, 
 from compressm.compression.selection import Random
 from compressm.compression.tracker import HankelTracker
 from compressm.control import UnstableSystemError, error_bounds, fold, hankel_singular_values
+from compressm.errors import CompressionError
 from compressm.layers import LRU, S4D, S5
 from compressm.models import Block, Blocks, SequenceClassifier
 

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from compressm.adapters import find
-from compressm.compression.errors import CompressionError
 from compressm.compression.moments import Transport
 from compressm.compression.rollback import Rollback, Watch
 from compressm.compression.snapshot import Snapshot, Subject
 from compressm.compression.surgery import apply_cuts, prepare_cut
+from compressm.errors import CompressionError
 from compressm.layers import LRU, S4D
 from compressm.models import SequenceClassifier
 from tests import unhooked

@@ -10,10 +10,10 @@ from torch import nn
 
 from compressm.adapters import AdapterError
 from compressm.compression import surgery
-from compressm.compression.errors import CompressionError
 from compressm.compression.moments import Transport
 from compressm.compression.surgery import PreparedCut, apply_cuts, prepare_cut, require_plain_parameters
 from compressm.control import NonFiniteError, ShapeError
+from compressm.errors import CompressionError
 from compressm.layers import LRU, S4D, S5
 from tests.compression.trained import change_of, loss_of
 

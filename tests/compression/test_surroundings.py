@@ -11,8 +11,8 @@ from torch.nn.utils import parametrizations, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from compressm.compression.compressor import Compressor, compress_
-from compressm.compression.errors import CompressionError
 from compressm.compression.policies import KeepFraction, TargetOrder
+from compressm.errors import CompressionError
 from compressm.layers import LRU, S4D, S5
 from compressm.models import SequenceClassifier
 from tests import unhooked

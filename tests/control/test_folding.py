@@ -21,7 +21,7 @@ from compressm.control import (
     real_balanced_truncation,
     real_form,
 )
-from compressm.control.real_balancing import _real_gramians
+from compressm.control.folding import _real_gramians
 from tests.marks import later
 from tests.strategies import diagonal_systems, few
 

@@ -16,7 +16,7 @@ from compressm.control import (
     nuclear_norm,
     observability_gramian,
 )
-from compressm.control.geometric_mean import geometric_mean, mean_by_products, sign_polynomials
+from compressm.control.nuclear_norm import geometric_mean, mean_by_products, sign_polynomials
 from tests.strategies import diagonal_systems
 
 ROUTES = {"factors": geometric_mean, "products": mean_by_products}

@@ -77,7 +77,7 @@ def test_folding_tracking_and_real_balancing_run_on_the_gpu():
 def test_solvers_may_first_be_called_by_several_threads():
     script = """
 import torch
-from compressm.control.side_by_side import each
+from compressm.control.linear_algebra import each
 torch.set_num_threads(4)
 matrices = [(k + 1.0) * torch.eye(40, dtype=torch.float64, device="cuda") for k in range(8)]
 factors = each(lambda matrix: torch.linalg.cholesky_ex(matrix).L, matrices)

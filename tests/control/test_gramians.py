@@ -15,7 +15,7 @@ from compressm.control import (
     observability_gramian,
     solve_lyapunov,
 )
-from compressm.control.lyapunov import lyapunov_factor, lyapunov_residual
+from compressm.control.gramians import lyapunov_factor, lyapunov_residual
 from tests import oracles
 from tests.strategies import diagonal_systems
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from compressm.control import parts
+from compressm.control import linear_algebra as parts
 from compressm.control.validation import is_finite
 
 PAIRS = {

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from compressm.control import side_by_side
+from compressm.control import linear_algebra as side_by_side
 
 A = torch.randn(3, 5, 5, dtype=torch.complex128, generator=torch.Generator().manual_seed(0))
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from compressm.layers import LRU, S5, Bilinear, SequenceError
-from compressm.layers.arguments import arguments_of, keeps_arguments
+from compressm.layers.base import arguments_of, keeps_arguments
 from compressm.models import LayerNorm, SequenceClassifier
 
 

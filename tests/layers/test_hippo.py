@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from compressm.layers import Inv, Legs, Lin
-from compressm.layers.hippo import inv_poles, legs_modes, legs_poles, lin_poles
+from compressm.layers.initialisation import inv_poles, legs_modes, legs_poles, lin_poles
 
 ORDERS = [1, 2, 7, 64]
 

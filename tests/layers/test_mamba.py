@@ -9,7 +9,7 @@ from torch.nn.functional import softplus
 from compressm import load_model, save_model
 from compressm.layers import Mamba
 from compressm.models import RMSNorm, SequenceClassifier
-from compressm.ops.selective_scan import ScanPath
+from compressm.ops.selective import ScanPath
 from tests import unhooked
 
 WIDTH = 20

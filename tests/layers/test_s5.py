@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from compressm.control import DenseSystem, DiagonalSystem
 from compressm.layers import S5, ZOH, Bilinear
-from compressm.layers.hippo import legs_modes, legs_normal_part
+from compressm.layers.initialisation import legs_modes, legs_normal_part
 
 RULES = [ZOH(), Bilinear()]
 

@@ -17,7 +17,7 @@ TOLERANCE = 2e-4  # of float32, through an LRU of order 5
 
 @pytest.fixture(autouse=True)
 def _kernels_serve_here(monkeypatch):
-    monkeypatch.setattr("compressm.ops.kernels._DEVICES", (DEVICE.type,))
+    monkeypatch.setattr("compressm.ops.dispatch._DEVICES", (DEVICE.type,))
 
 
 def make(width=6, norm=BatchNorm(), dropout=OneMask(0.3), layer=LRU):  # noqa: B008
@@ -84,15 +84,14 @@ def test_what_is_frozen_changes_no_other_gradient(frozen):
 def scanned(monkeypatch):
     """As on a GPU: wide layers scan, and learn through the links of the norm before them."""
     from compressm.ops import Path
-    from compressm.ops.diagonal_scan import dispatch
-    from compressm.ops.driven_scan import triton
+    from compressm.ops.lti import scan as dispatch
+    from compressm.ops.lti import scan_triton as triton
 
     calls = []
     apply = triton.DrivenRecurrence.apply
     monkeypatch.setattr(dispatch, "_runs_kernels", lambda u: u.dtype != torch.float64)
     monkeypatch.setattr(dispatch, "cheapest_path", lambda *_, gpu: Path.SCAN)
-    for module in ("diagonal_scan", "driven_scan"):
-        monkeypatch.setattr(f"compressm.ops.{module}.triton.compile_walks", lambda *_: None)
+    monkeypatch.setattr("compressm.ops.lti.scan_triton.compile_walks", lambda *_: None)
     monkeypatch.setattr(triton.DrivenRecurrence, "apply", lambda *args: calls.append(args) or apply(*args))
     return calls
 
@@ -154,7 +153,7 @@ def stacked(width=40, depth=3, norm=BatchNorm()):  # noqa: B008
     "norm", later([BatchNorm(), BatchNorm(momentum=1.0, affine=False)], BatchNorm(momentum=1.0, affine=False)), ids=repr
 )
 def test_a_stack_leaves_moments_for_the_norms_between_its_blocks(norm, monkeypatch):
-    from compressm.ops.batch_norm import triton
+    from compressm.ops.block import norm_triton as triton
 
     read = []
     apply = triton.FusedBatchNorm.apply
@@ -214,8 +213,8 @@ def test_under_autocast_it_stays_close_to_the_plain_block(width):
 
 @pytest.mark.parametrize("width", [8, 40])
 def test_a_gradient_that_is_the_same_at_every_step_is_not_written_out_and_counts_the_same(width):
-    from compressm.ops.batch_norm.triton import FusedBatchNorm
-    from compressm.ops.gated_residual.fused import NarrowGatedResidual, WideGatedResidual
+    from compressm.ops.block.gated_residual_triton import NarrowGatedResidual, WideGatedResidual
+    from compressm.ops.block.norm_triton import FusedBatchNorm
 
     gated = NarrowGatedResidual if width <= 32 else WideGatedResidual
     y, x, row = normal(3, 20, width), normal(3, 20, width, seed=1), normal(3, width, seed=2)

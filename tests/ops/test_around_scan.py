@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from compressm.ops.around_scan import gated, step_sizes
+from compressm.ops.selective.conv_and_gate import gated, step_sizes
 from tests.kernels import DEVICE, GPU, MARK, nan_memory, normal
 
 __all__ = ["nan_memory"]
@@ -15,9 +15,11 @@ SIZES = [(2, 19, 6), (1, 1, 1), (3, 5, 9)]
 @pytest.fixture(params=["plain", pytest.param("kernels", marks=MARK)])
 def way(request, monkeypatch, nan_memory):
     """Both, with tiles so small that there are several."""
-    monkeypatch.setattr("compressm.ops.kernels._DEVICES", (DEVICE.type,) if request.param == "kernels" else ())
+    monkeypatch.setattr("compressm.ops.dispatch._DEVICES", (DEVICE.type,) if request.param == "kernels" else ())
     if request.param == "kernels" and not GPU:
-        monkeypatch.setattr("compressm.ops.around_scan.triton._TILE", {"ROWS": 8, "COLS": 4, "num_warps": 1})
+        monkeypatch.setattr(
+            "compressm.ops.selective.conv_and_gate_triton._TILE", {"ROWS": 8, "COLS": 4, "num_warps": 1}
+        )
 
 
 def half_of(*shape, seed, dtype):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from compressm.ops import SequenceError
-from compressm.ops.batch_norm import RunningStatistics, batch_norm
+from compressm.ops.block.norm import RunningStatistics, batch_norm
 from tests.kernels import DEVICE, MARK, few_programs, later, nan_memory, normal, relative
 
 __all__ = ["few_programs", "nan_memory"]
@@ -29,7 +29,7 @@ def arriving(inputs):
 
 
 def by_kernels(inputs, statistics, grads):
-    from compressm.ops.batch_norm.triton import FusedBatchNorm
+    from compressm.ops.block.norm_triton import FusedBatchNorm
 
     leaves = {name: value.clone().requires_grad_(name != "skip") for name, value in inputs.items()}
     tensors = [leaves.get(name) for name in ("x", "weight", "bias", "skip")]
@@ -167,7 +167,7 @@ def test_memory_may_be_laid_out_in_any_way(width):
 @MARK
 @pytest.mark.parametrize("width", [8, 64])
 def test_parameters_may_be_trained_without_the_input(width):
-    from compressm.ops.batch_norm.triton import FusedBatchNorm
+    from compressm.ops.block.norm_triton import FusedBatchNorm
 
     inputs = given(3, 9, width)
     expected = by_torch(inputs, running(width), arriving(inputs))[1]
@@ -192,7 +192,7 @@ def linked(inputs, grads, u):
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.usefixtures("nan_memory")
 def test_sums_that_come_along_are_not_made_again(dtype, affine, monkeypatch):
-    from compressm.ops.batch_norm import triton
+    from compressm.ops.block import norm_triton as triton
 
     monkeypatch.setattr(triton, "column_sums", None)
     inputs = given(3, 47, 64, dtype, affine)
@@ -227,7 +227,7 @@ def test_what_comes_to_u_itself_is_added_to_what_links_bring():
 @MARK
 @pytest.mark.parametrize("shape", [(1, 1), (300, 5), (1000, 17)])
 def test_column_sums_are_those_of_torch(shape):
-    from compressm.ops.column_sums.triton import column_sums
+    from compressm.ops.sums_triton import column_sums
 
     x = normal(*shape)
     assert relative(column_sums(x), x.double().sum(0)) < 1e-6

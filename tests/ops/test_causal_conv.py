@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from compressm.ops.causal_conv.reference import plain_causal_conv
+from compressm.ops.selective.conv_and_gate import plain_causal_conv
 from tests.kernels import GPU, MARK, later, nan_memory, normal, relative
 
 __all__ = ["nan_memory"]
@@ -16,7 +16,7 @@ def small_tiles(monkeypatch):
     """Several tiles along both axes at sizes that the interpreter can do."""
     if not GPU:
         walk = {"SPAN": 8, "AHEAD": 4, "COLS": 4, "num_warps": 1}
-        monkeypatch.setattr("compressm.ops.causal_conv.triton._WALK", walk)
+        monkeypatch.setattr("compressm.ops.selective.conv_and_gate_triton._WALK", walk)
 
 
 @pytest.mark.usefixtures("nan_memory", "small_tiles")
@@ -26,7 +26,7 @@ def small_tiles(monkeypatch):
 )
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_it_is_the_convolution_with_its_gradients(batch, length, channels, taps, with_bias, dtype):
-    from compressm.ops.causal_conv.triton import CausalConv
+    from compressm.ops.selective.conv_and_gate_triton import CausalConv
 
     # Half of a wider tensor, as in_proj leaves it.
     v = normal(batch, length, 2 * channels).to(dtype)[..., :channels].requires_grad_()
@@ -48,9 +48,9 @@ def _plain(leaves):
 
 @pytest.mark.usefixtures("small_tiles")
 def test_what_came_before_is_heard(monkeypatch):
-    from compressm.ops.causal_conv import causal_conv
+    from compressm.ops.selective.conv_and_gate import causal_conv
 
-    monkeypatch.setattr("compressm.ops.causal_conv.dispatch.kernels_serve", lambda _: True)
+    monkeypatch.setattr("compressm.ops.selective.conv_and_gate.kernels_serve", lambda _: True)
     v, weight = normal(2, 11, 5), normal(5, 1, 4, seed=1)
     whole = causal_conv(v, weight)
     second = causal_conv(v[:, 6:], weight, before=v[:, 3:6])

@@ -1,7 +1,7 @@
 import pytest
 
 from compressm.ops import Path
-from compressm.ops.diagonal_scan.cost import best_chunk, cheapest_path, fast_length, layer_chunk, path_costs
+from compressm.ops.lti.cost import best_chunk, cheapest_path, fast_length, layer_chunk, path_costs
 
 
 @pytest.mark.parametrize(

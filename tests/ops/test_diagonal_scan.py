@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from compressm.ops import Path, SequenceError, linear_recurrence, lti_bank, lti_layer
-from compressm.ops.diagonal_scan.responses import power_tables
+from compressm.ops.lti.forms import power_tables
 
 LAYER_PATHS = [Path.SCAN, Path.CHUNKED, Path.CONVOLUTION]
 LENGTHS = [1, 2, 31, 32, 33, 63, 100]
@@ -196,7 +196,7 @@ def test_the_output_has_the_precision_of_the_input(dtype):
 
 @pytest.mark.parametrize("multiple", [1, 4, 8])
 def test_idle_modes_change_neither_values_nor_gradients(multiple):
-    from compressm.ops.diagonal_scan.layer_forms import padded_order, through_states
+    from compressm.ops.lti.forms import padded_order, through_states
 
     u, log_poles, B, C, state = (tensor.requires_grad_() for tensor in layer(n=5))
     padded = padded_order(log_poles, B, C, state, multiple=multiple)

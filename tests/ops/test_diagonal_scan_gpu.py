@@ -68,7 +68,7 @@ def test_every_element_of_the_outputs_is_written():
 
 
 def test_a_new_order_compiles_no_new_kernel():
-    from compressm.ops.diagonal_scan import triton as kernels
+    from compressm.ops.lti import scan_triton as kernels
 
     def compiled():
         return sum(len(cache[0]) for cache in kernels._forward.device_caches.values())

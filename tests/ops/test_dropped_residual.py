@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from compressm.ops.dropped_residual import dropped_residual
+from compressm.ops.block.gated_residual import dropped_residual
 from tests.kernels import GPU, MARK, nan_memory, normal, relative
 
 __all__ = ["nan_memory"]
@@ -15,7 +15,7 @@ pytestmark = MARK
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("shared", [False, True])
 def test_kept_entries_are_added(shared, dtypes, monkeypatch):
-    from compressm.ops.dropped_residual import triton
+    from compressm.ops.block import gated_residual_triton as triton
 
     if not GPU:  # several programs, the last of them not full
         monkeypatch.setattr(triton, "_TILE", {"VALUES": 64, "num_warps": 1})

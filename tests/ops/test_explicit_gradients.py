@@ -4,12 +4,11 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from compressm.ops.few_inputs import linear_of_few
-from compressm.ops.gated_residual import dispatch, gated_residual
-from compressm.ops.gated_residual.explicit import ExplicitGatedResidual
-from compressm.ops.gated_residual.reference import plain_gated_residual
-from compressm.ops.link import Link
-from compressm.ops.packed import packed_row, packed_weight, steps_a_row
+from compressm.ops.block import gated_residual as dispatch
+from compressm.ops.block.encoder import linear_of_few
+from compressm.ops.block.gated_residual import ExplicitGatedResidual, gated_residual, plain_gated_residual
+from compressm.ops.block.norm import Link
+from compressm.ops.memory import packed_row, packed_weight, steps_a_row
 
 RATE = 0.3
 # Width, batch, length, rows of flags: several steps a row, one, one of an odd number of tokens, rows of one channel.

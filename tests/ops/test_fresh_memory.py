@@ -3,7 +3,7 @@ import platform
 import pytest
 import torch
 
-from compressm.ops.fresh_memory import empty_in_large_pages, keep_freed_memory
+from compressm.ops.memory import empty_in_large_pages, keep_freed_memory
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (9, 2**20), (0,)])

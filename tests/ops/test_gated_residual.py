@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from compressm.ops import SequenceError
-from compressm.ops.gated_residual import dropped, gated_residual
-from compressm.ops.gated_residual.reference import plain_gated_residual
-from compressm.ops.link import Link
+from compressm.ops.block.gated_residual import dropped, gated_residual, plain_gated_residual
+from compressm.ops.block.norm import Link
 from tests.kernels import DEVICE, GPU, MARK, few_programs, later, nan_memory, normal, relative
 
 __all__ = ["few_programs", "nan_memory"]
@@ -30,7 +29,7 @@ def flags(rows, length, width):
 
 
 def by_kernels(inputs, keep=None, link=None, dtype=None):
-    from compressm.ops.gated_residual.fused import NarrowGatedResidual, WideGatedResidual
+    from compressm.ops.block.gated_residual_triton import NarrowGatedResidual, WideGatedResidual
 
     function = NarrowGatedResidual if inputs["y"].shape[-1] <= 32 else WideGatedResidual
     tensors = [inputs.get(name) for name in NAMES]
@@ -106,7 +105,7 @@ def check_link(link, gradient, u, tolerance):
     ],
 )
 def test_bad_input_is_refused_with_what_came(change, message):
-    from compressm.ops.gated_residual.dispatch import _check
+    from compressm.ops.block.gated_residual import _check
 
     inputs = {name: value.cpu() for name, value in given(2, 5, 3).items()}
     everything = {**inputs, "link": None, "keep": None, "rate": 0.0} | change
@@ -221,7 +220,7 @@ def test_the_product_may_be_narrower_than_the_activations(width):
 @pytest.mark.skipif(not GPU, reason="nothing is compiled")
 @pytest.mark.parametrize("width", [8, 64])
 def test_a_new_batch_or_length_compiles_no_new_kernel(width):
-    from compressm.ops.gated_residual import triton as kernels
+    from compressm.ops.block import gated_residual_triton as kernels
 
     def compiled():
         functions = (kernels.activate, kernels.gate, kernels.activate_backward, kernels.gate_backward)

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from compressm.ops import Path, linear_recurrence, lti_layer
-from compressm.ops.diagonal_scan import pair_recurrence as module
-from compressm.ops.diagonal_scan import walk
-from compressm.ops.diagonal_scan.cost import walks_pairs
-from compressm.ops.diagonal_scan.pair_recurrence import pair_recurrence
-from compressm.ops.diagonal_scan.reference import recurrence_loop
+from compressm.ops.lti import recurrence as module
+from compressm.ops.lti import recurrence as walk
+from compressm.ops.lti.cost import walks_pairs
+from compressm.ops.lti.recurrence import pair_recurrence
+from compressm.ops.lti.scan import recurrence_loop
 from tests.ops.test_diagonal_scan import normal, poles, relative
 
 LENGTHS = [1, 2, 31, 32, 33, 64, 65, 131]
@@ -110,7 +110,7 @@ def test_long_rows_go_over_pairs_through_the_public_functions(batch, n):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_layer_goes_over_pairs_under_autocast_as_without(dtype, monkeypatch):
-    from compressm.ops.diagonal_scan import layer_forms
+    from compressm.ops.lti import forms as layer_forms
 
     arguments = [normal(2, 40, 3), poles(4), normal(2, 4, 3, seed=1), normal(2, 2, 4, seed=2), normal(2, 2, 4, seed=3)]
     u, *rest = (tensor.float() for tensor in arguments)
@@ -124,7 +124,7 @@ def test_a_layer_goes_over_pairs_under_autocast_as_without(dtype, monkeypatch):
 
 
 def test_gradients_of_a_layer_over_pairs_are_those_of_its_definition(monkeypatch):
-    from compressm.ops.diagonal_scan import layer_forms
+    from compressm.ops.lti import forms as layer_forms
 
     monkeypatch.setattr(layer_forms, "walks_pairs", lambda *shape, driven: True)
     inputs = [normal(2, 40, 3), poles(4), normal(2, 4, 3, seed=1), normal(2, 2, 4, seed=2), normal(2, 2, 4, seed=3)]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from compressm.ops.rms_norm.reference import plain_rms_norm
+from compressm.ops.block.norm import plain_rms_norm
 from tests.kernels import GPU, MARK, nan_memory, normal, relative
 
 __all__ = ["nan_memory"]
@@ -16,7 +16,7 @@ pytestmark = MARK
 @pytest.mark.parametrize("shape", [(2, 19, 6), (1, 1, 128), (3, 7, 33)])
 @pytest.mark.parametrize(("weighted", "beside"), [(True, True), (True, False), (False, True)])
 def test_it_is_the_norm_with_its_gradients(shape, weighted, beside, dtype, monkeypatch):
-    from compressm.ops.rms_norm import triton
+    from compressm.ops.block import norm_triton as triton
 
     if not GPU:  # several tiles and several turns of each program
         monkeypatch.setattr(triton, "_VALUES", 128)
@@ -39,7 +39,7 @@ def test_it_is_the_norm_with_its_gradients(shape, weighted, beside, dtype, monke
 
 
 def test_a_gradient_that_goes_past_the_norm_alone_stays_as_it_is():
-    from compressm.ops.rms_norm import triton
+    from compressm.ops.block import norm_triton as triton
 
     x = normal(2, 3, 4).requires_grad_()
     dout = normal(2, 3, 4, seed=1)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from compressm.ops.diagonal_scan.reference import lti_loop, recurrence_loop
-from compressm.ops.link import Link
-from compressm.ops.lru_system import plain_system
+from compressm.ops.block.norm import Link
+from compressm.ops.lti.lru_system import plain_system
+from compressm.ops.lti.scan import lti_loop, recurrence_loop
 from tests.kernels import DEVICE, GPU, MARK, later, nan_memory, normal, relative, some_of
 
 __all__ = ["nan_memory"]
@@ -29,12 +29,11 @@ def poles(n, *, slowest=1e-4, fastest=None):
 def short_spans(monkeypatch):
     """The interpreter is slow: spans of 16 steps instead of 64, and nothing compiled that is not asked for."""
     if not GPU:
-        monkeypatch.setattr("compressm.ops.diagonal_scan.triton._SPAN", 16)
-        monkeypatch.setattr("compressm.ops.narrow_layer.triton._SPAN", 8)
+        monkeypatch.setattr("compressm.ops.lti.scan_triton._SPAN", 16)
+        monkeypatch.setattr("compressm.ops.lti.layer_triton._SPAN", 8)
         sizes = {"MODES": 32, "ROWS": 2, "SPAN": 8, "num_warps": 1}
-        monkeypatch.setattr("compressm.ops.narrow_layer.triton._SIZES", sizes)
-        for module in ("diagonal_scan", "driven_scan"):
-            monkeypatch.setattr(f"compressm.ops.{module}.triton.compile_walks", lambda *_: None)
+        monkeypatch.setattr("compressm.ops.lti.layer_triton._SIZES", sizes)
+        monkeypatch.setattr("compressm.ops.lti.scan_triton.compile_walks", lambda *_: None)
 
 
 def gradients(outputs, weights, inputs):
@@ -61,7 +60,7 @@ RECURRENCES = [(2, 1, 1), (1, 15, 5), (2, 16, 64), (1, 17, 130), (2, 50, 3)]
 
 @pytest.mark.parametrize(("sizes", "dtype", "given"), some_of(RECURRENCES, DTYPES, GIVEN), ids=str)
 def test_a_recurrence_is_the_definition(sizes, dtype, given, nan_memory, short_spans):
-    from compressm.ops.diagonal_scan.triton import triton_recurrence
+    from compressm.ops.lti.scan_triton import triton_recurrence
 
     batch, length, n = sizes
     state = normal(batch, 2, n, seed=1) if given else None
@@ -70,7 +69,7 @@ def test_a_recurrence_is_the_definition(sizes, dtype, given, nan_memory, short_s
 
 
 def test_conjugates_of_all_states(short_spans):
-    from compressm.ops.diagonal_scan.triton import triton_recurrence
+    from compressm.ops.lti.scan_triton import triton_recurrence
 
     sign = torch.tensor([1.0, -1.0], device=DEVICE)[:, None]
 
@@ -83,7 +82,7 @@ def test_conjugates_of_all_states(short_spans):
 
 
 def test_the_last_state_may_be_left_out(short_spans):
-    from compressm.ops.diagonal_scan.triton import triton_recurrence
+    from compressm.ops.lti.scan_triton import triton_recurrence
 
     def alone(*inputs):
         h, last = triton_recurrence(*inputs, keep_last=False)
@@ -96,14 +95,14 @@ def test_the_last_state_may_be_left_out(short_spans):
 
 @pytest.mark.parametrize("used", [0, 1], ids=["all states", "the last state"])
 def test_one_of_both_outputs_may_be_left_unused(used, short_spans):
-    from compressm.ops.diagonal_scan.triton import triton_recurrence
+    from compressm.ops.lti.scan_triton import triton_recurrence
 
     inputs = (normal(2, 20, 2, 4), poles(4), normal(2, 2, 4, seed=1))
     check_against(lambda *i: (triton_recurrence(*i)[used],), lambda *i: (recurrence_loop(*i)[used],), inputs, 5e-6)
 
 
 def test_many_segments_look_back_at_all_before_them(monkeypatch, short_spans):
-    from compressm.ops.diagonal_scan import triton
+    from compressm.ops.lti import scan_triton as triton
 
     monkeypatch.setattr(triton, "_THREADS", 10**9)
     length = 300 if GPU else 150  # more segments than the eight that are looked at together
@@ -116,7 +115,7 @@ DRIVEN = [(2, 1, 1, 1), (2, 40, 8, 5), (1, 17, 70, 33)]
 
 @pytest.mark.parametrize(("sizes", "dtype", "given"), some_of(DRIVEN, DTYPES, GIVEN), ids=str)
 def test_a_driven_recurrence_sends_gradients_with_their_sums(sizes, dtype, given, short_spans):
-    from compressm.ops.driven_scan.triton import driven_recurrence
+    from compressm.ops.lti.scan_triton import driven_recurrence
 
     batch, length, n, p = sizes
     u = normal(batch, length, p, dtype=dtype)
@@ -155,9 +154,9 @@ LAYERS = [
 @pytest.mark.parametrize("form", ["narrow", "chunked"])
 def test_a_layer_of_few_channels(form, sizes, given, nan_memory, short_spans):
     if form == "narrow":
-        from compressm.ops.narrow_layer.triton import NarrowLayer as Layer
+        from compressm.ops.lti.layer_triton import NarrowLayer as Layer
     else:
-        from compressm.ops.chunked_layer.triton import ChunkedLayer as Layer
+        from compressm.ops.lti.layer_triton import ChunkedLayer as Layer
     batch, length, n, p, q = sizes
     state = normal(batch, 2, n, seed=4) if given else None
     matrices = normal(2, n, p, seed=2), normal(2, q, n, seed=3)
@@ -166,7 +165,7 @@ def test_a_layer_of_few_channels(form, sizes, given, nan_memory, short_spans):
 
 
 def test_a_layer_of_few_channels_reads_half_precision():
-    from compressm.ops.narrow_layer.triton import NarrowLayer
+    from compressm.ops.lti.layer_triton import NarrowLayer
 
     inputs = (normal(2, 20, 4, dtype=torch.bfloat16), poles(5), normal(2, 5, 4, seed=2), normal(2, 3, 5, seed=3), None)
     assert NarrowLayer.apply(*inputs).dtype == torch.bfloat16
@@ -175,7 +174,7 @@ def test_a_layer_of_few_channels_reads_half_precision():
 
 @pytest.mark.parametrize(("n", "p", "q"), [(13, 8, 8), (57, 70, 3), (1, 1, 1), (16, 5, 20)])
 def test_the_system_of_a_linear_recurrent_unit(n, p, q, nan_memory):
-    from compressm.ops.lru_system.triton import LRUSystem
+    from compressm.ops.lti.lru_system_triton import LRUSystem
 
     shapes = ((n,), (n,), (n,), (n, p), (n, p), (q, n), (q, n))
     inputs = [normal(*shape, seed=k) for k, shape in enumerate(shapes)]
@@ -191,7 +190,7 @@ def test_the_system_of_a_linear_recurrent_unit(n, p, q, nan_memory):
 
 
 def test_the_system_comes_in_the_precision_asked_for():
-    from compressm.ops.lru_system.triton import LRUSystem
+    from compressm.ops.lti.lru_system_triton import LRUSystem
 
     parameters = [normal(*shape) for shape in ((4,), (4,), (4,), (4, 3), (4, 3), (2, 4), (2, 4))]
     logs, B, C = LRUSystem.apply(*parameters, torch.bfloat16)
@@ -205,7 +204,7 @@ MAPS = [(7, 1, 8), (33, 5, 1), (90, 3, 140)]
     ("sizes", "dtype"), [*some_of(MAPS, DTYPES), *(later((300, 3, 200), d) for d in DTYPES)], ids=str
 )
 def test_a_linear_map_of_few_inputs(sizes, dtype, nan_memory):
-    from compressm.ops.few_inputs.triton import LinearOfFew
+    from compressm.ops.block.encoder_triton import LinearOfFew
 
     rows, inputs, width = sizes
     x = normal(3, rows, inputs, dtype=dtype)
@@ -221,9 +220,9 @@ def test_a_linear_map_of_few_inputs(sizes, dtype, nan_memory):
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("length", "width"), [(1, 1), (300, 8), (1100, 33)])
 def test_a_mean_over_time(length, width, dtype, monkeypatch):
-    from compressm.ops.time_mean import dispatch
+    from compressm.ops.block import pooling as dispatch
 
-    monkeypatch.setattr("compressm.ops.kernels._DEVICES", (DEVICE.type,))
+    monkeypatch.setattr("compressm.ops.dispatch._DEVICES", (DEVICE.type,))
     x = normal(3, length, width, dtype=dtype)
     assert dispatch.kernels_serve(x)
     check_against(lambda x: (dispatch.time_mean(x),), lambda x: (x.mean(1),), (x,), TOLERANCE[dtype])
@@ -234,7 +233,7 @@ def test_a_mean_over_time(length, width, dtype, monkeypatch):
 
 @pytest.mark.parametrize("learning", [True, False])
 def test_few_and_many_modes_are_compiled_at_the_first_use(learning, monkeypatch):
-    from compressm.ops.diagonal_scan import triton
+    from compressm.ops.lti import scan_triton as triton
 
     built = []
     monkeypatch.setattr(triton, "Walk", lambda x, logs, *, flip: built.append((x.shape[-1], flip)) or Walk())

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from compressm.ops.selective_scan import ScanPath, Selective, selective_scan
+from compressm.ops.selective import ScanPath, Selective, selective_scan
 from tests.kernels import DEVICE, GPU, MARK, later, nan_memory, relative
 from tests.ops.selective import Case, exact, inputs, largest_error, options, results
 
@@ -19,9 +19,9 @@ SPAN = 4
 @pytest.fixture
 def sized(monkeypatch):
     """Short spans; with `segments` time is cut, with `most` states are taken so many at a time."""
-    from compressm.ops.selective_scan import programs
+    from compressm.ops.selective import gpu as programs
 
-    monkeypatch.setattr("compressm.ops.kernels._DEVICES", (DEVICE.type,))
+    monkeypatch.setattr("compressm.ops.dispatch._DEVICES", (DEVICE.type,))
 
     def size(*, segments=False, most=128, span=SPAN, few=16):
         changed = {"SPANS": span, "_BUSY": 64 if segments else 1, "_MOST": most, "_MOST_OF_ORDERS": min(most, 32)}
@@ -92,7 +92,7 @@ def test_kernels_read_half_precision(name, sized):
 
 
 def test_segments_and_blocks_are_what_is_tested(sized):
-    from compressm.ops.selective_scan import programs
+    from compressm.ops.selective import gpu as programs
 
     sized(segments=True, most=4)
     shape = programs.Shape(1, 35, 3, 9, own=False, complex=False)
@@ -163,7 +163,7 @@ def test_the_last_state_may_be_left_out(sized):
 
 
 def test_kernels_are_chosen_where_they_serve(sized, monkeypatch):
-    from compressm.ops.selective_scan import dispatch
+    from compressm.ops.selective import scan as dispatch
 
     u, delta, A, B, C, *_ = inputs(Case(1, 5, 2, 2), device=DEVICE)
     assert dispatch.fastest_path(Selective(u, delta, A, B, C)) is ScanPath.TRITON
@@ -186,7 +186,7 @@ class Recorder:
 
 @pytest.mark.usefixtures("sized")
 def test_no_states_are_kept_where_no_gradient_is_taken(monkeypatch):
-    from compressm.ops.selective_scan import on_gpu
+    from compressm.ops.selective import gpu as on_gpu
 
     recorder = Recorder(on_gpu.kernels._scan)
     monkeypatch.setattr(on_gpu.kernels, "_scan", recorder)

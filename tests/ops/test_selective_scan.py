@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compressm.ops.selective_scan import ScanPath, selective_scan, selective_step
-from compressm.ops.selective_scan.arguments import Selective
-from compressm.ops.selective_scan.dispatch import fastest_path
+from compressm.ops.selective import ScanPath, selective_scan, selective_step
+from compressm.ops.selective.reference import Selective
+from compressm.ops.selective.scan import fastest_path
 from tests import unhooked
 from tests.ops.selective import VARIANTS, Case, exact, inputs, largest_error, options, results
 
@@ -32,7 +32,7 @@ def cut(request, monkeypatch):
 
 def cut_into(sizes, monkeypatch):
     for name, size in zip(("TILE", "STEP", "FEW"), sizes, strict=True):
-        monkeypatch.setattr(f"compressm.ops.selective_scan.cutting.{name}", size)
+        monkeypatch.setattr(f"compressm.ops.selective.cpu_tiles.{name}", size)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -226,7 +226,7 @@ def test_one_state_in_several_steps_is_kept_for_gradients():
 def test_nothing_is_kept_without_gradients(monkeypatch):
     case = Case(length=40)
     given = [None if x is None else x.requires_grad_() for x in inputs(case)]
-    from compressm.ops.selective_scan.blocked import GroupScan
+    from compressm.ops.selective.cpu import GroupScan
 
     kept, forward = [], GroupScan.forward
     monkeypatch.setattr(GroupScan, "forward", lambda *a, **k: kept.append(k["keep"]) or forward(*a, **k))
@@ -272,7 +272,7 @@ def test_numbers_that_vanish_are_dropped_between_tiles(monkeypatch):
 
 GIVEN = """
 import torch
-from compressm.ops.selective_scan import ScanPath, selective_scan
+from compressm.ops.selective import ScanPath, selective_scan
 def scan(length=3, order=2, **changed):
     given = dict(u=torch.ones(2, 3, 4), delta=torch.ones(2, 3, 4), A=-torch.ones(4, 2))
     given |= dict(B=torch.ones(2, 3, 2), C=torch.ones(2, 3, 2)) | changed

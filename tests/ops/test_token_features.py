@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from compressm.models import EmbeddingEncoder
-from compressm.ops.token_features import token_features
+from compressm.ops.block.encoder import token_features
 from tests.kernels import DEVICE, GPU, MARK, few_programs, later, nan_memory, normal, relative
 
 __all__ = ["few_programs", "nan_memory"]
@@ -29,20 +29,20 @@ SIZES = [
 def small_tiles(monkeypatch):
     """Several programs forward, the last of them not full; few for the sums, which the interpreter makes one by one."""
     if not GPU:
-        monkeypatch.setattr("compressm.ops.token_features.triton._VALUES", 512)
-        monkeypatch.setattr("compressm.ops.column_sums.triton._ROWS", 2)
-        monkeypatch.setattr("compressm.ops.column_sums.triton._COLS", 4096)
+        monkeypatch.setattr("compressm.ops.block.encoder_triton._VALUES", 512)
+        monkeypatch.setattr("compressm.ops.sums_triton._ROWS", 2)
+        monkeypatch.setattr("compressm.ops.sums_triton._COLS", 4096)
 
 
 @pytest.fixture
 def kernels_here(monkeypatch):
-    monkeypatch.setattr("compressm.ops.kernels._DEVICES", (DEVICE.type,))
+    monkeypatch.setattr("compressm.ops.dispatch._DEVICES", (DEVICE.type,))
 
 
 @pytest.fixture
 def looked_up(monkeypatch):
     """The dtypes in which the kernel was asked for rows."""
-    from compressm.ops.token_features import triton
+    from compressm.ops.block import encoder_triton as triton
 
     asked, apply = [], triton.TokenFeatures.apply
     monkeypatch.setattr(triton.TokenFeatures, "apply", lambda *args: asked.append(args[-1]) or apply(*args))
@@ -67,7 +67,7 @@ def rounded(x, dtype):
 
 
 def gradient_of(table, tokens, dtype, dout):
-    from compressm.ops.token_features.triton import TokenFeatures
+    from compressm.ops.block.encoder_triton import TokenFeatures
 
     return torch.autograd.grad(TokenFeatures.apply(tokens, table, dtype), table, dout)[0]
 
@@ -90,7 +90,7 @@ def make_embedding(vocabulary=9, width=6, **options):
 )
 @pytest.mark.parametrize(("vocabulary", "width", "shape"), SIZES)
 def test_features_are_rows_and_gradients_their_sums(vocabulary, width, shape, dtypes):
-    from compressm.ops.token_features.triton import TokenFeatures
+    from compressm.ops.block.encoder_triton import TokenFeatures
 
     table, tokens = normal(vocabulary, width, dtype=dtypes[0]).requires_grad_(), drawn(vocabulary, shape)
     features = TokenFeatures.apply(tokens, table, dtypes[1])
@@ -132,7 +132,7 @@ def test_tokens_of_32_bits_and_gradients_with_strides_are_read_as_they_are():
 
 @pytest.mark.parametrize(("dtype", "vocabulary"), [(torch.bfloat16, 1025), (torch.float32, 513)])
 def test_of_a_large_vocabulary_torch_sums_the_gradients(dtype, vocabulary, monkeypatch):
-    from compressm.ops.token_features import triton
+    from compressm.ops.block import encoder_triton as triton
 
     monkeypatch.setattr(triton, "_gradient", lambda *_: pytest.fail("a product with a one-hot matrix"))
     table, tokens = normal(vocabulary, 6).requires_grad_(), drawn(vocabulary, (4, 9))
@@ -146,7 +146,7 @@ def test_of_a_large_vocabulary_torch_sums_the_gradients(dtype, vocabulary, monke
 
 @pytest.mark.usefixtures("few_programs")
 def test_a_token_that_is_not_in_the_table_gives_nan_and_no_gradient():
-    from compressm.ops.token_features.triton import TokenFeatures
+    from compressm.ops.block.encoder_triton import TokenFeatures
 
     table, tokens = normal(7, 5).requires_grad_(), torch.tensor([2, 7, -1, 6], device=DEVICE)
     features = TokenFeatures.apply(tokens, table, torch.float32)

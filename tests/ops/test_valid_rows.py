@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from compressm.ops.valid_rows import dispatch, valid_rows
+from compressm.ops.block import pooling as dispatch
+from compressm.ops.block.pooling import valid_rows
 from tests.kernels import DEVICE, GPU, MARK, nan_memory, normal
 
 __all__ = ["nan_memory"]
@@ -15,9 +16,9 @@ pytestmark = MARK
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [1, 6, 33])
 def test_what_is_padding_becomes_zero_and_so_does_its_gradient(width, dtype, monkeypatch):
-    from compressm.ops.valid_rows import triton
+    from compressm.ops.block import pooling_triton as triton
 
-    monkeypatch.setattr("compressm.ops.kernels._DEVICES", (DEVICE.type,))
+    monkeypatch.setattr("compressm.ops.dispatch._DEVICES", (DEVICE.type,))
     if not GPU:
         monkeypatch.setattr(triton, "_VALUES", 64)
     x = normal(3, 11, width).to(dtype)

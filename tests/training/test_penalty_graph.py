@@ -6,7 +6,7 @@ import torch
 from compressm.baselines import HankelMajoriser, HankelNuclearNorm, ModalL1
 from compressm.compression.distributed import Processes
 from compressm.control import DiagonalSystem, NonFiniteError, nuclear_norm
-from compressm.control.geometric_mean import mean_by_products
+from compressm.control.nuclear_norm import mean_by_products
 from compressm.control.validation import values_unread
 from compressm.layers import LRU, S4D, S5
 from compressm.models import SequenceClassifier

@@ -4,18 +4,16 @@
 `check_adapter` tests it.
 """
 
-from compressm.adapters.base import Adapter, SSMAdapter, adapter_for, adapts, find, state_axes
+from compressm.adapters.base import Adapter, SSMAdapter, adapter_for, adapts, find, state_axes, write
 from compressm.adapters.conformance import check_adapter
-from compressm.adapters.errors import AdapterError, ConformanceError
-from compressm.adapters.foreign import MambaMixerAdapter
 from compressm.adapters.lru import LRUAdapter
-from compressm.adapters.mamba import MambaAdapter
+from compressm.adapters.mamba import MambaAdapter, SelectiveAdapter
 from compressm.adapters.poles import continuous_poles
+from compressm.adapters.promises import Finding
 from compressm.adapters.s4d import S4DAdapter
 from compressm.adapters.s5 import S5Adapter
-from compressm.adapters.selective import SelectiveAdapter
-from compressm.adapters.trial import Finding
-from compressm.adapters.writing import write
+from compressm.adapters.transformers import MambaMixerAdapter
+from compressm.errors import AdapterError, ConformanceError
 
 __all__ = [
     "Adapter",

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from compressm.adapters.errors import AdapterError
-from compressm.control import DiagonalSystem
+from compressm.control import DeviceError, DiagonalSystem, PrecisionError, ShapeError, UnstableSystemError
+from compressm.control.linear_algebra import modulus
+from compressm.control.validation import require_finite, require_kind
+from compressm.errors import AdapterError
+from compressm.layers import LTILayer, SSMLayer
+from compressm.layers.parameters import replace_data
 
 Module = TypeVar("Module", bound=nn.Module)
 System = TypeVar("System")
@@ -206,3 +210,116 @@ def plain_name(path: str, modules: Mapping[str, nn.Module]) -> str:
 def _require_module(function: str, module: object) -> None:
     if not isinstance(module, nn.Module):
         raise AdapterError(f"{function} takes an nn.Module, got {type(module).__name__}")
+
+
+def write(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Give the named parameters new values; everything is checked before anything is changed.
+
+    Each parameter stays the same object with its dtype, device, `requires_grad`, hooks and attributes; its gradient,
+    which belongs to the old values, is dropped.
+    """
+    for parameter, data in prepared(module, values):
+        replace_data(parameter, data)
+
+
+def prepared(
+    module: nn.Module, values: Mapping[str, Tensor], beside: Mapping[str, Tensor] | None = None
+) -> list[tuple[nn.Parameter, Tensor]]:
+    """The parameters that `write` would change, each with its new data; all is checked and nothing changed.
+
+    `beside` are other tensors that the module will have then, as where its channels get states of their own.
+    """
+    parameters = {name: parameter_of(module, name) for name in values}
+    _require_distinct(parameters)
+    copies = {name: _prepare(name, parameter, values[name]) for name, parameter in parameters.items()}
+    if beside:
+        _require_one_form(module, {**copies, **beside})
+    else:
+        _require_one_order(module, copies)
+    return [(parameter, copies[name]) for name, parameter in parameters.items()]
+
+
+def _prepare(name: str, parameter: nn.Parameter, value: Tensor) -> Tensor:
+    """A copy as the parameter stores it."""
+    if not isinstance(value, Tensor):
+        raise AdapterError(f"the value of {name} is a {type(value).__name__}, expected a tensor")
+    if value.ndim != parameter.ndim or value.numel() == 0:
+        raise ShapeError(
+            f"the value of {name} has shape {tuple(value.shape)}, expected as many axes as the parameter's "
+            f"{tuple(parameter.shape)}, each of size 1 at least"
+        )
+    if value.is_complex() and not parameter.is_complex():
+        raise PrecisionError(f"the value of {name} is {value.dtype}, the parameter is {parameter.dtype}")
+    value = value.detach()
+    require_finite(name, value)
+    stored = value.to(parameter.device, parameter.dtype, copy=True, memory_format=torch.contiguous_format)
+    require_finite(f"in {parameter.dtype} {name}", stored)
+    return stored
+
+
+def _require_distinct(parameters: Mapping[str, nn.Parameter]) -> None:
+    names: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        other = names.setdefault(id(parameter), name)
+        if other != name:
+            raise AdapterError(f"{other} and {name} are one parameter: give it one value")
+
+
+def _require_one_order(module: nn.Module, prepared: Mapping[str, Tensor]) -> None:
+    """All parameters of a layer of ours agree on the order afterwards, and on nothing else do they change."""
+    if not isinstance(module, SSMLayer):
+        return
+    shapes = {name: prepared.get(name, value).shape for name, value in module.tensors().items()}
+    orders = {name: module.order_at(name, shape) for name, shape in shapes.items() if module.grows(name)}
+    order = next((order for order in orders.values() if order is not None), module.order)
+    for name, shape in shapes.items():
+        expected = module.shape_at(name, orders.get(name) or order)
+        if shape != expected:
+            raise ShapeError(f"the value of {name} has shape {tuple(shape)}, expected {expected}")
+    if len(set(orders.values())) > 1:
+        raise ShapeError("the orders would disagree: " + ", ".join(f"{name} {order}" for name, order in orders.items()))
+
+
+def _require_one_form(module: nn.Module, prepared: Mapping[str, Tensor]) -> None:
+    """All tensors of a layer of ours agree on order and form afterwards."""
+    if not isinstance(module, SSMLayer):
+        return
+    held = module.tensors()
+    shapes = {name: tuple(value.shape) for name, value in {**held, **prepared}.items()}
+    orders = (module.order_at(name, shapes[name]) for name in prepared if name in held and module.grows(name))
+    expected = module.shapes_at(next((order for order in orders if order is not None), module.order), shapes)
+    odd = next((name for name in shapes | expected if shapes.get(name) != expected.get(name)), None)
+    if odd is not None:
+        raise ShapeError(f"the value of {odd} has shape {shapes.get(odd)}, expected {expected.get(odd)}")
+
+
+def finite_doubles(module: nn.Module, names: Iterable[str]) -> list[Tensor]:
+    """The named parameters in float64; the first that holds NaN or infinity is named."""
+    doubles = []
+    for name in names:
+        value: Tensor = getattr(module, name)  # a plain tensor inside `functional_call`
+        require_finite(f"{type(module).__name__}.{name}", value)
+        doubles.append(value.double())
+    return doubles
+
+
+def encodable(
+    layer: LTILayer, system: DiagonalSystem, *, bank: tuple[int, ...], channels: int
+) -> tuple[Tensor, Tensor]:
+    """B and C, in complex128, of a system that is finite, stable, of these sizes and where the layer is."""
+    kind = type(layer).__name__
+    require_kind(f"encoding a {kind}", system, DiagonalSystem, hint="call diagonalise first")
+    for name, tensor in (("poles", system.poles), ("B", system.B), ("C", system.C)):
+        require_finite(name, tensor)
+    unstable = ~(system.decay.detach() > 0)
+    if bool(unstable.any()):
+        worst = modulus(system.poles.detach()).max().item()
+        raise UnstableSystemError(
+            f"largest pole modulus is {worst:.9g}, a {kind} stores those < 1 ({int(unstable.sum())} poles are not)"
+        )
+    given, expected = (tuple(system.bank), system.inputs, system.outputs), (bank, channels, channels)
+    if given != expected:
+        raise ShapeError(f"the system has (bank, inputs, outputs) {given}, this {kind} {expected}")
+    if system.device != layer.D.device:
+        raise DeviceError(f"the system is on {system.device}, the {kind} on {layer.D.device}")
+    return system.B.to(torch.complex128), system.C.to(torch.complex128)

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from compressm.adapters.base import Adapter, SSMAdapter, adapter_for, linear_adapter
-from compressm.adapters.errors import AdapterError, ConformanceError
-from compressm.adapters.promises import PROMISES
-from compressm.adapters.selective import SelectiveAdapter
+from compressm.adapters.mamba import SelectiveAdapter
+from compressm.adapters.promises import PROMISES, Finding, Run, Trial, make_seeded
 from compressm.adapters.selective_promises import SELECTIVE_PROMISES, SelectiveTrial
-from compressm.adapters.trial import Finding, Run, Trial, make_seeded
+from compressm.errors import AdapterError, ConformanceError
 from compressm.layers import SSMLayer
 
 AnyTrial = TypeVar("AnyTrial", Trial, SelectiveTrial)

@@ -8,11 +8,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-from compressm.adapters.base import SSMAdapter, adapts
+from compressm.adapters.base import SSMAdapter, adapts, encodable, finite_doubles
 from compressm.adapters.poles import log_poles, old_modes, same_turn
-from compressm.adapters.validation import encodable, finite_doubles
 from compressm.control import DiagonalSystem
-from compressm.control.parts import exponential
+from compressm.control.linear_algebra import exponential
 from compressm.control.poles import decay
 from compressm.layers import LRU
 

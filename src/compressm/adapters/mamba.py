@@ -1,19 +1,129 @@
-"""Our Mamba as a selective system."""
+"""S6 mixers, the layers of Mamba, read as selective systems: the names of their parameters are those of the authors."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
+from functools import reduce
 from typing import Any, ClassVar, final
 
 import torch
 from jaxtyping import Bool
-from torch import Tensor
+from torch import Tensor, nn
 
-from compressm.adapters.base import adapts
-from compressm.adapters.selective import SelectiveAdapter
-from compressm.control.selective import ChannelMaps, SelectiveSystem
+from compressm.adapters.base import Adapter, Module, adapts
+from compressm.control.selective import ChannelMaps, SelectiveSystem, require_negative_rates
+from compressm.control.validation import require_finite
+from compressm.errors import AdapterError
 from compressm.layers import Mamba
-from compressm.layers.channel_maps import OF_MAPS
+from compressm.layers.mamba import OF_MAPS
+
+PROJECTION, RATES = "x_proj.weight", "A_log"
+# Of rates that are complex, where a module can have such.
+IMAGINARY = "A_imag"
+
+_READ = (RATES, PROJECTION, "dt_proj.weight", "dt_proj.bias")
+_BESIDE = ("D", *(f"{name}.{part}" for name in ("in_proj", "conv1d", "out_proj") for part in ("weight", "bias")))
+
+
+class SelectiveAdapter(Adapter[Module, SelectiveSystem]):
+    """A module with x_proj (whose rows are those of Δ, B and C), dt_proj and A_log, and nothing else before its scan.
+
+    u[t] is what the module gives x_proj: (batch, length, channels). A subclass says which steps are padding, and which
+    attributes go with the order.
+    """
+
+    # Parameters and buffers that the module may have beside those of the authors, some of them since a cut only.
+    KNOWN: ClassVar[frozenset[str]] = frozenset()
+    # Whether every channel can have states of its own, by maps of B and C.
+    keeps_maps: ClassVar[bool] = False
+
+    @abstractmethod
+    def counted(
+        self, module: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Bool[Tensor, "batch length"] | None:
+        """Of a call of the module with these arguments, which steps are no padding; None: all of them."""
+
+    def attributes(self, module: Module, order: int) -> dict[str, Any]:
+        """What the module keeps beside its parameters and goes with the order, by path: {"config.state_size": 8}."""
+        rank = module.get_parameter("dt_proj.weight").shape[1]
+        return {"x_proj.out_features": rank + 2 * order}
+
+    def buffers(self, module: Module, system: SelectiveSystem) -> dict[str, Tensor]:
+        """Buffers by name that belong to the system, as `encode` gives parameters."""
+        return {}
+
+    def maps(self, module: Module) -> ChannelMaps | None:
+        """Those of the module, if its channels have states of their own."""
+        return None
+
+    def listened(self, module: Module) -> nn.Module:
+        """The part of the module whose input is u."""
+        return module.get_submodule("x_proj")
+
+    def place(self, module: Module, path: str) -> tuple[Any, str]:
+        """The object that has an attribute, and its name there: "config.state_size" is state_size of module.config."""
+        *owners, leaf = path.split(".")
+        return reduce(getattr, owners, module), leaf
+
+    def order(self, module: Module) -> int:
+        return module.get_parameter(RATES).shape[-1]
+
+    def read(self, module: Module) -> SelectiveSystem:
+        """The system, in float64; a module that looks otherwise is refused by name."""
+        self._require_known(module)
+        A_log, projection, step_out, step_bias = (_double(module, name) for name in _READ)
+        maps = self.maps(module)
+        rows = A_log.shape[-1] if maps is None else maps.B.shape[-1]
+        rank = _rank(module, rows, A_log, projection, step_out, step_bias)
+        step_in, W_B, W_C = projection[:rank], projection[rank : rank + rows], projection[rank + rows :]
+        rates = -torch.exp(A_log)
+        require_negative_rates(rates.detach())
+        if maps is not None and maps.B.is_complex():
+            rates = torch.complex(rates, _double(module, IMAGINARY))
+        return SelectiveSystem(rates, step_in, step_out, step_bias, W_B, W_C, maps)
+
+    def encode(self, module: Module, system: SelectiveSystem) -> dict[str, Tensor]:
+        """Values in float64, by parameter name, that make the module the given system; Δ stays as it is."""
+        require_negative_rates(system.rates.detach().real)
+        rates = {RATES: torch.log(-system.rates.real)}
+        if system.maps is None:
+            return {PROJECTION: torch.cat([system.step_in, system.W_B, system.W_C]), **rates}
+        return {**rates, IMAGINARY: system.rates.imag} if system.rates.is_complex() else rates
+
+    def _require_known(self, module: Module) -> None:
+        """What is computed between x_proj and the scan, such as a norm of B, would be cut wrongly."""
+        names = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+        missing, unknown = sorted(set(_READ) - names), sorted(names - set(_READ) - set(_BESIDE) - self.KNOWN)
+        if missing or unknown:
+            said = [f"has no {', '.join(missing)}"] if missing else []
+            said += [f"has {', '.join(unknown)}, of which {self} knows nothing"] if unknown else []
+            raise AdapterError(
+                f"{type(module).__name__} {' and '.join(said)}: expected the parameters of a Mamba mixer,"
+                f" {', '.join((*_READ, *_BESIDE))}"
+            )
+
+
+def _double(module: nn.Module, name: str) -> Tensor:
+    owner, _, leaf = name.rpartition(".")
+    value: Tensor = getattr(module.get_submodule(owner), leaf)
+    require_finite(f"{type(module).__name__}.{name}", value)
+    return value.double()
+
+
+def _rank(module: nn.Module, rows: int, A_log: Tensor, projection: Tensor, step_out: Tensor, step_bias: Tensor) -> int:
+    """That of Δ, if all shapes agree; B and C have so many rows each."""
+    shapes = {"A_log": A_log, "x_proj.weight": projection, "dt_proj.weight": step_out, "dt_proj.bias": step_bias}
+    if A_log.ndim == 2 and step_out.ndim == 2:
+        (channels, order), rank = A_log.shape, step_out.shape[1]
+        expected = ((channels, order), (rank + 2 * rows, channels), (channels, rank), (channels,))
+        if tuple(tuple(value.shape) for value in shapes.values()) == expected:
+            return rank
+    found = ", ".join(f"{name} {tuple(value.shape)}" for name, value in shapes.items())
+    raise AdapterError(
+        f"{type(module).__name__} has {found}, expected (channels, n), (rank + 2 · {rows}, channels), (channels, rank)"
+        " and (channels,)"
+    )
 
 
 @adapts(Mamba)

@@ -12,9 +12,9 @@ import torch
 from jaxtyping import Bool, Float, Inexact, Int
 from torch import Tensor
 
-from compressm.adapters.errors import AdapterError
 from compressm.control import DiagonalSystem
-from compressm.control.parts import logarithm, modulus
+from compressm.control.linear_algebra import logarithm, modulus
+from compressm.errors import AdapterError
 from compressm.layers import ZOH, Bilinear, Discretisation
 
 # Smaller poles have no logarithm worth storing: λ = 0 is stored as this, which changes an output by 1e-30 of B and C.

@@ -8,9 +8,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from compressm.adapters.base import SSMAdapter, adapts
+from compressm.adapters.base import SSMAdapter, adapts, encodable, finite_doubles
 from compressm.adapters.poles import continuous_poles, old_modes, with_old_frequencies
-from compressm.adapters.validation import encodable, finite_doubles
 from compressm.control import DiagonalSystem
 from compressm.layers import S5
 

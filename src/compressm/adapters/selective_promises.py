@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressm.adapters.base import parameter_of
-from compressm.adapters.selective import SelectiveAdapter
-from compressm.adapters.trial import Finding, Run, difference
-from compressm.adapters.writing import write
+from compressm.adapters.base import parameter_of, write
+from compressm.adapters.mamba import SelectiveAdapter
+from compressm.adapters.promises import Finding, Run, difference
 from compressm.control.selective import SelectiveSystem
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from compressm.adapters import AdapterError, SSMAdapter, find
 from compressm.control import ControlError, DiagonalSystem, fold, hankel_nuclear_norm, hankel_nuclear_norm_majoriser
-from compressm.control.parts import modulus
+from compressm.control.linear_algebra import modulus
 
 
 class Regulariser(ABC):

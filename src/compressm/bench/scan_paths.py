@@ -8,7 +8,7 @@ import torch
 
 from compressm.bench.timing import median_seconds, threads_for
 from compressm.ops import Path, lti_layer
-from compressm.ops.diagonal_scan.cost import cheapest_path
+from compressm.ops.lti.cost import cheapest_path
 from compressm.runs.measurement import Measurement
 
 # (batch, length, n, channels): the paper's sMNIST layer at three orders, then narrow, square and wide ones.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from compressm.bench.ceilings import copy_rate
 from compressm.bench.timing import median_seconds, threads_for
-from compressm.ops.selective_scan import selective_scan
+from compressm.ops.selective import selective_scan
 from compressm.runs.measurement import Measurement, Row
 
 _EXPONENTIALS_A_CLOCK = 16

@@ -11,9 +11,9 @@ from rich.markup import escape
 
 from compressm.cli.saved import open_saved
 from compressm.compression import inspect
-from compressm.compression.errors import CompressionError, SavingError
 from compressm.control import ControlError
 from compressm.data import DataError, Store
+from compressm.errors import CompressionError, SavingError
 from compressm.runs.records import RunError
 from compressm.training import ConfigError
 

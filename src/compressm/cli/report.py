@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from compressm.cli.paths import PathError, require_writable
-from compressm.nearest import did_you_mean
+from compressm.errors import did_you_mean
 from compressm.runs.gathering import Gathered, gather
 from compressm.runs.records import RunError
 

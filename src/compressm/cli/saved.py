@@ -10,9 +10,9 @@ from torch import nn
 from compressm.adapters import SelectiveAdapter, find
 from compressm.compression import Baked, PerChannel, load_model
 from compressm.compression.checkpoint import load_checkpoint
-from compressm.compression.errors import SavingError
 from compressm.compression.selective.methods import SelectiveMethod
 from compressm.data import Order, Store, Task, make
+from compressm.errors import SavingError
 from compressm.layers import Mamba
 from compressm.runs.directory import RunDirectory
 from compressm.training import Recipe

@@ -21,8 +21,8 @@ from compressm.cli.choices import DeviceChoice, chosen_device, count, integer
 from compressm.cli.inspect import DataOption, OfflineOption
 from compressm.cli.paths import PathError, require_writable
 from compressm.cli.progress import spoken
-from compressm.compression.errors import CompressionError, SavingError
 from compressm.data import DataError, Store, Task, make
+from compressm.errors import CompressionError, SavingError
 from compressm.experiments.catalogue import BASELINE, find_recipe, recipe_names
 from compressm.experiments.comparisons import Comparison, comparison
 from compressm.runs.directory import RunDirectory

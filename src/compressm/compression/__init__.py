@@ -2,21 +2,13 @@
 
 from compressm.compression.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from compressm.compression.compressor import PAPER, Compressor, compress_
-from compressm.compression.errors import CompressionError, SavingError, StaleWrapperError
 from compressm.compression.gramian import Gramian, Measured, Modal, WhiteNoise
 from compressm.compression.inspecting import inspect
 from compressm.compression.inspection import Inspection
 from compressm.compression.kinds import savable
 from compressm.compression.moments import Moments, Restart, Slice, Transport
 from compressm.compression.orders import choose_orders
-from compressm.compression.policies import (
-    Budget,
-    EnergyTolerance,
-    ErrorBound,
-    KeepFraction,
-    LayerPolicy,
-    TargetOrder,
-)
+from compressm.compression.policies import Budget, EnergyTolerance, ErrorBound, KeepFraction, LayerPolicy, TargetOrder
 from compressm.compression.record import Cut, Restored
 from compressm.compression.rollback import Rollback
 from compressm.compression.saving import load_model, save_model
@@ -26,6 +18,7 @@ from compressm.compression.selective.methods import Baked, SelectiveMethod, Shar
 from compressm.compression.selective.per_channel import PerChannel
 from compressm.compression.tracker import HankelTracker
 from compressm.compression.wrapping import rewrap_
+from compressm.errors import CompressionError, SavingError, StaleWrapperError
 
 __all__ = [
     "PAPER",

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from compressm.adapters import SelectiveAdapter, adapter_for, find
-from compressm.compression.errors import CompressionError
+from compressm.errors import CompressionError
 
 
 def place_of(name: str, module: nn.Module, path: str) -> tuple[Any, str]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from compressm.control import DiagonalSystem, balanced_truncation
 from compressm.control import fold as fold_modes
 from compressm.control.folding import lower_half
-from compressm.control.parts import modulus, square_modulus
+from compressm.control.linear_algebra import modulus, square_modulus
 
 
 @final

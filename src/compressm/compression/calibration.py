@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from compressm.compression.distributed import Processes
-from compressm.compression.errors import CompressionError
 from compressm.compression.gramian import Measured
 from compressm.compression.listening import Calibrate, Listener, run_listening
 from compressm.compression.sample import (
@@ -26,6 +25,7 @@ from compressm.compression.sample import (
 )
 from compressm.control import ControlError, DiagonalSystem, StateCovariance
 from compressm.control.validation import require_finite
+from compressm.errors import CompressionError
 from compressm.ops import linear_recurrence
 
 _NO_POLE = -700.0  # log |λ| of a pole at 0

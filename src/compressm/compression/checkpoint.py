@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from compressm.compression.attributes import attributes_of, take_orders_
-from compressm.compression.errors import CompressionError, NoSuchFileError, SavingError
 from compressm.compression.fitting import (
     by_forms,
     expected_shapes,
@@ -29,9 +28,10 @@ from compressm.compression.naming import keyed_state, module_versions, orders_of
 from compressm.compression.plain import plain
 from compressm.compression.random_state import random_state, set_random_state
 from compressm.compression.sealing import require_sealed, seal
-from compressm.compression.whole_files import replacing
 from compressm.compression.wrapping import renew_wrappers_, require_rewrappable, unwrapped, wrappers_in
-from compressm.layers.replacing import replace_data
+from compressm.errors import CompressionError, NoSuchFileError, SavingError
+from compressm.files import replacing
+from compressm.layers.parameters import replace_data
 
 CHECKPOINT_VERSION = 1
 

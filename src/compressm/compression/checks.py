@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from numbers import Real
 
-from compressm.compression.errors import CompressionError
 from compressm.control import validation
+from compressm.errors import CompressionError
 
 
 def require_number(

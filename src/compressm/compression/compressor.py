@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 
 from compressm.compression.checks import require_count
 from compressm.compression.cutting import Cutter, followers, ordinary_tensors
-from compressm.compression.errors import CompressionError
 from compressm.compression.gramian import Gramian, WhiteNoise
 from compressm.compression.listening import Calibrate
 from compressm.compression.moments import Moments, Slice, Transport
@@ -22,6 +21,7 @@ from compressm.compression.rollback import Rollback, Watch
 from compressm.compression.schedule import as_schedule, require_same_past
 from compressm.compression.selection import Largest, Selection
 from compressm.compression.selective.methods import Baked, SelectiveMethod
+from compressm.errors import CompressionError
 
 # The paper's own arithmetic, spelled out once.
 PAPER: Mapping[str, Any] = {"gramian": WhiteNoise(), "fold": False, "moments": Slice()}

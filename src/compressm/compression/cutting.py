@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from compressm.adapters import find
-from compressm.adapters.foreign import refused_in
+from compressm.adapters.transformers import refused_in
 from compressm.compression.distributed import Processes
-from compressm.compression.errors import CompressionError
 from compressm.compression.layer import Layer, PlannedCut
 from compressm.compression.moments import Moments
 from compressm.compression.options import Options
@@ -27,6 +26,7 @@ from compressm.compression.stages import stage
 from compressm.compression.suitability import require_suitable
 from compressm.compression.surgery import PreparedCut, apply_cuts, prepare_cut
 from compressm.compression.wrapping import renew_wrappers_, require_rewrappable, unwrapped, wrappers_in
+from compressm.errors import CompressionError
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compressm.compression.errors import CompressionError
+from compressm.errors import CompressionError
 
 Value = TypeVar("Value")
 

@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from compressm.compression.errors import SavingError
 from compressm.compression.naming import plain_state, ssm_layers
+from compressm.errors import SavingError
 from compressm.layers import SSMLayer
 from compressm.ops import SequenceError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-from compressm.compression.errors import CompressionError
+from compressm.errors import CompressionError
 
 
 class Gramian:

@@ -9,9 +9,9 @@ from typing import Any, final
 
 from torch import Tensor
 
-from compressm.compression.errors import CompressionError
 from compressm.compression.policies import EnergyTolerance
 from compressm.compression.spectra import Spectra, checked_spectra, largest_bounds
+from compressm.errors import CompressionError
 
 # The range of the paper's tables, from its harshest cut of CIFAR10 to its gentlest of sMNIST.
 TAUS = (0.15, 0.05, 0.01, 0.001)

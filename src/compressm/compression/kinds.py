@@ -11,10 +11,11 @@ from typing import Any, TypeAlias, TypeVar
 
 from torch import nn
 
-from compressm.adapters import AdapterError, foreign
-from compressm.compression.errors import SavingError
+from compressm.adapters import AdapterError
+from compressm.adapters import transformers as foreign
+from compressm.errors import SavingError
 from compressm.layers import LRU, S4D, S5, ZOH, Bilinear, Inv, Legs, Lin, Mamba
-from compressm.layers.arguments import arguments_of, keeps_arguments
+from compressm.layers.base import arguments_of, keeps_arguments
 from compressm.models import (
     BatchNorm,
     Block,
@@ -32,10 +33,10 @@ from compressm.models import (
     RunningNorm,
     SequenceClassifier,
 )
-from compressm.models.dropout import RandomMask
+from compressm.models.block import RandomMask
 from compressm.models.normalisation import PaddedBatchNorm, PaddedRunningNorm, StepNorm, StepRMSNorm, Unchanged
 from compressm.ops import Path
-from compressm.ops.selective_scan import ScanPath
+from compressm.ops.selective import ScanPath
 
 Kind = TypeVar("Kind", bound=type[Any])
 Stored: TypeAlias = Any  # what JSON can hold

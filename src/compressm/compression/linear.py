@@ -16,13 +16,13 @@ from compressm.compression.calibration import Seen, relative_change, squared_cha
 from compressm.compression.carrying import ModuleChange
 from compressm.compression.change import Writing
 from compressm.compression.distributed import Processes
-from compressm.compression.errors import CompressionError
 from compressm.compression.layer import Layer, PlannedCut
 from compressm.compression.modal import drop_modes, sorted_sizes
 from compressm.compression.options import Options
 from compressm.compression.selection import Largest
 from compressm.control import ControlError, DiagonalSystem, hankel_singular_values
-from compressm.control.side_by_side import each
+from compressm.control.linear_algebra import each
+from compressm.errors import CompressionError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from compressm.compression.errors import CompressionError
+from compressm.errors import CompressionError
 
 Calibrate = Callable[[nn.Module], object]
 

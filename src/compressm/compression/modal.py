@@ -8,7 +8,7 @@ from torch import Tensor
 
 from compressm.compression.basis import BasisChange, Reduction
 from compressm.control import DiagonalSystem
-from compressm.control.parts import column_norms, modulus, row_norms
+from compressm.control.linear_algebra import column_norms, modulus, row_norms
 
 
 def mode_sizes(system: DiagonalSystem) -> Float[Tensor, "*bank n"]:

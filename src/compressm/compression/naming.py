@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from compressm.adapters import adapter_for, find
 from compressm.adapters.base import plain_name
-from compressm.compression.errors import SavingError
+from compressm.errors import SavingError
 from compressm.layers import SSMLayer
 
 

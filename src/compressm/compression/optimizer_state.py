@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from compressm.compression.change import Change
-from compressm.compression.errors import CompressionError
 from compressm.compression.moments import Entry, Moments, Role
 from compressm.control.validation import is_finite
+from compressm.errors import CompressionError
 
 # SGD, Adam(W), NAdam, RAdam, Adamax, Adagrad, RMSprop, Adadelta, Rprop, and Lion, AdEMAMix and the like.
 _ROLES = {

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from compressm.compression.errors import CompressionError
 from compressm.compression.gramian import Gramian, Measured, Modal, WhiteNoise
 from compressm.compression.listening import Calibrate
 from compressm.compression.policies import ErrorBound, Policy
 from compressm.compression.selection import Largest, Selection
 from compressm.compression.selective.methods import Baked, SelectiveMethod
+from compressm.errors import CompressionError
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compressm.compression.errors import SavingError
+from compressm.errors import SavingError
 
 _LEAVES = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
 _ALLOWED = "tensors, numbers, text, None, and dicts, lists, tuples and sets of them"

@@ -10,9 +10,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from compressm.adapters import Adapter, SelectiveAdapter, SSMAdapter, find
-from compressm.adapters.foreign import refused_in
+from compressm.adapters.transformers import refused_in
 from compressm.compression.calibration import InputListener, Seen
-from compressm.compression.errors import CompressionError
 from compressm.compression.layer import Layer, PlannedCut
 from compressm.compression.linear import LinearLayer, energy_lost, linear_spectra, plan_linear, read_system
 from compressm.compression.listening import Listener, run_listening
@@ -28,8 +27,9 @@ from compressm.compression.stages import stage
 from compressm.compression.surgery import require_plain_parameters
 from compressm.compression.wrapping import unwrapped
 from compressm.control import DiagonalSystem, fold, numerical_rank
+from compressm.control.linear_algebra import each
 from compressm.control.selective import SelectiveSystem
-from compressm.control.side_by_side import each
+from compressm.errors import CompressionError
 
 Found = Mapping[str, tuple[nn.Module, Adapter[Any, Any]]]
 

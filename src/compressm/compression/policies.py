@@ -21,8 +21,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from compressm.compression.checks import require_count, require_number
-from compressm.compression.errors import CompressionError
 from compressm.compression.spectra import Spectra, checked_spectra, largest_bounds, summed_tails
+from compressm.errors import CompressionError
 
 Policy = Callable[[Mapping[str, Tensor]], Mapping[str, int]]
 

@@ -10,8 +10,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from compressm.compression.errors import NoSuchFileError, SavingError
 from compressm.compression.rebuilding import Description, described
+from compressm.errors import NoSuchFileError, SavingError
 
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -9,7 +9,6 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import Tensor, nn
 
-from compressm.compression.errors import SavingError
 from compressm.compression.fitting import expected_shapes, require_fit, require_orders, require_values, take_forms_
 from compressm.compression.kinds import Stored, decode, encode, is_known_by_arguments
 from compressm.compression.naming import (
@@ -21,6 +20,7 @@ from compressm.compression.naming import (
     plain_state,
     ssm_layers,
 )
+from compressm.errors import SavingError
 
 Named: TypeAlias = dict[str, Stored]
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeAlias, final
 
 from compressm.compression.checks import require_count
-from compressm.compression.errors import CompressionError
+from compressm.errors import CompressionError
 
 
 @final

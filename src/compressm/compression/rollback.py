@@ -14,9 +14,9 @@ from torch import nn
 from compressm.adapters import find
 from compressm.compression.checks import require_count, require_number
 from compressm.compression.distributed import Processes
-from compressm.compression.errors import CompressionError
 from compressm.compression.record import Restored
 from compressm.compression.snapshot import Snapshot, Subject
+from compressm.errors import CompressionError
 
 
 @final

@@ -15,11 +15,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from compressm.compression.errors import NoSuchFileError, SavingError
 from compressm.compression.naming import first_names, plain_modules, plain_state
 from compressm.compression.pretrained import is_pretrained, read_pretrained
 from compressm.compression.rebuilding import Description, describe, rebuild
-from compressm.compression.whole_files import replacing
+from compressm.errors import NoSuchFileError, SavingError
+from compressm.files import replacing
 
 FORMAT_VERSION = 1
 

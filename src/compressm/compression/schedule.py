@@ -8,8 +8,8 @@ from itertools import pairwise
 from typing import SupportsIndex
 
 from compressm.compression.checks import require_count, require_number
-from compressm.compression.errors import CompressionError
 from compressm.control import validation
+from compressm.errors import CompressionError
 
 # More than any training has steps; a range as long as that is a slip.
 _MOST_STEPS = 10_000_000

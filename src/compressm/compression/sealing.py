@@ -8,7 +8,7 @@ import struct
 from pathlib import Path
 from typing import BinaryIO
 
-from compressm.compression.errors import SavingError
+from compressm.errors import SavingError
 
 _MARK = b"compressm sha256 "
 _SEAL = len(_MARK) + hashlib.sha256().digest_size * 2

@@ -12,8 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from compressm.compression.checks import require_count
-from compressm.compression.errors import CompressionError
 from compressm.control import validation
+from compressm.errors import CompressionError
 
 
 class Selection(ABC):

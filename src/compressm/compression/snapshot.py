@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from compressm.compression.attributes import attributes_of, optional_in
-from compressm.compression.errors import CompressionError
 from compressm.compression.groups import leave_
-from compressm.compression.whole_files import replacing
-from compressm.layers.replacing import replace_data
+from compressm.errors import CompressionError
+from compressm.files import replacing
+from compressm.layers.parameters import replace_data
 
 
 @final

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from compressm.compression.errors import CompressionError
 from compressm.control import ControlError, error_bounds, validation
+from compressm.errors import CompressionError
 
 Spectra = Mapping[str, Tensor]
 

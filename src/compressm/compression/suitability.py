@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from compressm.adapters import Adapter
-from compressm.compression.errors import CompressionError
 from compressm.compression.optimizer_state import require_supported
 from compressm.compression.planning import Found, read_any
 from compressm.compression.surgery import require_plain_parameters
+from compressm.errors import CompressionError
 
 
 def require_suitable(model: nn.Module, found: Found, optimizer: Any | None) -> None:

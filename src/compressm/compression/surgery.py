@@ -8,17 +8,16 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from compressm.adapters.base import parameter_of
-from compressm.adapters.writing import prepared
+from compressm.adapters.base import parameter_of, prepared
 from compressm.compression.attributes import place_of
 from compressm.compression.change import Change, Values, Writing
 from compressm.compression.distributed import Processes
-from compressm.compression.errors import CompressionError
 from compressm.compression.groups import joining, name_beside
 from compressm.compression.moments import Moments
 from compressm.compression.optimizer_state import carried_states, is_scalar, parameter_state, require_supported
 from compressm.control.validation import is_finite
-from compressm.layers.replacing import replace_data
+from compressm.errors import CompressionError
+from compressm.layers.parameters import replace_data
 
 
 @final

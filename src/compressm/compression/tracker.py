@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from compressm.compression.checks import require_count
-from compressm.compression.errors import CompressionError
 from compressm.compression.gramian import Gramian
 from compressm.compression.layer import Layer
 from compressm.compression.linear import LinearLayer
@@ -19,6 +18,7 @@ from compressm.compression.planning import read_layers, spectra
 from compressm.compression.policies import KeepFraction
 from compressm.compression.selective.methods import Baked, SelectiveMethod
 from compressm.control import DiagonalSystem, Trajectories, hankel_change, trajectories
+from compressm.errors import CompressionError
 
 
 class HankelTracker:

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from compressm.compression.errors import CompressionError, StaleWrapperError
-from compressm.layers.wrappers import refuse_to_train_, refuses_with, trust_
+from compressm.errors import CompressionError, StaleWrapperError
+from compressm.layers.parameters import refuse_to_train_, refuses_with, trust_
 
 refuses_with(StaleWrapperError)
 

@@ -3,15 +3,29 @@
 Pure functions, float64 inside, no `nn`. Axes in front of the named ones are a bank of systems.
 """
 
-from compressm.control.averaging import (
+from compressm.control.balancing import bottom_shares, error_bounds, numerical_rank
+from compressm.control.folding import RealTruncation, conjugate_pairs, fold, real_balanced_truncation, real_form
+from compressm.control.gramians import (
+    StateCovariance,
+    controllability_gramian,
+    measured_gramian,
+    observability_gramian,
+    solve_lyapunov,
+)
+from compressm.control.hankel import hankel_singular_values
+from compressm.control.norms import h2_error, h2_norm, h_infinity_error, h_infinity_norm
+from compressm.control.nuclear_norm import hankel_nuclear_norm, hankel_nuclear_norm_majoriser
+from compressm.control.projection import Projection, galerkin_projection, shared_projection
+from compressm.control.selective import (
     mean_dynamics,
     mean_selective_system,
     second_moment_gramians,
     second_moment_system,
 )
-from compressm.control.bounds import bottom_shares, error_bounds, numerical_rank
-from compressm.control.diagonalisation import diagonalise, input_output_ratio
-from compressm.control.errors import (
+from compressm.control.system import DenseSystem, DiagonalSystem, LinearSystem
+from compressm.control.tracking import HankelChange, Trajectories, hankel_change, hankel_hermitian, trajectories
+from compressm.control.truncation import Truncation, balanced_truncation, diagonalise, input_output_ratio
+from compressm.control.validation import (
     ControlError,
     DefectiveSystemError,
     DeviceError,
@@ -23,18 +37,6 @@ from compressm.control.errors import (
     ShapeError,
     UnstableSystemError,
 )
-from compressm.control.folding import conjugate_pairs, fold, real_form
-from compressm.control.gramians import controllability_gramian, observability_gramian
-from compressm.control.hankel import hankel_singular_values
-from compressm.control.lyapunov import solve_lyapunov
-from compressm.control.measured import StateCovariance, measured_gramian
-from compressm.control.norms import h2_error, h2_norm, h_infinity_error, h_infinity_norm
-from compressm.control.nuclear_norm import hankel_nuclear_norm, hankel_nuclear_norm_majoriser
-from compressm.control.projection import Projection, galerkin_projection, shared_projection
-from compressm.control.real_balancing import RealTruncation, real_balanced_truncation
-from compressm.control.system import DenseSystem, DiagonalSystem, LinearSystem
-from compressm.control.tracking import HankelChange, Trajectories, hankel_change, hankel_hermitian, trajectories
-from compressm.control.truncation import Truncation, balanced_truncation
 
 __all__ = [
     "ControlError",

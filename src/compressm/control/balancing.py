@@ -12,12 +12,12 @@ import torch
 from jaxtyping import Bool, Float, Inexact, Int
 from torch import Tensor
 
-from compressm.control.bounds import numerical_rank
+from compressm.control import validation
 from compressm.control.factors import gramian_factor
 from compressm.control.gramians import gramians
-from compressm.control.parts import largest_part, square_modulus
-from compressm.control.side_by_side import eigh, eigvalsh, svd, svdvals
+from compressm.control.linear_algebra import eigh, eigvalsh, largest_part, square_modulus, svd, svdvals
 from compressm.control.system import DiagonalSystem
+from compressm.control.validation import NonFiniteError, OrderError, ShapeError
 
 # Lcᴴ Q Lc holds σ², so that small σ drown in the rounding of large ones. With states sorted as in `GramianPair`, values
 # above 1e-4 σ₁ stay within 1e-14 σ₁ of the SVD's on LRU systems (5e-14 σ₁ and more unsorted); below, an SVD takes over.
@@ -211,3 +211,54 @@ def _merge(first: Bool[Tensor, " m"], yes: Balancing, no: Balancing) -> Balancin
 
 def _columns(matrix: Tensor, states: Tensor) -> Tensor:
     return matrix.gather(-1, states[:, None, :].expand(*matrix.shape[:-1], states.shape[-1]))
+
+
+# Of σ₁: singular values computed by different routes are sorted up to rounding.
+_RISE = 1e-12
+
+
+def error_bounds(sigma: Float[Tensor, "*bank n"]) -> Float[Tensor, "*bank n+1"]:
+    """bounds[r] = 2 Σ_{i>r} σᵢ bounds the H∞ error of keeping r states, r = 0 … n (Enns 1984; Glover 1984)."""
+    _require_spectrum(sigma)
+    _require_falling(sigma.detach())
+    tails = sigma.flip(-1).cumsum(-1).flip(-1)  # smallest first, so that small tails keep their digits
+    return 2 * torch.cat([tails, torch.zeros_like(tails[..., :1])], dim=-1)
+
+
+def bottom_shares(sigma: Float[Tensor, "*bank n"]) -> Float[Tensor, "*bank n+1"]:
+    """shares[r] = the part of Σσ that the r smallest values hold, r = 0 … n; all zero for a spectrum of zeros."""
+    _require_spectrum(sigma)
+    smallest_first = sigma.sort(dim=-1).values.cumsum(-1)
+    total = smallest_first[..., -1:]
+    shares = smallest_first / torch.where(total > 0, total, 1)
+    return torch.cat([torch.zeros_like(total), shares], dim=-1)
+
+
+def numerical_rank(sigma: Float[Tensor, "*bank n"]) -> Int[Tensor, "*bank"]:
+    """How many σᵢ stand above rounding, σᵢ > n ε σ₁."""
+    _require_spectrum(sigma)
+    floor = sigma.shape[-1] * torch.finfo(torch.float64).eps * sigma.amax(-1, keepdim=True)
+    return (sigma > floor).sum(-1)
+
+
+def _require_spectrum(sigma: Tensor) -> None:
+    if not isinstance(sigma, Tensor):
+        raise ShapeError(f"sigma is a {type(sigma).__name__}, expected a tensor (*bank, n)")
+    if sigma.ndim == 0:
+        raise ShapeError("sigma has shape (), expected (*bank, n)")
+    validation.require_real("sigma", sigma)
+    if sigma.shape[-1] == 0 or not bool((sigma >= 0).all()) or not bool(torch.isfinite(sigma).all()):
+        raise NonFiniteError(
+            f"sigma must hold at least one value, all finite and >= 0; got {sigma.detach().cpu().tolist()!r:.200}"
+        )
+
+
+def _require_falling(sigma: Tensor) -> None:
+    rise = sigma[..., 1:] - sigma[..., :-1]
+    rising = torch.nonzero(rise > _RISE * sigma.amax(-1, keepdim=True))
+    if len(rising):
+        *member, i = (int(k) for k in rising[0])
+        values = sigma[tuple(member)]
+        raise OrderError(
+            f"sigma{[*member, i + 1]} is {values[i + 1]:.6g} after {values[i]:.6g}: expected falling values, sort them"
+        )

@@ -6,11 +6,10 @@ import torch
 from jaxtyping import Bool, Inexact
 from torch import Tensor
 
-from compressm.control.errors import IndefiniteGramianError
-from compressm.control.parts import square_modulus
+from compressm.control.linear_algebra import eigh, square_modulus
 from compressm.control.poles import one_minus_products
-from compressm.control.side_by_side import eigh
 from compressm.control.system import DiagonalSystem
+from compressm.control.validation import IndefiniteGramianError
 
 # Rounding leaves eigenvalues of a singular unit-diagonal matrix above −n·1e-15; beyond this it is not a Gramian.
 _INDEFINITE = -1e-8

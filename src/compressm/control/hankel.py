@@ -11,9 +11,8 @@ from torch import Tensor
 
 from compressm.control import validation
 from compressm.control.balancing import Balancing, GramianPair, balance_factors, balance_sorted, hankel_values
-from compressm.control.gramians import controllability_gramian, gramians, observability_gramian
-from compressm.control.lyapunov import lyapunov_factor
-from compressm.control.side_by_side import svdvals
+from compressm.control.gramians import controllability_gramian, gramians, lyapunov_factor, observability_gramian
+from compressm.control.linear_algebra import svdvals
 from compressm.control.system import DenseSystem, DiagonalSystem, LinearSystem
 
 

@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Complex, Float
 from torch import Tensor
 
-from compressm.control.diagonalisation import diagonalise
-from compressm.control.errors import DefectiveSystemError, DeviceError, ShapeError
 from compressm.control.factors import cauchy_factor
-from compressm.control.lyapunov import lyapunov_factor
+from compressm.control.gramians import lyapunov_factor
 from compressm.control.system import DenseSystem, DiagonalSystem, LinearSystem
+from compressm.control.truncation import diagonalise
+from compressm.control.validation import DefectiveSystemError, DeviceError, ShapeError
 
 _UNIFORM_POINTS = 128
 _PEAKS = 8

@@ -15,9 +15,9 @@ from jaxtyping import Complex, Float, Inexact, Int
 from torch import Tensor
 
 from compressm.control import validation
-from compressm.control.errors import PrecisionError, ShapeError, UnstableSystemError
-from compressm.control.parts import exponential, modulus
+from compressm.control.linear_algebra import exponential, modulus
 from compressm.control.poles import decay
+from compressm.control.validation import PrecisionError, ShapeError, UnstableSystemError
 
 System = TypeVar("System", bound="LinearSystem")
 

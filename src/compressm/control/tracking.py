@@ -11,10 +11,10 @@ from jaxtyping import Float, Inexact, Int
 from torch import Tensor
 
 from compressm.control import validation
-from compressm.control.errors import OrderChangedError, ShapeError
 from compressm.control.factors import psd_factor
 from compressm.control.gramians import gramians
 from compressm.control.system import LinearSystem
+from compressm.control.validation import OrderChangedError, ShapeError
 
 # Of the distance between neighbours: what values may move between snapshots to be followed through crossings.
 _RESOLVED = 0.25

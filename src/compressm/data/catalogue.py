@@ -16,7 +16,7 @@ from compressm.data.listops import ListOps
 from compressm.data.lti_teacher import LTITeacher
 from compressm.data.mnist import FashionMNIST, SequentialMNIST
 from compressm.data.pathfinder import Pathfinder
-from compressm.nearest import did_you_mean
+from compressm.errors import did_you_mean
 
 CATALOGUE: dict[str, type[DataSet]] = {
     kind.name: kind

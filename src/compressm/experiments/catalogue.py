@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 
-from compressm.nearest import did_you_mean
+from compressm.errors import did_you_mean
 from compressm.training.config import ConfigError, Recipe
 from compressm.training.reading import read_recipe
 

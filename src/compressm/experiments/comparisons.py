@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from compressm.baselines import HankelMajoriser, HankelNuclearNorm, ModalL1, Teacher, distillation_loss
 from compressm.compression import load_model
-from compressm.compression.errors import SavingError
 from compressm.data.task import IGNORED, Batch, Task, TaskKind
+from compressm.errors import SavingError
 from compressm.runs.directory import RunDirectory
 from compressm.training import ConfigError, DistillationConfig, Recipe, RegulariserConfig
 from compressm.training.objective import Objective, Outcome

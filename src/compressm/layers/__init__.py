@@ -4,11 +4,10 @@ Each maps (batch, length, width) to the same shape: `forward(x, state, lengths) 
 `step(x, state) -> (y, state)` for streams; `.order` is the number of states.
 """
 
-from compressm.layers.base import SSMLayer
+from compressm.layers.base import LTILayer, SSMLayer
 from compressm.layers.discretisation import ZOH, Bilinear, Discretisation
 from compressm.layers.initialisation import Initialisation, Inv, Legs, Lin
 from compressm.layers.lru import LRU
-from compressm.layers.lti import LTILayer
 from compressm.layers.mamba import Mamba
 from compressm.layers.s4d import S4D
 from compressm.layers.s5 import S5

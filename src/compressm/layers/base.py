@@ -1,18 +1,62 @@
-"""What all SSM layers share: checks, and loading of checkpoints whose order differs from the constructor's."""
+"""What all SSM layers share: arguments kept for saving, checks, checkpoints of another order, and the skip D·x."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from operator import attrgetter
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from compressm.layers.replacing import replace_data
-from compressm.layers.wrappers import refuse_to_train_
+from compressm.layers.parameters import refuse_to_train_, replace_data
 from compressm.ops import SequenceError
+from compressm.ops.block.norm import Link
+
+Kind = TypeVar("Kind", bound=type[nn.Module])
+
+_KEPT = "_built_with"
+_WITHOUT_NAMES = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
+
+
+def keeps_arguments(kind: Kind) -> Kind:
+    """Let every instance keep the arguments of its constructor, defaults included; `arguments_of` returns them."""
+    build = kind.__init__
+    signature = inspect.signature(build)
+    nameless = [p.name for p in list(signature.parameters.values())[1:] if p.kind in _WITHOUT_NAMES]
+    if nameless:
+        raise SequenceError(f"{kind.__name__} takes {nameless[0]!r} by position alone: give it a name to keep it by")
+
+    @functools.wraps(build)
+    def build_and_keep(self: nn.Module, *args: Any, **options: Any) -> None:
+        build(self, *args, **options)
+        # Afterwards, so that a subclass overwrites what its base class kept; a tuple, which nobody can change.
+        vars(self)[_KEPT] = tuple(_by_name(signature, self, *args, **options).items())
+
+    kind.__init__ = build_and_keep  # type: ignore[method-assign]
+    return kind
+
+
+def arguments_of(module: nn.Module) -> dict[str, Any] | None:
+    """What the module was built with, by name; None where its class does not keep it."""
+    kept = vars(module).get(_KEPT)
+    return None if kept is None else dict(kept)
+
+
+def _by_name(signature: inspect.Signature, *args: Any, **options: Any) -> dict[str, Any]:
+    bound = signature.bind(*args, **options)
+    bound.apply_defaults()
+    named: dict[str, Any] = {}
+    for name, value in list(bound.arguments.items())[1:]:
+        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            named |= value
+        else:
+            named[name] = dict(value) if isinstance(value, Mapping) else value
+    return named
 
 
 class SSMLayer(nn.Module, ABC):
@@ -158,3 +202,65 @@ def require_finite_parameters(layer: nn.Module) -> None:
     for name, parameter in layer.named_parameters():
         if not bool(torch.isfinite(parameter).all()):
             raise SequenceError(f"{name} holds {int((~torch.isfinite(parameter)).sum())} entries that are not finite")
+
+
+class LTILayer(SSMLayer):
+    """A linear recurrence over time between `width` input and output channels."""
+
+    # For every parameter that grows with the order: the axis on which the states stand.
+    STATE_AXES: ClassVar[Mapping[str, int]]
+    D: nn.Parameter
+
+    @property
+    def order(self) -> int:
+        """States kept: complex modes, a conjugate pair counting as one."""
+        name, axis = next(iter(self.STATE_AXES.items()))
+        return getattr(self, name).shape[axis]  # a plain tensor inside `functional_call`
+
+    def shape_at(self, name: str, order: int) -> tuple[int, ...]:
+        shape, axis = tuple(attrgetter(name)(self).shape), self.STATE_AXES.get(name)
+        return shape if axis is None else (*shape[:axis], order, *shape[axis + 1 :])
+
+    def dynamics(self) -> Iterator[nn.Parameter]:
+        """Poles, step sizes, normalisation and B: not the readout C, nor the skip D."""
+        for name, parameter in self.named_parameters(recurse=False):
+            if name.split("_")[0] not in ("C", "D"):
+                yield parameter
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch length width"],
+        state: Tensor | None = None,
+        lengths: Int[Tensor, " batch"] | None = None,
+        *,
+        keep_state: bool = True,
+        skip: bool = True,
+        drive: Link | None = None,
+    ) -> tuple[Float[Tensor, "batch length width"], Tensor | None]:
+        """The whole sequence; steps at and after `lengths` change nothing.
+
+        Without `keep_state` the state is None; without `skip` D·x is left to the caller. A norm that gave x takes its
+        gradient through `drive`.
+        """
+        # Off a GPU D is added to the first response, which costs nothing; in padding D·x stays as it was.
+        inside = skip and lengths is None and isinstance(x, Tensor) and not x.is_cuda
+        # A hook may have changed x: then its gradient goes the common way.
+        drive = drive if drive is not None and drive.u is x else None
+        y, state = self._mix(x, state, lengths, keep_state, self.D if inside else None, drive)
+        return torch.addcmul(y, self.D.to(x.dtype), x) if skip and not inside else y, state
+
+    @abstractmethod
+    def _mix(
+        self,
+        x: Tensor,
+        state: Tensor | None,
+        lengths: Tensor | None,
+        keep_state: bool,
+        D: Tensor | None,
+        drive: Link | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The recurrence, with the skip D·x where D is given.
+
+        Everything whose shape holds the order is in here, behind `torch.compiler.disable`: what is compiled around it
+        is never compiled again after a cut.
+        """

@@ -1,4 +1,4 @@
-"""From h' = a h + b u to h[t] = λ h[t−1] + s b u[t]: small frozen callables from (a, Δ) to (log λ, s), as pairs."""
+"""Complex arithmetic on real pairs, (re, im) on the first axis."""
 
 from __future__ import annotations
 
@@ -11,8 +11,17 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from compressm.layers.pairs import times
 from compressm.ops import SequenceError
+
+
+def times(x: Float[Tensor, "2 ..."], y: Float[Tensor, "2 ..."]) -> Float[Tensor, "2 ..."]:
+    """x y, the other axes broadcast."""
+    return torch.stack([x[0] * y[0] - x[1] * y[1], x[0] * y[1] + x[1] * y[0]])
+
+
+def exponential(x: Float[Tensor, "2 *modes"]) -> Float[Tensor, "2 *modes"]:
+    """eˣ."""
+    return torch.exp(x[0]) * torch.stack([torch.cos(x[1]), torch.sin(x[1])])
 
 
 class Discretisation(ABC):

@@ -10,12 +10,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from compressm.layers.arguments import keeps_arguments
-from compressm.layers.lti import LTILayer
+from compressm.layers.base import LTILayer, keeps_arguments
 from compressm.ops import Path, SequenceError, lti_layer
-from compressm.ops.diagonal_scan import layer_dtype
-from compressm.ops.link import Link
-from compressm.ops.lru_system import lru_system, plain_system
+from compressm.ops.block.norm import Link
+from compressm.ops.lti import layer_dtype
+from compressm.ops.lti.lru_system import lru_system, plain_system
 
 
 @final

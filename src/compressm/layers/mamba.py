@@ -1,28 +1,91 @@
-"""The selective layer of Mamba (Gu & Dao 2023): a bank of systems whose step, B and C are chosen by the input."""
+"""Mamba with states of its own in every channel: what such a layer holds beside its parameters, and in which shapes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
-from compressm.layers.arguments import keeps_arguments
-from compressm.layers.base import SSMLayer, require_sizes
-from compressm.layers.channel_maps import OF_MAPS, Form, mapped, require_channel_orders, require_maps
+from compressm.layers.base import SSMLayer, keeps_arguments, require_sizes
 from compressm.layers.discretisation import random_log_steps
-from compressm.layers.replacing import replace_data
-from compressm.layers.wrappers import refuse_to_train_
-from compressm.ops.causal_conv import causal_conv
-from compressm.ops.diagonal_scan.checks import require_lengths
-from compressm.ops.kernels import kernels_serve
-from compressm.ops.selective_scan import ScanPath, selective_scan, selective_step
-from compressm.ops.valid_rows import valid_rows
+from compressm.layers.parameters import refuse_to_train_, replace_data
+from compressm.ops import SequenceError
+from compressm.ops.block.pooling import valid_rows
+from compressm.ops.dispatch import kernels_serve, require_lengths
+from compressm.ops.selective import ScanPath, selective_scan, selective_step
+from compressm.ops.selective.conv_and_gate import causal_conv
+
+# What only a layer with maps has; A_imag where its rates are complex.
+OF_MAPS = ("B_map", "C_map", "orders", "A_imag")
+
+
+class Form(NamedTuple):
+    """Maps from how many entries of B and C, None where there are no maps; and whether rates are complex."""
+
+    projected: int | None = None
+    complex: bool = False
+
+    @classmethod
+    def of(cls, shapes: Mapping[str, Sequence[int]]) -> Form:
+        """That of a layer whose tensors have these shapes."""
+        B_map = shapes.get("B_map")
+        return cls() if B_map is None or len(B_map) < 3 else cls(B_map[-1], len(B_map) == 4)
+
+    def shapes(self, *, inner: int, dt_rank: int, order: int) -> dict[str, tuple[int, ...]]:
+        """Of all tensors that depend on order and form."""
+        shapes: dict[str, tuple[int, ...]] = {"A_log": (inner, order)}
+        rows = order if self.projected is None else self.projected
+        shapes["x_proj.weight"] = (dt_rank + 2 * rows, inner)
+        if self.projected is None:
+            return shapes
+        pair = (2,) if self.complex else ()
+        shapes["B_map"] = (inner, *pair, order, self.projected)
+        shapes["C_map"] = (inner, *pair, self.projected, order)
+        shapes["orders"] = (inner,)
+        return shapes | {"A_imag": (inner, order)} if self.complex else shapes
+
+
+def require_maps(given: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Finite tensors of these shapes, and orders of which there are so many states."""
+    for name, value in given.items():
+        if not isinstance(value, Tensor) or tuple(value.shape) != wanted[name]:
+            got = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise SequenceError(f"{name} is {got}, expected a tensor of shape {wanted[name]}")
+        if value.is_complex() or not bool(torch.isfinite(value).all()):
+            raise SequenceError(
+                f"{name} is {value.dtype} with entries that are complex or not finite, expected numbers"
+            )
+    require_channel_orders(given["orders"], *wanted["A_log"])
+
+
+def require_channel_orders(orders: Tensor, inner: int, most: int) -> None:
+    """One for each of so many channels, none above the states that there are; a channel may have none."""
+    if tuple(orders.shape) != (inner,):
+        raise SequenceError(f"orders have shape {tuple(orders.shape)}, expected ({inner},), one a channel")
+    if orders.dtype not in (torch.int32, torch.int64):
+        raise SequenceError(f"orders are {orders.dtype}, expected torch.int64 or torch.int32")
+    low, high = torch.stack(orders.aminmax()).tolist()
+    if low < 0 or high > most:
+        raise SequenceError(f"orders run from {low} to {high}, expected 0 to {most}")
+
+
+def mapped(rows: Tensor, x: Tensor) -> Tensor:
+    """M x for M of shape (channels, …, n) and x of shape (batch, length, n): (batch, length, channels, …).
+
+    In float32 at least, whatever autocast says: entries of a hundred may nearly cancel, of which bfloat16 leaves
+    nothing.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    with torch.autocast(x.device.type, enabled=False):
+        product = linear(x.to(wide), rows.flatten(0, -2).to(wide))
+    return product.unflatten(-1, rows.shape[:-1]).to(x.dtype)
+
 
 _SHORTEST_STEP = 1e-4
 

@@ -10,13 +10,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from compressm.layers.arguments import keeps_arguments
-from compressm.layers.discretisation import ZOH, Discretisation, random_log_steps, require_discretisation
-from compressm.layers.hippo import legs_modes
-from compressm.layers.lti import LTILayer
-from compressm.layers.pairs import exponential, times
+from compressm.layers.base import LTILayer, keeps_arguments
+from compressm.layers.discretisation import (
+    ZOH,
+    Discretisation,
+    exponential,
+    random_log_steps,
+    require_discretisation,
+    times,
+)
+from compressm.layers.initialisation import legs_modes
 from compressm.ops import Path, lti_layer
-from compressm.ops.link import Link
+from compressm.ops.block.norm import Link
 
 
 @final

@@ -3,9 +3,8 @@
 The order of an SSM layer shows in no shape outside it: what is compiled around the layers outlives a cut.
 """
 
-from compressm.models.block import Block, Blocks, MixerBlock, ResidualBlock
+from compressm.models.block import Block, Blocks, Dropout, MixerBlock, OneMask, PerElement, ResidualBlock
 from compressm.models.classifier import ClassifierState, SequenceClassifier
-from compressm.models.dropout import Dropout, OneMask, PerElement
 from compressm.models.encoder import EmbeddingEncoder, Encoder, LinearEncoder
 from compressm.models.language_model import LanguageModel
 from compressm.models.normalisation import BatchNorm, LayerNorm, NoNorm, Norm, RMSNorm, RunningNorm

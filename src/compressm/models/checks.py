@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from compressm.layers import SequenceError
+from compressm.ops.block.pooling import valid_rows
 
 
 def require_counts(*, at_least: int = 1, **given: int) -> None:
@@ -50,3 +52,10 @@ def require_within(name: str, values: Tensor, low: int, high: int) -> None:
     least, most = torch.stack(torch.aminmax(values)).tolist()
     if least < low or most > high:
         raise SequenceError(f"{name} run from {least} to {most}, expected {low} to {high}")
+
+
+def without_padding(
+    x: Shaped[Tensor, "batch *rest"], lengths: Int[Tensor, " batch"] | None
+) -> Shaped[Tensor, "batch *rest"]:
+    """Zeros at and after `lengths`, where there are any."""
+    return x if lengths is None else valid_rows(x, lengths)

@@ -10,10 +10,8 @@ from jaxtyping import Float, Int, Integer
 from torch import Tensor, nn
 
 from compressm.layers import SequenceError
-from compressm.models.checks import require_counts, require_tensor, require_within
-from compressm.models.padding import without_padding
-from compressm.ops.few_inputs import linear_of_few
-from compressm.ops.token_features import token_features
+from compressm.models.checks import require_counts, require_tensor, require_within, without_padding
+from compressm.ops.block.encoder import linear_of_few, token_features
 
 
 class Encoder(nn.Module, ABC):

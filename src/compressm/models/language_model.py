@@ -11,10 +11,9 @@ from jaxtyping import Float, Int, Integer
 from torch import Tensor, nn
 
 from compressm.layers import SequenceError, SSMLayer
-from compressm.layers.arguments import keeps_arguments
-from compressm.models.block import build_blocks
+from compressm.layers.base import keeps_arguments
+from compressm.models.block import Dropout, PerElement, build_blocks
 from compressm.models.checks import require_counts, require_lengths
-from compressm.models.dropout import Dropout, PerElement
 from compressm.models.encoder import EmbeddingEncoder
 from compressm.models.normalisation import LayerNorm, Norm
 from compressm.models.pooling import LastStep

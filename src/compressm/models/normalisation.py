@@ -11,10 +11,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from compressm.layers import SequenceError
-from compressm.models.padding import without_padding
-from compressm.ops.batch_norm import Normalised, RunningStatistics, batch_norm
-from compressm.ops.kernels import is_watched, kernels_serve
-from compressm.ops.rms_norm import rms_norm
+from compressm.models.checks import without_padding
+from compressm.ops.block.norm import Normalised, RunningStatistics, batch_norm, rms_norm
+from compressm.ops.dispatch import is_watched, kernels_serve
 
 
 def forked(

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from compressm.models.padding import without_padding
-from compressm.ops.time_mean import time_mean
+from compressm.models.checks import without_padding
+from compressm.ops.block.pooling import time_mean
 
 
 class Pooling(ABC):

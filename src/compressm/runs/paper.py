@@ -9,7 +9,7 @@ from functools import cache
 from importlib import resources
 from pathlib import Path
 
-from compressm.nearest import did_you_mean
+from compressm.errors import did_you_mean
 from compressm.runs.groups import Sample
 from compressm.runs.records import RunError
 

@@ -38,6 +38,7 @@ from compressm.compression.selection import Selection
 from compressm.data.dataset import Form
 from compressm.data.shuffling import Order
 from compressm.data.task import Task, TaskKind
+from compressm.errors import did_you_mean
 from compressm.layers import LRU, S4D, S5, Mamba, SSMLayer
 from compressm.models import (
     BatchNorm,
@@ -52,7 +53,6 @@ from compressm.models import (
     RunningNorm,
     SequenceClassifier,
 )
-from compressm.nearest import did_you_mean
 from compressm.training.config import (
     CompressionConfig,
     ConfigError,

@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from compressm.nearest import did_you_mean
+from compressm.errors import did_you_mean
 from compressm.training.config import Config, ConfigError, Recipe
 
 

@@ -13,7 +13,7 @@ import torch
 
 from compressm.compression import Compressor, HankelTracker
 from compressm.compression.checkpoint import load_checkpoint, save_checkpoint
-from compressm.compression.errors import SavingError
+from compressm.errors import SavingError
 from compressm.runs.directory import RunDirectory
 from compressm.training.clock import Clock
 from compressm.training.config import ConfigError, Recipe

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from compressm.adapters import SelectiveAdapter
-from compressm.adapters.selective import PROJECTION, RATES
+from compressm.adapters.mamba import PROJECTION, RATES
 from compressm.compression.change import Change, Values, Writing
 from compressm.control.selective import SelectiveSystem
 

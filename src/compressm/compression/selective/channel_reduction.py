@@ -11,10 +11,10 @@ from jaxtyping import Bool, Inexact, Int
 from torch import Tensor, nn
 
 from compressm.adapters import SelectiveAdapter
-from compressm.adapters.selective import IMAGINARY, RATES
+from compressm.adapters.mamba import IMAGINARY, RATES
 from compressm.compression.change import Change, Values, Writing
 from compressm.compression.selective.reduction import Reduction
-from compressm.control.modes import Modes
+from compressm.control.projection import Modes
 from compressm.control.selective import ChannelMaps, SelectiveSystem
 
 

@@ -10,10 +10,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from compressm.adapters import Adapter, SelectiveAdapter
-from compressm.adapters.errors import AdapterError
 from compressm.compression.change import Change, Writing
 from compressm.compression.distributed import Processes
-from compressm.compression.errors import CompressionError
 from compressm.compression.layer import Layer, PlannedCut
 from compressm.compression.sample import ratio_of
 from compressm.compression.selective.calibrated import Calibrated
@@ -22,6 +20,7 @@ from compressm.compression.selective.reduction import Reduction
 from compressm.compression.selective.simulation import squared_change
 from compressm.control import ControlError
 from compressm.control.selective import SelectiveSystem
+from compressm.errors import AdapterError, CompressionError
 
 
 @final

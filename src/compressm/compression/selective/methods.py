@@ -12,7 +12,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from compressm.adapters import SelectiveAdapter
-from compressm.compression.errors import CompressionError
 from compressm.compression.gramian import Gramian, Measured
 from compressm.compression.selective.calibrated import Calibrated
 from compressm.compression.selective.reduction import Reduction, SharedReduction
@@ -20,6 +19,7 @@ from compressm.compression.selective.refitting import refitted_readout
 from compressm.control import shared_projection
 from compressm.control.balancing import GramianPair, hankel_values
 from compressm.control.projection import shared_gramians
+from compressm.errors import CompressionError
 
 
 class SelectiveMethod(ABC):

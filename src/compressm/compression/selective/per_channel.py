@@ -11,7 +11,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from compressm.adapters import SelectiveAdapter
-from compressm.compression.errors import CompressionError
 from compressm.compression.gramian import Gramian
 from compressm.compression.selective.calibrated import Calibrated
 from compressm.compression.selective.channel_reduction import ChannelReduction
@@ -19,7 +18,8 @@ from compressm.compression.selective.methods import SelectiveMethod, require_tru
 from compressm.control import DiagonalSystem, galerkin_projection, hankel_singular_values, mean_selective_system
 from compressm.control.balancing import GramianPair, balance, hankel_values
 from compressm.control.hankel import gramian_pair
-from compressm.control.modes import Modes, diagonal_modes
+from compressm.control.projection import Modes, diagonal_modes
+from compressm.errors import CompressionError
 
 _SURROGATES = ("mean", "second_moment", "measured")
 

@@ -13,7 +13,6 @@ from torch.utils.hooks import RemovableHandle
 
 from compressm.adapters import AdapterError, SelectiveAdapter
 from compressm.compression.distributed import Processes
-from compressm.compression.errors import CompressionError
 from compressm.compression.gramian import Measured
 from compressm.compression.listening import Listener
 from compressm.compression.sample import Sample, close_enough, sampled_steps, sequences_at_once, without_padding
@@ -21,6 +20,7 @@ from compressm.compression.selective.simulation import states, steps_at_once
 from compressm.control import ControlError, StateCovariance
 from compressm.control.selective import SelectiveSystem
 from compressm.control.validation import require_finite
+from compressm.errors import CompressionError
 
 
 @final

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from compressm.compression.sample import Sample, sequences_at_once
-from compressm.control.parts import exponential
+from compressm.control.linear_algebra import exponential
 from compressm.control.selective import SelectiveSystem
-from compressm.ops.selective_scan import selective_scan
+from compressm.ops.selective import selective_scan
 
 # Numbers that a scan holds at once for each state: it, its B and C where channels have their own, all of them pairs.
 _PER_STATE = 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from compressm.errors import did_you_mean
 from compressm.experiments.reproduction import ablations, mamba, spectra, tables
 from compressm.experiments.reproduction.arms import Experiment
 from compressm.experiments.reproduction.settings import (
@@ -20,7 +21,6 @@ from compressm.experiments.reproduction.settings import (
     SMNIST,
     Setting,
 )
-from compressm.nearest import did_you_mean
 from compressm.runs.paper import read_paper
 from compressm.training.config import ConfigError
 

@@ -1,0 +1,145 @@
+"""The config that all layers of a transformers model share, told from each layer's side."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+from jaxtyping import Bool
+from torch import Tensor, nn
+
+from compressm.adapters.base import adapts_named
+from compressm.adapters.mamba import SelectiveAdapter
+from compressm.control.selective import SelectiveSystem
+from compressm.errors import AdapterError
+
+_SIZE = "state_size"
+
+
+@final
+class LayerConfig:
+    """What the shared config says of one layer: `state_size` is that of the layer, read and written.
+
+    While all layers agree it is config.state_size. Where they differ config.per_layer_config has one for each, and
+    config.state_size cannot be read: transformers calls such a config heterogeneous.
+    """
+
+    def __init__(self, config: Any, layer: int) -> None:
+        self._config, self._layer = config, layer
+
+    @property
+    def state_size(self) -> int:
+        """Of this layer."""
+        return int(self._config.per_layer_config[self._layer].state_size)
+
+    @state_size.setter
+    def state_size(self, order: int) -> None:
+        orders = state_sizes(self._config)
+        orders[self._layer] = order
+        set_state_sizes_(self._config, orders)
+
+
+def state_sizes(config: Any) -> list[int]:
+    """Of every layer."""
+    # Not from per_layer_config, which makes a copy of the config for each.
+    own, common = _overrides(config), config.to_dict()[_SIZE]
+    return [int(own.get(layer, {}).get(_SIZE, common)) for layer in range(config.num_hidden_layers)]
+
+
+def set_state_sizes_(config: Any, orders: Sequence[int]) -> None:
+    """Let the config say these orders, one a layer, and leave all else that it says of single layers."""
+    layers = _overrides(config)
+    common = max(orders)
+    for layer, order in enumerate(orders):
+        layers.setdefault(layer, {})[_SIZE] = order
+    # The common value first: what is said of a layer and equals it is dropped.
+    config.per_layer_config = None
+    config.state_size = common
+    if any(own != {_SIZE: common} for own in layers.values()):
+        config.per_layer_config = layers
+
+
+def _overrides(config: Any) -> dict[int, dict[str, Any]]:
+    """What the config says of single layers; the keys of transformers are text."""
+    said = config.to_dict().get("per_layer_config") or {}
+    return {int(layer): dict(own) for layer, own in said.items()}
+
+
+PACKAGE = "transformers"
+# Since then configs can say something else of each layer, caches take their sizes from the states that they are given,
+# and a mixer's signature can be read.
+SINCE = "5.16"
+
+
+@adapts_named(f"{PACKAGE}.models.mamba.modeling_mamba.MambaMixer")
+@final
+class MambaMixerAdapter(SelectiveAdapter[nn.Module]):
+    """Padding is where `attention_mask` is 0. The order also stands in the mixer, its x_proj and the model's config."""
+
+    def read(self, module: nn.Module) -> SelectiveSystem:
+        system = super().read(module)
+        _require_config(module)
+        sizes = {"time_step_rank": len(system.step_in), "intermediate_size": system.channels}
+        _require_attributes(self, module, sizes | self.attributes(module, system.order))
+        return system
+
+    def counted(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Bool[Tensor, "batch length"] | None:
+        given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
+        cache, mask = given.get("cache_params"), given.get("attention_mask")
+        if cache is not None and cache.has_previous_state(module.layer_idx):
+            raise AdapterError(
+                "calibrate goes on from a cache, whose states are not known here: let it run the model on whole"
+                " sequences, as model(input_ids, attention_mask=...) does, and not generate; or two layers have the"
+                f" layer_idx {module.layer_idx}, and write to one place of the cache"
+            )
+        return None if mask is None else mask.bool()
+
+    def attributes(self, module: nn.Module, order: int) -> dict[str, Any]:
+        return super().attributes(module, order) | {"ssm_state_size": order, "config.state_size": order}
+
+    def place(self, module: nn.Module, path: str) -> tuple[Any, str]:
+        if path != "config.state_size":
+            return super().place(module, path)
+        layer = module.layer_idx
+        assert isinstance(layer, int)
+        return LayerConfig(module.config, layer), "state_size"
+
+
+def _require_config(module: nn.Module) -> None:
+    """A config that can say another order of each layer, and this module's place among them."""
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    layers = getattr(config, "per_layer_config", None)
+    if layers is None:
+        raise AdapterError(
+            f"{_shown(module)} has no config.per_layer_config, expected that of {PACKAGE} {SINCE} or later"
+        )
+    if not isinstance(layer, int) or not 0 <= layer < len(layers):
+        raise AdapterError(f"{_shown(module)} has layer_idx {layer!r}, its config speaks of {len(layers)} layers")
+    names = list(inspect.signature(type(module).forward).parameters)
+    missing = [name for name in ("cache_params", "attention_mask") if name not in names]
+    if missing:
+        raise AdapterError(
+            f"{_shown(module)} is called with {', '.join(names[1:])}, expected {' and '.join(missing)} too, as in"
+            f" {PACKAGE} {SINCE} or later"
+        )
+
+
+def _require_attributes(adapter: MambaMixerAdapter, module: nn.Module, expected: Mapping[str, Any]) -> None:
+    """All that says a size agrees with the parameters, so that it can go with them."""
+    for path, value in expected.items():
+        try:
+            found = getattr(*adapter.place(module, path))
+        except AttributeError:
+            raise AdapterError(f"{_shown(module)} has no {path}, expected {value} there") from None
+        if found != value:
+            shared = "; another model may have been cut that shares the config" if path.startswith("config.") else ""
+            raise AdapterError(f"{_shown(module)} has {path} {found!r}, its parameters are those of {value}{shared}")
+
+
+def _shown(module: nn.Module) -> str:
+    version = getattr(sys.modules.get(PACKAGE), "__version__", "of unknown version")
+    return f"{type(module).__name__} ({PACKAGE} {version})"

@@ -1,0 +1,129 @@
+"""Models of transformers as plain values, and built from them again with every layer at its order."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from compressm.adapters.base import adapter_for
+from compressm.adapters.mamba import PROJECTION, RATES
+from compressm.adapters.transformers.mamba import PACKAGE, MambaMixerAdapter, set_state_sizes_, state_sizes
+from compressm.errors import AdapterError
+
+MODELS = ("MambaModel", "MambaForCausalLM")
+
+_MODULE = f"{PACKAGE}.models.mamba.modeling_mamba"
+
+
+def kind_name(kind: type[Any]) -> str | None:
+    """By which files know the class; None if it is none of those above."""
+    return f"{PACKAGE}.{kind.__name__}" if kind.__module__ == _MODULE and kind.__name__ in MODELS else None
+
+
+def arguments_of(model: Any) -> dict[str, Any]:
+    """What the model is built from, in JSON's types: its config, and how it generates where it does."""
+    arguments = {"config": json.loads(model.config.to_json_string())}
+    if model.can_generate():
+        arguments["generation_config"] = json.loads(model.generation_config.to_json_string())
+    if model.is_gradient_checkpointing:
+        arguments["gradient_checkpointing"] = True
+    return arguments
+
+
+def builder(name: str) -> Callable[..., nn.Module] | None:
+    """Of the models of that name, None if it is not of transformers, which has to be imported by then."""
+    owner, _, kind = name.rpartition(".")
+    if owner != PACKAGE:
+        return None
+    if kind not in MODELS:
+        raise AdapterError(f"{name} is not supported, of {PACKAGE} are {' and '.join(MODELS)}")
+    package = sys.modules.get(PACKAGE)
+    if package is None:
+        raise AdapterError(f"{name} is of another package, which is not imported yet: import {PACKAGE} first")
+    return functools.partial(_build, package, getattr(package, kind))
+
+
+def _build(
+    package: Any,
+    kind: Any,
+    config: Mapping[str, Any],
+    generation_config: Mapping[str, Any] | None = None,
+    gradient_checkpointing: bool = False,
+) -> nn.Module:
+    """The model as its class builds it, then each mixer at the order that the config says."""
+    parsed = _parsed(kind, config)
+    orders = state_sizes(parsed)
+    # Constructors of transformers know one size for all layers.
+    set_state_sizes_(parsed, [max(orders)] * len(orders))
+    model: Any = kind(parsed)
+    if generation_config is not None:
+        model.generation_config = package.GenerationConfig.from_dict(dict(generation_config))
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    for module in model.modules():
+        if isinstance(adapter := adapter_for(module), MambaMixerAdapter):
+            _make_room_(module, adapter, orders[module.layer_idx])
+    return model
+
+
+def _parsed(kind: Any, config: Mapping[str, Any]) -> Any:
+    # What transformers' configs answer to a value of another type; no ValueError.
+    refusal = getattr(sys.modules.get("huggingface_hub.errors"), "StrictDataclassError", ValueError)
+    try:
+        return kind.config_class.from_dict(dict(config))
+    except refusal as error:
+        raise AdapterError(f"{kind.config_class.__name__} does not take what is given: {error}") from error
+
+
+def _make_room_(mixer: nn.Module, adapter: MambaMixerAdapter, order: int) -> None:
+    """Parameters of that order, without values."""
+    attributes = adapter.attributes(mixer, order)
+    shapes = {PROJECTION: attributes["x_proj.out_features"], RATES: order}
+    for name, axis in ((PROJECTION, 0), (RATES, 1)):
+        old = mixer.get_parameter(name)
+        shape = list(old.shape)
+        shape[axis] = shapes[name]
+        owner, _, leaf = name.rpartition(".")
+        setattr(mixer.get_submodule(owner), leaf, nn.Parameter(torch.empty(shape, device=old.device, dtype=old.dtype)))
+    for path, value in attributes.items():
+        setattr(*adapter.place(mixer, path), value)
+
+
+_NORMS = "normalises B and C over the states, which no change of basis keeps"
+_HEADS = "has a projection and rates for each of its heads"
+_MAMBA_2 = "is the recurrence of Mamba-2, with one rate a head"
+_REASONS = {
+    "FalconMambaMixer": _NORMS,
+    "JambaMambaMixer": _NORMS,
+    "ZambaMambaMixer": _HEADS,
+    "Mamba2Mixer": _MAMBA_2,
+    "Zamba2MambaMixer": _MAMBA_2,
+    "BambaMixer": _MAMBA_2,
+    "FalconH1Mixer": _MAMBA_2,
+    "GraniteMoeHybridMambaLayer": _MAMBA_2,
+    "NemotronHMamba2Mixer": _MAMBA_2,
+}
+_SUPPORTED = "of transformers MambaMixer is supported, the mixer of MambaModel and MambaForCausalLM"
+
+
+def refused_in(model: nn.Module) -> str:
+    """What is to be said of such mixers in the model, beginning with a colon; nothing if it has none."""
+    names: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        kind = type(module)
+        # What all of them have, under whatever names transformers will have next.
+        mixes = kind.__module__.startswith("transformers") and "A_log" in module._parameters
+        if mixes and adapter_for(module) is None:
+            names.setdefault(kind.__name__, []).append(name or "the model")
+    said = [f"{_listed(places)} {_REASONS.get(kind, 'is not known')} ({kind})" for kind, places in names.items()]
+    return f": {', '.join(said)}; {_SUPPORTED}" if said else ""
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"

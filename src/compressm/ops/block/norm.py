@@ -1,0 +1,164 @@
+"""Batch norm and RMS norm, and the sums that pass between norms: statistics forward, sums of gradients backward."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional
+
+from compressm.ops.dispatch import SequenceError, kernels_serve, require_floats_on_one_device, require_shapes
+
+
+class Link(NamedTuple):
+    """Zeros that stand for a change of u: `carrier` one at every step, `totals` a shift and a scale for all steps.
+
+    Whoever uses u through a link takes its value as a constant and sends the gradient g of u to `carrier`, Σ g and
+    Σ g ⊙ u over all steps to `totals`. A norm needs those sums, and products with u have them at hand, where the norm
+    would have to read g and u once more.
+    """
+
+    u: Float[Tensor, "batch length width"]
+    carrier: Float[Tensor, "batch length width"]
+    totals: Float[Tensor, "2 width"] | None = None
+
+    def zeros(self) -> Float[Tensor, "batch length width"]:
+        """What is added to the value of u, or to D ⊙ u, for autograd to do all of this by itself."""
+        if self.totals is None:
+            return self.carrier
+        shift, scale = self.totals.to(self.u.dtype)
+        return self.carrier + shift + scale * self.u.detach()
+
+
+_NAME = "_compressm_moments"
+
+
+class Moments(NamedTuple):
+    """Of the rows that each program wrote: their mean, the sum of squared deviations from it, and their number."""
+
+    parts: Float[Tensor, "programs 3 width"]
+    version: int
+
+
+def leave_moments(x: Tensor, parts: Float[Tensor, "programs 3 width"]) -> None:
+    """For as long as x is this very tensor and nothing is written into it."""
+    setattr(x, _NAME, Moments(parts, x._version))
+
+
+def moments_of(x: Tensor) -> Float[Tensor, "programs 3 width"] | None:
+    """What was left with x, if it is still true."""
+    moments = getattr(x, _NAME, None)
+    return moments.parts if isinstance(moments, Moments) and moments.version == x._version else None
+
+
+class RunningStatistics(NamedTuple):
+    """Averages over batches, changed in place; without a momentum every batch counts the same."""
+
+    mean: Float[Tensor, " width"]
+    variance: Float[Tensor, " width"]
+    batches: Int[Tensor, ""]
+    momentum: float | None = 0.1
+
+
+def plain_batch_norm(
+    x: Float[Tensor, "batch length width"],
+    weight: Float[Tensor, " width"] | None,
+    bias: Float[Tensor, " width"] | None,
+    running: RunningStatistics,
+    eps: float,
+) -> Float[Tensor, "batch length width"]:
+    """(x − μ) / √(σ² + ε) · weight + bias, as `nn.BatchNorm1d` computes and tracks it."""
+    running.batches.add_(1)
+    share = 1.0 / float(running.batches) if running.momentum is None else running.momentum
+    flat = functional.batch_norm(x.flatten(0, 1), running.mean, running.variance, weight, bias, True, share, eps)
+    return flat.view_as(x)
+
+
+class Normalised(NamedTuple):
+    """u, x again, and what carries the gradients of D ⊙ u and of B u.
+
+    Where u, D ⊙ u, B u and x are used through this record, their gradients arrive at the norm together and are added
+    where they are read. `link` is for the gradient of D ⊙ u, `drive` for that of a product with u; None where autograd
+    adds them.
+    """
+
+    u: Tensor
+    x: Tensor
+    link: Link | None = None
+    drive: Link | None = None
+
+
+def batch_norm(
+    x: Float[Tensor, "batch length width"],
+    weight: Float[Tensor, " width"] | None,
+    bias: Float[Tensor, " width"] | None,
+    running: RunningStatistics,
+    *,
+    eps: float = 1e-5,
+    skip: Float[Tensor, " width"] | None = None,
+) -> Normalised:
+    """(x − μ) / √(σ² + ε) · weight + bias over batch and time, and the running statistics moved towards μ and σ².
+
+    `skip` is the D of a layer whose D ⊙ u will be added by `gated_residual`, given what is returned here.
+    """
+    if torch.compiler.is_compiling():
+        return Normalised(plain_batch_norm(x, weight, bias, running, eps), x)
+    _check(x, weight, bias, running, skip)
+    dense = running.mean.is_contiguous() and running.variance.is_contiguous()
+    if not (dense and kernels_serve(x)):
+        return Normalised(plain_batch_norm(x, weight, bias, running, eps), x)
+    from compressm.ops.block.norm_triton import FusedBatchNorm
+
+    weight, bias, skip = (None if vector is None else vector.contiguous() for vector in (weight, bias, skip))
+    u, x, *carriers = FusedBatchNorm.apply(x, weight, bias, skip, *running, eps, moments_of(x))
+    link, drive = (
+        None if carrier is None else Link(u, carrier, totals)
+        for carrier, totals in zip(carriers[::2], carriers[1::2], strict=True)
+    )
+    return Normalised(u, x, link, drive)
+
+
+def _check(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, running: RunningStatistics, skip: Tensor | None
+) -> None:
+    vector = ("width",)
+    require_shapes(
+        x=(x, ("batch", "length", "width")),
+        weight=(weight, vector),
+        bias=(bias, vector),
+        running_mean=(running.mean, vector),
+        running_var=(running.variance, vector),
+        skip=(skip, vector),
+    )
+    require_floats_on_one_device(
+        x=x, weight=weight, bias=bias, running_mean=running.mean, running_var=running.variance, skip=skip
+    )
+    if x.shape[:2].numel() == 1:
+        raise SequenceError(f"x is {tuple(x.shape)}: batch norm trains on at least 2 steps in all")
+
+
+def plain_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """In float32 at least, then in the dtype of x."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    scale = None if weight is None else weight.to(wide)
+    return nn.functional.rms_norm(x.to(wide), x.shape[-1:], scale, eps).to(x.dtype)
+
+
+# A row in the registers of one program.
+_WIDEST = 4096
+
+
+def rms_norm(
+    x: Float[Tensor, "*rest width"], weight: Float[Tensor, " width"] | None = None, eps: float = 1e-5
+) -> tuple[Float[Tensor, "*rest width"], Float[Tensor, "*rest width"]]:
+    """weight x / √(mean x² + ε) over the last axis, computed in float32 at least, in the dtype of x; and x again.
+
+    What else is made of x takes the second: on a GPU gradients of both come together in one pass over memory.
+    """
+    if not kernels_serve(x) or x.shape[-1] > _WIDEST:
+        return plain_rms_norm(x, weight, eps), x
+    from compressm.ops.block.norm_triton import RMSNormRows
+
+    return RMSNormRows.apply(x, weight, eps)

@@ -1,0 +1,465 @@
+"""Batch norm in training on the GPU: one pass for the statistics, one to apply them, the same two backward.
+
+A program owns some columns and every so-many-th tile of rows; what it has summed goes to memory as one row of
+`partial`, and those rows are merged in a fixed order: the same input gives the same bits. Up to `_NARROW` columns every
+program of the second pass merges them by itself, which is cheaper than one more launch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from compressm.ops.memory import Launch, rows_of
+from compressm.ops.sums_triton import column_sums
+
+_NARROW = 32
+
+
+@triton.jit
+def _column(pointer, col, inside):
+    return tl.load(pointer + col, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _merged(
+    x, partial, tokens, programs, col, inside,
+    COUNTED: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Mean and variance of all rows from those of each program (Chan et al. 1979).
+
+    COUNTED: a program also left how many rows it had, and its mean is not counted from the first row of x.
+    """
+    zeroth = _column(partial, col, inside)
+    tiles = tl.cdiv(tokens, ROWS)
+    one = tl.zeros((CHUNK, col.shape[0]), tl.float32)
+    two = tl.zeros((CHUNK, col.shape[0]), tl.float32)
+    for start in tl.range(0, programs, CHUNK, loop_unroll_factor=2):
+        program = start + tl.arange(0, CHUNK)
+        live = (program < programs)[:, None] & inside[None, :]
+        at = partial + program[:, None] * ((3 if COUNTED else 2) * H) + col[None, :]
+        mean, spread = tl.load(at, mask=live, other=0.0), tl.load(at + H, mask=live, other=0.0)
+        if COUNTED:
+            count = tl.load(at + 2 * H, mask=live, other=0.0)
+        else:
+            # Program p owns the tiles p, p + programs, … of which only the last of all may be short.
+            missing = tl.where(program == (tiles - 1) % programs, tiles * ROWS - tokens, 0)
+            count = ((tiles - program + programs - 1) // programs * ROWS - missing).to(tl.float32)[:, None]
+        off = tl.where(live, mean - zeroth[None, :], 0.0)
+        one += count * off
+        two += spread + count * off * off
+    count = tokens.to(tl.float32)
+    off = tl.sum(one, 0) / count
+    variance = tl.maximum(tl.sum(two, 0) / count - off * off, 0.0)
+    return (zeroth if COUNTED else _column(x, col, inside) + zeroth) + off, variance
+
+
+@triton.jit
+def _track(running, batch, momentum, col, inside, value):
+    """running ← running + share (value − running), share 1 / batch without a momentum."""
+    share = 1.0 / batch.to(tl.float32) if momentum is None else momentum
+    before = _column(running, col, inside)
+    tl.store(running + col, (before + share * (value - before)).to(running.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _settle(
+    mean, variance, statistics, zero, running_mean, running_var, batch, momentum, eps, tokens, col, inside,
+    H: tl.constexpr,
+):  # fmt: skip
+    """What one program writes for all: the statistics, the running ones, and a zero."""
+    tl.store(statistics + col, mean, mask=inside)
+    tl.store(statistics + H + col, tl.rsqrt(variance + eps), mask=inside)
+    count = tokens.to(tl.float32)
+    _track(running_mean, batch, momentum, col, inside, mean)
+    _track(running_var, batch, momentum, col, inside, variance * (count / (count - 1.0)))
+    tl.store(zero, 0.0)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _statistics(
+    x, partial, batches, tokens, H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
+    """Mean, less the first row of x, and sum of squared deviations of each program's rows (Welford 1962)."""
+    program, programs = tl.program_id(0) // tl.cdiv(H, COLS), tl.num_programs(0) // tl.cdiv(H, COLS)
+    row, col = tl.arange(0, ROWS), tl.program_id(0) % tl.cdiv(H, COLS) * COLS + tl.arange(0, COLS)
+    inside = col < H
+    at = row[:, None] * H + col[None, :]
+    # Far from zero the digits below the mean are kept by counting from some value of the column.
+    first = _column(x, col, inside)[None, :]
+    count = tl.zeros((ROWS, 1), tl.float32)
+    mean = tl.zeros((ROWS, COLS), tl.float32)
+    spread = tl.zeros((ROWS, COLS), tl.float32)
+    for tile in tl.range(program, tl.cdiv(tokens, ROWS), programs, num_stages=STAGES):
+        start = tile * ROWS
+        live = (row < tokens - start)[:, None]
+        value = tl.load(x + start.to(tl.int64) * H + at, mask=live & inside[None, :], other=0.0).to(tl.float32) - first
+        count += live.to(tl.float32)
+        off = tl.where(live, value - mean, 0.0)
+        mean += off * (1.0 / tl.maximum(count, 1.0))
+        spread += off * (value - mean)
+    centre = tl.sum(count * mean, 0) / tl.sum(tl.sum(count, 1), 0)
+    off = mean - centre[None, :]
+    to = partial + program * (2 * H) + col
+    tl.store(to, centre, mask=inside)
+    tl.store(to + H, tl.sum(spread + count * off * off, 0), mask=inside)
+    if tl.program_id(0) == 0:
+        tl.store(batches, tl.load(batches) + 1)
+
+
+@triton.jit(do_not_specialize=["tokens", "programs"])
+def _combine(
+    x, partial, statistics, zero, running_mean, running_var, batches, momentum, eps, tokens, programs,
+    COUNTED: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    col = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    inside = col < H
+    mean, variance = _merged(x, partial, tokens, programs, col, inside, COUNTED, H, ROWS, CHUNK)
+    # Who counts the batches comes before this, or after where rows were COUNTED.
+    batch = tl.load(batches) + (1 if COUNTED else 0)
+    _settle(mean, variance, statistics, zero, running_mean, running_var, batch, momentum, eps, tokens, col, inside, H)
+
+
+@triton.jit(do_not_specialize=["tokens", "programs"])
+def _apply(
+    x, weight, bias, u, partial, statistics, zero, running_mean, running_var, batches, momentum, eps, tokens, programs,
+    COUNTED: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """u = (x − μ) / √(σ² + ε) · weight + bias; with `partial`, μ and σ² are merged first."""
+    start = tl.program_id(0) // tl.cdiv(H, COLS) * ROWS
+    row, col = tl.arange(0, ROWS), tl.program_id(0) % tl.cdiv(H, COLS) * COLS + tl.arange(0, COLS)
+    inside = col < H
+    at, live = row[:, None] * H + col[None, :], (row < tokens - start)[:, None] & inside[None, :]
+    here = start.to(tl.int64) * H
+    value = tl.load(x + here + at, mask=live, other=0.0).to(tl.float32)
+    if partial is not None:
+        mean, variance = _merged(x, partial, tokens, programs, col, inside, False, H, ROWS, CHUNK)
+        scale = tl.rsqrt(variance + eps)
+        if start == 0:
+            batch = tl.load(batches)
+            _settle(
+                mean, variance, statistics, zero, running_mean, running_var, batch, momentum, eps, tokens, col,
+                inside, H,
+            )  # fmt: skip
+    else:
+        mean, scale = _column(statistics, col, inside), _column(statistics + H, col, inside)
+    if weight is not None:
+        scale *= _column(weight, col, inside)
+    if COUNTED and tl.program_id(0) == 0:
+        tl.store(batches, tl.load(batches) + 1)
+    value = (value - mean[None, :]) * scale[None, :]
+    if bias is not None:
+        value += _column(bias, col, inside)[None, :]
+    tl.store(u + here + at, value.to(u.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _arriving(du, dlink, D, here, at, live):
+    """du + D ⊙ dlink."""
+    total = tl.zeros(at.shape, tl.float32)
+    if du is not None:
+        total += tl.load(du + here + at, mask=live, other=0.0).to(tl.float32)
+    if dlink is not None:
+        total += D * tl.load(dlink + here + at, mask=live, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _backward_sums(
+    du, dlink, skip, x, statistics, partial, tokens, H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Σ g and Σ g x̂ over each program's rows, g = du + D ⊙ dlink."""
+    program, programs = tl.program_id(0) // tl.cdiv(H, COLS), tl.num_programs(0) // tl.cdiv(H, COLS)
+    row, col = tl.arange(0, ROWS), tl.program_id(0) % tl.cdiv(H, COLS) * COLS + tl.arange(0, COLS)
+    inside = col < H
+    at = row[:, None] * H + col[None, :]
+    mean, scale = _column(statistics, col, inside)[None, :], _column(statistics + H, col, inside)[None, :]
+    D = _column(skip, col, inside)[None, :] if skip is not None else 1.0
+    plain = tl.zeros((ROWS, COLS), tl.float32)
+    along = tl.zeros((ROWS, COLS), tl.float32)
+    for tile in tl.range(program, tl.cdiv(tokens, ROWS), programs, num_stages=STAGES):
+        start = tile * ROWS
+        here, live = start.to(tl.int64) * H, (row < tokens - start)[:, None] & inside[None, :]
+        value = tl.load(x + here + at, mask=live, other=0.0).to(tl.float32)
+        gradient = _arriving(du, dlink, D, here, at, live)
+        plain += gradient
+        along += gradient * (value - mean)
+    to = partial + program * (2 * H) + col
+    tl.store(to, tl.sum(plain, 0), mask=inside)
+    tl.store(to + H, tl.sum(along * scale, 0), mask=inside)
+
+
+@triton.jit
+def _hidden(weight, bias, col, inside):
+    """Where u = weight x̂ + bias does not tell x̂, or not without losing two digits."""
+    least = 0.01 * tl.abs(_column(bias, col, inside)) if bias is not None else 0.0
+    return inside & (tl.abs(_column(weight, col, inside)) <= least)
+
+
+@triton.jit
+def _sum_along(
+    du, dlink, D, x, statistics, tokens, col, inside, H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    """Σ g x̂ over all rows."""
+    row = tl.arange(0, ROWS)
+    mean, scale = _column(statistics, col, inside), _column(statistics + H, col, inside)
+    total = tl.zeros((ROWS, COLS), tl.float32)
+    for tile in tl.range(0, tl.cdiv(tokens, ROWS)):
+        start = tile * ROWS
+        here, live = start.to(tl.int64) * H, (row < tokens - start)[:, None] & inside[None, :]
+        at = row[:, None] * H + col[None, :]
+        value = tl.load(x + here + at, mask=live, other=0.0).to(tl.float32)
+        total += _arriving(du, dlink, D[None, :], here, at, live) * (value - mean[None, :])
+    return tl.sum(total, 0) * scale
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _known_sums(
+    drive, link, du, dlink, skip, x, weight, bias, statistics, sums, tokens,
+    H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Σ g and Σ g x̂ from what came along with du and dlink: Σ of each and Σ of each times u."""
+    col = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    inside = col < H
+    D = _column(skip, col, inside)
+    plain = _column(drive, col, inside) + D * _column(link, col, inside)
+    along = _column(drive + H, col, inside) + D * _column(link + H, col, inside)
+    if weight is not None:
+        hidden = _hidden(weight, bias, col, inside)
+        if bias is not None:
+            along -= _column(bias, col, inside) * plain
+        along /= tl.where(hidden | (col >= H), 1.0, _column(weight, col, inside))
+        if tl.max(hidden.to(tl.int32), 0) > 0:
+            made = _sum_along(du, dlink, D, x, statistics, tokens, col, inside, H, ROWS, COLS)
+            along = tl.where(hidden, made, along)
+    tl.store(sums + col, plain, mask=inside)
+    tl.store(sums + H + col, along, mask=inside)
+
+
+@triton.jit
+def _summed(partial, programs, col, inside, H: tl.constexpr, CHUNK: tl.constexpr):
+    total = tl.zeros((CHUNK, col.shape[0]), tl.float32)
+    for start in tl.range(0, programs, CHUNK, loop_unroll_factor=2):
+        program = start + tl.arange(0, CHUNK)
+        live = (program < programs)[:, None] & inside[None, :]
+        total += tl.load(partial + program[:, None] * (2 * H) + col[None, :], mask=live, other=0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit(do_not_specialize=["tokens", "programs", "steps"])
+def _backward_apply(
+    du, dlink, skip, residual, x, weight, statistics, partial, sums, dx, tokens, programs, steps,
+    SHARED: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """dx = weight / √(σ² + ε) · (g − mean(g) − x̂ mean(g x̂)) + residual; with `partial` the sums are made first.
+
+    SHARED: one row of `residual` stands for so many steps.
+    """
+    start = tl.program_id(0) // tl.cdiv(H, COLS) * ROWS
+    row, col = tl.arange(0, ROWS), tl.program_id(0) % tl.cdiv(H, COLS) * COLS + tl.arange(0, COLS)
+    inside = col < H
+    at, live = row[:, None] * H + col[None, :], (row < tokens - start)[:, None] & inside[None, :]
+    here = start.to(tl.int64) * H
+    mean, scale = _column(statistics, col, inside), _column(statistics + H, col, inside)
+    D = _column(skip, col, inside)[None, :] if skip is not None else 1.0
+    value = tl.load(x + here + at, mask=live, other=0.0).to(tl.float32)
+    gradient = _arriving(du, dlink, D, here, at, live)
+    if partial is not None:
+        plain = _summed(partial, programs, col, inside, H, CHUNK)
+        along = _summed(partial + H, programs, col, inside, H, CHUNK)
+        if start == 0:
+            tl.store(sums + col, plain, mask=inside)
+            tl.store(sums + H + col, along, mask=inside)
+    else:
+        plain, along = _column(sums, col, inside), _column(sums + H, col, inside)
+    count = tokens.to(tl.float32)
+    outer = scale * _column(weight, col, inside) if weight is not None else scale
+    normal = (value - mean[None, :]) * scale[None, :]
+    value = outer[None, :] * (gradient - (plain / count)[None, :] - normal * (along / count)[None, :])
+    if residual is not None:
+        if SHARED:
+            shared = ((start + row) // steps)[:, None] * H + col[None, :]
+            value += tl.load(residual + shared, mask=live, other=0.0).to(tl.float32)
+        else:
+            value += tl.load(residual + here + at, mask=live, other=0.0).to(tl.float32)
+    tl.store(dx + here + at, value.to(dx.dtype.element_ty), mask=live)
+
+
+class FusedBatchNorm(torch.autograd.Function):
+    """u, x again, and zeros for two links: all gradients arrive together and are added where they are read.
+
+    The zeros take no memory. Those of the first link stand for D ⊙ (u − u₀), u₀ being the value of u as a constant, so
+    that what arrives there is the gradient of D ⊙ u; those of the second for u − u₀.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        skip: Tensor | None,
+        running_mean: Tensor,
+        running_var: Tensor,
+        batches: Tensor,
+        momentum: float | None,
+        eps: float,
+        moments: Tensor | None = None,
+    ) -> tuple[Tensor | None, ...]:
+        dense, H = x.contiguous(), x.shape[-1]
+        u, zero = torch.empty_like(dense), x.new_empty(1, dtype=torch.float32)
+        statistics = torch.empty(2, H, dtype=torch.float32, device=x.device)
+        tokens, tiles, columns, partial, options = _plan(dense)
+        counted = moments is not None and H > _NARROW
+        if counted:
+            partial = moments
+        else:
+            stages = 3 if H > _NARROW else 1
+            _statistics[(len(partial) * columns,)](dense, partial, batches, tokens, STAGES=stages, **options)
+        written = (statistics, zero, running_mean, running_var, batches, momentum, eps, tokens, len(partial))
+        if H > _NARROW:
+            few = options | {"COLS": 8, "CHUNK": 256, "num_warps": 8}
+            _combine[(triton.cdiv(H, 8),)](dense, partial, *written, COUNTED=counted, **few)
+        merged = partial if H <= _NARROW else None
+        _apply[(tiles * columns,)](dense, weight, bias, u, merged, *written, COUNTED=counted, CHUNK=128, **options)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(dense, weight, bias, skip, statistics)
+        if skip is None:
+            return u, x, None, None, None, None
+        carrier, totals = zero.view(x.dtype)[:1].expand(x.shape), zero.expand(2, H)
+        if H <= _NARROW:
+            return u, x, carrier, None, None, None
+        return u, x, carrier, totals, carrier.view_as(carrier), totals.view_as(totals)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, weight, bias, skip, statistics = ctx.saved_tensors
+        du, dresidual, dlink, link, ddrive, drive = grads
+        # What came to u by itself came without sums.
+        known = du is None and link is not None and drive is not None
+        du = ddrive if du is None else du if ddrive is None else du + ddrive
+        du, dlink = (None if grad is None else grad.contiguous() for grad in (du, dlink))
+        if du is None and dlink is None:
+            return dresidual, *[None] * 9
+        residual, steps = (None, 0) if dresidual is None else rows_of(dresidual)
+        skip = None if dlink is None else skip
+        H = x.shape[-1]
+        tokens, tiles, columns, partial, options = _plan(x)
+        narrow = H <= _NARROW and ctx.needs_input_grad[0]
+        if known:
+            sums = torch.empty_like(statistics)
+            given = (drive, link, du, dlink, skip, x, weight, bias, statistics, sums, tokens)
+            _known_sums[(triton.cdiv(H, 16),)](*given, H=H, ROWS=128, COLS=16, num_warps=4)
+        else:
+            stages = 3 if H > _NARROW else 1
+            grid = (len(partial) * columns,)
+            _backward_sums[grid](du, dlink, skip, x, statistics, partial, tokens, STAGES=stages, **options)
+            sums = torch.empty_like(statistics) if narrow else column_sums(partial.flatten(1)).view(2, H)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = torch.empty_like(x)
+            given = (du, dlink, skip, residual, x, weight, statistics, partial if narrow else None, sums, dx)
+            sizes = (tokens, len(partial), steps)
+            _backward_apply[(tiles * columns,)](*given, *sizes, SHARED=steps > 0, CHUNK=128, **options)
+        dbias = None if bias is None else sums[0].to(bias.dtype)
+        return dx, None if weight is None else sums[1].to(weight.dtype), dbias, *[None] * 7
+
+
+def _plan(x: Tensor) -> tuple[int, int, int, Tensor, dict]:
+    """Rows, tiles of them, blocks of columns, a row of sums for each program, and what the kernels are told."""
+    H = x.shape[-1]
+    tokens, columns = x.numel() // H, min(triton.next_power_of_2(H), 128)
+    # Measured on an H200.
+    launch = Launch(ROWS=4096 // columns, COLS=columns, num_warps=8, programs=128)
+    if H > _NARROW:
+        launch = Launch(ROWS=2048 // columns, COLS=columns, num_warps=4, programs=132)
+    tiles = triton.cdiv(tokens, launch.ROWS)
+    partial = torch.empty(launch.workers(tiles), 2, H, dtype=torch.float32, device=x.device)
+    return tokens, tiles, triton.cdiv(H, columns), partial, launch.options(H=H)
+
+
+_VALUES = 4096  # of a tile
+_PROGRAMS = 1024  # of the backward pass, each with a row of sums
+
+
+@triton.jit
+def _normalise(x, weight, out, rows, width, eps, ROWS: tl.constexpr, COLS: tl.constexpr):
+    row, col = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLS)
+    live = (row < rows)[:, None] & (col < width)[None, :]
+    at = row[:, None] * width + col[None, :]
+    value = tl.load(x + at, mask=live, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, 1) / width + eps)
+    value = value * scale[:, None]
+    if weight is not None:
+        value *= tl.load(weight + col, mask=col < width, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _normalise_back(x, weight, dout, beside, dx, sums, rows, width, eps, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """With n = x s and g = weight dout, dx = s (g − n mean(g n)) + beside; dweight is the sum of dout n."""
+    col = tl.arange(0, COLS)
+    factor = tl.full((COLS,), 1.0, tl.float32)
+    if weight is not None:
+        factor = tl.load(weight + col, mask=col < width, other=0.0).to(tl.float32)
+    total = tl.zeros((ROWS, COLS), tl.float32)
+    for start in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = start + tl.arange(0, ROWS).to(tl.int64)
+        live = (row < rows)[:, None] & (col < width)[None, :]
+        at = row[:, None] * width + col[None, :]
+        value = tl.load(x + at, mask=live, other=0.0).to(tl.float32)
+        given = tl.load(dout + at, mask=live, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(value * value, 1) / width + eps)[:, None]
+        value *= scale
+        total += given * value
+        given *= factor[None, :]
+        mean = (tl.sum(given * value, 1) / width)[:, None]
+        change = scale * (given - value * mean)
+        if beside is not None:
+            change += tl.load(beside + at, mask=live, other=0.0).to(tl.float32)
+        tl.store(dx + at, change.to(dx.dtype.element_ty), mask=live)
+    if sums is not None:
+        tl.store(sums + tl.program_id(0) * width + col, tl.sum(total, 0), mask=col < width)
+
+
+class RMSNormRows(torch.autograd.Function):
+    """As `plain_rms_norm`, and x again: the gradient of what else reads x is added where that of the norm is made."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+        dense = x.contiguous()
+        out = torch.empty_like(dense)
+        rows, width, tile = _sizes(dense)
+        _normalise[(-(-rows // tile["ROWS"]),)](dense, weight, out, rows, width, eps, **tile)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(dense, weight)
+        ctx.eps = eps
+        return out, x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, beside: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
+        if dout is None:
+            return beside, None, None
+        x, weight = ctx.saved_tensors
+        dx = torch.empty_like(x)
+        rows, width, tile = _sizes(x)
+        programs = min(_PROGRAMS, -(-rows // tile["ROWS"]))
+        sums = None if weight is None else torch.empty(programs, width, dtype=torch.float32, device=x.device)
+        beside = None if beside is None else beside.contiguous()
+        _normalise_back[(programs,)](x, weight, dout.contiguous(), beside, dx, sums, rows, width, ctx.eps, **tile)
+        return dx, None if sums is None else column_sums(sums).to(weight.dtype), None
+
+
+def _sizes(x: Tensor) -> tuple[int, int, dict[str, int]]:
+    """Rows, their width, and the tile of a program."""
+    width = x.shape[-1]
+    COLS = triton.next_power_of_2(width)
+    return x.numel() // width, width, {"ROWS": max(1, _VALUES // COLS), "COLS": COLS, "num_warps": 4}

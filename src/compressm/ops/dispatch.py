@@ -1,0 +1,83 @@
+"""What every op asks before it chooses a path: are the arguments possible, and do hand-written kernels serve?"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+
+class SequenceError(ValueError):
+    """A sequence, state or parameter of the wrong shape, dtype, device or length; it says what is allowed."""
+
+
+@cache
+def has_triton() -> bool:
+    """Whether the GPU kernels can be compiled here."""
+    return importlib.util.find_spec("triton") is not None
+
+
+_DEVICES = ("cuda",)
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def kernels_serve(x: Tensor) -> bool:
+    """On a GPU, up to float32, where Triton is; a compiler that traces fuses plain torch by itself."""
+    return not torch.compiler.is_compiling() and x.device.type in _DEVICES and x.dtype in _DTYPES and has_triton()
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether a hook sees what goes through the module: then it is called, whatever could take its place."""
+    forward = module._forward_pre_hooks or module._forward_hooks
+    return bool(forward or module._backward_pre_hooks or module._backward_hooks)
+
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def require_shapes(**given: tuple[Tensor | None, tuple[str | int, ...]]) -> dict[str, int]:
+    """Each tensor against its named axes; a name must mean one size everywhere. Returns the sizes."""
+    sizes: dict[str, int] = {}
+    for name, (tensor, axes) in given.items():
+        if tensor is None:
+            continue
+        shape = ", ".join(str(axis) for axis in axes)
+        if not isinstance(tensor, Tensor) or tensor.ndim != len(axes):
+            got = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise SequenceError(f"{name} is {got}, expected a tensor of shape ({shape})")
+        for axis, size in zip(axes, tensor.shape, strict=True):
+            expected = axis if isinstance(axis, int) else sizes.setdefault(axis, size)
+            if size != expected:
+                raise SequenceError(
+                    f"{name} has shape {tuple(tensor.shape)}, expected ({shape}) with {axis} = {expected}"
+                )
+            if size == 0:
+                raise SequenceError(f"{name} has shape {tuple(tensor.shape)}: {axis} is 0, expected at least 1")
+    return sizes
+
+
+def require_floats_on_one_device(**given: Tensor | None) -> None:
+    """Real floating point, all on the device of the first."""
+    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+    first = next(iter(tensors))
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _FLOATS:
+            raise SequenceError(f"{name} has dtype {tensor.dtype}, expected one of {', '.join(map(str, _FLOATS))}")
+        if tensor.device != tensors[first].device:
+            raise SequenceError(f"{name} is on {tensor.device}, {first} on {tensors[first].device}")
+
+
+def require_lengths(lengths: Tensor | None, batch: int, length: int) -> None:
+    """One integer from 1 to `length` for each sequence."""
+    if lengths is None:
+        return
+    if not isinstance(lengths, Tensor) or lengths.shape != (batch,) or lengths.dtype not in (torch.int32, torch.int64):
+        got = f"{lengths.dtype} {tuple(lengths.shape)}" if isinstance(lengths, Tensor) else repr(lengths)
+        raise SequenceError(f"lengths are {got}, expected an integer tensor of shape ({batch},)")
+    if lengths.is_cuda and torch.cuda.is_current_stream_capturing():
+        return  # a graph that is being recorded cannot be asked for values
+    low, high = torch.stack(lengths.aminmax()).tolist()
+    if low < 1 or high > length:
+        raise SequenceError(f"lengths run from {low} to {high}, expected 1 to {length}")

@@ -1,0 +1,369 @@
+"""The recurrence on the CPU, over real pairs: in two levels of chunks, or in one walk through memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Complex, Float
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from compressm.ops.lti.cost import WIDE
+from compressm.ops.memory import empty_in_large_pages
+
+# Up to this many powers are exponentiated one by one; more are products of two tables, 2 √L exponentials instead of L.
+_SINGLE_TABLE = 64
+
+
+def to_complex(pair: Float[Tensor, "..."], axis: int) -> Complex[Tensor, "..."]:
+    """The pair on `axis` as one complex number."""
+    re, im = pair.unbind(axis)
+    return torch.complex(re, im)
+
+
+def to_pair(number: Complex[Tensor, "..."], axis: int) -> Float[Tensor, "..."]:
+    """Real and imaginary parts on a new axis."""
+    return torch.stack([number.real, number.imag], dim=axis)
+
+
+def interleaved(number: Complex[Tensor, "*rest n"]) -> Float[Tensor, "*rest n2"]:
+    """Real and imaginary parts side by side, as complex numbers lie in memory: products with them need no copies."""
+    return torch.view_as_real(number.resolve_conj()).flatten(-2)
+
+
+def from_interleaved(pairs: Float[Tensor, "*rest n2"]) -> Complex[Tensor, "*rest n"]:
+    """The inverse of `interleaved`."""
+    return torch.view_as_complex(pairs.reshape(*pairs.shape[:-1], -1, 2))
+
+
+def complex_dtype(real: torch.dtype) -> torch.dtype:
+    """complex128 for float64, complex64 for everything else."""
+    return torch.complex128 if real == torch.float64 else torch.complex64
+
+
+def powers(
+    log_poles: Float[Tensor, "2 *modes"], count: int, *, first: int = 0, dtype: torch.dtype
+) -> Complex[Tensor, "count *modes"]:
+    """λ^first … λ^(first + count − 1), each right to rounding in `dtype`.
+
+    Exponents are formed in float64: in float32 the phase 16384 · 6.28 alone would be off by 6e-3.
+    """
+    logs = torch.complex(*log_poles.to(torch.float64).unbind(0))
+    if count <= _SINGLE_TABLE:
+        return torch.exp(_exponents(count, first, logs) * logs).to(dtype)
+    inner = round(count**0.5) + 1
+    outer = -(-count // inner)
+    small = torch.exp(_exponents(inner, first, logs) * logs).to(dtype)
+    large = torch.exp(inner * _exponents(outer, 0, logs) * logs).to(dtype)
+    return (large[:, None] * small[None, :]).flatten(0, 1)[:count]
+
+
+def _exponents(count: int, first: int, logs: Tensor) -> Tensor:
+    steps = torch.arange(first, first + count, dtype=torch.float64, device=logs.device)
+    return steps.reshape(-1, *([1] * logs.ndim))
+
+
+# Inside a chunk λ is multiplied up to 31 times, which costs 31 · 6e-8 at worst; carries between chunks are float64.
+_LONGEST_CHUNK = 32
+
+
+def two_level_recurrence(
+    x: Float[Tensor, "batch length 2 n"],
+    log_poles: Float[Tensor, "2 n"],
+    state: Float[Tensor, "batch 2 n"] | None = None,
+) -> tuple[Float[Tensor, "batch length 2 n"], Float[Tensor, "batch 2 n"]]:
+    """All h and the last, as pairs."""
+    start = None if state is None else to_complex(state, -2)
+    history = to_pair(recurrence(to_complex(x, -2), log_poles, start), -2)
+    return history, history[:, -1]
+
+
+def recurrence(
+    x: Complex[Tensor, "batch length n"], log_poles: Float[Tensor, "2 n"], state: Complex[Tensor, "batch n"] | None
+) -> Complex[Tensor, "batch length n"]:
+    """All h; the gradient runs the same recurrence backwards in time."""
+    start = x.new_zeros(x.shape[0], x.shape[-1]) if state is None else state.to(x.dtype)
+    history: Tensor = TwoLevelRecurrence.apply(x, log_poles, start)
+    return history
+
+
+class TwoLevelRecurrence(torch.autograd.Function):
+    """With g[t] = ∂L/∂h[t] + λ̄ g[t+1]: ∂L/∂x = g, ∂L/∂h₀ = λ̄ g[1], ∂L/∂log λ = Σ conj(g[t]) λ h[t−1]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, log_poles: Tensor, state: Tensor) -> Tensor:
+        h = x.clone(memory_format=torch.contiguous_format)
+        h[:, 0].addcmul_(state, powers(log_poles, 1, first=1, dtype=h.dtype)[0])
+        accumulate_(h, short_powers(log_poles, h.shape[1]))
+        ctx.save_for_backward(h, log_poles, state)
+        return h
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h, log_poles, state = ctx.saved_tensors
+        poles = powers(log_poles, 1, first=1, dtype=h.dtype)[0]
+        g = grads[0].clone(memory_format=torch.contiguous_format)
+        accumulate_(g, short_powers(log_poles, g.shape[1]).conj_physical(), backwards=True)
+        pull = (g[:, 1:].conj() * h[:, :-1]).sum((0, 1)) + (g[:, 0].conj() * state).sum(0)
+        return g, logarithmic(pull * poles).to(log_poles.dtype), poles.conj() * g[:, 0]
+
+
+def short_powers(log_poles: Float[Tensor, "2 n"], length: int) -> Complex[Tensor, "size n"]:
+    """λ, λ², … over one chunk of a sequence."""
+    return powers(log_poles, _chunk_size(length), first=1, dtype=torch.complex128)
+
+
+@cache
+def _chunk_size(length: int) -> int:
+    """With the fewest steps one after the other: inside a chunk, between chunks, and after the last whole one."""
+    return min(range(1, _LONGEST_CHUNK + 1), key=lambda size: size + length // size + length % size)
+
+
+def accumulate_(
+    h: Complex[Tensor, "batch length n"], table: Complex[Tensor, "size n"], *, backwards: bool = False
+) -> None:
+    """h[t] += λ h[t−1] for t = 1, 2, … in place, by `short_powers` of λ; `backwards`, h[t] += λ h[t+1] from the end."""
+    length, size = h.shape[1], len(table)
+    left = length % size
+    near, order = table.to(h.dtype), slice(None, None, -1 if backwards else None)
+    chunks = (h[:, left:] if backwards else h[:, : length - left]).view(len(h), -1, size, h.shape[2])
+    _chain_(chunks.unbind(2)[order], near[0])
+    ends = chunks[:, :, 0 if backwards else -1].to(torch.complex128, copy=True)
+    _chain_(ends.unbind(1)[order], table[-1])
+    carries = ends.to(h.dtype)[:, :, None]
+    if backwards:
+        chunks[:, :-1].addcmul_(carries[:, 1:], near.flip(0))
+    else:
+        chunks[:, 1:].addcmul_(carries[:, :-1], near)
+    remainder = h[:, : left + 1] if backwards else h[:, length - left - 1 :]
+    _chain_(remainder.unbind(1)[order], near[0])
+
+
+def _chain_(steps: Sequence[Tensor], pole: Tensor) -> None:
+    for before, after in pairwise(steps):
+        after.addcmul_(before, pole)
+
+
+def logarithmic(pull: Complex[Tensor, " n"]) -> Float[Tensor, "2 n"]:
+    """∂L/∂(log |λ|, arg λ) from Σ conj(g) λ ∂h/∂λ."""
+    return torch.stack([pull.real, -pull.imag])
+
+
+# Numbers of a stretch that is written before it is read: x and h, of one megabyte each, stay in the cache.
+_STRETCH = 2**18
+# Inside a span λ is multiplied up to 31 times, which costs 31 · 6e-8 at worst; carries between spans are float64.
+_SPAN = 32
+# Numbers of a step of all spans side by side: of fewer a call costs more than what it does.
+_STEP = 2**15
+# A processor takes ten times as long over products with numbers below 1e-38; 1e-19 · 1e-19 is not below.
+_SMALLEST = 1e-19
+
+
+class _Pole(NamedTuple):
+    """λ, as products of pairs need it."""
+
+    re: Float[Tensor, " n"]
+    im: Float[Tensor, " n"]
+    minus_im: Float[Tensor, " n"]
+
+
+class _Pair(NamedTuple):
+    """Both parts and each."""
+
+    both: Float[Tensor, "*rest 2 n"]
+    re: Float[Tensor, "*rest n"]
+    im: Float[Tensor, "*rest n"]
+
+
+def walk(
+    x: Float[Tensor, "batch length 2 n"],
+    h: Float[Tensor, "batch length 2 n"],
+    log_poles: Float[Tensor, "2 n"],
+    entering: Float[Tensor, "batch 2 n"] | None,
+    *,
+    backwards: bool,
+) -> Iterator[slice]:
+    """h[t] = λ h[t−1] + x[t] with the state in float64: nothing is lost, however long the sequence."""
+    batch, length, _, n = x.shape
+    order = _order(backwards)
+    pole = _split_pole(powers(log_poles, 1, first=1, dtype=torch.complex128)[0], torch.float64, backwards)
+    before, after = (_pair(state) for state in torch.zeros(2, batch, 2, n, dtype=torch.float64))
+    for times in _stretches(length, 1, -(-_STRETCH // (batch * 2 * n)), backwards):
+        for source, target in zip(x[:, times].unbind(1)[order], h[:, times].unbind(1)[order], strict=True):
+            after.both.copy_(source)
+            if entering is not None:
+                after.both.add_(entering)
+                entering = None
+            _add_product_(after, pole, before)
+            target.copy_(after.both)
+            before, after = after, before
+        yield times
+
+
+def walk_in_spans(
+    x: Float[Tensor, "batch length 2 n"],
+    h: Float[Tensor, "batch length 2 n"],
+    log_poles: Float[Tensor, "2 n"],
+    entering: Float[Tensor, "batch 2 n"] | None,
+    *,
+    backwards: bool,
+) -> Iterator[slice]:
+    """The same where a step holds few states: spans begin with nothing, many at once, and get their carries after."""
+    batch, length, _, n = x.shape
+    table = powers(log_poles, _SPAN, first=1, dtype=torch.complex128)
+    step, leap = (_split_pole(table[k], dtype, backwards) for k, dtype in ((0, x.dtype), (-1, torch.float64)))
+    near = _tables(table, x.dtype, backwards)
+    carry = torch.zeros(batch, 2, n, dtype=torch.float64)
+    for times in _stretches(length, _SPAN, _SPAN * -(-_STEP // (batch * 2 * n)), backwards):
+        size = min(_SPAN, times.stop - times.start)
+        sources, spans = (z[:, times].unflatten(1, (-1, size)) for z in (x, h))
+        _walk_all(sources, spans, step, entering, backwards)
+        entering = None
+        carries = _carried(spans[:, :, 0 if backwards else -1], carry, leap, backwards)
+        carry = carries[:, 0 if backwards else -1]
+        tables = near[:, :size].flip(1) if backwards else near[:, :size]
+        _add_carries_(spans, carries[:, 1:] if backwards else carries[:, :-1], tables)
+        yield times
+
+
+def _walk_all(
+    sources: Float[Tensor, "batch spans size 2 n"],
+    spans: Float[Tensor, "batch spans size 2 n"],
+    pole: _Pole,
+    entering: Float[Tensor, "batch 2 n"] | None,
+    backwards: bool,
+) -> None:
+    """Through all spans at once, each begun with nothing but the first with what enters."""
+    order = _order(backwards)
+    steps = [
+        _Pair(*views) for views in zip(spans.unbind(2), *(spans[..., k, :].unbind(2) for k in (0, 1)), strict=True)
+    ]
+    steps = steps[order]
+    first, *rest = sources.unbind(2)[order]
+    steps[0].both.copy_(first)
+    if entering is not None:
+        steps[0].both[:, -1 if backwards else 0].add_(entering)
+    for source, (before, after) in zip(rest, pairwise(steps), strict=True):
+        torch.addcmul(source, pole.re, before.both, out=after.both)
+        after.re.addcmul_(pole.minus_im, before.im)
+        after.im.addcmul_(pole.im, before.re)
+
+
+def _carried(
+    ends: Float[Tensor, "batch spans 2 n"], carry: Float[Tensor, "batch 2 n"], leap: _Pole, backwards: bool
+) -> Float[Tensor, "batch one_more 2 n"]:
+    """The states between spans in float64, from what came in on: each is the one before it a span later, and an end."""
+    batch, count, _, n = ends.shape
+    states = torch.empty(batch, count + 1, 2, n, dtype=torch.float64)
+    (states[:, :-1] if backwards else states[:, 1:]).copy_(ends)
+    states[:, -1 if backwards else 0] = carry
+    for before, after in pairwise(states.unbind(1)[_order(backwards)]):
+        _add_product_(_pair(after), leap, _pair(before))
+    return states
+
+
+def _add_carries_(
+    spans: Float[Tensor, "batch spans size 2 n"],
+    carries: Float[Tensor, "batch spans 2 n"],
+    tables: Float[Tensor, "2 size 2 n"],
+) -> None:
+    """h[s] += λˢ⁺¹ c."""
+    straight = carries.to(spans.dtype)[:, :, None]
+    turned = torch.stack([-straight[..., 1, :], straight[..., 0, :]], dim=-2)  # i c
+    spans.addcmul_(straight, tables[0]).addcmul_(turned, tables[1])
+
+
+def _add_product_(after: _Pair, pole: _Pole, before: _Pair) -> None:
+    after.both.addcmul_(pole.re, before.both)
+    after.re.addcmul_(pole.minus_im, before.im)
+    after.im.addcmul_(pole.im, before.re)
+
+
+def _tables(table: Complex[Tensor, "size n"], dtype: torch.dtype, conjugate: bool) -> Float[Tensor, "2 size 2 n"]:
+    """Real and imaginary parts, each for both parts of a pair; 0 for what is below 1e-19."""
+    parts = torch.view_as_real(torch.where(table.abs() < _SMALLEST, 0, table.conj() if conjugate else table))
+    return parts.to(dtype).permute(2, 0, 1)[:, :, None].expand(-1, -1, 2, -1).contiguous()
+
+
+def _split_pole(value: Complex[Tensor, " n"], dtype: torch.dtype, conjugate: bool) -> _Pole:
+    im = -value.imag if conjugate else value.imag
+    return _Pole(*(part.to(dtype).contiguous() for part in (value.real, im, -im)))
+
+
+def _pair(both: Float[Tensor, "*rest 2 n"]) -> _Pair:
+    return _Pair(both, both.select(-2, 0), both.select(-2, 1))
+
+
+def _order(backwards: bool) -> slice:
+    return slice(None, None, -1 if backwards else None)
+
+
+def _stretches(length: int, span: int, longest: int, backwards: bool) -> Iterator[slice]:
+    """Whole spans, up to `longest` steps of them at a time, and what is left; from the end where `backwards`."""
+    whole = length // span * span
+    for start, stop in pairwise([*range(0, whole, longest), whole, length]):
+        if start < stop:
+            yield slice(length - stop, length - start) if backwards else slice(start, stop)
+
+
+def pair_recurrence(
+    x: Float[Tensor, "batch length 2 n"],
+    log_poles: Float[Tensor, "2 n"],
+    state: Float[Tensor, "batch 2 n"] | None = None,
+) -> tuple[Float[Tensor, "batch length 2 n"], Float[Tensor, "batch 2 n"]]:
+    """All h and the last."""
+    h, last = PairRecurrence.apply(x, log_poles, state)
+    return h, last
+
+
+class PairRecurrence(torch.autograd.Function):
+    """With g[t] = ∂L/∂h[t] + λ̄ g[t+1]: ∂L/∂x = g, ∂L/∂h₀ = λ̄ g[1], ∂L/∂log λ = Σ conj(g[t]) λ h[t−1]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, log_poles: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        entering = None if state is None else to_pair(_pole(log_poles) * to_complex(state.double(), 1), 1)
+        h = empty_in_large_pages(tuple(x.shape), x.dtype)
+        for _ in _walk(x)(x, h, log_poles, entering, backwards=False):
+            pass
+        ctx.save_for_backward(h, log_poles, state)
+        ctx.set_materialize_grads(False)
+        return h, h[:, -1].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dh: Tensor | None, dlast: Tensor | None) -> tuple[Tensor | None, ...]:
+        h, log_poles, state = ctx.saved_tensors
+        if dh is None and dlast is None:
+            return None, None, None
+        dh = h.new_zeros(()).expand_as(h) if dh is None else dh
+        g = empty_in_large_pages(tuple(h.shape), h.dtype)
+        pull = torch.zeros(2, h.shape[-1], dtype=torch.float64)
+        for times in _walk(h)(dh, g, log_poles, dlast, backwards=True):
+            if ctx.needs_input_grad[1]:
+                later = slice(max(times.start, 1), times.stop)
+                pull += _pull(g[:, later], h[:, later.start - 1 : later.stop - 1])
+        if state is not None:
+            pull += _pull(g[:, :1], state[:, None].to(h.dtype))
+        pole, first = _pole(log_poles), to_complex(g[:, 0].double(), 1)
+        dstate = None if state is None else to_pair(pole.conj() * first, 1).to(state.dtype)
+        return g, logarithmic(to_complex(pull, 0) * pole).to(log_poles.dtype), dstate
+
+
+def _walk(x: Float[Tensor, "batch length 2 n"]) -> Callable[..., Iterator[slice]]:
+    return walk if len(x) * x.shape[3] >= WIDE else walk_in_spans
+
+
+def _pole(log_poles: Float[Tensor, "2 n"]) -> Complex[Tensor, " n"]:
+    return powers(log_poles, 1, first=1, dtype=torch.complex128)[0]
+
+
+def _pull(g: Float[Tensor, "batch steps 2 n"], h: Float[Tensor, "batch steps 2 n"]) -> Float[Tensor, "2 n"]:
+    """Σ conj(g) h."""
+    (g_re, g_im), (h_re, h_im) = g.unbind(2), h.unbind(2)
+    re = (g_re * h_re).addcmul_(g_im, h_im).sum((0, 1))
+    return torch.stack([re, (g_re * h_im).addcmul_(g_im, h_re, value=-1).sum((0, 1))])

@@ -1,0 +1,279 @@
+"""The diagonal recurrence h[t] = λ h[t−1] + x[t]: its definition as plain loops, and the choice of a path by shapes."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from compressm.ops.block.norm import Link
+from compressm.ops.dispatch import (
+    SequenceError,
+    has_triton,
+    require_floats_on_one_device,
+    require_lengths,
+    require_shapes,
+)
+from compressm.ops.lti import forms as bank_forms
+from compressm.ops.lti import forms as layer_forms
+from compressm.ops.lti.chunked import chunked
+from compressm.ops.lti.cost import FEW_STATES, NARROW, Path, cheapest_path, layer_chunk, walks_pairs
+from compressm.ops.lti.recurrence import complex_dtype, pair_recurrence, to_complex, to_pair, two_level_recurrence
+from compressm.ops.memory import keep_freed_memory
+
+
+def recurrence_loop(
+    x: Float[Tensor, "batch length 2 n"],
+    log_poles: Float[Tensor, "2 n"],
+    state: Float[Tensor, "batch 2 n"] | None = None,
+) -> tuple[Float[Tensor, "batch length 2 n"], Float[Tensor, "batch 2 n"]]:
+    """h[t] = λ h[t−1] + x[t], all h and the last."""
+    poles = torch.exp(to_complex(log_poles, 0)).to(complex_dtype(x.dtype))
+    h = torch.zeros_like(to_complex(x[:, 0], -2)) if state is None else to_complex(state, -2)
+    history = []
+    for t in range(x.shape[1]):
+        h = poles * h + to_complex(x[:, t], -2)
+        history.append(h)
+    return to_pair(torch.stack(history, dim=1), -2), to_pair(h, -2)
+
+
+def lti_loop(
+    u: Float[Tensor, "batch length p"],
+    log_poles: Float[Tensor, "2 n"],
+    B: Float[Tensor, "2 n p"],
+    C: Float[Tensor, "2 q n"],
+    state: Float[Tensor, "batch 2 n"] | None = None,
+) -> tuple[Float[Tensor, "batch length q"], Float[Tensor, "batch 2 n"]]:
+    """y[t] = Re(C h[t]) with h driven by B u."""
+    x = torch.einsum("blp,rnp->blrn", u, B)
+    h, last = recurrence_loop(x, log_poles, state)
+    return torch.einsum("bln,qn->blq", h[:, :, 0], C[0]) - torch.einsum("bln,qn->blq", h[:, :, 1], C[1]), last
+
+
+def bank_loop(
+    u: Float[Tensor, "batch length width"],
+    log_poles: Float[Tensor, "2 width n"],
+    B: Float[Tensor, "2 width n"],
+    C: Float[Tensor, "2 width n"],
+    state: Float[Tensor, "batch 2 width n"] | None = None,
+) -> tuple[Float[Tensor, "batch length width"], Float[Tensor, "batch 2 width n"]]:
+    """One system a channel: y[t, i] = Re(Cᵢ hᵢ[t]), hᵢ driven by Bᵢ uᵢ."""
+    x = torch.einsum("blw,rwn->blrwn", u, B).flatten(-2)
+    h, last = recurrence_loop(x, log_poles.flatten(-2), None if state is None else state.flatten(-2))
+    shape = (*h.shape[:-1], *B.shape[-2:])
+    h = h.reshape(shape)
+    y = (h[:, :, 0] * C[0] - h[:, :, 1] * C[1]).sum(-1)
+    return y, last.reshape(len(u), *B.shape)
+
+
+@torch.compiler.disable
+def linear_recurrence(
+    x: Float[Tensor, "batch length 2 n"],
+    log_poles: Float[Tensor, "2 n"],
+    state: Float[Tensor, "batch 2 n"] | None = None,
+    *,
+    path: Path | None = None,
+) -> tuple[Float[Tensor, "batch length 2 n"], Float[Tensor, "batch 2 n"]]:
+    """h[t] = λ ⊙ h[t−1] + x[t]: every h, and the last; pairs (re, im) on the axis of size two."""
+    require_shapes(
+        x=(x, ("batch", "length", 2, "n")), log_poles=(log_poles, (2, "n")), state=(state, ("batch", 2, "n"))
+    )
+    require_floats_on_one_device(x=x, log_poles=log_poles, state=state)
+    if path is Path.LOOP:
+        return recurrence_loop(x, log_poles, state)
+    if path not in (None, Path.SCAN):
+        raise SequenceError(f"path is {path}, a recurrence is computed by {Path.LOOP} or {Path.SCAN}")
+    with _full_precision(x):
+        return _recurrence(x, log_poles, None if state is None else _raised(state))
+
+
+@torch.compiler.disable
+def lti_layer(
+    u: Float[Tensor, "batch length p"],
+    log_poles: Float[Tensor, "2 n"],
+    B: Float[Tensor, "2 n p"],
+    C: Float[Tensor, "2 q n"],
+    state: Float[Tensor, "batch 2 n"] | None = None,
+    lengths: Int[Tensor, " batch"] | None = None,
+    *,
+    D: Float[Tensor, " p"] | None = None,
+    keep_state: bool = True,
+    path: Path | None = None,
+    drive: Link | None = None,
+) -> tuple[Float[Tensor, "batch length q"], Float[Tensor, "batch 2 n"] | None]:
+    """y = Re(C h) + D ⊙ u with h driven by B u, and the state at each sequence's end (None without `keep_state`).
+
+    Steps at and after `lengths` neither count nor matter: their y is 0. With `drive`, a link of u, the gradient of B u
+    goes there where that is cheaper.
+    """
+    sizes = require_shapes(
+        u=(u, ("batch", "length", "p")),
+        log_poles=(log_poles, (2, "n")),
+        B=(B, (2, "n", "p")),
+        C=(C, (2, "q" if D is None else "p", "n")),
+        state=(state, ("batch", 2, "n")),
+        D=(D, ("p",)),
+    )
+    sizes["q"] = C.shape[1]
+    require_floats_on_one_device(u=u, log_poles=log_poles, B=B, C=C, state=state, D=D)
+    require_lengths(lengths, sizes["batch"], sizes["length"])
+    path = path or cheapest_path(*(sizes[axis] for axis in ("batch", "length", "n", "p", "q")), gpu=u.is_cuda)
+    wanted = layer_dtype(u, sizes["n"], sizes["q"], path)
+    with _full_precision(u):
+        work = _masked(u if _fits_narrow_kernels(u, sizes["q"], path) else u.to(wanted), lengths)
+        B, C, state = B.to(wanted), C.to(wanted), None if state is None else _raised(state)
+        drive, D = None if lengths is not None else drive, None if D is None else D.to(wanted)
+        y, last = _layer(path, work, log_poles, B, C, state, D, drive, keep_state and lengths is None)
+        if keep_state and (last is None or lengths is not None):
+            last = layer_forms.final_state(_raised(work), log_poles, _raised(B), state, lengths)
+        return _masked(y, lengths).to(u.dtype), last if keep_state else None
+
+
+def _layer(
+    path: Path,
+    u: Tensor,
+    log_poles: Tensor,
+    B: Tensor,
+    C: Tensor,
+    state: Tensor | None,
+    D: Tensor | None,
+    drive: Link | None,
+    keep: bool,
+) -> tuple[Tensor, Tensor | None]:
+    if not u.is_cuda:
+        keep_freed_memory()
+    if path is Path.CONVOLUTION:
+        return layer_forms.convolution(u, log_poles, B, C, state, D), None
+    if path is Path.CHUNKED and not _fits_narrow_kernels(u, C.shape[1], path):
+        chunk = layer_chunk(*u.shape[:2], B.shape[1], B.shape[2], C.shape[1])
+        return chunked(u, log_poles, B, C, state, D, chunk), None
+    if path is Path.SCAN and _runs_kernels(u):
+        y, last = _scan_on_gpu(u, log_poles, B, C, state, drive, keep)
+    else:
+        y, last = _without_skip(path, u, log_poles, B, C, state)
+    return y if D is None else torch.addcmul(y, D.to(y.dtype), u), last
+
+
+def _without_skip(
+    path: Path, u: Tensor, log_poles: Tensor, B: Tensor, C: Tensor, state: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    if path is Path.LOOP:
+        return lti_loop(u, log_poles, B, C, state)
+    if path is Path.SCAN:
+        return layer_forms.through_states(u, log_poles, B, C, state)
+    return _narrow_on_gpu(u, log_poles, B, C, state), None
+
+
+def _narrow_on_gpu(u: Tensor, log_poles: Tensor, B: Tensor, C: Tensor, state: Tensor | None) -> Tensor:
+    """Few states are cheapest written down; many are never formed, but for one a chunk."""
+    if B.shape[1] <= FEW_STATES:
+        from compressm.ops.lti.layer_triton import NarrowLayer
+
+        return NarrowLayer.apply(u, log_poles, B, C, state)
+    from compressm.ops.lti.layer_triton import ChunkedLayer
+
+    return ChunkedLayer.apply(u.float(), log_poles, B, C, state).to(u.dtype)
+
+
+def _scan_on_gpu(
+    u: Tensor, log_poles: Tensor, B: Tensor, C: Tensor, state: Tensor | None, drive: Link | None, keep: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Drive, scan, read; the conjugates h̄ are read by C as it is: Re(C h) = [C_re, C_im] · [h̄_re, h̄_im]."""
+    from compressm.ops.lti.scan_triton import driven_recurrence, triton_recurrence
+
+    n = B.shape[1]
+    log_poles, B, C, state = layer_forms.padded_order(log_poles, B, C, state, multiple=8)
+    if drive is None:
+        x = (u @ B.flatten(0, 1).mT).reshape(*u.shape[:2], 2, -1)
+        h, last = triton_recurrence(x, log_poles, state, conjugate=True, keep_last=keep)
+    else:
+        h, last = driven_recurrence(drive, log_poles, B, state, conjugate=True, keep_last=keep)
+    return h.flatten(-2) @ C.transpose(0, 1).flatten(1).mT, None if last is None else last[..., :n]
+
+
+@torch.compiler.disable
+def lti_bank(
+    u: Float[Tensor, "batch length width"],
+    log_poles: Float[Tensor, "2 width n"],
+    B: Float[Tensor, "2 width n"],
+    C: Float[Tensor, "2 width n"],
+    state: Float[Tensor, "batch 2 width n"] | None = None,
+    lengths: Int[Tensor, " batch"] | None = None,
+    *,
+    D: Float[Tensor, " width"] | None = None,
+    keep_state: bool = True,
+    path: Path | None = None,
+) -> tuple[Float[Tensor, "batch length width"], Float[Tensor, "batch 2 width n"] | None]:
+    """One single-input single-output system a channel; otherwise as `lti_layer`."""
+    bank = (2, "width", "n")
+    sizes = require_shapes(
+        u=(u, ("batch", "length", "width")),
+        log_poles=(log_poles, bank),
+        B=(B, bank),
+        C=(C, bank),
+        state=(state, ("batch", *bank)),
+        D=(D, ("width",)),
+    )
+    require_floats_on_one_device(u=u, log_poles=log_poles, B=B, C=C, state=state, D=D)
+    require_lengths(lengths, sizes["batch"], sizes["length"])
+    if path not in (None, Path.LOOP, Path.CONVOLUTION):
+        raise SequenceError(f"path is {path}, a bank is computed by {Path.LOOP} or {Path.CONVOLUTION}")
+    with _full_precision(u):
+        work = _masked(_raised(u), lengths)
+        B, C, state = B.to(work.dtype), C.to(work.dtype), None if state is None else _raised(state)
+        if path is Path.LOOP:
+            y = bank_loop(work, log_poles, B, C, state)[0]
+            y = y if D is None else y + D * work
+        else:
+            y = bank_forms.bank_convolution(work, log_poles, B, C, state, D)
+        last = bank_forms.bank_final_state(work, log_poles, B, state, lengths) if keep_state else None
+        return _masked(y, lengths).to(u.dtype), last
+
+
+def _recurrence(x: Tensor, log_poles: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The scan of this device: Triton on a GPU, loops elsewhere and for float64."""
+    if _runs_kernels(x):
+        from compressm.ops.lti.scan_triton import triton_recurrence
+
+        h, last = triton_recurrence(x, log_poles, state)
+        assert last is not None
+        return h, last
+    if not x.is_cuda:
+        keep_freed_memory()
+    batch, length, _, n = x.shape
+    on_pairs = not x.is_cuda and walks_pairs(batch, length, n, driven=False)
+    h, last = (pair_recurrence if on_pairs else two_level_recurrence)(_raised(x), log_poles, state)
+    return h.to(x.dtype), last
+
+
+def layer_dtype(u: Tensor, n: int, q: int, path: Path | None = None) -> torch.dtype:
+    """In which `lti_layer` multiplies by B and C: half precision only where a GPU scans, with sums in float32."""
+    batch, length, p = u.shape
+    path = path or cheapest_path(batch, length, n, p, q, gpu=u.is_cuda)
+    if not (path is Path.SCAN and _runs_kernels(u)):
+        return _raised(u).dtype
+    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else u.dtype
+
+
+def _runs_kernels(u: Tensor) -> bool:
+    return u.is_cuda and u.dtype != torch.float64 and has_triton()
+
+
+def _fits_narrow_kernels(u: Tensor, q: int, path: Path) -> bool:
+    return path is Path.CHUNKED and _runs_kernels(u) and max(u.shape[2], q) <= NARROW
+
+
+def _raised(tensor: Tensor) -> Tensor:
+    """Half precision is computed in float32."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def _masked(sequence: Tensor, lengths: Tensor | None) -> Tensor:
+    if lengths is None:
+        return sequence
+    counts = torch.arange(sequence.shape[1], device=sequence.device) < lengths[:, None]
+    return torch.where(counts[..., None], sequence, 0)
+
+
+def _full_precision(tensor: Tensor) -> torch.autocast:
+    return torch.autocast(tensor.device.type, enabled=False)

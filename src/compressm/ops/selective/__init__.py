@@ -1,0 +1,10 @@
+"""The recurrence of selective layers (S6, Mamba): h[t] = exp(Δ[t] a) h[t−1] + Δ[t] B[t] u[t], y[t] = Re(C[t] h[t]).
+
+Rates a are fixed, of real negative or complex numbers as pairs; step Δ, B and C change with time. B and C are those of
+all channels, or each channel has its own.
+"""
+
+from compressm.ops.selective.reference import Selective
+from compressm.ops.selective.scan import ScanPath, selective_scan, selective_step
+
+__all__ = ["ScanPath", "Selective", "selective_scan", "selective_step"]

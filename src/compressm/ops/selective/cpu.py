@@ -1,0 +1,276 @@
+"""The selective scan on the CPU, tile by tile, with gradients of its own.
+
+All of a tile but the recurrence itself is computed at once: decays, what drives, what is heard. Of the states one at
+the beginning of each stretch of time is kept; the backward pass computes the others again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice, pairwise
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from compressm.ops.memory import empty_in_large_pages, keep_freed_memory
+from compressm.ops.selective.conv_and_gate import plain_steps
+from compressm.ops.selective.cpu_tiles import (
+    Group,
+    Matrix,
+    Own,
+    Parts,
+    Run,
+    Shared,
+    Signal,
+    Tile,
+    add_,
+    along,
+    conjugate_,
+    copy_,
+    end_of_walk,
+    exponential_,
+    groups,
+    hand_on_,
+    multiply_,
+    of_pairs,
+    real_product,
+    runs,
+    starts_of_chunks,
+    walk_,
+)
+from compressm.ops.selective.reference import Selective, finish, there
+
+
+def scan(
+    given: Selective, state: Tensor | None, lengths: Tensor | None, orders: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """As `reference.scan`."""
+    keep_freed_memory()
+    step = plain_steps(given.delta, given.delta_bias, lengths, soft=given.softplus)
+    wide = torch.promote_types(step.dtype, given.u.dtype)
+    u, step, A, B, C = (x.to(wide) for x in (given.u, step, given.A, given.B, given.C))
+    state = None if state is None else state.to(wide)
+    present = None if orders is None else there(given, orders).to(wide)
+    # Asked here: inside a Function gradients are never enabled, and inputs are said to need one even under no_grad.
+    y, last = BlockedScan.apply(u, step, A, B, C, state, present, torch.is_grad_enabled())
+    return finish(y, given).to(given.u.dtype), last
+
+
+class Inputs(NamedTuple):
+    """What drives the recurrence, or gradients in its place: of all, or of a group."""
+
+    u: Tensor
+    step: Tensor
+    A: Parts
+    B: Parts
+    C: Parts
+
+    @classmethod
+    def of(cls, u: Tensor, step: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Inputs:
+        first, second = (0, -2) if A.ndim == 3 else (None, None)
+        return cls(u, step, of_pairs(A, first), of_pairs(B, second), of_pairs(C, second))
+
+    @property
+    def own(self) -> bool:
+        return self.B[0].ndim == 4
+
+    def of_group(self, group: Group) -> Inputs:
+        u, step = (x[group.rows, :, group.channels] for x in (self.u, self.step))
+        A = tuple(part[group.channels] for part in self.A)
+        where = (group.rows, slice(None), group.channels) if self.own else (group.rows,)
+        return Inputs(u, step, A, tuple(part[where] for part in self.B), tuple(part[where] for part in self.C))
+
+
+@final
+class Passes:
+    """Both ways through a run."""
+
+    def __init__(self, run: Run, group: GroupScan, into: Inputs | None) -> None:
+        given, self.rates, self.present, self.own = group.given, group.rates, group.present, group.given.own
+        self.u, self.step = run.of(given.u), self._signal(run.of(given.step))
+        self.drive = self._signal(self.u * self.step.all)
+        targets: tuple[Parts, Parts] = ((), ()) if into is None else (into.B, into.C)
+        self.B, self.C = (
+            (Own if given.own else Shared)(tuple(map(run.of, M)), tuple(map(run.of, target)))
+            for M, target in zip((given.B, given.C), targets, strict=True)
+        )
+        shape = (*self.u.shape[1:4], *self.rates[0].shape)
+        self.tile = Tile(given.u, len(self.rates), shape, back=into is not None)
+
+    def forward(self, marks: list[Parts], y: Tensor) -> None:
+        """Each state of `marks` is that at the end of a stretch which began with the one before it."""
+        tile, heard = self.tile, self._signal(torch.empty_like(self.step.all))
+        for k, (before, after) in enumerate(pairwise(marks)):
+            self._walk(k, before)
+            self.C.hear_(k, tile.after, tile.room, heard)
+            hand_on_(after, tile.end)
+        y.copy_(heard.all)
+
+    def backward(self, marks: list[Parts], g: Parts, dy: Tensor, du: Tensor, dstep: Tensor, dA: Parts) -> None:
+        """Gradients from that of the last state, in `g`, where that of the first takes its place.
+
+        Gradients of states go through time as their conjugates, g[t] = C[t] dy[t] + a[t+1] g[t+1].
+        """
+        tile, heard = self.tile, self._signal(dy)
+        driven, slope = (self._signal(torch.empty_like(self.step.all)) for _ in range(2))
+        for k in reversed(range(len(marks))):
+            self._walk(k, marks[k])
+            self._walk_back(k, heard, g)
+            self.C.collect_(k, heard, tile.after)
+            self.B.collect_(k, self.drive, tile.g)
+            self.B.hear_(k, tile.g, tile.room, driven)
+            multiply_(tile.decay, tile.g, tile.room)
+            hand_on_(g, tile.begin)
+            multiply_(tile.decay, tile.before, tile.g[0])
+            self._rates_and_steps(k, slope, dA)
+        self.B.finish_()
+        self.C.finish_()
+        torch.mul(driven.all, self.step.all, out=du)
+        torch.addcmul(slope.all, driven.all, self.u, out=dstep)
+
+    def _walk(self, k: int, h: Parts) -> None:
+        """All states of a stretch, from the one before it."""
+        tile = self.tile
+        exponential_(tile.decay, self.step.tiles[k], self.rates, tile.room)
+        self._drive(self.B, k, self.drive, tile.after)
+        if h[0].shape != tile.states[0][0].shape:
+            ends = end_of_walk(tile.states[1:], tile.decays[1:])
+            h = starts_of_chunks(ends, self._left(k, ends), h, back=False)
+        copy_(tile.states[0], h)
+        walk_(tile.states, tile.decays)
+
+    def _walk_back(self, k: int, dy: Signal, g: Parts) -> None:
+        """All gradients of states, from what reaches the last of them."""
+        tile = self.tile
+        self._drive(self.C, k, dy, tile.g)
+        gradients, decays = tile.gradients[::-1], tile.decays[:0:-1]
+        if g[0].shape != gradients[0][0].shape:
+            ends = end_of_walk(gradients, decays)
+            multiply_(ends, tile.decays[0], torch.empty_like(ends[0]))
+            g = starts_of_chunks(ends, self._left(k, ends), g, back=True)
+        add_(gradients[0], g)
+        walk_(gradients, decays)
+
+    def _rates_and_steps(self, k: int, slope: Signal, dA: Parts) -> None:
+        """From the gradients of Δ a, in the place of decays."""
+        found, room = self.tile.decay, self.tile.g[0]
+        torch.sum(real_product(self.rates, found, room), -1 if self.own else -2, out=slope.sums[k])
+        for gradient, part in zip(dA, found, strict=True):
+            gradient.add_(torch.mul(part, self.step.tiles[k], out=room).sum((0, 1, 2)))
+
+    def _drive(self, M: Matrix, k: int, x: Signal, target: Parts) -> None:
+        M.drive_(k, x, target)
+        if self.present is not None:
+            for part in target:
+                part.mul_(self.present)
+
+    def _left(self, k: int, like: Parts) -> Parts:
+        """What is left of a chunk's beginning at its end: exp(a Σ Δ)."""
+        left = tuple(torch.empty_like(part) for part in like)
+        exponential_(left, self.step.tiles[k].sum(0), self.rates, torch.empty_like(like[0]))
+        return left
+
+    def _signal(self, x: Tensor) -> Signal:
+        return Signal(x, own=self.own)
+
+
+@final
+class GroupScan:
+    """All of time for some rows and channels; `present` is 0 at the states that a channel does not have."""
+
+    def __init__(self, inputs: Inputs, group: Group, present: Tensor | None) -> None:
+        self.group, self.given = group, inputs.of_group(group)
+        self.present = None if present is None else self._turned(present[group.channels]).contiguous()
+        self.rates = self._of_those(tuple(self._turned(part).contiguous() for part in self.given.A))
+        rows, length, _ = self.given.u.shape
+        self.runs = runs(length, rows * self.rates[0].numel() * len(self.rates))
+
+    def forward(self, state: Parts, y: Tensor, last: Parts, *, keep: bool) -> Parts:
+        """The states at the beginning of all stretches, if they are to be kept."""
+        h = tuple(part.clone() for part in self._of_those(self._states(state)))
+        count = sum(run.stretches for run in self.runs) if keep else 0
+        marks = tuple(part.new_empty(count, *part.shape) for part in h)
+        y, places = y[self.group.rows, :, self.group.channels], iter(along(marks, 0))
+        for run in self.runs:
+            here = list(islice(places, run.stretches)) or [h] * run.stretches
+            copy_(here[0], h)
+            Passes(run, self, None).forward([*here, h], run.of(y))
+        copy_(self._states(last), h)
+        return marks
+
+    def backward(self, marks: Parts, dy: Tensor, dlast: Parts, into: Inputs, dstate: Parts) -> None:
+        """Gradients of inputs and of the first state, from those of what was heard and of the last."""
+        g = conjugate_(tuple(part.clone() for part in self._of_those(self._states(dlast))))
+        found, places = into.of_group(self.group), along(marks, 0)
+        dy, dA = dy[self.group.rows, :, self.group.channels], tuple(map(torch.zeros_like, self.rates))
+        for run in reversed(self.runs):
+            here, places = places[-run.stretches :], places[: -run.stretches]
+            Passes(run, self, found).backward(here, g, run.of(dy), run.of(found.u), run.of(found.step), dA)
+        copy_(self._states(dstate), conjugate_(g))
+        add_(found.A, tuple(map(self._turned, conjugate_(dA))))
+
+    def _states(self, states: Parts) -> Parts:
+        """(batch, channels, n) of the group, as its tiles have them."""
+        return tuple(self._turned(part[self.group.rows, self.group.channels])[:, None] for part in states)
+
+    def _of_those(self, states: Parts) -> Parts:
+        return states if self.present is None else tuple(part * self.present for part in states)
+
+    def _turned(self, states: Tensor) -> Tensor:
+        return states if self.given.own else states.mT
+
+
+class BlockedScan(torch.autograd.Function):
+    """Re(C h) and the last state."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        u: Tensor,
+        step: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        state: Tensor | None,
+        present: Tensor | None,
+        keep: bool,
+    ) -> tuple[Tensor, Tensor]:
+        y = torch.empty_like(u, memory_format=torch.contiguous_format)
+        last = u.new_zeros(u.shape[0], *A.shape)
+        begin, end = (of_pairs(x, 1 if A.ndim == 3 else None) for x in (last if state is None else state, last))
+        keep = keep and any(ctx.needs_input_grad)
+        marks: list[Tensor] = []
+        for group in _groups(Inputs.of(u, step, A, B, C), present):
+            marks += group.forward(begin, y, end, keep=keep)
+        if keep:
+            ctx.save_for_backward(u, step, A, B, C, present, *marks)
+            ctx.has_state = state is not None
+        return y, last
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
+        *given, present = ctx.saved_tensors[:6]
+        inputs, marks = Inputs.of(*given), iter(ctx.saved_tensors[6:])
+        gradients = [_fresh(x) for x in given]
+        # The others are written over.
+        for sums in gradients[2:3] if inputs.own else gradients[2:]:
+            sums.zero_()
+        dstate = _fresh(dlast)
+        end, begin = (of_pairs(x, 1 if len(inputs.A) == 2 else None) for x in (dlast, dstate))
+        for group in _groups(inputs, present):
+            group.backward(tuple(islice(marks, len(end))), dy, end, Inputs.of(*gradients), begin)
+        return *gradients, dstate if ctx.has_state else None, None, None
+
+
+def _groups(inputs: Inputs, present: Tensor | None) -> Iterator[GroupScan]:
+    sizes = (*inputs.u.shape, inputs.A[0].shape[1])
+    return (GroupScan(inputs, group, present) for group in groups(*sizes))
+
+
+def _fresh(like: Tensor) -> Tensor:
+    if like.device.type != "cpu":
+        return torch.empty_like(like, memory_format=torch.contiguous_format)
+    return empty_in_large_pages(tuple(like.shape), like.dtype)

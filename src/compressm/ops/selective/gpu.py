@@ -1,0 +1,394 @@
+"""How a selective scan is cut into programs on the GPU: blocks of states, tiles of channels, segments of time."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+from compressm.ops.memory import rows
+from compressm.ops.selective import scan_triton as kernels
+from compressm.ops.selective.conv_and_gate import gated, step_sizes
+from compressm.ops.selective.reference import Selective
+from compressm.ops.sums_triton import column_sums
+
+# Steps between two states that are kept for the backward pass, of few states and of many.
+SPANS = {True: 8, False: 16}
+# States that a program has in its registers; more are taken one block after the other, and with orders that differ
+# from channel to channel in smaller blocks, so that a block without states is passed over.
+_MOST, _MOST_OF_ORDERS = 128, 32
+# So few states are tiles of four, each in one thread; twice as many are two such blocks.
+_NARROW, _STATES = 16, 4
+# Channels of a program (of more states than few: of 128 states), steps at a time, and registers of a thread at most: by
+# whether there are few states, and whether it is backward.
+_TILES: dict[tuple[bool, bool], tuple[int, int, int | None]] = {
+    (False, False): (8, 2, 128),
+    (False, True): (2, 2, 128),
+    (True, False): (64, 2, 128),
+    (True, True): (64, 2, None),
+}
+# Rows so many numbers apart are read by loads of several numbers.
+_ALIGNED = 16
+# Lanes of a warp.
+_LANES = 32
+# Programs that keep a GPU busy, forward and, where a thread has more registers and fewer of them fit, backward.
+_BUSY = {False: 2048, True: 4096}
+
+
+class Shape(NamedTuple):
+    """The sizes of a scan, as its kernels take them."""
+
+    batch: int
+    length: int
+    channels: int
+    n: int
+    own: bool
+    complex: bool
+
+    @property
+    def pair(self) -> tuple[int, ...]:
+        return (2,) if self.complex else ()
+
+    @property
+    def own_row(self) -> int:
+        """Numbers in B of one step."""
+        return self.n * (2 if self.complex else 1) * (self.channels if self.own else 1)
+
+    def states(self, *places: int) -> tuple[int, ...]:
+        """(*places, [2,] channels, n)."""
+        return (*places, *self.pair, self.channels, self.n)
+
+    def kind(self) -> dict[str, bool]:
+        """What kernels are compiled for."""
+        return {"OWN": self.own, "COMPLEX": self.complex}
+
+
+class Tile(NamedTuple):
+    """Channels and states of a program, steps at a time, and segments of time of so many steps."""
+
+    BD: int
+    BN: int
+    TILES: int
+    T: int
+    SPAN: int
+    registers: int | None
+    segments: int
+    per_segment: int
+
+    @property
+    def narrow(self) -> bool:
+        """Whether states are few."""
+        return self.BN == _STATES
+
+    @classmethod
+    def of(cls, shape: Shape, most: int, *, back: bool) -> Tile:
+        """At most so many states; as many segments as make enough programs, each of whole spans."""
+        states = min(shape.n, most)
+        narrow = states <= _NARROW
+        BN = _STATES if narrow else 1 << (states - 1).bit_length()
+        tiles = -(-states // BN)
+        BD, steps, registers = _TILES[narrow, back]
+        BD = max(1, min(BD if narrow else min(BD * 128 // BN, 16), 1 << (shape.channels - 1).bit_length()))
+        busy = _BUSY[back and not narrow]
+        if not (narrow or back) and shape.batch * shape.channels // BD < busy:
+            BD = max(1, BD // 2)  # smaller tiles cost less than a pass for the ends of segments
+        programs = shape.batch * -(-shape.channels // BD)
+        spans = -(-shape.length // SPANS[narrow])
+        wanted = max(1, min(busy // programs, spans // 2))
+        per_segment = -(-spans // wanted)
+        segments = -(-spans // per_segment)
+        return cls(BD, BN, tiles, steps, SPANS[narrow], registers, segments, per_segment * SPANS[narrow])
+
+    def grid(self, shape: Shape) -> tuple[int, int]:
+        """Programs: channels of a sequence, and segments."""
+        return shape.batch * -(-shape.channels // self.BD), self.segments
+
+    def spans(self, shape: Shape) -> int:
+        """How many states of a sequence are kept for the backward pass."""
+        return -(-shape.length // self.SPAN)
+
+    def walk(self, shape: Shape, first: int) -> dict[str, int | None]:
+        """What kernels are compiled for that walk through whole segments, from this state on."""
+        walk = {"T": self.T, "SPAN": self.SPAN, "ADD": first > 0, "JOINED": self.segments > 1}
+        return self.sizes() | shape.kind() | walk
+
+    def kept(self, shape: Shape, *places: int) -> tuple[int, ...]:
+        """(*places, [2,] tiles, channels, states of a tile): whole tiles, as kernels keep them."""
+        return (*places, *shape.pair, self.TILES, shape.channels, self.BN)
+
+    def rows_of(self, M: Tensor, shape: Shape, blocks: range) -> tuple[Tensor, int]:
+        """B or C, and the distance of its steps; rows that all channels share as long as all tiles, zeros behind."""
+        if shape.own:
+            return rows(M)
+        width = -(-len(blocks) * self.TILES * self.BN // _ALIGNED) * _ALIGNED
+        M = pad(M, (0, width - M.shape[-1])) if width > M.shape[-1] else M
+        M, row = rows(M)
+        if row % _ALIGNED or M.data_ptr() % _ALIGNED or (shape.complex and row > 2 * width):
+            M = M.clone(memory_format=torch.contiguous_format)
+        return M, M.stride(1)
+
+    def sums_over_lanes(self, shape: Shape) -> bool:
+        """Whether sums over channels are sums over lanes."""
+        return self.narrow and self.BD >= _LANES and not (shape.own or shape.complex)
+
+    def sizes(self) -> dict[str, int | None]:
+        return {"BD": self.BD, "BN": self.BN, "TILES": self.TILES, "num_warps": 1, "maxnreg": self.registers}
+
+
+def blocks_of(shape: Shape, orders: Tensor | None) -> range:
+    """The first states of the blocks that programs take one after the other."""
+    most = _MOST if orders is None else _MOST_OF_ORDERS
+    return range(0, shape.n, _NARROW if _NARROW < shape.n <= 2 * _NARROW else most)
+
+
+# Steps at a time where nothing but the ends of segments is looked for.
+_STEPS_TO_ENDS = 4
+# Segments whose ends are read at once.
+_AHEAD = 4
+
+
+def scan(
+    given: Selective, state: Tensor | None, lengths: Tensor | None, orders: Tensor | None, keep_state: bool
+) -> tuple[Tensor, Tensor | None]:
+    """As `reference.scan`."""
+    # Inside a function of autograd gradients are off, and what needs one says so even where none is taken.
+    wanted = (keep_state or state is not None, torch.is_grad_enabled())
+    delta, bias, ends = given.delta, given.delta_bias, lengths
+    if not given.softplus:
+        delta, bias, ends = step_sizes(delta, bias, lengths, softplus=False), None, None
+    if ends is not None:
+        ends = ends.to(delta.device, torch.int64)
+    rest = (given.A, given.B, given.C, given.D, state, orders, given.softplus, wanted)
+    y, last = Scan.apply(given.u, delta, bias, ends, *rest)
+    return y if given.z is None else gated(y, given.z), last
+
+
+class Scan(torch.autograd.Function):
+    """Re(C h) + D u in the dtype of u, and the last state in float32, if it is wanted.
+
+    With `soft` steps are softplus(delta + bias), and 0 at and after `lengths`; else they are delta.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        u: Tensor,
+        delta: Tensor,
+        bias: Tensor | None,
+        lengths: Tensor | None,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None,
+        state: Tensor | None,
+        orders: Tensor | None,
+        soft: bool,
+        wanted: tuple[bool, bool],
+    ) -> tuple[Tensor, Tensor | None]:
+        batch, length, channels = u.shape
+        shape = Shape(batch, length, channels, A.shape[-1], B.ndim == 4 + (A.ndim == 3), A.ndim == 3)
+        blocks = blocks_of(shape, orders)
+        tile = Tile.of(shape, blocks.step, back=False)
+        (u, u_row), (B, B_row), (C, C_row) = rows(u), tile.rows_of(B, shape, blocks), tile.rows_of(C, shape, blocks)
+        A = A.float().contiguous()
+        state = None if state is None else state.float().contiguous()
+        last = _fresh(u, *shape.states(shape.batch), zero=orders is not None) if wanted[0] else None
+        y = torch.empty(u.shape, dtype=u.dtype if len(blocks) == 1 else torch.float32, device=u.device)
+        raw = (delta, bias, lengths) if soft and tile.segments > 1 else None
+        step = _steps(delta, bias, lengths, soft=soft, later=raw is not None)
+        kept = wanted[1] and any(ctx.needs_input_grad)
+        marks = _fresh(u, len(blocks), *tile.kept(shape, shape.batch, tile.spans(shape))) if kept else None
+        for place, first in enumerate(blocks):
+            starts = _starts(tile, shape, first, u, u_row, step, None if first else raw, A, B, B_row, orders, state)
+            kernels._scan[tile.grid(shape)](
+                *(u, step, A, B, C, D, orders, starts, y, None if marks is None else marks[place], last),
+                *(shape.length, shape.channels, shape.n, first, u_row, B_row, C_row),
+                *(tile.segments, tile.per_segment),
+                **tile.walk(shape, first),
+            )
+        ctx.save_for_backward(u, step, A, B, C, D, orders, marks)
+        ctx.shape, ctx.has_state, ctx.rows = shape, state is not None, (u_row, B_row, C_row)
+        ctx.soft, ctx.delta = soft, (delta.dtype, None if bias is None else bias.dtype)
+        return y.to(u.dtype), last
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, dlast: Tensor | None) -> tuple[Tensor | None, ...]:
+        u, step, A, B, C, D, orders, marks = ctx.saved_tensors
+        shape, (u_row, B_row, C_row) = ctx.shape, ctx.rows
+        dy = dy.contiguous()
+        dlast = None if dlast is None else dlast.float().contiguous()
+        blocks = blocks_of(shape, orders)
+        tile = Tile.of(shape, blocks.step, back=True)
+        has = (ctx.delta[1] is not None, D is not None, ctx.has_state)
+        room = Room.of(tile, shape, len(blocks), (u, ctx.delta[0], B), has, ragged=orders is not None)
+        for place, first in enumerate(blocks):
+            starts = _starts_back(tile, shape, first, step, A, C, C_row, dy, orders, dlast)
+            kernels._scan_back[tile.grid(shape)](
+                *(u, step, A, B, C, D, orders, dy, marks[place], starts, room.scratch, room.du, room.ddelta),
+                *(None if room.dbias is None else room.dbias[place], room.drates, *room.sums, room.dskip, room.dstate),
+                *(shape.length, shape.channels, shape.n, first, u_row, B_row, C_row),
+                *(room.row, room.sums[0].numel(), tile.segments, tile.per_segment),
+                **tile.walk(shape, first),
+                SOFT=ctx.soft,
+                LANES=tile.sums_over_lanes(shape),
+            )
+        dB, dC = (total[..., : shape.n].to(M.dtype) for total, M in zip(room.sums, (B, C), strict=True))
+        dbias, dD = (
+            None if total is None else column_sums(total.flatten(0, -2)).to(dtype)
+            for total, dtype in ((room.dbias, ctx.delta[1]), (room.dskip, None if D is None else D.dtype))
+        )
+        dA = column_sums(room.drates.flatten(0, 1).flatten(1)).view(A.shape)
+        dsteps = (room.ddelta.to(ctx.delta[0]), dbias, None)
+        return room.du.to(u.dtype), *dsteps, dA, dB, dC, dD, room.dstate, None, None, None
+
+
+def _steps(delta: Tensor, bias: Tensor | None, lengths: Tensor | None, *, soft: bool, later: bool) -> Tensor:
+    """Δ in float32; room for it where the ends of segments are found with steps that are written on the way."""
+    if later:
+        return _fresh(delta, *delta.shape)
+    return step_sizes(delta, bias, lengths) if soft else delta.float().contiguous()
+
+
+class Room(NamedTuple):
+    """Where the backward kernel writes: gradients, parts of their sums, and states that it needs again."""
+
+    du: Tensor
+    ddelta: Tensor
+    dbias: Tensor | None
+    drates: Tensor
+    sums: Tensor
+    row: int
+    dskip: Tensor | None
+    dstate: Tensor | None
+    scratch: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        tile: Tile,
+        shape: Shape,
+        blocks: int,
+        like: tuple[Tensor, torch.dtype, Tensor],
+        has: tuple[bool, bool, bool],
+        *,
+        ragged: bool,
+    ) -> Room:
+        """For u, the dtype of delta and B; for those of bias, D and a first state that there are."""
+        u, dtype, B = like
+        du, ddelta = (
+            torch.empty(u.shape, dtype=kind if blocks == 1 else torch.float32, device=u.device)
+            for kind in (u.dtype, dtype)
+        )
+        dA = _fresh(u, *shape.states(shape.batch, tile.segments), zero=ragged)
+        parts = (shape.batch, tile.segments, shape.channels)
+        dbias = _fresh(u, blocks, *parts, zero=ragged) if has[0] else None
+        lanes = tile.sums_over_lanes(shape)
+        sums, row = _room_for_sums(B, shape, blocks * tile.TILES * tile.BN if lanes else shape.n, ragged=ragged)
+        dD = _fresh(u, *parts) if has[1] else None
+        dstate = _fresh(u, *shape.states(shape.batch), zero=True) if has[2] else None
+        groups, (programs, segments) = tile.SPAN // tile.T, tile.grid(shape)
+        places = programs * segments if groups > 2 else 1
+        scratch = _fresh(u, places, groups, len(shape.pair) + 1, tile.TILES, tile.BD, tile.BN)
+        return cls(du, ddelta, dbias, dA, sums, row, dD, dstate, scratch)
+
+
+def _starts(
+    tile: Tile,
+    shape: Shape,
+    first: int,
+    u: Tensor,
+    u_row: int,
+    step: Tensor,
+    raw: tuple[Tensor, Tensor | None, Tensor | None] | None,
+    A: Tensor,
+    B: Tensor,
+    B_row: int,
+    orders: Tensor | None,
+    state: Tensor | None,
+) -> Tensor | None:
+    """What every segment begins with; steps are written on the way where they are given before softplus."""
+    if tile.segments == 1:
+        return state
+    delta, bias, lengths = raw or (None, None, None)
+    delta, delta_row = (None, 0) if delta is None else rows(delta)
+    ends = _fresh(u, *tile.kept(shape, shape.batch, tile.segments))
+    totals = _fresh(u, shape.batch, tile.segments, shape.channels)
+    kernels._ends[tile.grid(shape)[0], tile.segments - (raw is None)](
+        *(u, delta, bias, lengths, step, A, B, orders, ends, totals),
+        *(shape.length, shape.channels, shape.n, first, u_row, delta_row, B_row, tile.segments, tile.per_segment),
+        **tile.sizes(),
+        **shape.kind(),
+        T=_STEPS_TO_ENDS,
+    )
+    return _joined(tile, shape, first, A, orders, ends, totals, state, back=False)
+
+
+def _starts_back(
+    tile: Tile,
+    shape: Shape,
+    first: int,
+    step: Tensor,
+    A: Tensor,
+    C: Tensor,
+    C_row: int,
+    dy: Tensor,
+    orders: Tensor | None,
+    dlast: Tensor | None,
+) -> Tensor | None:
+    """The gradient that enters every segment at its end."""
+    if tile.segments == 1:
+        return dlast
+    ends = _fresh(dy, *tile.kept(shape, shape.batch, tile.segments))
+    totals = _fresh(dy, shape.batch, tile.segments, shape.channels)
+    kernels._ends_back[tile.grid(shape)[0], tile.segments - 1](
+        *(step, A, C, dy, orders, ends, totals),
+        *(shape.length, shape.channels, shape.n, first, C_row, tile.segments, tile.per_segment),
+        **tile.sizes(),
+        **shape.kind(),
+        T=_STEPS_TO_ENDS,
+    )
+    return _joined(tile, shape, first, A, orders, ends, totals, dlast, back=True)
+
+
+def _joined(
+    tile: Tile,
+    shape: Shape,
+    first: int,
+    A: Tensor,
+    orders: Tensor | None,
+    ends: Tensor,
+    totals: Tensor,
+    begin: Tensor | None,
+    *,
+    back: bool,
+) -> Tensor:
+    starts = torch.empty_like(ends)
+    tile = tile._replace(BD=max(1, tile.BD // 4))
+    kernels._join[tile.grid(shape)[:1]](
+        *(A, orders, ends, totals, begin, starts, shape.channels, shape.n, first, tile.segments),
+        **tile.sizes(),
+        AHEAD=_AHEAD,
+        BACK=back,
+        COMPLEX=shape.complex,
+    )
+    return starts
+
+
+def _room_for_sums(B: Tensor, shape: Shape, n: int, *, ragged: bool) -> tuple[Tensor, int]:
+    """Where dB and dC are gathered, one behind the other, and the numbers of a step: sums over channels begin with 0.
+
+    Rows hold n states, which may be some more than there are.
+    """
+    if shape.own:
+        fresh = torch.zeros if ragged else torch.empty
+        return fresh(2, *B.shape, dtype=B.dtype, device=B.device), shape.own_row
+    sums = torch.zeros(2, *B.shape[:-1], n, dtype=torch.float32, device=B.device)
+    return sums, shape.own_row // shape.n * n
+
+
+def _fresh(like: Tensor, *shape: int, zero: bool = False) -> Tensor:
+    return (torch.zeros if zero else torch.empty)(shape, dtype=torch.float32, device=like.device)

@@ -1,0 +1,111 @@
+"""One function for every way to compute a selective scan."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from compressm.ops.dispatch import SequenceError, kernels_serve, require_floats_on_one_device
+from compressm.ops.selective import cpu as blocked
+from compressm.ops.selective.reference import Selective, check, loop_scan
+
+# Steps up to which the loop is faster than tiles, and where each has many states: 8 and 24 on one core.
+_SHORT, _SHORT_OF_MANY = 8, 24
+_MANY = 2**14
+
+
+class ScanPath(Enum):
+    """How a selective scan is computed; None lets the op choose."""
+
+    LOOP = "loop"
+    BLOCKED = "blocked"
+    TRITON = "triton"
+
+
+@torch.compiler.disable
+def selective_scan(
+    u: Float[Tensor, "batch length channels"],
+    delta: Float[Tensor, "batch length channels"],
+    A: Float[Tensor, "*pair channels n"],
+    B: Float[Tensor, "batch length *rest n"],
+    C: Float[Tensor, "batch length *rest n"],
+    D: Float[Tensor, " channels"] | None = None,
+    z: Float[Tensor, "batch length channels"] | None = None,
+    state: Float[Tensor, "batch *pair channels n"] | None = None,
+    lengths: Int[Tensor, " batch"] | None = None,
+    *,
+    delta_bias: Float[Tensor, " channels"] | None = None,
+    softplus: bool = False,
+    orders: Int[Tensor, " channels"] | None = None,
+    keep_state: bool = True,
+    path: ScanPath | None = None,
+) -> tuple[Float[Tensor, "batch length channels"], Tensor | None]:
+    """(Re(C h) + D u) silu(z) for h[t] = exp(Δ a) h[t−1] + Δ B u with Δ = delta, or softplus(delta + delta_bias).
+
+    Real rates A (channels, n) go with B and C of shape (batch, length, n), or (batch, length, channels, n) where each
+    channel has its own; complex ones are pairs, (2, channels, n), and so are B and C, (…, 2, n), and the
+    state (batch, 2, channels, n). States are float32 at least. Steps at and after `lengths` leave the state as
+    it is. `orders` says how many states each channel has where they differ; the rest is 0.
+    """
+    given = Selective(u, delta, A, B, C, D, z, delta_bias, softplus)
+    check(given, state, lengths, orders)
+    require_floats_on_one_device(u=u, delta=delta, A=A, B=B, C=C, D=D, z=z, state=state, delta_bias=delta_bias)
+    if path is not None and not isinstance(path, ScanPath):
+        raise SequenceError(f"path is {path!r}, expected one of {', '.join(map(str, ScanPath))} or None")
+    y, last = _along(path or fastest_path(given), given, state, lengths, orders, keep_state)
+    return y, last if keep_state else None
+
+
+def _along(
+    path: ScanPath,
+    given: Selective,
+    state: Tensor | None,
+    lengths: Tensor | None,
+    orders: Tensor | None,
+    keep_state: bool,
+) -> tuple[Tensor, Tensor | None]:
+    if path is ScanPath.LOOP:
+        return loop_scan(given, state, lengths, orders)
+    if path is ScanPath.BLOCKED:
+        return blocked.scan(given, state, lengths, orders)
+    u = given.u
+    if not kernels_serve(u):
+        raise SequenceError(f"path is {path}, u is {u.dtype} on {u.device}: kernels take float32 or less on a GPU")
+    from compressm.ops.selective import gpu as on_gpu  # where Triton is
+
+    return on_gpu.scan(given, state, lengths, orders, keep_state)
+
+
+def fastest_path(given: Selective) -> ScanPath:
+    """Kernels where they serve; else tiles, but for sequences so short that tiles cost more than they save."""
+    if kernels_serve(given.u):
+        return ScanPath.TRITON
+    batch, length, channels = given.u.shape
+    many = batch * channels * given.order >= _MANY
+    return ScanPath.LOOP if length <= (_SHORT_OF_MANY if many else _SHORT) else ScanPath.BLOCKED
+
+
+def selective_step(
+    u: Float[Tensor, "batch channels"],
+    delta: Float[Tensor, "batch channels"],
+    A: Float[Tensor, "*pair channels n"],
+    B: Float[Tensor, "batch *rest n"],
+    C: Float[Tensor, "batch *rest n"],
+    D: Float[Tensor, " channels"] | None = None,
+    z: Float[Tensor, "batch channels"] | None = None,
+    *,
+    state: Float[Tensor, "batch *pair channels n"],
+    delta_bias: Float[Tensor, " channels"] | None = None,
+    softplus: bool = False,
+    orders: Int[Tensor, " channels"] | None = None,
+) -> tuple[Float[Tensor, "batch channels"], Tensor]:
+    """One step of the same recurrence, in plain torch."""
+    sequence = (None if value is None else value[:, None] for value in (u, delta, B, C, z))
+    u, delta, B, C, z = sequence  # type: ignore[assignment]
+    given = Selective(u, delta, A, B, C, D, z, delta_bias, softplus)
+    check(given, state, None, orders)
+    y, last = loop_scan(given, state, None, orders)
+    return y[:, 0], last

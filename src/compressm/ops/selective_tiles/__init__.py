@@ -1,1 +1,0 @@
-"""Parts of the kernels of selective scans."""
