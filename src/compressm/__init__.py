@@ -7,10 +7,8 @@ balanced, truncated and written back, and training goes on at the smaller size.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from compressm import control
-
 if TYPE_CHECKING:
-    from compressm import adapters, compression, layers, models
+    from compressm import adapters, compression, control, layers, models
     from compressm.compression import (
         PAPER,
         Baked,
@@ -85,14 +83,14 @@ __all__ = [
     "save_model",
 ]
 
-# Loaded when first used: layers bring in torch's compiler, which takes longer to import than all the rest.
-_LATER = {"adapters", "compression", "layers", "models"}
+# Everything is loaded when first used: torch alone takes longer to import than `compressm --help` may take.
+_PACKAGES = {"adapters", "compression", "control", "layers", "models"}
 # The other names above are those of `compressm.compression`.
-_OF_COMPRESSION = set(__all__) - _LATER - {"__version__", "control"}
+_OF_COMPRESSION = set(__all__) - _PACKAGES - {"__version__"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LATER:
+    if name in _PACKAGES:
         return importlib.import_module(f"compressm.{name}")
     if name in _OF_COMPRESSION:
         return getattr(importlib.import_module("compressm.compression"), name)

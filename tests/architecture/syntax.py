@@ -10,8 +10,13 @@ def tree(path):
 
 
 def statements(node):
-    """All below a node, wherever they stand; expressions, which are most of a tree, hold none."""
+    """All statements below a node; expressions, which are most of a tree, hold none.
+
+    Left out is what only a type checker reads (`if TYPE_CHECKING:`).
+    """
     for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
+            continue
         if isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
             yield child
             yield from statements(child)

@@ -4,7 +4,7 @@ import torch
 from compressm.bench.cut import Stopwatch, cut_once, measure_cut
 from compressm.bench.cut_cases import VARIANTS, CutCase, cut_cases, default_models, default_rank
 from compressm.bench.step_cases import paper_case
-from compressm.compression.stages import STAGES
+from compressm.compression.planning import STAGES
 
 from .test_train_step import tiny
 

@@ -8,11 +8,10 @@ from torch import nn
 
 from compressm.adapters import find
 from compressm.compression.compressor import compress_
-from compressm.compression.gramian import WhiteNoise
-from compressm.compression.moments import Restart, Slice, Transport
+from compressm.compression.optimizer import Restart, Slice, Transport
 from compressm.compression.policies import Budget, EnergyTolerance, ErrorBound, KeepFraction, TargetOrder
-from compressm.compression.selection import Largest, Random, Smallest
 from compressm.control import hankel_singular_values
+from compressm.families.choices import Largest, Random, Smallest, WhiteNoise
 from compressm.layers import LRU, S4D, S5
 from compressm.models import SequenceClassifier
 

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compressm.adapters import adapter_for
-from compressm.compression.basis import BasisChange, Triple, reduce_system
 from compressm.control import (
     DiagonalSystem,
     balanced_truncation,
@@ -17,6 +16,7 @@ from compressm.control import (
     hankel_singular_values,
     input_output_ratio,
 )
+from compressm.families.linear.reduction import BasisChange, Triple, reduce_system
 from compressm.layers import LRU, S4D
 from tests import oracles
 from tests.strategies import diagonal_systems

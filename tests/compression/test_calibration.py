@@ -5,10 +5,10 @@ import torch
 
 from compressm.adapters import adapter_for
 from compressm.compression import TargetOrder, compress_
-from compressm.compression.calibration import listen, outputs, relative_change, sampled_steps, squared_change, states
-from compressm.compression.gramian import Measured
 from compressm.control import NonFiniteError, balanced_truncation, controllability_gramian, fold
 from compressm.errors import CompressionError
+from compressm.families.choices import Measured
+from compressm.families.linear.observer import listen, outputs, relative_change, sampled_steps, squared_change, states
 from compressm.layers import LRU, S4D, S5
 from compressm.models import OneMask, SequenceClassifier
 

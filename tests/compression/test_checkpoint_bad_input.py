@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from torch import nn
 
 from compressm.compression import Compressor, KeepFraction, SavingError, load_checkpoint, save_checkpoint
-from compressm.compression.sealing import seal
 from compressm.layers import LRU, S4D
 from compressm.models import SequenceClassifier
+from compressm.saving.checkpoints import seal
 from tests.compression.test_checkpoint import SCHEDULERS, Run
 
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from compressm.compression.compressor import PAPER, Compressor, compress_
-from compressm.compression.moments import Restart, Slice, Transport
+from compressm.compression.optimizer import Restart, Slice, Transport
 from compressm.compression.planning import plan_cuts
 from compressm.compression.policies import Budget, EnergyTolerance, KeepFraction, TargetOrder
 from compressm.compression.record import Cut, Restored
 from compressm.compression.rollback import Rollback
-from compressm.compression.selection import Random, Smallest
 from compressm.errors import CompressionError
+from compressm.families.choices import Random, Smallest
 from compressm.layers import LRU, S4D, S5
 from compressm.models import SequenceClassifier
 
@@ -31,7 +31,7 @@ def batches(count, seed=7):
 
 
 def test_where_libraries_load_late_a_cut_is_rehearsed_that_changes_nothing(monkeypatch):
-    from compressm.compression import rehearsal
+    from compressm.compression import planning as rehearsal
 
     planned = []
     monkeypatch.setattr(rehearsal, "_SLOW_TO_LOAD", ("cpu",))

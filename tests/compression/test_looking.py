@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from compressm.adapters import adapter_for
-from compressm.compression.inspecting import inspect
+from compressm.compression.inspection import inspect
 from compressm.compression.tracker import HankelTracker
 from compressm.control import fold, hankel_singular_values
 from compressm.errors import CompressionError

@@ -7,7 +7,7 @@ import torch
 import compressm as cs
 from compressm.adapters import adapter_for
 from compressm.bench.systems import lru_at_initialisation
-from compressm.compression.modal import drop_modes, mode_sizes
+from compressm.families.linear.reduction import drop_modes, mode_sizes
 from compressm.layers import Mamba
 from tests.compression.trained import LAYERS, loss_of, make_layer
 from tests.oracles import as_arrays, difference, gain_on_a_grid

@@ -7,9 +7,14 @@ import pytest
 import torch
 
 from compressm.adapters import write
-from compressm.compression.carrying import carry_gradient, carry_gradient_squares, carry_update, carry_update_squares
-from compressm.compression.moments import Entry, Restart, Role, Slice, Transport
-from compressm.compression.spread import Spread
+from compressm.compression.optimizer import Entry, Restart, Role, Slice, Transport
+from compressm.families.linear.transport import (
+    Spread,
+    carry_gradient,
+    carry_gradient_squares,
+    carry_update,
+    carry_update_squares,
+)
 from compressm.layers import LRU
 from tests.compression.trained import LAYERS, change_of, gradients_of, loss_of, make_layer
 from tests.marks import later

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from compressm.compression.moments import Restart, Slice, Transport
-from compressm.compression.optimizer_state import carried_states, require_supported
+from compressm.compression.optimizer import Restart, Slice, Transport, carried_states, require_supported
 from compressm.compression.surgery import apply_cuts, prepare_cut
 from compressm.errors import CompressionError
 from tests.compression.trained import change_of, gradients_of, loss_of, make_layer

@@ -4,17 +4,17 @@ import pytest
 import torch
 
 from compressm.adapters import write
-from compressm.compression import linear, planning
+from compressm.compression import planning
 from compressm.compression.compressor import Compressor, compress_
-from compressm.compression.gramian import Measured, WhiteNoise
-from compressm.compression.inspecting import inspect
+from compressm.compression.inspection import inspect
 from compressm.compression.options import Options
 from compressm.compression.planning import plan_cuts, read_layers, spectra
 from compressm.compression.policies import Budget, EnergyTolerance, ErrorBound, KeepFraction, TargetOrder
-from compressm.compression.selection import Random
 from compressm.compression.tracker import HankelTracker
 from compressm.control import UnstableSystemError, error_bounds, fold, hankel_singular_values
 from compressm.errors import CompressionError
+from compressm.families.choices import Measured, Random, WhiteNoise
+from compressm.families.linear import family as linear
 from compressm.layers import LRU, S4D, S5
 from compressm.models import Block, Blocks, SequenceClassifier
 

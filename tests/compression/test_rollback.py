@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from compressm.adapters import find
-from compressm.compression.moments import Transport
-from compressm.compression.rollback import Rollback, Watch
-from compressm.compression.snapshot import Snapshot, Subject
+from compressm.compression.optimizer import Transport
+from compressm.compression.rollback import Rollback, Snapshot, Subject, Watch
 from compressm.compression.surgery import apply_cuts, prepare_cut
 from compressm.errors import CompressionError
 from compressm.layers import LRU, S4D

@@ -14,13 +14,14 @@ from torch import nn
 
 from compressm import layers, load_model, save_model
 from compressm.adapters import SSMAdapter, adapts, write
-from compressm.compression import SavingError, kinds, savable
-from compressm.compression.saving import _digest
+from compressm.compression import SavingError, savable
 from compressm.control import DiagonalSystem
 from compressm.layers import LRU, S4D
 from compressm.layers.discretisation import Discretisation
 from compressm.models import LayerNorm, SequenceClassifier
 from compressm.models.normalisation import Norm, StepNorm
+from compressm.saving import kinds
+from compressm.saving.models import _digest
 from tests import unhooked
 from tests.compression.test_saving import check_round_trip, check_same_state, classifier
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import torch
 
 import compressm as cs
-from compressm.compression.stages import STAGES, watching
+from compressm.compression.planning import STAGES, watching
 
 
 def test_every_stage_of_a_cut_is_watched_once_and_in_order():

@@ -10,7 +10,7 @@ from torch import nn
 
 from compressm.adapters import AdapterError
 from compressm.compression import surgery
-from compressm.compression.moments import Transport
+from compressm.compression.optimizer import Transport
 from compressm.compression.surgery import PreparedCut, apply_cuts, prepare_cut, require_plain_parameters
 from compressm.control import NonFiniteError, ShapeError
 from compressm.errors import CompressionError

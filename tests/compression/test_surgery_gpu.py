@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from compressm.compression.moments import Restart, Slice, Transport
+from compressm.compression.optimizer import Restart, Slice, Transport
 from compressm.compression.surgery import apply_cuts, prepare_cut
 from tests.compression.trained import LAYERS, change_of, gradients_of, make_layer
 

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from compressm.adapters import SSMAdapter, adapter_for, adapts
-from compressm.compression.basis import reduce_system
-from compressm.compression.carrying import ModuleChange
 from compressm.control import DiagonalSystem
+from compressm.families.linear.reduction import reduce_system
+from compressm.families.linear.transport import ModuleChange
 from compressm.layers import LRU, S4D, S5, Bilinear
 
 LAYERS = {

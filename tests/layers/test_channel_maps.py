@@ -8,11 +8,12 @@ from torch.nn.functional import silu, softplus
 
 from compressm import load_model, save_model
 from compressm.adapters import write
-from compressm.compression import SavingError, load_checkpoint, rebuilding, save_checkpoint
+from compressm.compression import SavingError, load_checkpoint, save_checkpoint
 from compressm.control import ShapeError
 from compressm.layers import Mamba
 from compressm.models import SequenceClassifier
 from compressm.ops import SequenceError
+from compressm.saving import rebuilding
 from tests import unhooked
 
 WIDTH, PROJECTED, ORDER = 3, 5, 2

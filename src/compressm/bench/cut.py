@@ -24,8 +24,8 @@ from compressm.bench.cut_cases import CutCase, cut_cases, default_models
 from compressm.bench.timing import median_seconds, threads_for
 from compressm.bench.train_step import build_batch, build_model, eager_step, make_optimizer
 from compressm.compression import Compressor, Cut, Restart, Transport
+from compressm.compression.planning import STAGES, watching
 from compressm.compression.policies import Policy
-from compressm.compression.stages import STAGES, watching
 from compressm.runs.measurement import Measurement, Row
 from compressm.training.precision import products_in
 

@@ -9,12 +9,12 @@ from torch import nn
 
 from compressm.adapters import SelectiveAdapter, find
 from compressm.compression import Baked, PerChannel, load_model
-from compressm.compression.checkpoint import load_checkpoint
-from compressm.compression.selective.methods import SelectiveMethod
 from compressm.data import Order, Store, Task, make
 from compressm.errors import SavingError
+from compressm.families.selective.methods import SelectiveMethod
 from compressm.layers import Mamba
 from compressm.runs.directory import RunDirectory
+from compressm.saving.checkpoints import load_checkpoint
 from compressm.training import Recipe
 from compressm.training.building import build_method, build_model
 from compressm.training.reading import make_recipe

@@ -1,24 +1,24 @@
 """Models that shrink in the middle of their training, or once after it."""
 
-from compressm.compression.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from compressm.compression.compressor import PAPER, Compressor, compress_
-from compressm.compression.gramian import Gramian, Measured, Modal, WhiteNoise
-from compressm.compression.inspecting import inspect
-from compressm.compression.inspection import Inspection
-from compressm.compression.kinds import savable
-from compressm.compression.moments import Moments, Restart, Slice, Transport
+from compressm.compression.distributed import rewrap_
+from compressm.compression.inspection import Inspection, inspect
+from compressm.compression.optimizer import Moments, Restart, Slice, Transport
 from compressm.compression.orders import choose_orders
 from compressm.compression.policies import Budget, EnergyTolerance, ErrorBound, KeepFraction, LayerPolicy, TargetOrder
 from compressm.compression.record import Cut, Restored
 from compressm.compression.rollback import Rollback
-from compressm.compression.saving import load_model, save_model
 from compressm.compression.schedule import as_schedule, during_warmup, every, plan_text
-from compressm.compression.selection import Largest, Random, Selection, Smallest
-from compressm.compression.selective.methods import Baked, SelectiveMethod, SharedIndex
-from compressm.compression.selective.per_channel import PerChannel
 from compressm.compression.tracker import HankelTracker
-from compressm.compression.wrapping import rewrap_
 from compressm.errors import CompressionError, SavingError, StaleWrapperError
+from compressm.families.choices import Gramian, Largest, Measured, Modal, Random, Selection, Smallest, WhiteNoise
+from compressm.families.selective.methods import Baked, PerChannel, SelectiveMethod, SharedIndex
+
+if TYPE_CHECKING:
+    from compressm.saving import Checkpoint, load_checkpoint, load_model, savable, save_checkpoint, save_model
 
 __all__ = [
     "PAPER",
@@ -68,3 +68,16 @@ __all__ = [
     "save_checkpoint",
     "save_model",
 ]
+
+# Saving stands above compression, which it asks for orders and groups; here its names are looked up when used.
+_OF_SAVING = {"Checkpoint", "load_checkpoint", "load_model", "savable", "save_checkpoint", "save_model"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _OF_SAVING:
+        return getattr(importlib.import_module("compressm.saving"), name)
+    raise AttributeError(f"module 'compressm.compression' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -8,20 +8,18 @@ from typing import Any, SupportsIndex
 from torch import nn
 from torch.optim import Optimizer
 
-from compressm.compression.checks import require_count
 from compressm.compression.cutting import Cutter, followers, ordinary_tensors
-from compressm.compression.gramian import Gramian, WhiteNoise
-from compressm.compression.listening import Calibrate
-from compressm.compression.moments import Moments, Slice, Transport
+from compressm.compression.optimizer import Moments, Slice, Transport
 from compressm.compression.options import Options
+from compressm.compression.planning import rehearse
 from compressm.compression.policies import Policy
 from compressm.compression.record import Cut, Event, Restored
-from compressm.compression.rehearsal import rehearse
 from compressm.compression.rollback import Rollback, Watch
 from compressm.compression.schedule import as_schedule, require_same_past
-from compressm.compression.selection import Largest, Selection
-from compressm.compression.selective.methods import Baked, SelectiveMethod
 from compressm.errors import CompressionError
+from compressm.families.choices import Gramian, Largest, Selection, WhiteNoise, require_count
+from compressm.families.observing import Calibrate
+from compressm.families.selective.methods import Baked, SelectiveMethod
 
 # The paper's own arithmetic, spelled out once.
 PAPER: Mapping[str, Any] = {"gramian": WhiteNoise(), "fold": False, "moments": Slice()}

@@ -14,19 +14,16 @@ from torch import Tensor, nn
 
 from compressm.adapters import find
 from compressm.adapters.transformers import refused_in
-from compressm.compression.distributed import Processes
-from compressm.compression.layer import Layer, PlannedCut
-from compressm.compression.moments import Moments
+from compressm.compression.distributed import Processes, renew_wrappers_, require_rewrappable, unwrapped, wrappers_in
+from compressm.compression.optimizer import Moments
 from compressm.compression.options import Options
 from compressm.compression.orders import require_choices
-from compressm.compression.planning import find_layers, plan_cuts, read_layers
+from compressm.compression.planning import find_layers, plan_cuts, read_layers, require_suitable, stage
 from compressm.compression.record import Cut
-from compressm.compression.sample import ratio_of
-from compressm.compression.stages import stage
-from compressm.compression.suitability import require_suitable
 from compressm.compression.surgery import PreparedCut, apply_cuts, prepare_cut
-from compressm.compression.wrapping import renew_wrappers_, require_rewrappable, unwrapped, wrappers_in
 from compressm.errors import CompressionError
+from compressm.families.base import Layer, PlannedCut
+from compressm.families.observing import ratio_of
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from compressm.errors import CompressionError
+from compressm.errors import CompressionError, StaleWrapperError
+from compressm.layers.parameters import refuse_to_train_, refuses_with, trust_
 
 Value = TypeVar("Value")
 
@@ -92,3 +95,111 @@ class Processes:
         values: list[Any] = [None] * self.count
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+
+refuses_with(StaleWrapperError)
+
+# Options that DistributedDataParallel keeps under their own names; those that it does not know it is not given.
+_OPTIONS = (
+    "dim",
+    "find_unused_parameters",
+    "gradient_as_bucket_view",
+    "static_graph",
+    "skip_all_reduce_unused_params",
+    "batched_grad_copy",
+)
+# Whether normalisation statistics are shared in every forward pass; before torch 2.13 under the first name.
+_SYNCHRONISED = ("broadcast_buffers", "forward_sync_buffers", "require_forward_param_sync")
+_MEGABYTE = 1024 * 1024
+
+
+def rewrap_(model: nn.Module) -> None:
+    """Make every DistributedDataParallel in the model anew, in place, with the options and hooks that it had.
+
+    After a cut, or a return from one, gradients are averaged again. A compressor does it by itself for the wrapper that
+    it is given; this is for a wrapper that it has not seen. All processes have to do it; nothing is sent.
+    """
+    wrappers = wrappers_in(model)
+    if not wrappers:
+        raise CompressionError(f"{type(model).__name__} has no DistributedDataParallel in it: there is nothing to redo")
+    for wrapper in wrappers:
+        require_rewrappable(wrapper)
+    for wrapper in wrappers:
+        _made_anew_(wrapper)
+
+
+def wrappers_in(model: nn.Module) -> list[DistributedDataParallel]:
+    """The model itself, or what stands inside torch.compile and the like."""
+    return [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """What a wrapper around the whole model wraps."""
+    while True:
+        if isinstance(model, DistributedDataParallel | nn.DataParallel):
+            model = model.module
+        elif isinstance(inner := model._modules.get("_orig_mod"), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def renew_wrappers_(model: nn.Module, changed: Iterable[nn.Module]) -> None:
+    """After parameters of these modules have changed their shapes: wrappers in the model are made anew.
+
+    Others refuse to train.
+    """
+    known = wrappers_in(model) if dist.is_available() and dist.is_initialized() else []
+    if known:
+        rewrap_(model)
+    refuse_to_train_(changed, but=known)
+
+
+def require_rewrappable(wrapper: DistributedDataParallel) -> None:
+    """Refuse options under which parameters have companions that a cut does not know."""
+    for option in ("mixed_precision", "_delay_all_reduce_params"):
+        if getattr(wrapper, option, None):
+            said = option.strip("_")
+            raise CompressionError(f"DistributedDataParallel with {said} keeps copies of parameters, and cannot be cut")
+
+
+def _made_anew_(wrapper: DistributedDataParallel) -> None:
+    before, module = dict(wrapper.__dict__), wrapper.module
+    hooks = [(hook, state) for hook, state in wrapper._comm_hooks]
+    try:
+        # All processes are in step already, so that nothing is compared or sent.
+        DistributedDataParallel.__init__(wrapper, module, init_sync=False, **_options(wrapper))
+        for hook, state in hooks:
+            wrapper.register_comm_hook(state, hook)
+    except BaseException:
+        wrapper.__dict__.clear()
+        wrapper.__dict__.update(before)
+        raise
+    _bring_back_(wrapper, before)
+
+
+def _bring_back_(wrapper: DistributedDataParallel, before: dict[str, Any]) -> None:
+    """What a module has beside that: its hooks but for the refusal, its mode, what a subclass added."""
+    for name in nn.Module().__dict__:
+        if name not in ("_modules", "_parameters", "_buffers"):
+            wrapper.__dict__[name] = before[name]
+    for name in _SYNCHRONISED:
+        if name in before:
+            wrapper.__dict__[name] = before[name]
+    wrapper._modules.update({name: child for name, child in before["_modules"].items() if name != "module"})
+    trust_(wrapper)
+
+
+def _options(wrapper: DistributedDataParallel) -> dict[str, Any]:
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    options = {name: getattr(wrapper, name) for name in _OPTIONS if name in known and hasattr(wrapper, name)}
+    mesh = getattr(wrapper, "device_mesh", None)
+    options |= {"process_group": wrapper.process_group} if mesh is None else {"device_mesh": mesh}
+    if wrapper.device_ids is not None:
+        options |= {"device_ids": wrapper.device_ids, "output_device": wrapper.output_device}
+    sizes = getattr(wrapper, "bucket_bytes_cap_list", None)
+    if sizes:
+        options["bucket_cap_mb_list"] = [size / _MEGABYTE for size in sizes]
+    elif not wrapper.bucket_bytes_cap_default:
+        options["bucket_cap_mb"] = wrapper.bucket_bytes_cap / _MEGABYTE
+    return options

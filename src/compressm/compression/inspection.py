@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from compressm.compression.policies import EnergyTolerance
-from compressm.compression.spectra import Spectra, checked_spectra, largest_bounds
+from compressm.compression.options import Options
+from compressm.compression.planning import read_layers, spectra
+from compressm.compression.policies import EnergyTolerance, KeepFraction, Spectra, checked_spectra, largest_bounds
 from compressm.errors import CompressionError
+from compressm.families.choices import Gramian
+from compressm.families.linear.family import LinearLayer
+from compressm.families.observing import Calibrate
+from compressm.families.selective.methods import Baked, SelectiveMethod
 
 # The range of the paper's tables, from its harshest cut of CIFAR10 to its gentlest of sMNIST.
 TAUS = (0.15, 0.05, 0.01, 0.001)
@@ -106,3 +112,25 @@ class Inspection:
 
 def _kept(order: int, bound: float | None) -> str:
     return str(order) if bound is None else f"{order} (error <= {bound:.2g})"
+
+
+def inspect(
+    model: nn.Module,
+    calibrate: Calibrate | None = None,
+    *,
+    gramian: Gramian | None = None,
+    fold: bool = True,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    selective: SelectiveMethod = Baked(),
+) -> Inspection:
+    """Spectra, recommended orders and bounds of every SSM layer; a table when printed.
+
+    With `calibrate`, a function that runs the model on some data, states count by what they do there, and there is no
+    a-priori bound. Selective layers need it, and never have a bound.
+    """
+    options = Options(KeepFraction(1.0), calibrate, gramian, fold, filter_fn=filter_fn, selective=selective)
+    with torch.no_grad():
+        layers = read_layers(model, options)
+        found = {name: sigma.cpu() for name, sigma in spectra(layers, options).items()}
+    bounded = {name for name, layer in layers.items() if isinstance(layer, LinearLayer) and not options.measure}
+    return Inspection.of(found, without_bound=tuple(found.keys() - bounded))

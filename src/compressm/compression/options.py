@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from compressm.compression.gramian import Gramian, Measured, Modal, WhiteNoise
-from compressm.compression.listening import Calibrate
 from compressm.compression.policies import ErrorBound, Policy
-from compressm.compression.selection import Largest, Selection
-from compressm.compression.selective.methods import Baked, SelectiveMethod
 from compressm.errors import CompressionError
+from compressm.families.choices import Gramian, Largest, Measured, Modal, Selection, WhiteNoise
+from compressm.families.observing import Calibrate
+from compressm.families.selective.methods import Baked, SelectiveMethod
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,9 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor
 
-from compressm.compression.checks import require_count, require_number
-from compressm.compression.policies import LayerPolicy, Policy
-from compressm.compression.spectra import Spectra, checked_spectra
+from compressm.compression.policies import LayerPolicy, Policy, Spectra, checked_spectra
 from compressm.errors import CompressionError, did_you_mean
+from compressm.families.choices import require_count, require_number
 
 # Of one state: 0.55 * 100 = 55.00000000000001, yet 55 of 100 states are not fewer than 55 %.
 _ROUNDING = 1e-9

@@ -1,9 +1,12 @@
-"""What a cut would do, computed before anything is changed."""
+"""The stages of a cut, by name, for whoever wants to time them; unwatched they cost nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -11,25 +14,46 @@ from torch import Tensor, nn
 
 from compressm.adapters import Adapter, SelectiveAdapter, SSMAdapter, find
 from compressm.adapters.transformers import refused_in
-from compressm.compression.calibration import InputListener, Seen
-from compressm.compression.layer import Layer, PlannedCut
-from compressm.compression.linear import LinearLayer, energy_lost, linear_spectra, plan_linear, read_system
-from compressm.compression.listening import Listener, run_listening
+from compressm.compression.distributed import unwrapped
+from compressm.compression.optimizer import require_supported
 from compressm.compression.options import Options
 from compressm.compression.orders import choose_orders, require_choices, restricted
-from compressm.compression.policies import Budget, ErrorBound
-from compressm.compression.selection import Largest
-from compressm.compression.selective.calibrated import Calibrated
-from compressm.compression.selective.channel_planning import plan_channels
-from compressm.compression.selective.layer import SelectiveLayer, read_selective
-from compressm.compression.selective.seen import SelectiveListener
-from compressm.compression.stages import stage
+from compressm.compression.policies import Budget, ErrorBound, KeepFraction
 from compressm.compression.surgery import require_plain_parameters
-from compressm.compression.wrapping import unwrapped
 from compressm.control import DiagonalSystem, fold, numerical_rank
 from compressm.control.linear_algebra import each
 from compressm.control.selective import SelectiveSystem
 from compressm.errors import CompressionError
+from compressm.families.base import Layer, PlannedCut
+from compressm.families.choices import Largest
+from compressm.families.linear.family import LinearLayer, energy_lost, linear_spectra, plan_linear, read_system
+from compressm.families.linear.observer import InputListener, Seen
+from compressm.families.observing import Listener, run_listening
+from compressm.families.selective.family import SelectiveLayer, plan_channels, read_selective
+from compressm.families.selective.methods import Calibrated
+from compressm.families.selective.observer import Averages, SelectiveListener, SelectiveSeen
+
+STAGES = ("calibrate", "read", "spectra", "reduce", "encode", "optimizer", "write")
+
+Watch: TypeAlias = Callable[[str], AbstractContextManager[object]]
+
+_watch: ContextVar[Watch] = ContextVar("watch", default=lambda name: nullcontext())
+
+
+def stage(name: str) -> AbstractContextManager[object]:
+    """Around the work of one of `STAGES`; those do not nest."""
+    return _watch.get()(name)
+
+
+@contextmanager
+def watching(watch: Watch) -> Iterator[None]:
+    """Within it every stage of a cut runs inside `watch(name)`."""
+    token = _watch.set(watch)
+    try:
+        yield
+    finally:
+        _watch.reset(token)
+
 
 Found = Mapping[str, tuple[nn.Module, Adapter[Any, Any]]]
 
@@ -188,3 +212,71 @@ def _wanted(values: Mapping[str, Tensor], options: Options) -> dict[str, int]:
         # Each layer by its own rank: in a group those of lower rank would be filled up with modes that do nothing.
         wanted = {name: min(rank, int(numerical_rank(values[name]).amax())) for name, rank in wanted.items()}
     return wanted
+
+
+def require_suitable(model: nn.Module, found: Found, optimizer: Any | None) -> None:
+    """Refuse by name layers whose parameters are elsewhere, computed from others, or those of another module too."""
+    owners = _owners(model)
+    for name, (module, adapter) in found.items():
+        require_plain_parameters(name, module)
+        for entry in _cut_parameters(name, module, adapter):
+            others = owners[id(module.get_parameter(entry))] - {f"{name}.{entry}" if name else entry}
+            if others:
+                raise CompressionError(
+                    f"{name}.{entry} is also {', '.join(sorted(others))}: a parameter that two modules share cannot be"
+                    " cut for one of them; use the same layer twice, or give each its own"
+                )
+        if optimizer is not None:
+            require_supported(optimizer, {f"{name}.{key}": p for key, p in module.named_parameters()})
+
+
+def _cut_parameters(name: str, module: nn.Module, adapter: Adapter[Any, Any]) -> Iterator[str]:
+    with torch.no_grad():
+        values = adapter.encode(module, read_any(name, module, adapter))
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for entry in values:
+        if entry not in parameters:
+            raise CompressionError(
+                f"{name}.{entry} is no parameter but computed from {', '.join(parameters)}: a parametrised, normalised"
+                " or pruned weight cannot be cut; remove that first (torch.nn.utils.parametrize, .prune)"
+            )
+        yield entry
+
+
+def _owners(model: nn.Module) -> dict[int, set[str]]:
+    """Every parameter's names, one a module that has it."""
+    owners: dict[int, set[str]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), set()).add(f"{path}.{name}" if path else name)
+    return owners
+
+
+# Their libraries and kernels are loaded when they are first used: on an H200 the first cut took 1 s, the next 0.35 s.
+_SLOW_TO_LOAD = ("cuda",)
+
+
+def rehearse(model: nn.Module, options: Options) -> None:
+    """On a GPU, plan half of every layer away and forget it, so that the first cut finds everything loaded."""
+    if not any(parameter.device.type in _SLOW_TO_LOAD for parameter in model.parameters()):
+        return
+    blind = replace(
+        options, keep=KeepFraction(0.5), overrides=None, calibrate=None, gramian=None, gate=1.0, round_to=1, at_least=1
+    )
+    with torch.no_grad():
+        plan_cuts(made_up_layers(model, blind), blind, salt=0)
+
+
+def made_up_layers(model: nn.Module, options: Options) -> dict[str, Layer]:
+    """The layers as if selective ones had seen white noise, which takes no data."""
+    layers: dict[str, Layer] = {}
+    for name, (module, adapter) in find(model, options.filter_fn).items():
+        system = read_any(name, module, adapter)
+        if isinstance(system, SelectiveSystem) and isinstance(adapter, SelectiveAdapter):
+            seen = SelectiveSeen(name, Averages.made_up(system), None)
+            layers[name] = SelectiveLayer(name, module, adapter, Calibrated(system, seen), options.selective)
+        elif isinstance(system, DiagonalSystem) and isinstance(adapter, SSMAdapter):
+            balanced = fold(system) if options.fold else system
+            layers[name] = LinearLayer(name, module, adapter, system, balanced, None)
+    return layers

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeAlias, final
 
-from compressm.compression.checks import require_count
 from compressm.errors import CompressionError
+from compressm.families.choices import require_count
 
 
 @final

@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 from typing import SupportsIndex
 
-from compressm.compression.checks import require_count, require_number
 from compressm.control import validation
 from compressm.errors import CompressionError
+from compressm.families.choices import require_count, require_number
 
 # More than any training has steps; a range as long as that is a slip.
 _MOST_STEPS = 10_000_000

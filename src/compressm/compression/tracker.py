@@ -8,17 +8,16 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor, nn
 
-from compressm.compression.checks import require_count
-from compressm.compression.gramian import Gramian
-from compressm.compression.layer import Layer
-from compressm.compression.linear import LinearLayer
-from compressm.compression.listening import Calibrate
 from compressm.compression.options import Options
 from compressm.compression.planning import read_layers, spectra
 from compressm.compression.policies import KeepFraction
-from compressm.compression.selective.methods import Baked, SelectiveMethod
 from compressm.control import DiagonalSystem, Trajectories, hankel_change, trajectories
 from compressm.errors import CompressionError
+from compressm.families.base import Layer
+from compressm.families.choices import Gramian, require_count
+from compressm.families.linear.family import LinearLayer
+from compressm.families.observing import Calibrate
+from compressm.families.selective.methods import Baked, SelectiveMethod
 
 
 class HankelTracker:

@@ -34,11 +34,11 @@ from compressm.compression import (
     WhiteNoise,
 )
 from compressm.compression.policies import FewerStates, Policy
-from compressm.compression.selection import Selection
 from compressm.data.dataset import Form
 from compressm.data.shuffling import Order
 from compressm.data.task import Task, TaskKind
 from compressm.errors import did_you_mean
+from compressm.families.choices import Selection
 from compressm.layers import LRU, S4D, S5, Mamba, SSMLayer
 from compressm.models import (
     BatchNorm,

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from compressm.compression.stages import watching
+from compressm.compression.planning import watching
 
 PHASES = (
     *("steps", "data", "evaluation", "spectrum", "cut", "optimizer", "capture", "checkpoint"),

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from compressm.compression.wrapping import unwrapped
+from compressm.compression.distributed import unwrapped
 from compressm.data.task import Split, Task, TaskKind
 from compressm.training.objective import task_objective
 from compressm.training.placing import batch_on

@@ -10,9 +10,7 @@ import torch
 from torch import nn
 
 from compressm.compression import Cut, save_model
-from compressm.compression.distributed import Processes
-from compressm.compression.naming import orders_of
-from compressm.compression.wrapping import unwrapped
+from compressm.compression.distributed import Processes, unwrapped
 from compressm.data.shuffling import Order
 from compressm.data.task import Task, TaskKind
 from compressm.runs.directory import RunDirectory, Status
@@ -26,6 +24,7 @@ from compressm.runs.records import (
     Timing,
     TruncationRecord,
 )
+from compressm.saving.rebuilding import orders_of
 from compressm.training.building import build_compressor, build_model, build_tracker
 from compressm.training.clock import Clock
 from compressm.training.config import ConfigError, Recipe

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressm.compression.distributed import Processes
-from compressm.compression.wrapping import unwrapped
+from compressm.compression.distributed import Processes, unwrapped
 from compressm.control.validation import values_unread
 from compressm.training.clock import Clock
 from compressm.training.config import RegulariserConfig

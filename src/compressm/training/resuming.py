@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from compressm.compression import Compressor, HankelTracker
-from compressm.compression.checkpoint import load_checkpoint, save_checkpoint
 from compressm.errors import SavingError
 from compressm.runs.directory import RunDirectory
+from compressm.saving.checkpoints import load_checkpoint, save_checkpoint
 from compressm.training.clock import Clock
 from compressm.training.config import ConfigError, Recipe
 from compressm.training.optimizers import keep_rates_on_

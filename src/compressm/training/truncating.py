@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import get_args
 
 from compressm.compression import TargetOrder, compress_
-from compressm.compression.naming import orders_of
-from compressm.compression.wrapping import unwrapped
+from compressm.compression.distributed import unwrapped
 from compressm.runs.records import SplitName, TruncationRecord
+from compressm.saving.rebuilding import orders_of
 from compressm.training.building import build_truncation
 from compressm.training.config import Recipe
 from compressm.training.evaluation import score

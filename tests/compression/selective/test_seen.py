@@ -17,8 +17,8 @@ from compressm.compression import (
     compress_,
     inspect,
 )
-from compressm.compression.listening import run_listening
-from compressm.compression.selective.seen import SelectiveListener
+from compressm.families.observing import run_listening
+from compressm.families.selective.observer import SelectiveListener
 from compressm.layers import LRU, Mamba
 from tests.compression.selective.mixers import Mixer, chosen, data, inputs_of, make, simulate
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from compressm.adapters import find
-from compressm.compression.selective import simulation
-from compressm.compression.selective.simulation import states, steps_at_once
+from compressm.families.selective import simulation
+from compressm.families.selective.simulation import states, steps_at_once
 from compressm.layers import Mamba
 
 

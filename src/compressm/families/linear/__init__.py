@@ -1,0 +1,1 @@
+"""Linear layers (LRU, S5, S4D): systems that stay the same over time."""

@@ -1,0 +1,192 @@
+"""From the modes of a system to those of a smaller one, and what the change of basis does to whatever goes with them.
+
+y = Re(C h) is read from real inputs, so that a mode may be conjugated (`fold`) before balancing. After that a cut is
+linear: B' = Ψᴴ B, C' = C Φ, Λ' = diag(Ψᴴ Λ Φ), Ψᴴ Φ = I.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, SupportsIndex, final
+
+import torch
+from jaxtyping import Bool, Complex, Float, Int
+from torch import Tensor
+
+from compressm.control import DiagonalSystem, balanced_truncation
+from compressm.control import fold as fold_modes
+from compressm.control.folding import lower_half
+from compressm.control.linear_algebra import column_norms, modulus, row_norms, square_modulus
+
+
+@final
+@dataclass(frozen=True)
+class Triple:
+    """Something with the shape of a system: a direction in which one moves, or a gradient ∂/∂Re + i ∂/∂Im."""
+
+    poles: Complex[Tensor, "*bank n"]
+    B: Complex[Tensor, "*bank n p"]
+    C: Complex[Tensor, "*bank q n"]
+
+    @classmethod
+    def of(cls, system: DiagonalSystem) -> Triple:
+        return cls(*(part.detach().to(torch.complex128) for part in (system.poles, system.B, system.C)))
+
+    def conjugated(self, modes: Bool[Tensor, "*bank n"]) -> Triple:
+        """With these modes conjugated."""
+        return Triple(
+            torch.where(modes, self.poles.conj(), self.poles),
+            torch.where(modes[..., :, None], self.B.conj(), self.B),
+            torch.where(modes[..., None, :], self.C.conj(), self.C),
+        )
+
+
+@final
+@dataclass(frozen=True)
+class BasisChange:
+    """Old modes, some of them conjugated, projected on `right` = Φ along `left` = Ψ, and some conjugated again.
+
+    `old_conjugated` says which of the n old modes were mirrored before (by `fold`), `new_conjugated` which of the r new
+    ones afterwards.
+    """
+
+    right: Complex[Tensor, "*bank n r"]
+    left: Complex[Tensor, "*bank n r"]
+    old_conjugated: Bool[Tensor, "*bank n"]
+    new_conjugated: Bool[Tensor, "*bank r"]
+
+    def __getitem__(self, member: Any) -> BasisChange:
+        """That of one member, or several, of the bank."""
+        parts = (self.right, self.left, self.old_conjugated, self.new_conjugated)
+        return BasisChange(*(part[member] for part in parts))
+
+    def to(self, device: torch.device | str) -> BasisChange:
+        """On another device."""
+        parts = (self.right, self.left, self.old_conjugated, self.new_conjugated)
+        return BasisChange(*(part.to(device) for part in parts))
+
+    def vector(self, old: Triple) -> Triple:
+        """A direction, or the system itself: dB' = Ψᴴ dB, dC' = dC Φ, dλ' the diagonal of Ψᴴ dΛ Φ."""
+        old = old.conjugated(self.old_conjugated)
+        poles = (self.mixing() @ old.poles[..., None])[..., 0]
+        return Triple(poles, self.left.mH @ old.B, old.C @ self.right).conjugated(self.new_conjugated)
+
+    def gradient(self, old: Triple) -> Triple:
+        """A gradient: moving the small system by dB' is moving the large one by Φ dB', hence g_B' = Φᴴ g_B, and so on.
+
+        Of the gradient with respect to A the diagonal is all that a diagonal system has.
+        """
+        return self.dual().vector(old)
+
+    def dual(self) -> BasisChange:
+        """Φ and Ψ in each other's place: to this one gradients are what vectors are to the other."""
+        return BasisChange(self.left, self.right, self.old_conjugated, self.new_conjugated)
+
+    def mixing(self) -> Complex[Tensor, "*bank r n"]:
+        """Of which old poles a new one is the mean: Ψ̄ ∘ Φ; each row sums to 1."""
+        return (self.left.conj() * self.right).mT
+
+    def onto(self, new: DiagonalSystem, stored: DiagonalSystem) -> BasisChange:
+        """The change to `stored`, which is `new` with each mode's state scaled, or mirrored, as a module keeps it."""
+        there, here = Triple.of(stored), Triple.of(new)
+        mirrored = square_modulus(there.poles - here.poles.conj()) < square_modulus(there.poles - here.poles)
+        here = here.conjugated(mirrored)
+        conjugated = self.new_conjugated ^ mirrored
+        # B'' = f B' and C'' = C'/f; f is read off whichever of the two is not zero.
+        by_input, size_in = (here.B.conj() * there.B).sum(-1), square_modulus(here.B).sum(-1)
+        by_output, size_out = (there.C.conj() * here.C).sum(-2), square_modulus(there.C).sum(-2)
+        factor = torch.where(size_in > 0, _ratio(by_input, size_in), _ratio(by_output, size_out))
+        # The projection stands before the conjugation that comes last.
+        factor = torch.where(conjugated, factor.conj(), factor)[..., None, :]
+        return BasisChange(self.right / factor, self.left * factor.conj(), self.old_conjugated, conjugated)
+
+
+@final
+@dataclass(frozen=True)
+class Reduction:
+    """A smaller system, how its coordinates come from the old ones, all σ, and 2 Σ of the dropped (None for a given P).
+
+    Axes in front are those of the system that was given; `error_bound` has one value for each of its members.
+    """
+
+    system: DiagonalSystem
+    change: BasisChange
+    sigma: Float[Tensor, "*bank n"]
+    error_bound: Float[Tensor, "*bank"] | None
+
+
+def reduce_system(
+    system: DiagonalSystem,
+    order: SupportsIndex | None = None,
+    *,
+    states: Sequence[int] | Int[Tensor, "..."] | None = None,
+    fold: bool = True,
+    P: Complex[Tensor, "*bank n n"] | Float[Tensor, "*bank n n"] | None = None,
+) -> Reduction:
+    """Balance, keep `order` states (or those that `states` names) and diagonalise; batched over all axes in front.
+
+    The error of Re(C h) is at most `error_bound`. A measured `P` is that of the states of `fold(system)`, or with
+    fold=False, which is the paper's arithmetic, of the system itself. Modes get the ratio of ‖b‖ to ‖c‖ that the old
+    system had on the average, and the phase that turns them least against the old ones: stored values keep their size
+    and their meaning. An order above the numerical rank #{σ > n ε σ₁} gives that rank: the states beyond do nothing.
+    """
+    system = system.detach()
+    balanced = fold_modes(system) if fold else system
+    truncation = balanced_truncation(balanced, order, states=states, P=P).diagonalise()
+    nothing = torch.zeros_like(system.poles, dtype=torch.bool)
+    phase = _turn(truncation.right)
+    right, left = truncation.right * phase, truncation.left * phase
+    assert isinstance(truncation.system, DiagonalSystem)
+    turned = DiagonalSystem(
+        truncation.system.poles.to(torch.complex128), truncation.system.B * phase.mH, truncation.system.C * phase
+    )
+    mirrored = lower_half(turned) if fold else nothing[..., : turned.order]
+    change = BasisChange(right, left, lower_half(system) if fold else nothing, mirrored)
+    return Reduction(fold_modes(turned) if fold else turned, change, truncation.sigma, truncation.error_bound)
+
+
+def _turn(right: Complex[Tensor, "*bank n r"]) -> Complex[Tensor, "*bank 1 r"]:
+    """Phases that make the largest entry of each column positive, so that a mode left alone is not turned at all."""
+    largest = right.gather(-2, square_modulus(right).argmax(-2, keepdim=True))
+    size = modulus(largest)
+    return torch.where(size > 0, largest.conj() / torch.where(size > 0, size, 1), 1)
+
+
+def _ratio(product: Tensor, square: Tensor) -> Tensor:
+    usable = (square > 0) & (product != 0)
+    return torch.where(usable, product / torch.where(usable, square, 1), 1)
+
+
+def mode_sizes(system: DiagonalSystem) -> Float[Tensor, "*bank n"]:
+    """½ ‖bᵢ‖ ‖cᵢ‖ / (1 − |λᵢ|), half the H∞ norm of what a mode adds (the score of Gwak et al. 2024).
+
+    Half, so that 2 Σ over the dropped ones bounds the error, by the triangle inequality, as it does with σ.
+    """
+    # 1 − |λ| = (1 − |λ|²) / (1 + |λ|) keeps all digits.
+    return row_norms(system.B) * column_norms(system.C) * (1 + modulus(system.poles)) / system.decay / 2
+
+
+def sorted_sizes(system: DiagonalSystem) -> Float[Tensor, "*bank n"]:
+    """Falling, as a spectrum is."""
+    return mode_sizes(system).sort(dim=-1, descending=True).values
+
+
+def drop_modes(system: DiagonalSystem, order: int, states: Int[Tensor, "*bank r"] | None = None) -> Reduction:
+    """Keep the `order` largest modes, or those at the places `states` of the falling sizes; no basis changes."""
+    system = system.detach()
+    sizes = mode_sizes(system)
+    places = sizes.argsort(dim=-1, descending=True, stable=True)
+    kept = places[..., :order] if states is None else places.gather(-1, states.to(places.device))
+    kept = kept.sort(dim=-1).values
+    poles, B, C = (part.to(torch.complex128) for part in (system.poles, system.B, system.C))
+    smaller = DiagonalSystem(
+        poles.gather(-1, kept),
+        B.gather(-2, kept[..., :, None].expand(*kept.shape, B.shape[-1])),
+        C.gather(-1, kept[..., None, :].expand(*C.shape[:-1], kept.shape[-1])),
+    )
+    columns = torch.nn.functional.one_hot(kept, system.order).mT.to(poles.dtype)
+    nothing = torch.zeros_like(poles.real, dtype=torch.bool)
+    change = BasisChange(columns, columns, nothing, nothing[..., : kept.shape[-1]])
+    bound = 2 * sizes.scatter(-1, kept, 0).sum(-1)
+    return Reduction(smaller, change, sizes.gather(-1, places), bound)

@@ -1,0 +1,300 @@
+"""A selective layer with its averages over data: what takes the place of its Gramians."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+import torch
+from jaxtyping import Float, Inexact, Int
+from torch import Tensor, nn
+
+from compressm.adapters import SelectiveAdapter
+from compressm.control import (
+    DiagonalSystem,
+    galerkin_projection,
+    hankel_singular_values,
+    mean_selective_system,
+    second_moment_gramians,
+    shared_projection,
+)
+from compressm.control.balancing import GramianPair, balance, hankel_values
+from compressm.control.hankel import gramian_pair
+from compressm.control.projection import Modes, diagonal_modes, shared_gramians
+from compressm.control.selective import SelectiveSystem
+from compressm.errors import CompressionError
+from compressm.families.choices import Gramian, Measured
+from compressm.families.selective.observer import SelectiveSeen
+from compressm.families.selective.reduction import ChannelReduction, Reduction, SharedReduction
+from compressm.families.selective.simulation import refitted_readout
+
+
+@final
+@dataclass(frozen=True)
+class Calibrated:
+    """The system that a layer is now, and what it saw."""
+
+    system: SelectiveSystem
+    seen: SelectiveSeen
+
+    @property
+    def gramians(self) -> tuple[Inexact[Tensor, "channels n n"], Inexact[Tensor, "channels n n"]]:
+        """P and Q of every channel, in continuous time.
+
+        Q = E[C Cᵀ] / −(aᵢ + aⱼ). P is E[h hᵀ] where states were measured, else E[B Bᵀ] / −(aᵢ + aⱼ), as if what drives
+        them were white in time. Both keep the variation of B and C, which their means would lose.
+        """
+        self.seen.require_enough(len(self.system.W_B))
+        P, Q = self.gramians_of(self.seen.averages.mean("BB"), self.seen.averages.mean("CC"))
+        return (P if self.seen.covariance is None else self.seen.covariance.gramian()), Q
+
+    def gramians_of(
+        self, moment_B: Inexact[Tensor, "m m"], moment_C: Inexact[Tensor, "m m"]
+    ) -> tuple[Inexact[Tensor, "channels n n"], Inexact[Tensor, "channels n n"]]:
+        """Those that these second moments of all channels' B and C give, in the coordinates of each channel."""
+        system = self.system
+        if system.maps is None:
+            shape = (system.channels, system.order, system.order)
+            return second_moment_gramians(system.rates, moment_B.expand(shape), moment_C.expand(shape))
+        B, C, a = system.maps.B, system.maps.C, system.rates
+        sums = -(a[..., :, None] + a[..., None, :].conj())
+        return B @ moment_B.to(B.dtype) @ B.mH / sums, C.mH @ moment_C.to(C.dtype) @ C / sums.conj()
+
+
+class SelectiveMethod(ABC):
+    """From averages over data to values that say how much states matter, and from the states to keep to a reduction."""
+
+    # Whether every channel has an order of its own.
+    by_channel: ClassVar[bool] = False
+
+    def measures(self, gramian: Gramian | None) -> bool:
+        """Whether the covariance of the states is needed."""
+        return isinstance(gramian, Measured)
+
+    @abstractmethod
+    def require(self, name: str, module: nn.Module, adapter: SelectiveAdapter[Any]) -> None:
+        """Refuse by name a layer that cannot be cut this way."""
+
+    @abstractmethod
+    def spectrum(self, layer: Calibrated) -> Float[Tensor, "*channels n"]:
+        """Falling values, one a state."""
+
+    @abstractmethod
+    def reduce(self, layer: Calibrated, kept: Sequence[Int[Tensor, " _"]]) -> Reduction:
+        """Onto the states at these places of the spectrum: one list for all channels, or one for each."""
+
+
+@final
+@dataclass(frozen=True)
+class Baked(SelectiveMethod):
+    """One projection for all channels of a layer, multiplied into its own parameters: nothing is left at run time.
+
+    E_B and E_C come from the Gramians of the channels, averaged at equal trace; x_proj gives E_B B and C E_C, and
+    channel i has the rates diag(E_B Aⁱ E_C). The projection is symmetric, so that all rates stay real and negative, for
+    any data. `two_sided` balances instead, which is a little more accurate, and refuses where rates turn complex.
+    Spectra are the Hankel values of the averaged pair: shares of a whole, not sizes.
+
+    `refit` fits the rows of C again: C ← C F with F = E[h h'ᵀ] E[h' h'ᵀ]⁻¹ over all channels and a sample of the data,
+    h' the new states. It makes errors smaller and has to simulate the layer twice.
+    """
+
+    two_sided: bool = False
+    refit: bool = False
+
+    def __post_init__(self) -> None:
+        require_truth(self, two_sided=self.two_sided, refit=self.refit)
+
+    def require(self, name: str, module: nn.Module, adapter: SelectiveAdapter[Any]) -> None:
+        _require_shared_states(self, name, module, adapter)
+
+    def spectrum(self, layer: Calibrated) -> Float[Tensor, " n"]:
+        P, Q = shared_gramians(layer.system.rates, *layer.gramians)
+        return hankel_values(GramianPair.of(P[None], Q[None]))[0]
+
+    def reduce(self, layer: Calibrated, kept: Sequence[Int[Tensor, " _"]]) -> SharedReduction:
+        (states,) = kept
+        projection = shared_projection(
+            layer.system.rates, *layer.gramians, len(states), states=states, two_sided=self.two_sided
+        )
+        reduction = SharedReduction.of(projection)
+        if not self.refit:
+            return reduction
+        new = reduction.applied(layer.system)
+        return reduction.refitted(refitted_readout(layer.system, new, layer.seen.sample, reduction.E_C))
+
+
+@final
+@dataclass(frozen=True)
+class SharedIndex(SelectiveMethod):
+    """States themselves are kept or dropped, the same in all channels, by s_j = Σ_channels √(P_jj Q_jj).
+
+    The yardstick: rates stay as they are, rows of x_proj and columns of A_log are left out. With `refit` the rows of C
+    that stay take over what they can of the others: C ← C F with F = P_k P_kk⁻¹, P the sum of the channels' Gramians,
+    k the states kept and P_k their columns. Of all F it makes Σ E[(C h − C F h_k)²] smallest, C and h taken to be
+    independent: then E[C Cᵀ] cancels in the normal equations E[C Cᵀ] F P_kk = E[C Cᵀ] P_k.
+    """
+
+    refit: bool = False
+
+    def __post_init__(self) -> None:
+        require_truth(self, refit=self.refit)
+
+    def require(self, name: str, module: nn.Module, adapter: SelectiveAdapter[Any]) -> None:
+        _require_shared_states(self, name, module, adapter)
+
+    def spectrum(self, layer: Calibrated) -> Float[Tensor, " n"]:
+        return _scores(layer).sort(descending=True).values
+
+    def reduce(self, layer: Calibrated, kept: Sequence[Int[Tensor, " _"]]) -> SharedReduction:
+        (places,) = kept
+        ranking = _scores(layer).argsort(descending=True, stable=True)
+        states = ranking[places.to(ranking.device)].sort().values
+        slices = torch.eye(layer.system.order, dtype=torch.float64, device=ranking.device)[states]
+        reduction = SharedReduction(slices, slices.mT, slices)
+        if not self.refit:
+            return reduction
+        P = layer.gramians[0].sum(0)
+        # P_kk is singular where states go together.
+        inverse = torch.linalg.pinv(P[states][:, states], hermitian=True, rtol=1e-10)
+        return reduction.refitted(P[:, states] @ inverse)
+
+
+def _require_shared_states(
+    method: SelectiveMethod, name: str, module: nn.Module, adapter: SelectiveAdapter[Any]
+) -> None:
+    if adapter.keeps_maps and adapter.read(module).maps is not None:
+        raise CompressionError(
+            f"{name}: channels have states of their own since an earlier cut, of which {method} can make nothing;"
+            " expected selective=PerChannel(...)"
+        )
+
+
+def _scores(layer: Calibrated) -> Float[Tensor, " n"]:
+    P, Q = layer.gramians
+    squares = P.diagonal(dim1=-2, dim2=-1) * Q.diagonal(dim1=-2, dim2=-1)
+    return torch.sqrt(squares.clamp_min(0)).sum(0)
+
+
+def require_truth(method: object, **given: object) -> None:
+    """Refuse by name what is neither True nor False."""
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise CompressionError(f"{type(method).__name__}: {name} is {value!r}, expected True or False")
+
+
+_SURROGATES = ("mean", "second_moment", "measured")
+
+
+@final
+@dataclass(frozen=True)
+class PerChannel(SelectiveMethod):
+    """Every channel is balanced by itself, to an order of its own; maps of B and C stay in the layer.
+
+    Only the r columns that are kept of the paper's T and T⁻¹ are stored: whole ones do not exist in any precision.
+    What stands in for a channel is the paper's `mean` system exp(E[Δ] a), E[Δ] E[B], E[C], or Gramians from
+    `second_moment`s, which keep the variation of B and C, or of states `measured` on the data. With
+    `two_sided=False` the projection is the symmetric one of `Baked`, whose rates are real; balancing may give complex
+    ones, and a layer with complex states then. A policy is asked about every channel by itself.
+
+    With means the reduced A is log(Wᵀ exp(E[Δ] A) T) / E[Δ], which is stable for all channels, as Wᵀ A T is not.
+    """
+
+    by_channel: ClassVar[bool] = True
+
+    surrogate: str = "second_moment"
+    two_sided: bool = True
+
+    def __post_init__(self) -> None:
+        if self.surrogate not in _SURROGATES:
+            raise CompressionError(
+                f"PerChannel: surrogate is {self.surrogate!r}, expected {', '.join(map(repr, _SURROGATES))}"
+            )
+        require_truth(self, two_sided=self.two_sided)
+
+    def measures(self, gramian: Gramian | None) -> bool:
+        return self.surrogate == "measured"
+
+    def require(self, name: str, module: nn.Module, adapter: SelectiveAdapter[Any]) -> None:
+        if not adapter.keeps_maps:
+            raise CompressionError(
+                f"{name}: a {type(module).__name__} cannot keep maps for every channel, which {self} needs; expected"
+                " selective=Baked() or SharedIndex()"
+            )
+        if not self.two_sided and adapter.read(module).rates.is_complex():
+            raise CompressionError(
+                f"{name}: rates are complex since an earlier cut, of which {self} can make nothing; expected"
+                " two_sided=True"
+            )
+
+    def spectrum(self, layer: Calibrated) -> Float[Tensor, "channels n"]:
+        if self.surrogate == "mean":
+            return hankel_singular_values(_mean_system(layer))
+        return hankel_values(GramianPair.of(*layer.gramians))
+
+    def reduce(self, layer: Calibrated, kept: Sequence[Int[Tensor, " _"]]) -> ChannelReduction:
+        orders, gramians = [len(states) for states in kept], self._gramians(layer)
+        parts: dict[tuple[int, ...], Modes] = {}
+        for order in sorted(set(orders)):
+            members = [channel for channel, own in enumerate(orders) if own == order]
+            states = torch.stack([kept[member] for member in members]).to(layer.system.device)
+            parts[tuple(members)] = self._modes(layer, gramians, members, states)
+        return ChannelReduction.of(layer.system, parts)
+
+    def _modes(
+        self, layer: Calibrated, gramians: tuple[Tensor, Tensor], members: list[int], states: Int[Tensor, "members r"]
+    ) -> Modes:
+        rates, maps = layer.system.rates[members], layer.system.maps
+        if states.shape[-1] == rates.shape[-1]:
+            return _as_they_are(rates, None if maps is None else maps.orders[members])
+        if self.surrogate == "mean" and self.two_sided:
+            return _of_means(_mean_system(layer)[members], layer.seen.averages.mean("step")[members], states)
+        P, Q = (gramian[members] for gramian in gramians)
+        if not self.two_sided:
+            found = galerkin_projection(rates, P, Q, states.shape[-1], states=states)
+            return _single(found.rates, found.E_B, found.E_C)
+        result = balance(GramianPair.of(P, Q), states)
+        return diagonal_modes(result.left.mH @ (rates[..., :, None] * result.right), result.left, result.right)
+
+    def _gramians(self, layer: Calibrated) -> tuple[Tensor, Tensor]:
+        if self.surrogate != "mean":
+            return layer.gramians
+        B, C = (layer.seen.averages.mean(of) for of in ("B", "C"))
+        return layer.gramians_of(B[:, None] * B, C[:, None] * C)
+
+
+def _mean_system(layer: Calibrated) -> DiagonalSystem:
+    """The paper's stand-in for every channel."""
+    layer.seen.require_enough(len(layer.system.W_B))
+    system, averages = layer.system, layer.seen.averages
+    step, B, C = (averages.mean(of) for of in ("step", "B", "C"))
+    if system.maps is None:
+        return mean_selective_system(system.rates, step, B.expand_as(system.rates), C.expand_as(system.rates))
+    maps = system.maps
+    inputs, outputs = maps.B @ B.to(maps.B.dtype), C.to(maps.C.dtype) @ maps.C
+    return DiagonalSystem(
+        torch.exp(step[:, None] * system.rates), (step[:, None] * inputs)[..., None], outputs[..., None, :]
+    )
+
+
+def _of_means(system: DiagonalSystem, step: Float[Tensor, " members"], states: Int[Tensor, "members r"]) -> Modes:
+    """In discrete time, at the mean step; the rates whose samples those are."""
+    result = balance(gramian_pair(system, None), states)
+    modes = diagonal_modes(result.left.mH @ (system.poles[..., :, None] * result.right), result.left, result.right)
+    values = modes.values if bool((modes.values.real > 0).all()) else modes.values.to(torch.complex128)
+    there = torch.arange(values.shape[-1], device=values.device) < modes.count[:, None]
+    rates = torch.log(torch.where(there, values, 0.5)) / step[:, None]
+    return Modes(rates, modes.E_B, modes.E_C, modes.twice, modes.count)
+
+
+def _as_they_are(rates: Tensor, count: Tensor | None) -> Modes:
+    """Channels that are not cut."""
+    unit = torch.eye(rates.shape[-1], dtype=rates.dtype, device=rates.device).expand(len(rates), -1, -1)
+    return _single(rates, unit, unit, count)
+
+
+def _single(rates: Tensor, E_B: Tensor, E_C: Tensor, count: Tensor | None = None) -> Modes:
+    """None of them for two, and all of them there unless a count is given."""
+    count = torch.full((len(rates),), rates.shape[-1], device=rates.device) if count is None else count
+    return Modes(rates, E_B, E_C, torch.zeros_like(rates, dtype=torch.bool), count)

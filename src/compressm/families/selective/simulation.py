@@ -1,0 +1,140 @@
+"""A selective system on real inputs: its states step by step, its outputs, and those of another beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import pad
+
+from compressm.control.linear_algebra import exponential
+from compressm.control.selective import SelectiveSystem
+from compressm.families.observing import Sample, sequences_at_once
+from compressm.ops.selective import selective_scan
+
+# Numbers that a scan holds at once for each state: it, its B and C where channels have their own, all of them pairs.
+_PER_STATE = 4
+# States at once: a few megabytes, which a cache holds, or as many as keep a GPU busy. And of one step, where chunks of
+# time make up for few: a call costs 5 µs.
+_BLOCK, _BLOCK_ON_GPU = 2**18, 2**25
+_ENOUGH, _ENOUGH_ON_GPU = 2**13, 2**20
+
+
+def states(system: SelectiveSystem, u: Float[Tensor, "batch length channels"], steps: int) -> Iterator[Tensor]:
+    """h[0], h[1], …, so many of them at a time: (steps, batch, channels, n)."""
+    delta, B, _ = system.selected(u)
+    h = torch.zeros_like(system.rates).expand(len(u), -1, -1)
+    for start in range(0, u.shape[1], steps):
+        part = slice(start, start + steps)
+        block = _walked(system, u[:, part], delta[:, part], B[:, part], h)
+        h = block[-1]
+        yield block
+
+
+def steps_at_once(*systems: SelectiveSystem, batch: int) -> int:
+    """So many that the states of each fit into the memory that a block may have."""
+    most = _BLOCK_ON_GPU if systems[0].rates.is_cuda else _BLOCK
+    return max(1, most // (batch * max(system.rates.numel() for system in systems)))
+
+
+def _walked(system: SelectiveSystem, u: Tensor, delta: Tensor, B: Tensor, h: Tensor) -> Tensor:
+    """All states of a block, from the one before it.
+
+    Where a step has few numbers, chunks of time go side by side, as if each began with zeros, and then
+    h[t] + exp(a Σ Δ) h[before the chunk]: K chunks of T steps take T + K calls in the place of K T.
+    """
+    length = u.shape[1]
+    enough = _ENOUGH_ON_GPU if h.is_cuda else _ENOUGH
+    chunks = max(1, min(round(length**0.5), enough // h.numel()))
+    drive, delta, B = (_in_chunks(x, chunks) for x in (delta * u, delta, B))
+    decay = exponential(delta[..., None] * system.rates)
+    found = drive[..., None] * _of_channels(system, B)
+    found[0, 0].addcmul_(decay[0, 0], h)
+    for t in range(1, len(found)):
+        found[t].addcmul_(decay[t], found[t - 1])
+        if chunks > 1:
+            decay[t].mul_(decay[t - 1])  # what is left of the beginning
+    for k in range(1, chunks):
+        found[:, k].addcmul_(decay[:, k], found[-1, k - 1])
+    return found.transpose(0, 1).flatten(0, 1)[:length]
+
+
+def _in_chunks(x: Float[Tensor, "batch length _"], chunks: int) -> Float[Tensor, "steps chunks batch _"]:
+    """Time cut into chunks; a last one that is too short ends in zeros, in which nothing moves."""
+    batch, length, _ = x.shape
+    steps = -(-length // chunks)
+    return pad(x, (0, 0, 0, steps * chunks - length)).reshape(batch, chunks, steps, -1).permute(2, 1, 0, 3)
+
+
+def _of_channels(system: SelectiveSystem, B: Float[Tensor, "steps chunks batch m"]) -> Tensor:
+    """(steps, chunks, batch, channels or 1, n)."""
+    if system.maps is None:
+        return B[..., None, :]
+    return torch.einsum("cnm,tkbm->tkbcn", system.maps.B, B.to(system.maps.B.dtype))
+
+
+def outputs(system: SelectiveSystem, u: Float[Tensor, "batch length channels"]) -> Tensor:
+    """Re(C h), what the scan gives without skip and gate.
+
+    On a GPU in float32, by the kernels that train: they have no float64, and without them it is a loop over time.
+    """
+    chosen = (_for_kernels(part) for part in (u, *system.selected(u)))
+    u, delta, B, C = chosen
+    rates = _for_kernels(system.rates)
+    if system.maps is None:
+        y, _ = selective_scan(u, delta, rates, B, C, keep_state=False)
+        return y.double()
+    maps = [_for_kernels(part) for part in (system.maps.B, system.maps.C.mT)]
+    B, C = (torch.einsum("cnm,blm->blcn", rows, x.to(rows.dtype)) for rows, x in zip(maps, (B, C), strict=True))
+    if rates.is_complex():
+        rates = torch.stack([rates.real, rates.imag])
+        B, C = torch.stack([B.real, B.imag], dim=-2), torch.stack([C.real, C.imag], dim=-2)
+    y, _ = selective_scan(u, delta, rates, B, C, orders=system.maps.orders, keep_state=False)
+    return y.double()
+
+
+def _for_kernels(part: Tensor) -> Tensor:
+    """In single precision on a GPU."""
+    if not part.is_cuda:
+        return part
+    return part.to(torch.complex64 if part.is_complex() else torch.float32)
+
+
+def _at_once(system: SelectiveSystem, length: int) -> int:
+    """Sequences: kernels keep no states, so that only a B and a C of every channel take room on a GPU."""
+    held = system.channels if system.rates.is_cuda and system.maps is None else system.rates.numel()
+    return sequences_at_once(length, _PER_STATE * held)
+
+
+def squared_change(old: SelectiveSystem, new: SelectiveSystem, sample: Sample) -> Float[Tensor, "2"]:
+    """‖y_new − y_old‖² and ‖y_old‖², scaled up to all steps that were seen: they can be summed over processes."""
+    squares = torch.zeros(2, dtype=torch.float64, device=old.device)
+    for u, counts in sample.parts(min(_at_once(system, sample.longest) for system in (old, new))):
+        before, after = (outputs(system, u) * counts[..., None] for system in (old, new))
+        squares += torch.stack([(after - before).square().sum(), before.square().sum()])
+    return squares * sample.weight
+
+
+def refitted_readout(
+    old: SelectiveSystem, new: SelectiveSystem, sample: Sample, E_C: Float[Tensor, "n r"]
+) -> Float[Tensor, "n r"]:
+    """F = E[h h'ᵀ] E[h' h'ᵀ]⁻¹, the best estimate F h' of the old states h from the new ones h'; E_C without a sample.
+
+    It makes Σ E[(C h − C F h')²] over all channels smallest where C and h are independent, for then E[C Cᵀ] cancels.
+    """
+    if not sample.sequences:
+        return E_C
+    shape = (old.order, new.order)
+    crossed, squares = (torch.zeros(size, new.order, dtype=torch.float64, device=old.device) for size in shape)
+    for u, counts in sample.parts(sequences_at_once(sample.longest, old.rates.numel())):
+        steps = steps_at_once(old, new, batch=len(u))
+        for h, small, here in zip(
+            states(old, u, steps), states(new, u, steps), torch.split(counts.mT, steps), strict=True
+        ):
+            kept = (small * here[..., None, None]).flatten(0, 2)
+            crossed, squares = crossed + h.flatten(0, 2).mT @ kept, squares + kept.mT @ kept
+    # What the data does not tell stays as it was.
+    rest = crossed - E_C @ squares
+    return E_C + rest @ torch.linalg.pinv(squares, hermitian=True, rtol=1e-10)

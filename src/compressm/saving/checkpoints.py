@@ -1,0 +1,385 @@
+"""Nested containers of tensors and numbers: all that a checkpoint may hold, so that reading it runs no code."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+import pickle
+import random
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, final, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from compressm.compression.distributed import renew_wrappers_, require_rewrappable, unwrapped, wrappers_in
+from compressm.compression.optimizer import join_, leave_
+from compressm.compression.surgery import attributes_of, take_orders_
+from compressm.errors import CompressionError, NoSuchFileError, SavingError
+from compressm.files import replacing
+from compressm.layers.parameters import replace_data
+from compressm.saving.rebuilding import (
+    by_forms,
+    expected_shapes,
+    keyed_state,
+    module_versions,
+    orders_of,
+    plain_state,
+    require_fit,
+    require_orders,
+    require_values,
+    take_forms_,
+)
+
+_LEAVES = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
+_ALLOWED = "tensors, numbers, text, None, and dicts, lists, tuples and sets of them"
+
+
+def plain(value: Any, where: str) -> Any:
+    """The same value in types that torch.load(weights_only=True) reads; anything else is refused by its place."""
+    kind = type(value)
+    if kind in _LEAVES:
+        return value
+    if isinstance(value, Tensor):
+        return _stored(value, where)
+    if isinstance(value, dict):
+        items = [(plain(key, f"a key of {where}"), plain(item, f"{where}[{key!r}]")) for key, item in value.items()]
+        # A MultiStepLR asks its milestones for what only a Counter has.
+        return kind(dict(items)) if kind in (Counter, OrderedDict) else dict(items)
+    if kind in (list, tuple, set):
+        return kind(plain(item, f"{where}[{k}]") for k, item in enumerate(value))
+    if isinstance(value, np.generic):
+        return plain(value.item(), where)
+    for leaf in (int, float, str):
+        if isinstance(value, leaf) and not isinstance(value, Enum):
+            return leaf(value)
+    raise SavingError(f"{where} is a {kind.__module__}.{kind.__qualname__}, expected {_ALLOWED}")
+
+
+def _stored(value: Tensor, where: str) -> Tensor:
+    if type(value) not in (Tensor, torch.nn.Parameter):
+        raise SavingError(f"{where} is a {type(value).__name__}, expected a plain tensor: gather what is sharded")
+    detached = value.detach()
+    # The whole memory behind a tensor is written, also that of the states a slice left out.
+    return detached.clone() if detached.untyped_storage().nbytes() > detached.nbytes else detached
+
+
+def random_state() -> dict[str, Any]:
+    """All of it, in types that `plain` takes."""
+    # Asking would start every device of a process that so far uses none.
+    started = torch.cuda.is_initialized()
+    return {
+        "python": random.getstate(),
+        # The global generator, which data sets and augmentations of others draw from.
+        "numpy": _with_tensors(np.random.get_state(legacy=False)),  # noqa: NPY002
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if started else [],
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """The inverse; devices that are not here are left out."""
+    random.setstate(state["python"])
+    np.random.set_state(_with_arrays(state["numpy"]))  # noqa: NPY002
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available():
+        for device, stored in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
+            torch.cuda.set_rng_state(stored, device)
+
+
+def _with_tensors(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _with_tensors(item) for name, item in value.items()}
+    return torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
+
+
+def _with_arrays(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _with_arrays(item) for name, item in value.items()}
+    return value.numpy() if isinstance(value, Tensor) else value
+
+
+_MARK = b"compressm sha256 "
+_SEAL = len(_MARK) + hashlib.sha256().digest_size * 2
+_END = struct.Struct("<4s16xH")  # the last record of an archive: its signature, and the length of the comment
+_END_SIGNATURE = b"PK\x05\x06"
+
+
+def seal(path: Path) -> None:
+    """Make the digest of a zip file that has no comment its comment."""
+    with path.open("r+b") as file:
+        file.seek(-_END.size, os.SEEK_END)
+        signature, comment = _END.unpack(file.read(_END.size))
+        assert (signature, comment) == (_END_SIGNATURE, 0)
+        file.seek(-2, os.SEEK_END)
+        file.write(struct.pack("<H", _SEAL))
+        digest = _digest(file, file.tell())
+        file.write(_MARK + digest)
+
+
+def require_sealed(path: Path) -> None:
+    """Refuse a file that is not, to the last bit, what was sealed."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(4)
+        file.seek(max(size - _SEAL, 0))
+        found = file.read()
+        if size < _SEAL or not found.startswith(_MARK):
+            raise SavingError(
+                f"{path} is not a whole checkpoint: {size} bytes that begin with {start!r} and do not end with their "
+                "digest, so that the end is missing or save_checkpoint did not write it"
+            )
+        if _digest(file, size - _SEAL) != found.removeprefix(_MARK):
+            raise SavingError(f"{path} is damaged: its {size} bytes do not have the SHA-256 at their end")
+
+
+def _digest(file: BinaryIO, size: int) -> bytes:
+    """Of the first `size` bytes; the file is left there."""
+    total = hashlib.sha256()
+    file.seek(0)
+    while size > 0:
+        part = file.read(min(size, 1 << 20))
+        total.update(part)
+        size -= len(part)
+    return total.hexdigest().encode()
+
+
+CHECKPOINT_VERSION = 1
+
+_FORMAT = "compressm checkpoint"
+_PARTS = ("model", "orders", "versions", "optimizer", "groups", "scheduler", "compressor", "random", "step", "extra")
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What can be stopped and go on: a scheduler, a compressor."""
+
+    def state_dict(self) -> Any:
+        """Tensors, numbers, text, and containers of them."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """The inverse."""
+
+
+@runtime_checkable
+class _Choosy(Protocol):
+    def require_loadable(self, state: Mapping[str, Any]) -> None:
+        """Refuse what cannot be gone on from, as a compressor does a schedule with another past."""
+
+
+@final
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where training was, and what else was saved with it."""
+
+    step: int
+    extra: Any
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    scheduler: Stateful | None = None,
+    compressor: Stateful | None = None,
+    step: int = 0,
+    extra: Any = None,
+) -> None:
+    """Write the state of all that is given, with that of the random number generators, into one file.
+
+    `extra` is anything made of tensors, numbers and text. Either the new checkpoint is there afterwards, or what was
+    there before. To be called between steps: gradients are not saved. Of several processes each has random numbers of
+    its own, and a file of its own if they are to go on exactly.
+    """
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise SavingError(f"step is {step!r}, expected an integer of at least 0")
+    if Path(path).is_dir():
+        raise SavingError(f"{path} is a directory, expected the name of a file")
+    contents = {
+        "format": _FORMAT,
+        "version": CHECKPOINT_VERSION,
+        "model": plain_state(model),
+        "orders": orders_of(model),
+        "versions": module_versions(model),
+        "optimizer": _state_of(optimizer),
+        "groups": None if optimizer is None else _groups(model, optimizer),
+        "scheduler": _state_of(scheduler),
+        "compressor": _state_of(compressor),
+        "random": random_state(),
+        "step": step,
+        "extra": extra,
+    }
+    stored = {name: plain(value, name) for name, value in contents.items()}
+    with replacing(Path(path)) as scratch:
+        torch.save(stored, scratch)
+        # torch writes the checksums of its records and does not look at them: it would load weights with flipped bits.
+        seal(scratch)
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    scheduler: Stateful | None = None,
+    compressor: Stateful | None = None,
+) -> Checkpoint:
+    """Give everything the state it was saved with, and the random number generators theirs.
+
+    The model may be as it was built, with larger orders: its layers take those of the file, and its parameters stay
+    the same objects. What does not fit model, optimizer or compressor is refused before anything is changed; steps of
+    the compressor's schedule that are still to come may be others.
+    """
+    contents = _read(Path(path))
+    try:
+        _require_parts(contents, optimizer=optimizer, scheduler=scheduler, compressor=compressor)
+        added, gone = by_forms(model, contents["model"])
+        if optimizer is not None:
+            _require_same_groups(contents["groups"], _groups(model, optimizer), added, gone.keys())
+        _require_fitting(model, contents)
+        if isinstance(compressor, _Choosy):
+            compressor.require_loadable(contents["compressor"]["state"])
+        # A scheduler cannot be asked whether it would load a state: it loads first, alone.
+        if scheduler is not None:
+            _load_scheduler(scheduler, contents["scheduler"]["state"])
+    except (SavingError, CompressionError) as error:
+        raise SavingError(f"{path}: {error}") from error
+    _load_model(model, contents)
+    if optimizer is not None:
+        leave_(optimizer, gone.values())
+        _add_to_groups_(optimizer, model, contents["groups"], added)
+    # The compressor after what it changes, random numbers last: nobody may draw from them before training goes on.
+    for part, name in ((optimizer, "optimizer"), (compressor, "compressor")):
+        if part is not None:
+            part.load_state_dict(contents[name]["state"])
+    set_random_state(contents["random"])
+    return Checkpoint(contents["step"], contents["extra"])
+
+
+def _load_scheduler(scheduler: Stateful, state: dict[str, Any]) -> None:
+    before = copy.deepcopy(scheduler.state_dict())
+    try:
+        scheduler.load_state_dict(state)
+    except Exception as error:
+        scheduler.load_state_dict(before)
+        kind = type(scheduler).__name__
+        raise SavingError(f"the scheduler is a {kind} that does not load the state in the file: {error}") from error
+
+
+def _state_of(part: Stateful | Optimizer | None) -> dict[str, Any] | None:
+    return None if part is None else {"kind": type(part).__name__, "state": part.state_dict()}
+
+
+def _groups(model: nn.Module, optimizer: Optimizer) -> list[list[str | None]]:
+    """The parameters of every group by name; None for one that is not the model's."""
+    names: dict[int, str] = {}
+    for name, value in plain_state(model).items():
+        names.setdefault(id(value), name)
+    return [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise NoSuchFileError(f"{path} does not exist: load_checkpoint takes the file that save_checkpoint wrote")
+    require_sealed(path)
+    try:
+        contents = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError) as error:
+        # Without torch's own words, which advise to run what is in the file.
+        raise SavingError(f"{path} holds more than tensors and plain values") from error
+    if not isinstance(contents, dict) or contents.get("format") != _FORMAT:
+        found = ", ".join(map(str, contents)) if isinstance(contents, dict) else type(contents).__name__
+        raise SavingError(f"{path} was not written by save_checkpoint: it holds {found:.200}")
+    if contents.get("version") != CHECKPOINT_VERSION:
+        version = contents.get("version")
+        raise SavingError(f"{path} has version {version!r}, this compressm reads version {CHECKPOINT_VERSION}")
+    missing = [name for name in _PARTS if name not in contents]
+    if missing:
+        raise SavingError(f"{path} has no {' and no '.join(missing)}")
+    return contents
+
+
+def _require_parts(contents: Mapping[str, Any], **given: object) -> None:
+    """For everything given, the state of one of its kind."""
+    for name, part in given.items():
+        if part is None:
+            continue
+        stored = contents[name]
+        if stored is None:
+            raise SavingError(f"it was saved without a {name}")
+        if stored["kind"] != type(part).__name__:
+            raise SavingError(f"it was saved with the {name} {stored['kind']}, this one is a {type(part).__name__}")
+
+
+def _require_same_groups(
+    saved: list[list[str | None]], here: list[list[str | None]], added: Set[str], gone: Set[str]
+) -> None:
+    """The optimizer's state goes by position: another order of parameters would give them each other's.
+
+    Parameters that the model does not have yet are `added` later, others are `gone` by then.
+    """
+    saved = [[name for name in group if name not in added] for group in saved]
+    here = [[name for name in group if name not in gone] for group in here]
+    if [len(group) for group in saved] != [len(group) for group in here]:
+        sizes = [len(group) for group in saved], [len(group) for group in here]
+        raise SavingError(f"the optimizer was saved with groups of {sizes[0]} parameters, this one has {sizes[1]}")
+    pairs = [pair for groups in zip(saved, here, strict=True) for pair in zip(*groups, strict=True)]
+    other = next(((then, now) for then, now in pairs if then != now), None)
+    if other is not None:
+        raise SavingError(f"the optimizer was saved with {other[0]!r} where this one has {other[1]!r}")
+
+
+def _add_to_groups_(optimizer: Optimizer, model: nn.Module, saved: list[list[str | None]], added: Set[str]) -> None:
+    """Parameters that layers have since they took the forms of the file, where the optimizer had them."""
+    state = plain_state(model)
+    for group, names in zip(optimizer.param_groups, saved, strict=True):
+        for place, name in enumerate(names):
+            if name is not None and name in added and isinstance(parameter := state[name], nn.Parameter):
+                join_(group, parameter, name, place)
+
+
+def _require_fitting(model: nn.Module, contents: Mapping[str, Any]) -> None:
+    tensors: dict[str, Tensor] = contents["model"]
+    orders = require_orders(model, contents["orders"])
+    require_values(model, tensors)
+    require_fit(tensors, expected_shapes(model, orders, tensors))
+    for name, value in plain_state(model).items():
+        if name in tensors and value.dtype != tensors[name].dtype:
+            raise SavingError(f"{name} was saved as {tensors[name].dtype}, the model's is {value.dtype}")
+    resized = _resized(model, tensors)
+    if resized:
+        attributes_of(model)  # what goes with orders has a place
+    if resized or plain_state(model).keys() != tensors.keys():
+        for wrapper in wrappers_in(model):
+            require_rewrappable(wrapper)
+
+
+def _resized(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
+    """Parameters that have another shape in the file."""
+    return {
+        name: value
+        for name, value in plain_state(model).items()
+        if isinstance(value, nn.Parameter) and name in tensors and value.shape != tensors[name].shape
+    }
+
+
+def _load_model(model: nn.Module, contents: Mapping[str, Any]) -> None:
+    tensors: dict[str, Tensor] = contents["model"]
+    resized, reformed = _resized(model, tensors), plain_state(model).keys() != tensors.keys()
+    for name, value in resized.items():
+        replace_data(value, value.new_empty(tensors[name].shape))
+    take_forms_(model, tensors)
+    model.load_state_dict(keyed_state(model, tensors, contents["versions"]))
+    if resized:
+        take_orders_(model)
+    if resized or reformed:
+        renew_wrappers_(model, list(unwrapped(model).modules()))

@@ -1,0 +1,181 @@
+"""Models on disk: safetensors with a JSON config inside, so that one file is a whole model and needs no pickle."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from compressm.errors import NoSuchFileError, SavingError
+from compressm.files import replacing
+from compressm.saving.pretrained import is_pretrained, read_pretrained
+from compressm.saving.rebuilding import Description, describe, first_names, plain_modules, plain_state, rebuild
+
+FORMAT_VERSION = 1
+
+_WEIGHTS, _CONFIG = "model.safetensors", "config.json"
+_KEY = "compressm"  # of the config in the header of the file
+
+
+def save_model(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Write the model, with every layer at its order, to `path/model.safetensors` and its config to `path/config.json`.
+
+    A path that ends in .safetensors is that one file. Either the new model is there afterwards, or what was there
+    before. DistributedDataParallel, torch.compile and the like are looked through. Of several processes one saves.
+    """
+    if not isinstance(model, nn.Module):
+        raise SavingError(f"save_model takes an nn.Module, got {type(model).__name__}")
+    target = _to_write(Path(path))
+    core = plain_modules(model)[""]
+    description, tensors = describe(core), _tensors(core)
+    rebuild(description, tensors)  # what could not be loaded is not written
+    config = {"version": FORMAT_VERSION, **description.as_dict()}
+    config["sha256"] = _digest(config, tensors)
+    metadata = {"format": "pt", _KEY: json.dumps(config, allow_nan=False)}
+    with replacing(target) as scratch:
+        try:
+            save_file(tensors, scratch, metadata)
+        except SafetensorError as error:
+            raise SavingError(f"{target} cannot be written: {error}") from error
+    if target != Path(path):
+        with replacing(target.with_name(_CONFIG)) as scratch:
+            scratch.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def load_model(
+    path: str | os.PathLike[str], *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+) -> nn.Module:
+    """The model that `save_model` wrote, in evaluation mode; on the CPU and in its own dtype unless said otherwise.
+
+    Nothing is unpickled: only classes of ours and those that were said to be `savable` are built. Once transformers is
+    imported, a folder may also be one that `save_pretrained` wrote.
+    """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise SavingError(f"dtype is {dtype!r}, expected a floating-point dtype of torch")
+    if is_pretrained(Path(path)):
+        return _rebuilt(Path(path), lambda: read_pretrained(Path(path)), device, dtype)
+    source = _to_read(Path(path))
+    config, tensors = _read(source)
+    model = _rebuilt(source, lambda: (_described(config, tensors), tensors), device, dtype)
+    if source != Path(path):
+        _compare_with_copy(source, config)
+    return model
+
+
+def _rebuilt(
+    source: Path,
+    read: Callable[[], tuple[Description, dict[str, Tensor]]],
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> nn.Module:
+    """The model that was read; what is wrong with it is said with its place."""
+    try:
+        description, tensors = read()
+        return rebuild(description, {name: _moved(value, device, dtype) for name, value in tensors.items()}).eval()
+    except SavingError as error:
+        raise SavingError(f"{source}: {error}") from error
+
+
+def _to_write(path: Path) -> Path:
+    if path.suffix == ".safetensors" and not path.is_dir():
+        return path
+    if path.exists() and not path.is_dir():
+        raise SavingError(f"{path} is a file, expected a directory or a name that ends in .safetensors")
+    return path / _WEIGHTS
+
+
+def _to_read(path: Path) -> Path:
+    source = path / _WEIGHTS if path.is_dir() else path
+    if not source.is_file():
+        raise NoSuchFileError(f"{source} does not exist: load_model takes what save_model was given")
+    return source
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Every tensor once, on the CPU, in one piece of memory of its own."""
+    state = plain_state(model)
+    again = first_names(state)
+    empty = [name for name, value in state.items() if value.is_meta]
+    if empty:
+        raise SavingError(f"{empty[0]} is on the meta device: it has no values to save")
+    copies = {name: value.detach().cpu() for name, value in state.items() if name not in again}
+    return {name: value.clone(memory_format=torch.contiguous_format) for name, value in copies.items()}
+
+
+def _read(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    try:
+        with safe_open(source, framework="pt", device="cpu") as file:
+            metadata = file.metadata() or {}
+            # Copies: the tensors of safetensors are windows into the file.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, RuntimeError, ValueError) as error:
+        raise SavingError(f"{source} is not a whole safetensors file: {error}") from error
+    if _KEY not in metadata:
+        found = ", ".join(sorted(metadata)) or "nothing"
+        said = f"{source} was not written by save_model: its header has {found}, expected {_KEY!r}"
+        raise SavingError(f"{said}{_about_config(source.with_name(_CONFIG))}")
+    try:
+        config = json.loads(metadata[_KEY])
+    except ValueError as error:
+        raise SavingError(f"{source}: the config in its header is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise SavingError(f"{source}: the config in its header is {config!r:.80}, expected an object")
+    return config, tensors
+
+
+def _about_config(path: Path) -> str:
+    """What keeps a folder from being one of transformers: its config cannot be read."""
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError) as error:
+        return f"; {path.name} beside it cannot be read: {error}"
+    return ""
+
+
+def _described(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Description:
+    """The config once its version is one that is read here and its digest that of what was found."""
+    version = config.get("version")
+    if version != FORMAT_VERSION or isinstance(version, bool):
+        raise SavingError(f"the format has version {version!r}, this compressm reads version {FORMAT_VERSION}")
+    if config.get("sha256") != _digest(config, tensors):
+        raise SavingError("the contents are not those that were saved: they do not have the SHA-256 in the config")
+    return Description.from_dict({name: value for name, value in config.items() if name not in ("version", "sha256")})
+
+
+def _digest(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of the config without it, and of every tensor with its name, dtype and shape."""
+    rest = {name: value for name, value in config.items() if name != "sha256"}
+    total = hashlib.sha256(json.dumps(rest, sort_keys=True).encode())
+    for name in sorted(tensors):
+        value = tensors[name]
+        total.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        total.update(value.reshape(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()
+
+
+def _moved(value: Tensor, device: torch.device | str | None, dtype: torch.dtype | None) -> Tensor:
+    return value.to(device=device, dtype=dtype if value.is_floating_point() else None)
+
+
+def _compare_with_copy(source: Path, config: Mapping[str, Any]) -> None:
+    """A config.json that somebody edited, or that a crash left behind, is not what was loaded."""
+    copy = source.with_name(_CONFIG)
+    if not copy.is_file():
+        return
+    try:
+        same = json.loads(copy.read_text(encoding="utf-8")) == config
+    except ValueError:
+        same = False
+    if not same:
+        warnings.warn(f"{copy} differs from the config in {source.name}, which was loaded", stacklevel=3)
