@@ -6,8 +6,8 @@ import re
 import sys
 from pathlib import Path
 
-from compressm.reports.tables import markdown
-from compressm.runs.measurement import Measurement
+from compressm_lab.reports.measurements import markdown
+from compressm_lab.runs.measurement import Measurement
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from compressm.bench.systems import lru_at_initialisation, lru_trained_like
-from compressm.cli.paths import PathError, require_picture
+from compressm.cli.options import PathError, require_picture
 from compressm.control import (
     DiagonalSystem,
     balanced_truncation,
@@ -21,7 +20,8 @@ from compressm.control import (
     h_infinity_norm,
     hankel_singular_values,
 )
-from compressm.reports.reduction_error import ReductionCurve, draw_reduction_error
+from compressm_lab.bench.reduction import lru_at_initialisation, lru_trained_like
+from compressm_lab.reports.bench_charts import ReductionCurve, draw_reduction_error
 
 ORDER, WIDTH = 256, 8
 SHOWN = (32, 64, 128, 192)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path | str) -> Iterator[Path]:
     """A scratch path beside `path` whose file takes its place if, and only if, the block ends without an error."""
-    target = path.resolve()
+    target = Path(path).resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = target.with_name(f".{target.stem}.{uuid.uuid4().hex}{target.suffix}")
     try:

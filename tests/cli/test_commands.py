@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 import compressm
 from compressm.cli import main
 from compressm.cli.app import app
-from compressm.cli.bench import reduction
-from compressm.cli.paths import PICTURES
+from compressm.cli.options import PICTURES
+from compressm_lab.cli import bench
 from tests import unhooked
 
 RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "reduction-cpu.json"
@@ -78,7 +78,7 @@ def plain(done):
 @pytest.mark.parametrize("out", ["/proc/nope", "a file", "a file/below"])
 def test_a_folder_that_cannot_be_written_is_refused_before_measuring(tmp_path, monkeypatch, out):
     (tmp_path / "a file").touch()
-    monkeypatch.setattr(reduction, "measure_reduction", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr(bench, "measure_reduction", lambda *_, **__: pytest.fail("measured"))
     monkeypatch.chdir(tmp_path)
     done = run("bench", "reduction", "--order", "2", "--out", out)
     assert done.exit_code == 2
@@ -111,7 +111,7 @@ def test_ctrl_c_says_so_and_exits_130(tmp_path, monkeypatch, capsys):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(reduction, "measure_reduction", interrupt)
+    monkeypatch.setattr(bench, "measure_reduction", interrupt)
     monkeypatch.setattr(sys, "argv", ["compressm", "bench", "reduction", "--out", str(tmp_path)])
     with pytest.raises(SystemExit) as end:
         main()

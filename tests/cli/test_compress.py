@@ -6,12 +6,12 @@ from typer.testing import CliRunner
 
 from compressm.cli.app import app
 from compressm.compression import load_model, save_model
-from compressm.data import Store, make
 from compressm.layers import LRU
 from compressm.models import SequenceClassifier
-from compressm.training import Interrupted, train
-from compressm.training.evaluation import score
-from tests.training.tiny import Sending, copies, recipe
+from compressm_lab.data import Store, make
+from compressm_lab.training import Interrupted, train
+from compressm_lab.training.evaluation import score
+from tests.lab.training.tiny import Sending, copies, recipe
 
 TASK = {"name": "delayed_copy", "symbols": 4, "copied": 4, "delay": 2, "examples": 64, "held_out": 16}
 FOUND = recipe(f"task={TASK}", "model.pooling=steps", "training.checkpoint_every=3")

@@ -1,6 +1,6 @@
 import pytest
 
-from compressm.cli.paths import PathError, require_writable
+from compressm.cli.options import PathError, require_writable
 
 
 def test_asking_whether_a_file_can_be_written_makes_no_folder(tmp_path):

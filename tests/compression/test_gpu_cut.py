@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import compressm as cs
-from compressm.bench.capture import capture
-from compressm.bench.step_cases import StepCase
-from compressm.bench.train_step import build_batch, build_model, eager_step, make_optimizer
+from compressm_lab.bench.timing import capture
+from compressm_lab.bench.train_step import StepCase, build_batch, build_model, eager_step, make_optimizer
 
 pytestmark = pytest.mark.gpu
 

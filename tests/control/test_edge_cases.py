@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from compressm.bench.systems import lru_at_initialisation
 from compressm.control import (
     DiagonalSystem,
     balanced_truncation,
@@ -13,6 +12,7 @@ from compressm.control import (
     hankel_singular_values,
     numerical_rank,
 )
+from compressm_lab.bench.reduction import lru_at_initialisation
 
 
 def changed(**parts):

@@ -6,7 +6,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compressm.bench.systems import lru_at_initialisation, lru_trained_like
 from compressm.control import (
     DiagonalSystem,
     balanced_truncation,
@@ -22,6 +21,7 @@ from compressm.control import (
     real_form,
 )
 from compressm.control.folding import _real_gramians
+from compressm_lab.bench.reduction import lru_at_initialisation, lru_trained_like
 from tests.marks import later
 from tests.strategies import diagonal_systems, few
 

@@ -5,7 +5,6 @@ import pytest
 import torch
 from hypothesis import given
 
-from compressm.bench.systems import lru_at_initialisation, lru_trained_like
 from compressm.control import (
     ControlError,
     DenseSystem,
@@ -17,6 +16,7 @@ from compressm.control import (
     observability_gramian,
 )
 from compressm.control.nuclear_norm import geometric_mean, mean_by_products, sign_polynomials
+from compressm_lab.bench.reduction import lru_at_initialisation, lru_trained_like
 from tests.strategies import diagonal_systems
 
 ROUTES = {"factors": geometric_mean, "products": mean_by_products}

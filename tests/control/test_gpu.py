@@ -6,7 +6,6 @@ import sys
 import pytest
 import torch
 
-from compressm.bench.systems import lru_at_initialisation, lru_trained_like
 from compressm.control import (
     DenseSystem,
     DiagonalSystem,
@@ -20,6 +19,7 @@ from compressm.control import (
     hankel_singular_values,
     real_balanced_truncation,
 )
+from compressm_lab.bench.reduction import lru_at_initialisation, lru_trained_like
 
 pytestmark = pytest.mark.gpu
 

@@ -3,7 +3,6 @@ import pytest
 import torch
 from hypothesis import given
 
-from compressm.bench.systems import lru_at_initialisation, lru_trained_like
 from compressm.control import (
     DenseSystem,
     DiagonalSystem,
@@ -16,6 +15,7 @@ from compressm.control import (
     solve_lyapunov,
 )
 from compressm.control.gramians import lyapunov_factor, lyapunov_residual
+from compressm_lab.bench.reduction import lru_at_initialisation, lru_trained_like
 from tests import oracles
 from tests.strategies import diagonal_systems
 

@@ -1,4 +1,4 @@
-"""Against 800-bit arithmetic (tests/data/make_hankel_oracle.py), SciPy and pyMOR."""
+"""Against 800-bit arithmetic (tests/control/make_hankel_oracle.py), SciPy and pyMOR."""
 
 from pathlib import Path
 
@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from compressm.bench.systems import lru_at_initialisation, lru_trained_like
 from compressm.control import DiagonalSystem, balanced_truncation, h2_norm, hankel_singular_values, real_form
+from compressm_lab.bench.reduction import lru_at_initialisation, lru_trained_like
 
-ORACLE = np.load(Path(__file__).parents[1] / "data" / "hankel_oracle.npz")
+ORACLE = np.load(Path(__file__).parent / "hankel_oracle.npz")
 CASES = sorted({name.split("/")[0] for name in ORACLE})
 
 

@@ -6,7 +6,6 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from compressm.bench.systems import lru_at_initialisation, lru_trained_like
 from compressm.control import (
     DenseSystem,
     DiagonalSystem,
@@ -15,6 +14,7 @@ from compressm.control import (
     controllability_gramian,
     measured_gramian,
 )
+from compressm_lab.bench.reduction import lru_at_initialisation, lru_trained_like
 from tests import oracles
 from tests.strategies import diagonal_systems
 

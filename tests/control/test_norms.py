@@ -5,9 +5,9 @@ import pytest
 import torch
 from hypothesis import given
 
-from compressm.bench.systems import lru_at_initialisation, lru_trained_like
 from compressm.control import DenseSystem, DiagonalSystem, controllability_gramian, h2_norm, h_infinity_norm
 from compressm.control.factors import cauchy_factor
+from compressm_lab.bench.reduction import lru_at_initialisation, lru_trained_like
 from tests import oracles
 from tests.strategies import diagonal_systems, few
 

@@ -2,7 +2,6 @@ import pytest
 import torch
 from hypothesis import given
 
-from compressm.bench.systems import lru_at_initialisation, lru_trained_like
 from compressm.control import (
     DenseSystem,
     DiagonalSystem,
@@ -10,6 +9,7 @@ from compressm.control import (
     hankel_nuclear_norm_majoriser,
     hankel_singular_values,
 )
+from compressm_lab.bench.reduction import lru_at_initialisation, lru_trained_like
 from tests.strategies import diagonal_systems
 
 

@@ -3,8 +3,8 @@ import pytest
 import torch
 from hypothesis import given
 
-from compressm.bench.systems import lru_at_initialisation
 from compressm.control import DenseSystem, DiagonalSystem
+from compressm_lab.bench.reduction import lru_at_initialisation
 from tests import oracles
 from tests.strategies import diagonal_systems
 

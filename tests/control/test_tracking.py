@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compressm.bench.systems import lru_at_initialisation, lru_trained_like
 from compressm.control import (
     DenseSystem,
     DiagonalSystem,
@@ -22,6 +21,7 @@ from compressm.control import (
     numerical_rank,
     trajectories,
 )
+from compressm_lab.bench.reduction import lru_at_initialisation, lru_trained_like
 from tests import oracles
 from tests.strategies import diagonal_systems
 

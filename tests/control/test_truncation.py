@@ -4,7 +4,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compressm.bench.systems import lru_at_initialisation, lru_trained_like
 from compressm.control import (
     DenseSystem,
     balanced_truncation,
@@ -17,6 +16,7 @@ from compressm.control import (
     observability_gramian,
 )
 from compressm.control import balancing as balancing_module
+from compressm_lab.bench.reduction import lru_at_initialisation, lru_trained_like
 from tests import oracles
 from tests.strategies import diagonal_systems, few
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from compressm.runs.measurement import Measurement
+from compressm_lab.runs.measurement import Measurement
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from compressm.reports.study_tables import continuity
-from compressm.reports.tables import markdown
-from compressm.runs.measurement import Measurement
+from compressm_lab.reports.measurements import markdown
+from compressm_lab.reports.study_tables import continuity
+from compressm_lab.runs.measurement import Measurement
 
 ROOT = Path(__file__).parents[2]
 RESULTS = {

@@ -7,8 +7,9 @@ from typing import Annotated
 import typer
 
 import compressm
-from compressm.cli import compress, data, demo, inspect, report, reproduce, train
-from compressm.cli.bench import bench
+from compressm.cli import compress, inspect
+from compressm_lab.cli import data, demo, report, reproduce, train
+from compressm_lab.cli.bench import bench
 
 app = typer.Typer(
     name="compressm",

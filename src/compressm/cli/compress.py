@@ -8,9 +8,8 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from compressm.cli.choices import integer, number
 from compressm.cli.inspect import BAD_INPUT, DataOption, MeasuredOption, OfflineOption, console
-from compressm.cli.paths import PathError, require_writable
+from compressm.cli.options import PathError, integer, number, require_writable
 from compressm.cli.saved import Saved, open_saved
 from compressm.compression import (
     Budget,
@@ -23,8 +22,8 @@ from compressm.compression import (
     save_model,
 )
 from compressm.compression.policies import Policy
-from compressm.data import Store
-from compressm.training.evaluation import score
+from compressm_lab.data import Store
+from compressm_lab.training.evaluation import score
 
 
 def command(

@@ -12,10 +12,10 @@ from rich.markup import escape
 from compressm.cli.saved import open_saved
 from compressm.compression import inspect
 from compressm.control import ControlError
-from compressm.data import DataError, Store
 from compressm.errors import CompressionError, SavingError
-from compressm.runs.records import RunError
-from compressm.training import ConfigError
+from compressm_lab.data import DataError, Store
+from compressm_lab.runs.records import RunError
+from compressm_lab.training import ConfigError
 
 BAD_INPUT = (CompressionError, ControlError, SavingError, DataError, RunError, ConfigError)
 DataOption = Annotated[Path | None, typer.Option(help="Folder of data sets. Default: $COMPRESSM_DATA, or a cache.")]

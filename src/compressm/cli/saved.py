@@ -9,16 +9,16 @@ from torch import nn
 
 from compressm.adapters import SelectiveAdapter, find
 from compressm.compression import Baked, PerChannel, load_model
-from compressm.data import Order, Store, Task, make
 from compressm.errors import SavingError
 from compressm.families.selective.methods import SelectiveMethod
 from compressm.layers import Mamba
-from compressm.runs.directory import RunDirectory
 from compressm.saving.checkpoints import load_checkpoint
-from compressm.training import Recipe
-from compressm.training.building import build_method, build_model
-from compressm.training.reading import make_recipe
-from compressm.training.resuming import checkpoints
+from compressm_lab.data import Order, Store, Task, make
+from compressm_lab.runs.directory import RunDirectory
+from compressm_lab.training import Recipe
+from compressm_lab.training.building import build_method, build_model
+from compressm_lab.training.reading import make_recipe
+from compressm_lab.training.resuming import checkpoints
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def _stored(value: Tensor, where: str) -> Tensor:
 def random_state() -> dict[str, Any]:
     """All of it, in types that `plain` takes."""
     # Asking would start every device of a process that so far uses none.
-    started = torch.cuda.is_initialized()
+    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return {
         "python": random.getstate(),
         # The global generator, which data sets and augmentations of others draw from.

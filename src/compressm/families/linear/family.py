@@ -19,7 +19,14 @@ from compressm.errors import CompressionError
 from compressm.families.base import Layer, PlannedCut, Writing
 from compressm.families.choices import Largest
 from compressm.families.linear.observer import Seen, relative_change, squared_change
-from compressm.families.linear.reduction import BasisChange, Reduction, Triple, drop_modes, reduce_system, sorted_sizes
+from compressm.families.linear.reduction import (
+    BasisChange,
+    Reduction,
+    Triple,
+    drop_modes,
+    reduce_system,
+    sorted_sizes,
+)
 from compressm.families.linear.transport import ModuleChange
 
 Item = TypeVar("Item")

@@ -1,0 +1,1 @@
+"""The laboratory: the paper's tasks, trainings, tables and figures, made with compressm."""

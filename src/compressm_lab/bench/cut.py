@@ -1,0 +1,192 @@
+"""What a cut is measured on: one of the paper's models, the order it falls to, and how."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compressm.compression import Compressor, Cut, Restart, Transport
+from compressm.compression.planning import STAGES, watching
+from compressm.compression.policies import Policy
+from compressm_lab.bench.timing import capture, median_seconds, threads_for
+from compressm_lab.bench.train_step import StepCase, build_batch, build_model, eager_step, make_optimizer, paper_case
+from compressm_lab.runs.measurement import Measurement, Row
+from compressm_lab.training.building import products_in
+
+# The orders that the paper's runs pass through (tab:smnist, tab:scifar); elsewhere a quarter.
+RANKS = {"smnist": 28, "scifar": 161}
+GRAMIANS = ("white noise", "measured")
+MOMENTS = ("Transport", "Restart")
+# The default of a compressor without data, the same without moments to carry, and the default with data.
+VARIANTS = (("white noise", "Transport"), ("white noise", "Restart"), ("measured", "Transport"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutCase:
+    """A model with its batch, cut to `rank` states in every layer, or to one less in each than in the one before.
+
+    Layers that fall to the same order go through one batched call, others side by side.
+    """
+
+    model: StepCase
+    rank: int
+    gramian: str = "white noise"
+    moments: str = "Transport"
+    unequal: bool = False
+
+    @property
+    def ranks(self) -> list[int]:
+        """Of all layers."""
+        return [max(1, self.rank - k) if self.unequal else self.rank for k in range(self.model.depth)]
+
+
+def cut_cases(models: Iterable[StepCase], rank: int | None = None) -> tuple[CutCase, ...]:
+    """Every model in every variant, and one of several layers to unequal orders."""
+    cases = []
+    for model in models:
+        one = CutCase(model=model, rank=rank or default_rank(model))
+        cases += [replace(one, gramian=gramian, moments=moments) for gramian, moments in VARIANTS]
+        cases += [replace(one, unequal=True)] if model.depth > 1 else []
+    return tuple(cases)
+
+
+def default_rank(model: StepCase) -> int:
+    """That of the paper where it has one."""
+    return min(RANKS.get(model.task, max(1, model.order // 4)), model.order)
+
+
+def default_models(device: str) -> tuple[StepCase, ...]:
+    """The sMNIST model on a CPU; on a GPU also that of sCIFAR, six layers, in bfloat16."""
+    small = paper_case("smnist")
+    return (small,) if device == "cpu" else (paper_case("scifar", precision="bfloat16"), small)
+
+
+_MOMENTS = {"Transport": Transport(), "Restart": Restart()}
+_STEPS_BEFORE = 3
+_CALIBRATION = 8  # sequences; 2 to 10 are enough for a good Gramian
+
+
+def measure_cuts(
+    cases: Iterable[CutCase] | None = None,
+    *,
+    device: str = "cpu",
+    repeats: int = 5,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Measurement:
+    """Time one cold and `repeats` warm cuts of each case; on the CPU with one thread."""
+    rows: list[Row] = []
+    for case in cases if cases is not None else cut_cases(default_models(device)):
+        progress(f"{case.model.task}, n = {case.model.order} → {case.rank}, {case.gramian}, {case.moments}")
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+            rows += process.submit(measure_cut, case, device, repeats).result()
+    with threads_for(torch.device(device)):
+        return Measurement("cut", "One cut of a model: from reading it to the first step afterwards", repeats, rows)
+
+
+def measure_cut(case: CutCase, device: str, repeats: int) -> list[Row]:
+    """Two rows: the first cut of this process, and the medians of those after it."""
+    where = torch.device(device)
+    with threads_for(where), products_in(case.model.precision):
+        cold = cut_once(case, where)
+        later = [cut_once(case, where) for _ in range(repeats)]
+    warm = {name: statistics.median(times[name] for times in later) for name in cold}
+    named: Row = {
+        "task": case.model.task,
+        "layers": case.model.depth,
+        "order": case.model.order,
+        "rank": case.rank,
+        "width": case.model.width,
+        "precision": case.model.precision,
+        "gramian": case.gramian,
+        "moments": case.moments,
+        "ranks": "unequal" if case.unequal else "equal",
+        "device": where.type,
+    }
+    return [{**named, "run": run, **times} for run, times in (("cold", cold), ("warm", warm))]
+
+
+def cut_once(case: CutCase, device: torch.device) -> dict[str, float]:
+    """Seconds of every stage of a cut of a new model that has trained a little, and of a step before and after."""
+    gc.collect()
+    torch.manual_seed(0)
+    model = build_model(case.model).to(device)
+    x, target = build_batch(case.model, device)
+    optimizer = make_optimizer(model, device)
+    step = eager_step(model, x, target, case.model, optimizer)
+    data: dict[str, Any] = {} if case.gramian == "white noise" else {"calibrate": _calibration(case, x)}
+    moments = _MOMENTS[case.moments]
+    compressor = Compressor(model, optimizer, when=[1], keep=_policy(case), gate=1.0, moments=moments, **data)
+    training = _begin(step, device)
+    times = {"step_before_s": median_seconds(training, repeats=3, device=device)}
+    watch = Stopwatch(device)
+    with watch("cut"), watching(watch):
+        events = compressor.step(1)
+    assert [event.rank for event in events if isinstance(event, Cut)] == case.ranks
+    with watch("first_step"):
+        del training  # a graph keeps its memory, and what it would replay has gone
+        training = _resume(step, device)
+    times |= {f"{name}_s": watch.seconds.get(name, 0.0) for name in ("cut", *STAGES, "first_step")}
+    times["total_s"] = watch.seconds["cut"] + watch.seconds["first_step"]
+    return times | {"step_after_s": median_seconds(training, repeats=3, device=device)}
+
+
+def _policy(case: CutCase) -> Policy:
+    return lambda spectra: dict(zip(spectra, case.ranks, strict=True))
+
+
+def _calibration(case: CutCase, x: Tensor) -> Callable[[nn.Module], object]:
+    """A pass over a few sequences, in the precision of the training."""
+
+    def calibrate(model: nn.Module) -> object:
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=case.model.precision == "bfloat16"):
+            return model(x[:_CALIBRATION])
+
+    return calibrate
+
+
+def _begin(step: Callable[[], None], device: torch.device) -> Callable[[], object]:
+    """Train a little, as a training does that has been going on."""
+    if device.type == "cuda":
+        return capture(step, warm_up=_STEPS_BEFORE)
+    for _ in range(_STEPS_BEFORE):
+        step()
+    return step
+
+
+def _resume(step: Callable[[], None], device: torch.device) -> Callable[[], object]:
+    """The first step at the new size; on a GPU it is recorded as well, and the recording replayed once."""
+    if device.type != "cuda":
+        step()
+        return step
+    again = capture(step, warm_up=1)
+    again()
+    return again
+
+
+class Stopwatch:
+    """Adds up the seconds of named pieces of work, on a GPU until they are done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: dict[str, float] = {}
+        self._gpu = device.type == "cuda"
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = self._now()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + self._now() - start
+
+    def _now(self) -> float:
+        if self._gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter()

@@ -1,0 +1,394 @@
+"""Other people's scans for h[t] = λ h[t−1] + x[t] with complex λ, each in the layout it likes best.
+
+A peer gets its inputs prepared outside the clock, λ repeated at every step where it wants that. Packages are imported
+only here and only when asked for; none is a dependency. Those on PyPI that were looked at:
+
+- complex λ: accelerated-scan (`accelerated_scan.complex`, Triton, GPU only), assoc-scan and s5-pytorch (trees of
+  PyTorch operations), philtorch (compiled; its wheels on PyPI are for CPUs).
+- real λ: fla-core (`fla.ops.hgrn`, Triton, GPU only) and mambapy (`pscan`, PyTorch; its gradient lacks the conjugate
+  that complex λ needs). They run here on two real channels a mode: with λ = |λ| e^{iθ}, h[t] e^{−iθt} obeys the same
+  recurrence with |λ|. The rotation before and after is theirs to pay; θ gets no gradient.
+- left out: mamba-ssm, lrnnx, fpscan, torchlpc, flashfftconv and `accelerated_scan.warp` need nvcc to install;
+  torch-discounted-cumsum does too and has one real λ; pscan and torch-scan are about other things; hax is for JAX.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor
+
+from compressm.ops import linear_recurrence
+from compressm_lab.bench.timing import capture, median_seconds, threads_for
+from compressm_lab.runs.measurement import Measurement, Row
+from compressm_lab.training.building import DTYPES
+
+Scan = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """x of shape (batch, length, n), complex, and (log |λ|, arg λ) of shape (2, n)."""
+
+    x: Tensor
+    log_poles: Tensor
+
+    @cached_property
+    def poles(self) -> Tensor:
+        """λ, complex64 from float64."""
+        return torch.exp(torch.complex(*self.log_poles.double())).to(torch.complex64)
+
+
+class Peer(ABC):
+    """One way to compute the recurrence."""
+
+    name: str
+    gpu_only: bool = False
+    longest: int | None = None  # the sequence it gets through at all
+    precisions: ClassVar[tuple[str, ...]] = ("float32",)
+
+    @abstractmethod
+    def scan(self, problem: Problem) -> Scan:
+        """From (poles, inputs) in its layout to every h; raises ImportError where its package is not here."""
+
+    @abstractmethod
+    def poles(self, problem: Problem) -> Tensor:
+        """λ, in its layout: what the gradient is taken of, beside x."""
+
+    @abstractmethod
+    def pack(self, z: Tensor) -> Tensor:
+        """(batch, length, n), complex, into its layout."""
+
+    @abstractmethod
+    def unpack(self, own: Tensor) -> Tensor:
+        """The inverse of `pack`."""
+
+
+@final
+@dataclass(frozen=True)
+class Ours(Peer):
+    """`compressm.ops.linear_recurrence`: pairs, and λ as its logarithm."""
+
+    name: str = "compressm"
+    precisions: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")
+
+    def scan(self, problem: Problem) -> Scan:
+        return lambda log_poles, x: linear_recurrence(x, log_poles)[0]
+
+    def poles(self, problem: Problem) -> Tensor:
+        return problem.log_poles
+
+    def pack(self, z: Tensor) -> Tensor:
+        return torch.stack([z.real, z.imag], dim=2)
+
+    def unpack(self, own: Tensor) -> Tensor:
+        return torch.complex(*own.float().unbind(2))
+
+
+@final
+@dataclass(frozen=True)
+class ComplexPeer(Peer):
+    """(batch, length, n), or (batch, n, length) where `time_last`; λ at every step, or once where `constant`."""
+
+    name: str
+    load: Callable[[], Scan]
+    time_last: bool = False
+    constant: bool = False
+    gpu_only: bool = False
+
+    def scan(self, problem: Problem) -> Scan:
+        return self.load()
+
+    def poles(self, problem: Problem) -> Tensor:
+        return problem.poles if self.constant else self.pack(problem.poles.expand_as(problem.x))
+
+    def pack(self, z: Tensor) -> Tensor:
+        return (z.mT if self.time_last else z).contiguous()
+
+    def unpack(self, own: Tensor) -> Tensor:
+        return own.mT if self.time_last else own
+
+
+@final
+@dataclass(frozen=True)
+class PairPeer(Peer):
+    """(2, batch, n, length): real and imaginary parts as two real channels, λ at every step."""
+
+    name: str
+    load: Callable[[], Scan]
+    gpu_only: bool = True
+    longest: int | None = None
+    precisions: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")
+
+    def scan(self, problem: Problem) -> Scan:
+        return self.load()
+
+    def poles(self, problem: Problem) -> Tensor:
+        return self.pack(problem.poles.expand_as(problem.x))
+
+    def pack(self, z: Tensor) -> Tensor:
+        return torch.stack([z.real.mT, z.imag.mT])
+
+    def unpack(self, own: Tensor) -> Tensor:
+        return torch.complex(*own.float().mT)
+
+
+@final
+@dataclass(frozen=True)
+class RotatedPeer(Peer):
+    """A scan with real λ: (log |λ|, z) of shape (batch, length, n, 2), where z[t] = e^{−iθt} x[t]."""
+
+    name: str
+    load: Callable[[], Scan]
+    gpu_only: bool = False
+
+    def scan(self, problem: Problem) -> Scan:
+        real_scan = self.load()
+        steps = torch.arange(problem.x.shape[1], dtype=torch.float64, device=problem.x.device)[:, None]
+        angles = steps * problem.log_poles[1].double()
+        turns = torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
+
+        def scan(log_modulus: Tensor, x: Tensor) -> Tensor:
+            real = torch.view_as_real(x * turns.conj())
+            return torch.view_as_complex(real_scan(log_modulus, real).contiguous()) * turns
+
+        return scan
+
+    def poles(self, problem: Problem) -> Tensor:
+        return problem.log_poles[0][:, None].expand(*problem.x.shape, 2).contiguous()
+
+    def pack(self, z: Tensor) -> Tensor:
+        return z.contiguous()
+
+    def unpack(self, own: Tensor) -> Tensor:
+        return own
+
+
+def _loop_peer() -> Scan:
+    def scan(poles: Tensor, x: Tensor) -> Tensor:
+        h, history = torch.zeros_like(x[:, 0]), []
+        for step in x.unbind(1):
+            h = poles * h + step
+            history.append(h)
+        return torch.stack(history, dim=1)
+
+    return scan
+
+
+def _torch_tree() -> Scan:
+    from torch._higher_order_ops.associative_scan import associative_scan
+
+    def then(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return second[0] * first[0], second[0] * first[1] + second[1]
+
+    return lambda poles, x: associative_scan(then, (poles, x), 1, combine_mode="generic")[1]
+
+
+def _torch_compiled() -> Scan:
+    import torch._dynamo
+    from torch._higher_order_ops.associative_scan import associative_scan
+
+    def then(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        (a, b, x, y), (c, d, u, v) = first, second
+        return c * a - d * b, c * b + d * a, c * x - d * y + u, c * y + d * x + v
+
+    def scan(poles: Tensor, x: Tensor) -> Tensor:
+        h: Any = associative_scan(then, (poles[0], poles[1], x[0], x[1]), 2, combine_mode="pointwise")
+        return torch.stack(h[2:])
+
+    # Every shape anew: kept ones would count against the limit of recompilations, and past it the scan is not compiled.
+    torch._dynamo.reset()
+    return torch.compile(scan, dynamic=False)
+
+
+def _accelerated_scan() -> Scan:
+    from accelerated_scan.complex import scan
+
+    return scan
+
+
+def _assoc_scan() -> Scan:
+    from assoc_scan import AssocScan
+
+    return AssocScan()
+
+
+def _s5() -> Scan:
+    from s5.jax_compat import associative_scan
+    from s5.s5_model import binary_operator
+
+    return lambda poles, x: associative_scan(binary_operator, (poles, x), axis=1)[1]
+
+
+def _philtorch() -> Scan:
+    from philtorch.lti import linear_recurrence as recurrence
+
+    def scan(poles: Tensor, x: Tensor) -> Tensor:
+        start = torch.zeros((), dtype=x.dtype, device=x.device)
+        return recurrence(poles.repeat(len(x)), start, x.flatten(0, 1)).view_as(x)
+
+    return scan
+
+
+def _mambapy() -> Scan:
+    from mambapy.pscan import pscan
+
+    return lambda log_modulus, x: pscan(torch.exp(log_modulus), x)
+
+
+def _hgrn(name: str) -> Callable[[], Scan]:
+    def load() -> Scan:
+        from fla.ops import hgrn
+
+        kernel = getattr(hgrn, name)
+        return lambda log_modulus, x: kernel(x.flatten(2), log_modulus.flatten(2))[0].view_as(x)
+
+    return load
+
+
+PEERS: tuple[Peer, ...] = (
+    Ours(),
+    ComplexPeer("PyTorch loop", _loop_peer, constant=True),
+    ComplexPeer("torch scan, eager", _torch_tree),
+    PairPeer("torch scan, compiled", _torch_compiled, longest=4096),  # 16384 compile for more than two minutes
+    ComplexPeer("accelerated-scan", _accelerated_scan, time_last=True, gpu_only=True),
+    ComplexPeer("assoc-scan", _assoc_scan),
+    ComplexPeer("s5-pytorch", _s5),
+    ComplexPeer("philtorch", _philtorch, time_last=True, constant=True),
+    RotatedPeer("mambapy", _mambapy),
+    RotatedPeer("fla-core, chunks", _hgrn("chunk_hgrn"), gpu_only=True),
+    RotatedPeer("fla-core, recurrent", _hgrn("fused_recurrent_hgrn"), gpu_only=True),
+)
+
+
+# (batch, length, n): sMNIST small and whole, sCIFAR, and a long sequence.
+SHAPES = ((50, 784, 16), (50, 784, 256), (50, 1024, 384), (8, 16384, 64))
+_LONGEST_S = 3.0  # for one time, after one repeat: a loop over 16384 steps takes a second
+_NOTE = 160
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Every h, and the gradient of Re Σ w̄ h with respect to x, by a loop in complex128."""
+
+    weight: Tensor
+    h: Tensor
+    gradient: Tensor
+
+
+def measure_peers(
+    shapes: Iterable[tuple[int, int, int]] = SHAPES,
+    *,
+    device: str = "cpu",
+    peers: Iterable[Peer] = PEERS,
+    repeats: int = 9,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Measurement:
+    """Time each peer at each shape in every precision it has; on the CPU with one thread."""
+    where, chosen = torch.device(device), tuple(peers)
+    rows: list[Row] = []
+    with threads_for(where):
+        for shape in shapes:
+            problem = random_problem(*shape, where)
+            truth = solve(problem)
+            for precision in ("float32", "bfloat16") if where.type == "cuda" else ("float32",):
+                for peer in (peer for peer in chosen if precision in peer.precisions):
+                    progress(f"batch {shape[0]}, length {shape[1]}, n = {shape[2]}, {precision}: {peer.name}")
+                    rows.append(_row(peer, problem, truth, precision, repeats))
+        return Measurement("peers", "The recurrence beside other scans", repeats, rows)
+
+
+def random_problem(batch: int, length: int, n: int, device: torch.device) -> Problem:
+    """Poles of an LRU at initialisation: |λ| in [0.9, 0.999], every phase."""
+    generator = torch.Generator().manual_seed(0)
+    modulus = 0.9 + 0.099 * torch.rand(n, generator=generator)
+    log_poles = torch.stack([torch.log(modulus), 6.28 * torch.rand(n, generator=generator)])
+    x = torch.randn(batch, length, n, generator=generator, dtype=torch.complex64)
+    return Problem(x.to(device), log_poles.to(device))
+
+
+def solve(problem: Problem) -> Truth:
+    """With random w; the gradient g[t] = w[t] + λ̄ g[t+1] is the same loop backwards."""
+    poles = torch.exp(torch.complex(*problem.log_poles.double()))
+    weight = problem.x.roll(1, dims=1)
+    gradient = _loop(poles.conj(), weight.flip(1)).flip(1)
+    return Truth(weight, _loop(poles, problem.x), gradient)
+
+
+def _loop(poles: Tensor, x: Tensor) -> Tensor:
+    h = x.to(torch.complex128)
+    for t in range(1, h.shape[1]):
+        h[:, t] += poles * h[:, t - 1]
+    return h
+
+
+def _row(peer: Peer, problem: Problem, truth: Truth, precision: str, repeats: int) -> Row:
+    batch, length, n = problem.x.shape
+    device = problem.x.device.type
+    row: Row = {"peer": peer.name, "precision": precision, "device": device}
+    row |= {"batch": batch, "length": length, "order": n}
+    if peer.gpu_only and device == "cpu":
+        return row | {"note": "needs a GPU"}
+    if peer.longest is not None and length > peer.longest:
+        return row | {"note": f"left out beyond length {peer.longest}: it compiles for minutes"}
+    try:
+        return row | _measured(peer, problem, truth, precision, repeats)
+    except ModuleNotFoundError as error:
+        return row | {"note": f"not installed: {error.name}"}
+    # A foreign scan can fail in any way, and then its reason is the result; ours may not.
+    except Exception as error:
+        if isinstance(peer, Ours):
+            raise
+        return row | {"note": _reason(error)}
+
+
+def _measured(peer: Peer, problem: Problem, truth: Truth, precision: str, repeats: int) -> Row:
+    device, dtype = problem.x.device, DTYPES[precision]
+    x, weight = (peer.pack(z) for z in (problem.x, truth.weight))
+    poles = peer.poles(problem)
+    if dtype != torch.float32:
+        x, weight = x.to(dtype), weight.to(dtype)
+        poles = poles if isinstance(peer, Ours) else poles.to(dtype)
+    x, poles = x.requires_grad_(), poles.detach().clone().requires_grad_()
+    scan = peer.scan(problem)
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return scan(poles, x)
+
+    def both() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(scan(poles, x), (x, poles), weight)
+
+    row: Row = {
+        "error": _difference(peer.unpack(forward()), truth.h),
+        "gradient_error": _difference(peer.unpack(both()[0]), truth.gradient),
+    }
+    for name, work in (("forward_s", forward), ("both_s", both)):
+        row[name], row["timed"] = _seconds(work, device, repeats)
+    return row
+
+
+def _seconds(work: Callable[[], object], device: torch.device, repeats: int) -> tuple[float, str]:
+    """As a CUDA graph where that can be recorded, so that kernels are compared and not the Python around them."""
+    timed = "eager"
+    if device.type == "cuda":
+        try:
+            work, timed = capture(work), "graph"
+        except RuntimeError:  # something in it waits for the device
+            torch.cuda.synchronize()
+    return median_seconds(work, repeats=repeats, device=device, within=_LONGEST_S), timed
+
+
+def _difference(got: Tensor, expected: Tensor) -> float:
+    """The largest, relative to the largest expected."""
+    return float((got.to(expected.dtype) - expected).abs().max() / expected.abs().max())
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:_NOTE]

@@ -1,0 +1,338 @@
+"""How much faster a training gets by cuts, from what steps, evaluations and cuts cost at every order (app:time).
+
+T_base = E (s t_train(n₀) + t_eval(n₀))
+T_red = Σₖ Eₖ (s t_train(nₖ) + t_eval(nₖ)) + Σᵢ (t_cut(nᵢ₋₁) + t_recapture)          S = T_base / T_red
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from compressm.compression import CompressionError
+from compressm.compression.distributed import Processes
+from compressm.control import ControlError
+from compressm_lab.bench.timing import threads_for
+from compressm_lab.data.task import Order, Task
+from compressm_lab.runs.measurement import Measurement, Row
+from compressm_lab.runs.run import Run, read_run
+from compressm_lab.training import Diverged, Interrupted, Recipe, train
+from compressm_lab.training.building import build_compressor, build_model, build_optimizer, placed, products_in
+from compressm_lab.training.clock import Clock
+from compressm_lab.training.config import CompressionConfig, WhenConfig
+from compressm_lab.training.evaluation import evaluate
+from compressm_lab.training.plan import Plan
+from compressm_lab.training.steps import Learner, Steps, make_steps, task_objective
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds at the orders that were measured, rising; between them on straight lines, outside as at the end.
+
+    `train` is one gradient step, `evaluate` one evaluation, `cut` one cut from that order; `recapture` is what a CUDA
+    graph takes to be recorded anew, in the place of the paper's compilation, and 0 on a CPU.
+    """
+
+    orders: tuple[float, ...]
+    train: tuple[float, ...]
+    evaluate: tuple[float, ...]
+    cut: tuple[float, ...]
+    recapture: float = 0.0
+
+    def __post_init__(self) -> None:
+        lengths = {len(column) for column in (self.orders, self.train, self.evaluate, self.cut)}
+        if len(lengths) != 1 or list(self.orders) != sorted(set(self.orders)):
+            raise ValueError(f"costs of orders {self.orders}: expected rising orders and one value for each")
+
+    def at(self, column: Sequence[float], order: float) -> float:
+        """One of the columns at any order."""
+        return float(np.interp(order, self.orders, column))
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Training at one order: so many gradient steps and evaluations."""
+
+    order: float
+    steps: int
+    evaluations: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of the training that is never cut, and of the one that is, by what it does."""
+
+    whole: float
+    training: float
+    evaluation: float
+    cuts: float
+    recapture: float
+
+    @property
+    def reduced(self) -> float:
+        return self.training + self.evaluation + self.cuts + self.recapture
+
+    @property
+    def speed_up(self) -> float:
+        return self.whole / self.reduced
+
+
+def predict(costs: Costs, stretches: Sequence[Stretch]) -> Prediction:
+    """Of a training whose orders fall from stretch to stretch."""
+    first = stretches[0].order
+    steps = sum(stretch.steps for stretch in stretches)
+    evaluations = sum(stretch.evaluations for stretch in stretches)
+    return Prediction(
+        whole=steps * costs.at(costs.train, first) + evaluations * costs.at(costs.evaluate, first),
+        training=sum(stretch.steps * costs.at(costs.train, stretch.order) for stretch in stretches),
+        evaluation=sum(stretch.evaluations * costs.at(costs.evaluate, stretch.order) for stretch in stretches),
+        cuts=sum(costs.at(costs.cut, stretch.order) for stretch in stretches[:-1]),
+        recapture=costs.recapture * (len(stretches) - 1),
+    )
+
+
+def stretches_of(path: Sequence[tuple[int, float]], steps: int, evaluations: Sequence[int]) -> list[Stretch]:
+    """From (step, order from there on), the first at step 0; at the step of a cut the evaluation comes after it."""
+    ends = [step for step, _ in path[1:]] + [steps]
+    found = []
+    for (begin, order), end in zip(path, ends, strict=True):
+        last = end == steps
+        inside = [step for step in evaluations if begin <= step and (step <= end if last else step < end)]
+        found.append(Stretch(order, end - begin, len(inside)))
+    return found
+
+
+Progress = Callable[[str], None]
+_SAMPLE_S = 0.2  # of gradient steps in a row
+_REDUCTION = ("cut", "spectrum", "optimizer")
+
+
+class NotChecked(Exception):  # noqa: N818 - read as a sentence
+    """The trainings of the check did not come to their end; `measurement` is all but the check."""
+
+    def __init__(self, measurement: Measurement, why: Exception) -> None:
+        stopped = isinstance(why, Interrupted)
+        super().__init__("stopped before the check was done" if stopped else f"the check failed: {why}")
+        self.measurement, self.stopped = measurement, stopped
+
+
+class Sample(NamedTuple):
+    """Seconds of one turn."""
+
+    train: float
+    evaluate: float
+    cut: float
+
+
+@dataclass
+class Bench:
+    """A recipe at one order, ready to take steps; a sample of them is so long that a clock can tell."""
+
+    learner: Learner
+    steps: Steps
+    recipe: Recipe
+    done: int = 0
+    together: int = 1
+
+    @classmethod
+    def of(cls, recipe: Recipe, task: Task, order: int, device: torch.device) -> Bench:
+        """As training builds it."""
+        torch.manual_seed(recipe.seed)
+        recipe = replace(recipe, model=replace(recipe.model, order=order), spectra=None)
+        model = build_model(recipe.model, task).to(device)
+        optimizer = build_optimizer(model, recipe.training, device)
+        drawn = Order(len(task.train), recipe.training.batch, recipe.seed)
+        objective = task_objective(task.kind)
+        learner = Learner(model, optimizer, objective, task, drawn, recipe.training, Processes())
+        return cls(learner, make_steps(learner, Clock(device)), recipe)
+
+    def run(self, count: int) -> None:
+        """So many gradient steps."""
+        self.steps.run(self.done + 1, self.done + count, lambda: False)
+        self.done += count
+
+    def warm_up(self) -> None:
+        """On a GPU until steps are recorded; an evaluation, too, is slow the first time."""
+        self.run(5)
+        self.evaluation_seconds()
+        self.together = max(1, round(_SAMPLE_S / max(1e-6, _seconds(lambda: self.run(2), self.learner.device) / 2)))
+
+    def step_seconds(self) -> float:
+        """Of one, in the mean over a sample."""
+        return _seconds(lambda: self.run(self.together), self.learner.device) / self.together
+
+    def evaluation_seconds(self) -> float:
+        """Of validation and test, as a training does it."""
+        splits = (self.learner.task.validation, self.learner.task.test)
+        return _seconds(lambda: [evaluate(self.learner, split) for split in splits], self.learner.device)
+
+
+def measure_costs(
+    recipe: Recipe, task: Task, orders: Sequence[int], device: torch.device, *, repeats: int, progress: Progress
+) -> Costs:
+    """At every order, in turns: what else a machine does falls on all alike. A cut from the smallest leaves half."""
+    task, rising = placed(task, device), sorted(set(orders))
+    below = dict(zip(rising, [max(1, rising[0] // 2), *rising], strict=False))
+    found: dict[int, list[Sample]] = {order: [] for order in rising}
+    with products_in(recipe.training.precision):
+        _cut_seconds(recipe, task, rising[0], below[rising[0]], device)  # what libraries load at a first cut
+        benches = {order: Bench.of(recipe, task, order, device) for order in rising}
+        for bench in benches.values():
+            bench.warm_up()
+        for turn in range(repeats):
+            progress(f"{recipe.name}, n = {', '.join(map(str, rising))}, turn {turn + 1} of {repeats}")
+            for order, bench in benches.items():
+                cut = _cut_seconds(recipe, task, order, below[order], device)
+                found[order].append(Sample(bench.step_seconds(), bench.evaluation_seconds(), cut))
+        recapture = statistics.median(_recapture(bench) for bench in benches.values())
+    middle = [Sample(*map(statistics.median, zip(*samples, strict=True))) for samples in found.values()]
+    steps, evaluations, cuts = zip(*middle, strict=True)
+    return Costs(tuple(map(float, rising)), steps, evaluations, cuts, recapture)
+
+
+def measure_speedup(
+    recipe: Recipe,
+    task: Task,
+    *,
+    orders: Sequence[int],
+    path: Sequence[tuple[int, int]] | None = None,
+    check: bool = True,
+    device: str = "cpu",
+    repeats: int = 9,
+    progress: Progress = lambda _: None,
+) -> Measurement:
+    """A row an order, then one for the schedule of `path`, (step, order from there on), and one for the check.
+
+    Raises NotChecked, with what was measured, if a training of the check is stopped, diverges or cannot be cut.
+    """
+    where = torch.device(device)
+    title = f"{recipe.name}: what a step, an evaluation and a cut cost, and the speed-up that follows"
+    with threads_for(where):
+        costs = measure_costs(recipe, task, orders, where, repeats=repeats, progress=progress)
+        rows = [_cost_row(recipe, costs, k, device) for k in range(len(costs.orders))]
+        if path is not None:
+            rows.append(_predicted(recipe, costs, [(step, float(order)) for step, order in path], device))
+        if check:
+            progress(f"{recipe.name}, trained with its cuts and without")
+            try:
+                rows.append(_checked(recipe, task, costs, where))
+            except (Interrupted, Diverged, CompressionError, ControlError) as error:
+                raise NotChecked(Measurement("speedup", title, repeats, rows), error) from None
+        return Measurement("speedup", title, repeats, rows)
+
+
+def _predicted(recipe: Recipe, costs: Costs, path: Sequence[tuple[int, float]], device: str) -> Row:
+    plan = Plan.of(recipe)
+    stretches = stretches_of(path, plan.steps, plan.evaluations)
+    return _schedule_row(recipe, device, stretches, predict(costs, stretches))
+
+
+def _checked(recipe: Recipe, task: Task, costs: Costs, where: torch.device) -> Row:
+    """What is predicted for the cuts of a real training, and what it took."""
+    reduced, whole = (_trained(one, task, where) for one in (recipe, replace(recipe, compression=None)))
+    return _predicted(recipe, costs, _mean_path(reduced), where.type) | _measured(reduced, whole)
+
+
+def _recapture(bench: Bench) -> float:
+    """What four steps take longer when the graph is recorded anew among them; nothing without a graph."""
+    if bench.learner.device.type != "cuda":
+        return 0.0
+    times = []
+    for _ in range(3):
+        bench.steps.renew()
+        times.append(_seconds(lambda: bench.run(4), bench.learner.device) - 4 * bench.step_seconds())
+    return max(0.0, statistics.median(times))
+
+
+def _cut_seconds(recipe: Recipe, task: Task, order: int, rank: int, device: torch.device) -> float:
+    """One cut, as the recipe cuts, of a model that has trained a little."""
+    options = recipe.compression or CompressionConfig(rho=1.0, when=WhenConfig(steps=(1,)))
+    plain = dict.fromkeys(("tau", "rho", "bound", "total_states", "fewer"), None)
+    cut = replace(options, **plain, order=rank, gate=1.0, rollback=None, when=WhenConfig(steps=(1,)))  # type: ignore[arg-type]
+    bench = Bench.of(replace(recipe, compression=cut), task, order, device)
+    bench.run(2)
+    compressor = build_compressor(bench.recipe, bench.learner.model, bench.learner.optimizer, task, lambda: 0.0)
+    assert compressor is not None
+    return _seconds(lambda: compressor.step(1), device)
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """On a GPU until it is done."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    begin = time.perf_counter()
+    work()
+    wait()
+    return time.perf_counter() - begin
+
+
+def _trained(recipe: Recipe, task: Task, device: torch.device) -> Run:
+    """Without spectra, which the formula does not count."""
+    with tempfile.TemporaryDirectory() as folder:
+        return read_run(train(replace(recipe, spectra=None), task, Path(folder) / "run", device=device))
+
+
+def _mean_path(run: Run) -> list[tuple[int, float]]:
+    """(step, mean order over layers from there on)."""
+    steps = sorted({step for path in run.order_paths.values() for step, _ in path})
+    found = []
+    for step in steps:
+        orders = [[order for begin, order in path if begin <= step][-1] for path in run.order_paths.values()]
+        found.append((step, sum(orders) / len(orders)))
+    return found
+
+
+def _cost_row(recipe: Recipe, costs: Costs, k: int, device: str) -> Row:
+    return {
+        "what": "costs",
+        "recipe": recipe.name,
+        "device": device,
+        "order": costs.orders[k],
+        "train_s": costs.train[k],
+        "evaluate_s": costs.evaluate[k],
+        "cut_s": costs.cut[k],
+        "recapture_s": costs.recapture,
+    }
+
+
+def _schedule_row(recipe: Recipe, device: str, stretches: Sequence[Stretch], found: Prediction) -> Row:
+    return {
+        "what": "schedule",
+        "recipe": recipe.name,
+        "device": device,
+        "orders": " → ".join(f"{stretch.order:g}" for stretch in stretches),
+        "steps": sum(stretch.steps for stretch in stretches),
+        "whole_s": found.whole,
+        "training_s": found.training,
+        "evaluation_s": found.evaluation,
+        "cuts_s": found.cuts,
+        "recaptures_s": found.recapture,
+        "speedup": found.speed_up,
+    }
+
+
+def _measured(reduced: Run, whole: Run) -> Row:
+    """The same of real trainings, checkpoints left out."""
+    spent, before = _phases(reduced), _phases(whole)
+    total, base = sum(spent.values()), sum(before.values())
+    return {
+        "measured_whole_s": base,
+        "measured_training_s": spent["steps"] + spent["data"],
+        "measured_evaluation_s": spent["evaluation"],
+        "measured_cuts_s": sum(spent[phase] for phase in _REDUCTION),
+        "measured_recaptures_s": spent["capture"],
+        "measured_speedup": base / total,
+    }
+
+
+def _phases(run: Run) -> dict[str, float]:
+    wanted = ("steps", "data", "evaluation", *_REDUCTION, "capture")
+    return {phase: sum(timing.seconds.get(phase, 0.0) for timing in run.timings) for phase in wanted}

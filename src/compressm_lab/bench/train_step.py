@@ -1,0 +1,293 @@
+"""What a training step is measured on: sizes of a model and of its data."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from compressm.layers import LRU
+from compressm.models import OneMask, SequenceClassifier
+from compressm.ops import Path
+from compressm_lab.bench.timing import Captured, Ceilings, capture, measure_ceilings, median_seconds, threads_for
+from compressm_lab.runs.measurement import Measurement, Row
+from compressm_lab.training.building import DTYPES, largest_first, products_in
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCase:
+    """An LRU classifier, its batch, and how a step of it runs."""
+
+    task: str
+    depth: int
+    width: int
+    order: int
+    batch: int
+    length: int
+    classes: int
+    inputs: int | None = None
+    vocabulary: int | None = None
+    towers: int = 1
+    dropout: float = 0.1
+    precision: str = "float32"
+    path: Path | None = None
+    compiled: bool = False
+
+    @property
+    def sequences(self) -> int:
+        """In a batch: two for every pair where there are two towers."""
+        return self.batch * self.towers
+
+
+# Depth, width, order, batch and dropout: tab:hyperparameters. The rest: the tasks.
+PAPER = {
+    case.task: case
+    for case in (
+        StepCase(task="smnist", depth=1, width=8, order=256, batch=50, length=784, inputs=1, classes=10),
+        StepCase(task="scifar", depth=6, width=512, order=384, batch=50, length=1024, inputs=3, classes=10),
+        StepCase(
+            task="listops", depth=6, width=128, order=256, batch=32, length=2048, vocabulary=18, classes=10, dropout=0.0
+        ),
+        StepCase(task="imdb", depth=1, width=256, order=192, batch=32, length=4096, vocabulary=257, classes=2),
+        StepCase(task="aan", depth=6, width=128, order=256, batch=64, length=4000, vocabulary=257, classes=2, towers=2),
+        StepCase(
+            task="pathfinder", depth=6, width=192, order=256, batch=64, length=1024, inputs=1, classes=2, dropout=0.0
+        ),
+    )
+}
+
+
+def paper_case(
+    task: str,
+    order: int | None = None,
+    *,
+    precision: str = "float32",
+    path: Path | None = None,
+    compiled: bool = False,
+) -> StepCase:
+    """A row of the paper's table of hyper-parameters, at its own order or another."""
+    case = PAPER[task]
+    return replace(case, order=order or case.order, precision=precision, path=path, compiled=compiled)
+
+
+def paper_orders(task: str) -> tuple[int, ...]:
+    """What the tables compare: sMNIST at the orders the paper cuts it to, the others whole and at a quarter."""
+    whole = PAPER[task].order
+    return (256, 28, 13) if task == "smnist" else (whole, whole // 4)
+
+
+def default_cases(device: str, *, compiled: bool = False) -> tuple[StepCase, ...]:
+    """The sMNIST model on a CPU; on a GPU every model of the paper, the larger ones in bfloat16."""
+    if device == "cpu":
+        return tuple(paper_case("smnist", n, compiled=compiled) for n in (256, 28, 13))
+    half = [("scifar", 384), ("scifar", 57)]
+    half += [(task, n) for task in ("listops", "aan", "imdb", "pathfinder") for n in paper_orders(task)]
+    return (
+        *(
+            paper_case("smnist", n, precision=precision, compiled=compiled)
+            for precision in ("float32", "tf32")
+            for n in (256, 13)
+        ),
+        *(paper_case(task, n, precision="bfloat16", compiled=compiled) for task, n in half),
+    )
+
+
+_ACTIVATION_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+_BLOCK_PASSES, _PARAMETER_PASSES = 15, 10
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of one training step."""
+
+    flops: int
+    bytes: int
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.flops + other.flops, self.bytes + other.bytes)
+
+    def seconds(self, ceilings: Ceilings) -> float:
+        """On a device that multiplies while it moves."""
+        return max(self.flops / ceilings.flops, self.bytes / ceilings.bytes)
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The cheapest form of the states, its work and its time."""
+
+    form: str
+    work: Work
+    seconds: float
+
+
+def floor(case: StepCase, parameters: int, ceilings: Ceilings) -> Floor:
+    """Of a step of `case`, whose model has so many parameters."""
+    around = around_work(case, parameters)
+    forms = {name: around + states for name, states in states_work(case).items()}
+    best = min(forms, key=lambda name: forms[name].seconds(ceilings))
+    return Floor(best, forms[best], forms[best].seconds(ceilings))
+
+
+def states_work(case: StepCase) -> dict[str, Work]:
+    """All SSM layers in each form, without the passes over their inputs and outputs."""
+    tokens, width, n, element = _tokens(case), case.width, case.order, _ACTIVATION_BYTES[case.precision]
+    drive = 4 * tokens * width * n
+    transforms = round(5 * case.length * math.log2(2 * case.length)) * (2 * case.sequences * width + width**2)
+    response = case.length * width**2
+    filtering = 4 * response * n + 8 * tokens * width**2 + transforms
+    one_layer = {
+        "kept": Work(6 * drive, 4 * n * tokens * element),
+        "recomputed": Work(7 * drive, 0),
+        "convolution": Work(3 * filtering, 4 * 4 * response),
+    }
+    return {name: Work(case.depth * work.flops, case.depth * work.bytes) for name, work in one_layer.items()}
+
+
+def around_work(case: StepCase, parameters: int) -> Work:
+    """Everything but the states."""
+    tokens, width, element = _tokens(case), case.width, _ACTIVATION_BYTES[case.precision]
+    gates = 3 * case.depth * 4 * tokens * width**2
+    encoder = 2 * 2 * tokens * (case.inputs or 0) * width
+    compared = 4 * width * width if case.towers == 2 else 0
+    head = 3 * 2 * case.batch * (compared + width * case.classes)
+    passes = _BLOCK_PASSES * case.depth + 1  # encoder 2 and pooling 1 more, the last block 2 fewer
+    read = 2 * tokens * (8 if case.inputs is None else 4 * case.inputs)
+    moved = passes * tokens * width * element + read + _PARAMETER_PASSES * 4 * parameters
+    return Work(gates + encoder + head, moved)
+
+
+def _tokens(case: StepCase) -> int:
+    return case.sequences * case.length
+
+
+def measure_steps(
+    cases: Iterable[StepCase] | None = None,
+    *,
+    device: str = "cpu",
+    repeats: int = 9,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Measurement:
+    """Time one step of each case; on the CPU with one thread."""
+    where = torch.device(device)
+    rows: list[Row] = []
+    with threads_for(where):
+        ceilings = ceilings_here(where, progress)
+        for case in cases if cases is not None else default_cases(where.type):
+            progress(f"{case.task}, n = {case.order}, {case.precision}")
+            row: Row = {
+                "task": case.task,
+                "order": case.order,
+                "precision": case.precision,
+                "path": case.path.name if case.path else "chosen",
+                "compiled": case.compiled,
+                "device": where.type,
+            }
+            rows.append(row | measure_step(case, where, repeats, ceilings(case.precision)))
+        return Measurement("step", "One training step: forward, backward, AdamW", repeats, rows)
+
+
+def ceilings_here(device: torch.device, progress: Callable[[str], None]) -> Callable[[str], Ceilings]:
+    """From a precision to the ceilings of `device`, each measured when it is first asked for."""
+
+    @cache
+    def of(precision: str) -> Ceilings:
+        progress(f"ceilings of this device in {precision}")
+        return measure_ceilings(device, precision)
+
+    return of
+
+
+def measure_step(
+    case: StepCase, device: torch.device, repeats: int, ceilings: Ceilings, *, within: float = math.inf
+) -> Row:
+    """The time of a step, its floor and what both are made of; on a GPU also its peak of memory and its kernels."""
+    gc.collect()  # what the case before left behind would count as memory of this one
+    torch.manual_seed(0)
+    model = build_model(case).to(device)
+    x, target = build_batch(case, device)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    with products_in(case.precision):
+        step = (captured_step if device.type == "cuda" else eager_step)(model, x, target, case)
+        seconds = median_seconds(step, repeats=repeats, device=device, within=within)
+    least = floor(case, parameters, ceilings)
+    row: Row = {
+        "parameters": parameters,
+        "step_s": seconds,
+        "floor_s": least.seconds,
+        "flops": least.work.flops,
+        "bytes": least.work.bytes,
+        "states": least.form,
+        "ceiling_flops": ceilings.flops,
+        "ceiling_bytes": ceilings.bytes,
+    }
+    if isinstance(step, Captured):
+        row |= {"peak_bytes": step.peak_bytes, "kernels": step.kernels, "launch_s": ceilings.launch}
+    return row
+
+
+def build_model(case: StepCase, **layer_options: Any) -> SequenceClassifier:
+    """As the case says; where it is compiled, block by block: the regions around the SSM layers."""
+    model = SequenceClassifier(
+        LRU,
+        depth=case.depth,
+        width=case.width,
+        order=case.order,
+        classes=case.classes,
+        inputs=case.inputs,
+        vocabulary=case.vocabulary,
+        towers=case.towers,
+        dropout=OneMask(case.dropout),
+        layer_options={"path": case.path, **layer_options},
+    )
+    if case.compiled:
+        for block in model.blocks:
+            block.compile()
+    return model
+
+
+def build_batch(case: StepCase, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Random inputs and targets."""
+    shape = (case.batch, case.length) if case.towers == 1 else (case.batch, case.towers, case.length)
+    if case.vocabulary is None:
+        x = torch.randn(*shape, case.inputs or 1, device=device)
+    else:
+        x = torch.randint(case.vocabulary, shape, device=device)
+    return x, torch.randint(case.classes, (case.batch,), device=device)
+
+
+def make_optimizer(model: SequenceClassifier, device: torch.device) -> torch.optim.Optimizer:
+    """AdamW in few kernels, ready for a CUDA graph where there is one."""
+    return torch.optim.AdamW(largest_first(model.parameters()), lr=1e-4, fused=True, capturable=device.type == "cuda")
+
+
+def eager_step(
+    model: SequenceClassifier,
+    x: Tensor,
+    target: Tensor,
+    case: StepCase,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Callable[[], None]:
+    """A step as a plain training loop does it."""
+    optimizer = optimizer or make_optimizer(model, x.device)
+    half = case.precision == "bfloat16"
+
+    def step() -> None:
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=half):
+            loss = cross_entropy(model(x).float(), target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def captured_step(model: SequenceClassifier, x: Tensor, target: Tensor, case: StepCase) -> Captured:
+    """The same step as one CUDA graph."""
+    return capture(eager_step(model, x, target, case))

@@ -1,0 +1,192 @@
+"""`compressm reproduce`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from compressm.cli import INTERRUPTED
+from compressm.cli.options import PathError, count, number, require_writable
+from compressm_lab.experiments.processes import Executor, Processes, heard_as_ctrl_c
+from compressm_lab.experiments.reproduction.arms import Experiment
+from compressm_lab.experiments.reproduction.catalogue import experiment_names, find_experiment
+from compressm_lab.experiments.reproduction.conducting import Outcome, conduct
+from compressm_lab.experiments.reproduction.exhibits import exhibit
+from compressm_lab.experiments.reproduction.plan import Job, Plan, require_same_recipes
+from compressm_lab.experiments.reproduction.slurm import Slurm, SlurmOptions
+from compressm_lab.runs.measurement import Measurement, MeasurementError
+from compressm_lab.runs.paper import paper_labels, read_paper
+from compressm_lab.runs.records import RunError
+from compressm_lab.training.config import ConfigError
+
+LIST = "LIST"
+console = Console()
+
+
+class Where(StrEnum):
+    """What runs the trainings."""
+
+    local = "local"
+    slurm = "slurm"
+
+
+NameArgument = Annotated[str, typer.Argument(help="LIST, or a table or figure by its label in the paper.")]
+SeedsOption = Annotated[
+    int | None, typer.Option(parser=count, metavar="INTEGER", help="Of each training. Default: as the paper.")
+]
+QuickOption = Annotated[bool, typer.Option("--quick", help="Digits and few steps: minutes on a CPU.")]
+ProcessesOption = Annotated[int, typer.Option(parser=count, metavar="INTEGER", help="Trainings at a time, here.")]
+ExecutorOption = Annotated[Where, typer.Option(help="This machine, or a Slurm cluster by submitit.")]
+PartitionOption = Annotated[str | None, typer.Option(help="Of the cluster.")]
+HoursOption = Annotated[float, typer.Option(parser=number, metavar="NUMBER", help="Of a job on the cluster.")]
+GpusOption = Annotated[int, typer.Option(min=0, help="Of a job on the cluster.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show what would be trained and stop.")]
+ReportOption = Annotated[bool, typer.Option("--only-report", help="Train nothing; report what is there.")]
+DataOption = Annotated[Path | None, typer.Option(help="Folder of data sets that are there; nothing is fetched.")]
+OutOption = Annotated[
+    Path | None, typer.Option(help="Folder for runs and reports. Default: out/reproduce, with --quick out/quick.")
+]
+
+
+def command(
+    name: NameArgument = LIST,
+    seeds: SeedsOption = None,
+    quick: QuickOption = False,
+    processes: ProcessesOption = 1,
+    executor: ExecutorOption = Where.local,
+    partition: PartitionOption = None,
+    hours: HoursOption = 24.0,
+    gpus: GpusOption = 1,
+    dry_run: DryRunOption = False,
+    only_report: ReportOption = False,
+    data: DataOption = None,
+    out: OutOption = None,
+) -> None:
+    """Train what a table or figure of the paper needs and show it beside the paper's numbers.
+
+    What is done stays, what was stopped goes on, and trainings that several tables need are shared. Exit 1 where a
+    training failed, 130 after Ctrl-C, which saves: the same command goes on.
+    """
+    folder = out or Path("out/quick" if quick else "out/reproduce")
+    if name == LIST:
+        console.print(_listed(folder, seeds, quick))
+        return
+    try:
+        plan = _plan(find_experiment(name, quick=quick), folder, seeds)
+        require_writable(folder / name / "report.md")
+        require_same_recipes(plan.jobs())
+        if dry_run or plan.experiment.measures:
+            _show(plan, data) if dry_run else _measure(plan.experiment, folder / name, quick, only_report)
+            return
+        options = SlurmOptions(partition, hours, gpus)
+        outcome = Outcome() if only_report else _train(plan, _executor(executor, processes, folder, options, data))
+        _report(plan, folder / name, quick)
+        _end(plan, outcome)
+    except (ConfigError, PathError, RunError, MeasurementError) as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _plan(wanted: Experiment, folder: Path, seeds: int | None) -> Plan:
+    return Plan(wanted, seeds or wanted.seeds, folder / "runs")
+
+
+def _executor(where: Where, processes: int, folder: Path, options: SlurmOptions, data: Path | None) -> Executor:
+    return Processes(processes, data) if where is Where.local else Slurm(folder / "slurm", options, data)
+
+
+def _train(plan: Plan, executor: Executor) -> Outcome:
+    jobs = plan.jobs()
+    done = sum(job.state == "done" for job in jobs)
+    _say(f"{plan.experiment.label}: {len(jobs)} training{'' if len(jobs) == 1 else 's'}, {done} done")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with heard_as_ctrl_c(), Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("trainings", total=len(jobs), completed=done)
+
+        def say(line: str) -> None:
+            _say(line)
+            bar.update(task, completed=sum(job.state == "done" for job in plan.jobs()))
+
+        return conduct(plan, executor, say)
+
+
+def _report(plan: Plan, out: Path, quick: bool) -> None:
+    from compressm_lab.reports.reproduction import write_reproduction  # matplotlib takes a second to import
+
+    shown = exhibit(plan, quick=quick)
+    with console.status("drawing the report"):
+        path = write_reproduction(shown, out)
+    _say(f"report: {path}{' and report.html' if shown.runs else ', without a page: no run has begun'}")
+
+
+def _end(plan: Plan, outcome: Outcome) -> None:
+    jobs = plan.jobs(outcome.failed)
+    left = [job for job in jobs if job.state in ("new", "begun", "waits")]
+    _say(f"{sum(job.state == 'done' for job in jobs)} of {len(jobs)} trainings are done")
+    if outcome.interrupted:
+        _say("interrupted: what was trained is saved, and the same command goes on")
+        raise typer.Exit(INTERRUPTED)
+    if outcome.failed:
+        for job in left:
+            _say(f"not done: {job}: {outcome.failed.get(job.key, 'waits for runs that failed')}")
+        raise typer.Exit(1)
+
+
+def _show(plan: Plan, data: Path | None) -> None:
+    words: dict[str, Callable[[Job], str]] = {
+        "done": lambda job: "done",
+        "begun": lambda job: "goes on",
+        "new": lambda job: "begins",
+        "waits": lambda job: job.waits_for,
+    }
+    if plan.experiment.measures:
+        _say(f"{plan.experiment.label}: compressm bench {plan.experiment.measures}")
+    for job in plan.jobs():
+        _say(f"{job}: {words[job.state](job)}")
+        if job.training is not None and job.state != "done":
+            _say(f"    {shlex.join(['compressm', *job.training.command(data)[3:]])}")
+
+
+def _listed(folder: Path, seeds: int | None, quick: bool) -> Table:
+    table = Table(
+        "name", "what", "runs", "done", title="Quick versions" if quick else "Tables and figures of the paper"
+    )
+    for name in experiment_names():
+        wanted = find_experiment(name, quick=quick)
+        jobs = _plan(wanted, folder, seeds).jobs()
+        kind = read_paper(name).kind if name in paper_labels() else "ablation"
+        runs = f"bench {wanted.measures}" if wanted.measures else str(len(jobs))
+        done = "" if wanted.measures else str(sum(job.state == "done" for job in jobs))
+        table.add_row(name, f"{kind}: {escape(wanted.title)}", runs, done)
+    return table
+
+
+def _measure(wanted: Experiment, out: Path, quick: bool, only_report: bool) -> None:
+    """The one figure that is a benchmark; of what was measured before where only a report is wanted."""
+    from compressm_lab.bench.reduction import Case, measure_reduction
+    from compressm_lab.cli.bench import measuring, report
+    from compressm_lab.reports.reproduction import write_measured
+
+    path = out / "reduction-cpu.json"
+    if only_report:
+        if not path.exists():
+            raise RunError(f"{path} is not there: nothing was measured yet, and --only-report measures nothing")
+        measurement = Measurement.read(path)
+    else:
+        cases = [Case(n, max(1, n // 4)) for n in (1, 4, 16, 64, 128)] if quick else None
+        with measuring() as say:
+            measurement = measure_reduction(cases, repeats=3 if quick else 9, progress=say)
+        report(measurement, path)
+    _say(f"report: {write_measured(measurement, read_paper(wanted.label), out, quick=quick)}")
+
+
+def _say(line: str) -> None:
+    console.print(line, soft_wrap=True, markup=False, highlight=False)

@@ -1,0 +1,206 @@
+"""`compressm train`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from compressm.cli import INTERRUPTED
+from compressm.cli.inspect import DataOption, OfflineOption
+from compressm.cli.options import DeviceChoice, PathError, chosen_device, count, integer, require_writable
+from compressm.errors import CompressionError, SavingError
+from compressm_lab.cli.progress import spoken
+from compressm_lab.data import DataError, Store, Task, make
+from compressm_lab.experiments.catalogue import BASELINE, find_recipe, recipe_names
+from compressm_lab.experiments.comparisons import Comparison, comparison
+from compressm_lab.runs.directory import RunDirectory
+from compressm_lab.runs.records import RunError
+from compressm_lab.training import ConfigError, Diverged, Interrupted, Listener, Recipe, Silent, train
+from compressm_lab.training.loggers import Several, TensorBoard
+from compressm_lab.training.parallel import process_group
+from compressm_lab.training.reading import make_recipe
+from compressm_lab.training.resuming import is_finished
+
+_NARROW = 64
+_REFUSED = (ConfigError, CompressionError, DataError, PathError, RunError, SavingError)
+console = Console()
+
+
+RecipeArgument = Annotated[
+    str | None, typer.Argument(help="A recipe by name, a .yaml file, or, with --resume, the folder of a run.")
+]
+ListOption = Annotated[bool, typer.Option("--list", help="Show the recipes and stop.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change one value, as compression.tau=0.02; again for more."),
+]
+SeedOption = Annotated[
+    int | None, typer.Option(parser=integer, metavar="INTEGER", help="Of initial weights, order of data and dropout.")
+]
+OrderOption = Annotated[
+    int | None, typer.Option(parser=integer, metavar="INTEGER", help="States of every layer at the start.")
+]
+BaselineOption = Annotated[
+    bool, typer.Option("--baseline", help="Without compression, penalty, teacher and cuts after training.")
+]
+OutOption = Annotated[
+    Path | None, typer.Option(help="Folder of the run. Default: out/runs/NAME/LABEL-nORDER/seed-SEED.")
+]
+ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint of the folder.")]
+ThreadsOption = Annotated[
+    int | None,
+    typer.Option(
+        parser=count, metavar="INTEGER", help="On a CPU. Default: 1 below 64 channels, where more are slower."
+    ),
+]
+TensorBoardOption = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard events too.")]
+
+
+def command(
+    recipe: RecipeArgument = None,
+    listed: ListOption = False,
+    settings: SetOption = None,
+    seed: SeedOption = None,
+    order: OrderOption = None,
+    baseline: BaselineOption = False,
+    out: OutOption = None,
+    resume: ResumeOption = False,
+    device: DeviceChoice = "auto",
+    threads: ThreadsOption = None,
+    data: DataOption = None,
+    offline: OfflineOption = False,
+    tensorboard: TensorBoardOption = False,
+) -> None:
+    """Train a recipe: everything it does is written into the folder of the run, for `compressm report`.
+
+    Ctrl-C saves a checkpoint; --resume goes on from it. `torchrun --nproc-per-node 2 -m compressm.cli train ...` trains
+    on several processes.
+    """
+    if listed:
+        _list()
+        return
+    if recipe is None:
+        raise typer.BadParameter(f"missing; expected one of {', '.join(recipe_names())}", param_hint="RECIPE")
+    with _exit_codes():
+        wanted = _recipe(recipe, settings or [], seed, order, baseline, resume)
+        folder = _folder(wanted, recipe, out, resume)
+        if resume and is_finished(RunDirectory(folder), wanted):
+            _say(f"{folder} is finished: all {wanted.training.steps} steps are trained, nothing is left to do")
+            _say(f"model: {RunDirectory(folder).model}; `compressm report {shlex.quote(str(folder))}` shows the run")
+            return
+        if threads is not None or wanted.model.width < _NARROW:
+            torch.set_num_threads(threads or 1)
+        with process_group(chosen_device(device)) as where:
+            task = _task(wanted, data, offline)
+            _train(wanted, task, folder, where, resume, tensorboard, comparison(wanted, task))
+
+
+@contextmanager
+def _exit_codes() -> Iterator[None]:
+    """2 for what cannot be run, 130 for a run that was stopped, 1 for one that diverged; each says why."""
+    try:
+        yield
+    except _REFUSED as error:
+        raise typer.BadParameter(str(error)) from error
+    except Interrupted as stopped:
+        _say(str(stopped), f"to go on: compressm train {shlex.quote(str(stopped.directory))} --resume")
+        raise typer.Exit(INTERRUPTED) from None
+    except Diverged as error:
+        _say(str(error))
+        raise typer.Exit(1) from None
+
+
+def _train(
+    recipe: Recipe,
+    task: Task,
+    folder: Path,
+    device: torch.device,
+    resume: bool,
+    tensorboard: bool,
+    beside: Comparison,
+) -> None:
+    parts = beside._asdict()
+    if not _is_first():
+        train(recipe, task, folder, device=device, resume=resume, **parts)
+        return
+    with spoken(console) as listener:
+        listeners: list[Listener] = [listener, TensorBoard(folder / "tensorboard") if tensorboard else Silent()]
+        train(recipe, task, folder, device=device, resume=resume, listener=Several(*listeners), **parts)
+    _say(f"run: {folder}; `compressm report {shlex.quote(str(folder))}` shows it")
+
+
+def _recipe(
+    name: str, settings: list[str], seed: int | None, order: int | None, baseline: bool, resume: bool
+) -> Recipe:
+    directory = RunDirectory(name)
+    if resume and directory.exists:
+        if settings or baseline or seed is not None or order is not None:
+            raise ConfigError(f"{name} goes on as it began: --set, --seed, --order and --baseline are not for --resume")
+        return make_recipe(directory.config(), source=str(directory.path / "config.json"))
+    spoken = dict.fromkeys(BASELINE, "--baseline") if baseline else {}
+    spoken |= {f"seed={seed}": f"--seed {seed}"} if seed is not None else {}
+    spoken |= {f"model.order={order}": f"--order {order}"} if order is not None else {}
+    # The label that a recipe gives itself is not that of its baseline; one that is set is.
+    first = {"label=''": "--baseline"} if baseline else {}
+    return _placed(find_recipe(name, (*first, *settings, *spoken), spoken=first | spoken))
+
+
+def _placed(recipe: Recipe) -> Recipe:
+    """With its teacher by a path that leads there from every folder: a run may be resumed in another one."""
+    if recipe.distillation is None:
+        return recipe
+    teacher = str(Path(recipe.distillation.teacher).absolute())
+    return replace(recipe, distillation=replace(recipe.distillation, teacher=teacher))
+
+
+def _folder(recipe: Recipe, name: str, out: Path | None, resume: bool) -> Path:
+    if resume and RunDirectory(name).exists:
+        if out is not None:
+            raise ConfigError(f"{name} goes on where it is: --out is not for the --resume of a folder")
+        return Path(name)
+    folder = out or Path("out/runs") / recipe.name / f"{recipe.label}-n{recipe.model.order}" / f"seed-{recipe.seed}"
+    run = RunDirectory(folder)
+    if run.exists and not resume and _is_first():
+        raise RunError(f"{folder} already holds a run: --resume goes on with it, --out takes another folder")
+    if resume and not run.exists:
+        raise RunError(f"{folder} holds no run to go on with")
+    require_writable(folder / "config.json")
+    return folder
+
+
+def _task(recipe: Recipe, data: Path | None, offline: bool) -> Task:
+    options = {key: value for key, value in recipe.task.items() if key != "name"}
+    store = Store(offline=offline) if data is None else Store(data, offline=offline)
+    return make(recipe.task["name"], **options).load(store)
+
+
+def _say(*lines: str) -> None:
+    if _is_first():
+        for line in lines:
+            console.print(escape(line), soft_wrap=True, highlight=False)
+
+
+def _is_first() -> bool:
+    """Of the processes that torchrun started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _list() -> None:
+    table = Table("recipe", "layer", "depth", "width", "n", "steps", "what")
+    for name in recipe_names():
+        recipe = find_recipe(name)
+        model = recipe.model
+        numbers = (model.depth, model.width, model.order, recipe.training.steps)
+        table.add_row(name, model.layer, *map(str, numbers), escape(recipe.description))
+    console.print(table)

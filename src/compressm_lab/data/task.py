@@ -1,0 +1,246 @@
+"""What a model is trained on: splits of examples, batches of them, and the order in which they are seen."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import lru_cache
+from typing import NamedTuple, final
+
+import torch
+from jaxtyping import Float, Int, Int64, Shaped
+from torch import Tensor
+
+
+class DataError(ValueError):
+    """A file that is missing or broken, or an option that is not allowed: which, what was expected, how to get it."""
+
+
+def require_counts(at_least: int = 1, **counts: int) -> None:
+    """Options that count something."""
+    for name, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, int) or count < at_least:
+            raise DataError(f"{name} is {count!r}, expected an integer of at least {at_least}")
+
+
+IGNORED = -100  # the target of a step at which nothing is asked, as in torch's cross-entropy
+
+
+class TaskKind(Enum):
+    """What is asked: one class of a sequence, one class a step, or real outputs at every step."""
+
+    CLASSIFY = "classify"
+    LABEL_STEPS = "label_steps"
+    REGRESS = "regress"
+
+
+class Batch(NamedTuple):
+    """As a model takes it: signals are normalised float32, tokens int64; `indices` say which examples of a split."""
+
+    inputs: Float[Tensor, "batch length channels"] | Int64[Tensor, "batch *towers length"]
+    targets: Shaped[Tensor, "batch *target"]
+    lengths: Int64[Tensor, "batch *towers"] | None
+    indices: Int[Tensor, " batch"] | None = None
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Examples as they are stored.
+
+    `inputs` are signals (examples, length, channels), uint8 or float32, or integer tokens (examples, length), of two
+    towers (examples, 2, length). `targets` are classes (examples,), classes of steps (examples, length) or outputs
+    (examples, length, outputs). Steps at and after `lengths` are padding; None: there is none.
+    """
+
+    inputs: Shaped[Tensor, "examples *input"]
+    targets: Shaped[Tensor, "answers *target"]
+    lengths: Int64[Tensor, "examples *towers"] | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.inputs) != len(self.targets):
+            raise DataError(f"{len(self.inputs)} inputs and {len(self.targets)} targets, expected as many")
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def to(self, device: torch.device | str) -> Split:
+        lengths = None if self.lengths is None else self.lengths.to(device)
+        return Split(self.inputs.to(device), self.targets.to(device), lengths)
+
+    def select(self, indices: Int64[Tensor, " chosen"]) -> Split:
+        """The examples at `indices`, in that order."""
+        lengths = None if self.lengths is None else self.lengths.index_select(0, indices)
+        return Split(self.inputs.index_select(0, indices), self.targets.index_select(0, indices), lengths)
+
+    @property
+    def bytes(self) -> int:
+        """What it takes in memory."""
+        return sum(t.nbytes for t in (self.inputs, self.targets, self.lengths) if t is not None)
+
+
+@final
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Task:
+    """Signals of `channels` or tokens below `vocabulary`, and `classes` (of a regression: outputs) to tell.
+
+    A signal reaches the model as (x − shift) · scale, channel by channel; bytes are divided by 255 first.
+    """
+
+    name: str
+    kind: TaskKind
+    train: Split
+    validation: Split
+    test: Split
+    classes: int
+    channels: int | None = None
+    vocabulary: int | None = None
+    towers: int = 1
+    shift: tuple[float, ...] = (0.0,)
+    scale: tuple[float, ...] = (1.0,)
+
+    def __post_init__(self) -> None:
+        if (self.channels is None) == (self.vocabulary is None):
+            raise DataError(
+                f"{self.name}: channels is {self.channels} and vocabulary {self.vocabulary}, expected exactly one"
+            )
+        if self.channels is not None and {len(self.shift), len(self.scale)} - {1, self.channels}:
+            raise DataError(
+                f"{self.name}: {len(self.shift)} shifts and {len(self.scale)} scales for {self.channels} channels"
+            )
+
+    @property
+    def length(self) -> int:
+        """Steps of a sequence, padding included."""
+        return self.train.inputs.shape[1 if self.vocabulary is None else -1]
+
+    def to(self, device: torch.device | str) -> Task:
+        """All splits on one device."""
+        train, validation, test = (split.to(device) for split in (self.train, self.validation, self.test))
+        return replace(self, train=train, validation=validation, test=test)
+
+    def batch(self, split: Split, indices: Int[Tensor, " batch"]) -> Batch:
+        """On the split's device, by operations that a CUDA graph can hold: no copy from the host, no wait."""
+        chosen = split.select(indices)
+        if self.vocabulary is not None:
+            return Batch(chosen.inputs.long(), chosen.targets, chosen.lengths, indices)
+        return Batch(self._normalised(chosen.inputs), chosen.targets, chosen.lengths, indices)
+
+    def _normalised(self, x: Shaped[Tensor, "*batch channels"]) -> Float[Tensor, "*batch channels"]:
+        unit = 1 / 255 if x.dtype == torch.uint8 else 1.0
+        weight = tuple(scale * unit for scale in self.scale)
+        bias = tuple(-s * k for s, k in zip(*_as_long(self.shift, self.scale), strict=True))
+        if len(set(weight)) == 1 and len(set(bias)) == 1:
+            x = x.float()  # a copy: `select` made it
+            return x if (weight[0], bias[0]) == (1.0, 0.0) else x.mul_(weight[0]).add_(bias[0])
+        return torch.addcmul(_filled(bias, x.device), x.float(), _filled(weight, x.device))
+
+
+def _as_long(*values: tuple[float, ...]) -> list[tuple[float, ...]]:
+    """One value stands for all channels."""
+    most = max(len(value) for value in values)
+    return [value * most if len(value) == 1 else value for value in values]
+
+
+def _filled(values: tuple[float, ...], device: torch.device) -> Float[Tensor, " values"]:
+    """Written by kernels: a copy from the host could not be captured in a CUDA graph."""
+    made = torch.empty(len(values), device=device)
+    for slot, value in zip(made.unbind(), values, strict=True):
+        slot.fill_(value)
+    return made
+
+
+@final
+@dataclass(frozen=True)
+class Order:
+    """Batches of indices without end, a new permutation every epoch; what is left smaller than a batch is dropped."""
+
+    examples: int
+    batch: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        require_counts(examples=self.examples, batch=self.batch)
+        if self.examples < self.batch:
+            raise DataError(f"{self.examples} examples are fewer than a batch of {self.batch}")
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.examples // self.batch
+
+    def at(self, step: int) -> Int64[Tensor, " batch"]:
+        """The examples of gradient step `step`, the first being 1."""
+        return self.rows(step, step)[0]
+
+    def rows(self, first: int, last: int) -> Int64[Tensor, "steps batch"]:
+        """Those of steps `first` to `last`, both included."""
+        if not 1 <= first <= last:
+            raise DataError(f"steps {first} to {last}, expected 1 <= first <= last")
+        steps = self.steps_per_epoch
+        epochs = range((first - 1) // steps, (last - 1) // steps + 1)
+        rows = torch.cat([self._epoch(epoch) for epoch in epochs])
+        skipped = first - 1 - epochs.start * steps
+        return rows[skipped : skipped + last - first + 1].clone()
+
+    def _epoch(self, epoch: int) -> Int64[Tensor, "steps batch"]:
+        shuffled = _permutation(self.examples, self.seed, epoch)
+        return shuffled[: self.steps_per_epoch * self.batch].unflatten(0, (-1, self.batch))
+
+
+# Two: consecutive steps of one epoch, and rows that reach into the next.
+@lru_cache(maxsize=2)
+def _permutation(examples: int, seed: int, epoch: int) -> Int64[Tensor, " examples"]:
+    return torch.randperm(examples, generator=seeded(seed, epoch))
+
+
+def seeded(*words: int | str) -> torch.Generator:
+    """A generator of its own for every sequence of words; torch's own numbers go on as if it had not been."""
+    digest = hashlib.blake2b("/".join(map(str, words)).encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+SHARE = 0.1  # of the training set, for validation
+
+
+class Splits(NamedTuple):
+    """All examples, each in one of three."""
+
+    train: Split
+    validation: Split
+    test: Split
+
+
+def hold_out(
+    targets: Int64[Tensor, " examples"], share: float = SHARE, *, purpose: str = "validation"
+) -> tuple[Int64[Tensor, " kept"], Int64[Tensor, " held"]]:
+    """Indices to keep and to hold out, ascending; every class gives the same share."""
+    generator = seeded("hold out", purpose)
+    held = torch.zeros(len(targets), dtype=torch.bool)
+    labels, counts = targets.unique(return_counts=True)
+    for label, count in zip(labels.tolist(), _shares(counts, share).tolist(), strict=True):
+        members = (targets == label).nonzero()[:, 0]
+        held[members[torch.randperm(len(members), generator=generator)[:count]]] = True
+    return (~held).nonzero()[:, 0], held.nonzero()[:, 0]
+
+
+def _shares(counts: Int64[Tensor, " classes"], share: float) -> Int64[Tensor, " classes"]:
+    """Whole numbers near share · counts; they add up to share of the sum, rounded (largest remainders)."""
+    exact = share * counts.double()
+    whole = exact.floor()
+    missing = round(float(exact.sum())) - int(whole.sum())
+    whole[(exact - whole).argsort(descending=True, stable=True)[:missing]] += 1
+    return whole.long()
+
+
+def with_validation(train: Split, test: Split) -> Splits:
+    """A tenth of the training examples become the validation split."""
+    kept, held = hold_out(train.targets)
+    return Splits(train.select(kept), train.select(held), test)
+
+
+def in_three(everything: Split) -> Splits:
+    """80 % to train on, 10 % each for validation and test."""
+    rest, test = hold_out(everything.targets, SHARE, purpose="test")
+    kept, held = hold_out(everything.targets[rest], SHARE / (1 - SHARE))
+    return Splits(everything.select(rest[kept]), everything.select(rest[held]), everything.select(test))

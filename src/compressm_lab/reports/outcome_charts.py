@@ -1,0 +1,226 @@
+"""Accuracy against the final order and against speed-up, with baselines (fig:speedup, fig:red-perf-all)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean, stdev
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from compressm_lab.reports.panels import BLUE, GREY, ORANGE, PAPER, RAMP, RED, Chart, Panel, legend_below, shades
+from compressm_lab.runs.groups import Group, Sample, machines, reference, speed_up
+from compressm_lab.runs.paper import Compared, Exhibit
+
+_SHOWN = "Circles are the mean of the three best seeds by validation, or of all where there are fewer than three; bars \
+are one standard deviation; stars are the single best seed; groups of one order stand side by side. Grey are models \
+that were trained with nothing added: no cuts, no penalty, no teacher."
+# Of an axis of orders, between two points that can be told apart, and between the first and the last of many of one
+# order; and how many orders it shows at least.
+_APART, _SPREAD, _NARROWEST = 0.04, 0.16, 2.0
+_SPEED = (
+    "Speed-up is the time of the uncompressed model at the order of the start over the run's own; labels are final \
+orders, and areas grow with them."
+)
+
+
+def outcome_chart(groups: Sequence[Group]) -> Chart | str:
+    """A row a recipe: against the final order and, where there is a reference, against speed-up."""
+    found = _by_name(groups)
+    if not found:
+        return "No finished run has a test value yet, so there is nothing to compare."
+    rows = []
+    for name, own in found.items():
+        timed = [group for group in own if speed_up(group, groups)]
+        rows.append((_order_panel(name, own), *([_speed_panel(name, timed, groups)] if timed else [])))
+    said = (
+        _SHOWN,
+        _SPEED if any(len(row) > 1 for row in rows) else "",
+        missing_references(groups),
+        _machines_differ(found),
+    )
+    return Chart("accuracy", "", " ".join(filter(None, said)), tuple(rows))
+
+
+def missing_references(groups: Sequence[Group]) -> str:
+    """A sentence on the groups without a speed-up, empty where all have one."""
+    without = [g for g in groups if g.compressed and g.finished and reference(g, groups) is None]
+    said = [f"{group.name} ({group.label}) at order {group.initial_order:g}" for group in without]
+    if not said:
+        return ""
+    return f"No speed-up for {', '.join(said)}: no finished uncompressed run of that name starts there."
+
+
+def best_known(group: Group) -> Sample | None:
+    """Top 3 where there are three."""
+    return group.top(3) or group.top()
+
+
+def _by_name(groups: Sequence[Group]) -> dict[str, list[Group]]:
+    found: dict[str, list[Group]] = {}
+    for group in groups:
+        if group.top() is not None:
+            found.setdefault(group.name, []).append(group)
+    return found
+
+
+def _machines_differ(known: dict[str, list[Group]]) -> str:
+    for name, groups in known.items():
+        if len(machines(run for group in groups for run in group.finished)) > 1:
+            return f"The runs of {name} come from different machines: their times do not compare."
+    return ""
+
+
+def _order_panel(name: str, groups: list[Group]) -> Panel:
+    def draw(axes: Axes) -> None:
+        places = {id(group): group.order.centre for group in groups if group.order}
+        plain = [group for group in groups if group.plain]
+        line = sorted((places[id(g)], scale(g, sample.centre)) for g in plain if (sample := best_known(g)))
+        axes.plot([x for x, _ in line], [y for _, y in line], color=GREY, lw=1)
+        _points(axes, groups, _side_by_side(groups, places))
+        axes.set(xlabel="final order, mean over layers", ylabel=metric_name(groups[0]))
+        axes.margins(x=0.12, y=0.15)
+        _whole_orders(axes)
+        legend_below(axes, columns=2)
+
+    return Panel(f"{name}: against final order", _words(groups), draw)
+
+
+def _side_by_side(groups: list[Group], places: dict[int, float]) -> dict[int, float]:
+    """Groups with cuts, a penalty or a teacher that end with one order are moved apart: bars would hide each other."""
+    wide = max(max(places.values()) - min(places.values()), _NARROWEST)
+    moved = dict(places)
+    together: dict[float, list[int]] = {}
+    for key in (id(group) for group in groups if not group.plain and id(group) in places):
+        together.setdefault(places[key], []).append(key)
+    for keys in together.values():
+        apart = wide * min(_APART, _SPREAD / max(len(keys) - 1, 1))
+        for k, key in enumerate(keys):
+            moved[key] += apart * (k - (len(keys) - 1) / 2)
+    return moved
+
+
+def _whole_orders(axes: Axes) -> None:
+    """Ticks at whole numbers, of which an axis shows one at least."""
+    low, high = axes.get_xlim()
+    middle = (low + high) / 2
+    axes.set_xlim(min(low, middle - _NARROWEST / 2), max(high, middle + _NARROWEST / 2))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+
+
+def _speed_panel(name: str, groups: list[Group], every: Sequence[Group]) -> Panel:
+    found = {id(g): ups for g in groups if (ups := speed_up(g, every))}
+
+    def draw(axes: Axes) -> None:
+        places = {key: ups.centre for key, ups in found.items()}
+        axes.axvline(1, color=GREY, lw=1, ls="--")
+        _points(axes, groups, places, sized=True)
+        for group in groups:
+            sample = best_known(group)
+            if group.order and sample:
+                at = (places[id(group)], scale(group, sample.centre))
+                axes.annotate(f"{group.order.centre:.3g}", at, (7, -10), textcoords="offset points", fontsize=8)
+        axes.set(xlabel="speed-up of the whole training", ylabel=metric_name(groups[0]))
+        axes.margins(x=0.14, y=0.18)
+        legend_below(axes, columns=2)
+
+    said = [f"{g.label}: {found[id(g)].centre:.2f} times as fast" for g in groups]
+    return Panel(f"{name}: against speed-up", "; ".join(said), draw)
+
+
+def _points(axes: Axes, groups: list[Group], places: dict[int, float], *, sized: bool = False) -> None:
+    others = sum(not group.plain for group in groups)
+    colours = iter([RAMP[4]] if others == 1 else shades(others)[::-1])
+    largest = max((group.order.centre for group in groups if group.order), default=1.0)
+    plain = iter(["uncompressed"])
+    for group in groups:
+        colour = GREY if group.plain else next(colours)
+        sample, top = best_known(group), group.top(1)
+        if sample is None or top is None or group.order is None:
+            continue
+        area = 20 + 90 * group.order.centre / largest if sized else 36
+        label = next(plain, None) if group.plain else group.label
+        x, error = places[id(group)], sample.spread and scale(group, sample.spread)
+        axes.errorbar(x, scale(group, sample.centre), yerr=error, color=colour, lw=1.2, capsize=2, zorder=2.5)
+        axes.scatter(x, scale(group, sample.centre), s=area, color=colour, label=label, zorder=3)
+        if sample.count > 1:
+            star: dict[str, Any] = {"marker": "*", "color": colour, "edgecolor": PAPER, "linewidth": 0.5}
+            axes.scatter(x, scale(group, top.centre), s=80, zorder=3.5, **star)
+
+
+def scale(group: Group, value: float) -> float:
+    """Accuracies in per cent, losses as they are."""
+    return 100 * value if group.metric == "accuracy" else value
+
+
+def metric_name(group: Group) -> str:
+    """Of the axis that `scale` fills."""
+    return "test accuracy, %" if group.metric == "accuracy" else "test loss"
+
+
+def _words(groups: list[Group]) -> str:
+    said = []
+    for group in groups:
+        sample = best_known(group)
+        if sample and group.order:
+            said.append(f"{group.label}: {scale(group, sample.centre):.3g} at order {group.order.centre:.3g}")
+    return "; ".join(said)
+
+
+_COLOURS = {"baseline": GREY, "CompreSSM": ORANGE, "random states": RED}
+
+
+def seeds_chart(exhibit: Exhibit) -> Chart | str:
+    """The paper's four panels."""
+    known = [cell for cell in exhibit.cells if cell.group is not None and cell.group.ranked]
+    if not known:
+        return "No finished run has a test value yet, so there is nothing to compare."
+    rows = tuple(
+        (_panel(known, best=True, trimmed=trimmed), _panel(known, best=False, trimmed=trimmed))
+        for trimmed in (False, True)
+    )
+    caption = (
+        "Left, circles are the mean of the three best seeds by validation and stars the best; right, circles are the "
+        "mean of all. Bars are one standard deviation. Below, the best and the worst seed of each are left out where "
+        "there are more than two. Orders are means over layers and seeds; of channels with orders of their own the "
+        "largest counts."
+    )
+    return Chart(f"seeds-{exhibit.label}", "", caption, rows)
+
+
+def values_of(cell: Compared, *, trimmed: bool) -> list[float]:
+    """Test values, the best validation first; `trimmed`: without the best and the worst test where there are others."""
+    assert cell.group is not None
+    found = [scale(cell.group, run.score.test) for run in cell.group.ranked if run.score and run.score.test is not None]
+    if not trimmed or len(found) < 3:
+        return found
+    kept = list(found)
+    kept.remove(max(found))
+    kept.remove(min(found))
+    return kept
+
+
+def _panel(cells: Sequence[Compared], *, best: bool, trimmed: bool) -> Panel:
+    def draw(axes: Axes) -> None:
+        named: set[str] = set()
+        for cell in cells:
+            assert cell.group is not None
+            assert cell.group.order is not None
+            values = values_of(cell, trimmed=trimmed)
+            shown, x = values[:3] if best else values, cell.group.order.centre
+            colour = _COLOURS.get(cell.method, BLUE)
+            spread = stdev(shown) if len(shown) > 1 else None
+            axes.errorbar(x, fmean(shown), yerr=spread, color=colour, lw=1.2, capsize=2, zorder=2.5)
+            label = None if cell.method in named else cell.method
+            axes.scatter(x, fmean(shown), s=36, color=colour, zorder=3, label=label)
+            if best:
+                axes.scatter(x, values[0], s=80, marker="*", color=colour, edgecolor=PAPER, linewidth=0.5, zorder=3.5)
+            named.add(cell.method)
+        axes.set(xlabel="final order, mean over layers", ylabel=metric_name(cells[0].group))  # type: ignore[arg-type]
+        axes.margins(x=0.1, y=0.15)
+        legend_below(axes, columns=2)
+
+    words = "; ".join(f"{cell.title}: {fmean(values_of(cell, trimmed=trimmed)):.1f}" for cell in cells)
+    title = ("best seeds" if best else "mean") + (", without the extremes" if trimmed else "")
+    return Panel(title, words, draw)

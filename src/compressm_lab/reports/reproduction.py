@@ -1,0 +1,180 @@
+"""Runs beside the paper's numbers: a table in the paper's form for every task, and one with all that was trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from compressm.files import replacing
+from compressm_lab.reports.curve_charts import curves_chart
+from compressm_lab.reports.grid import NOTHING, Grid, clock, order, plus_minus, steps
+from compressm_lab.reports.hankel_charts import spectra_chart
+from compressm_lab.reports.measurements import draw, markdown
+from compressm_lab.reports.outcome_charts import seeds_chart
+from compressm_lab.reports.panels import Chart
+from compressm_lab.reports.run_report import Section, write_report
+from compressm_lab.runs.groups import Sample
+from compressm_lab.runs.measurement import Measurement
+from compressm_lab.runs.paper import Compared, Exhibit, PaperItem, Quantity
+
+_NAMES: dict[Quantity, str] = {
+    "order": "order",
+    "accuracy": "test, %",
+    "best": "best seed, test, %",
+    "speed-up": "speed-up",
+}
+_CAPTION = (
+    "Test is at the best validation since the last cut: mean ± standard deviation of the three best seeds by "
+    "validation, or of all where there are fewer. Orders are means over layers and seeds. Speed-up is the time of the "
+    "model that is never cut over the run's own, and compares only runs that were trained alone on one machine. A "
+    "student's time counts its teacher. What was cut once after training is the final model, tested after the cut."
+)
+
+
+def paper_form_grids(exhibit: Exhibit) -> list[Grid]:
+    """A row a method and quantity, a column each: ours, and below it the paper's in brackets."""
+    return [_paper_form(exhibit, task) for task in exhibit.tasks if len(exhibit.of_task(task)) > 1]
+
+
+def trained_grid(exhibit: Exhibit) -> Grid:
+    """A row a cell: numbers of both, and what they were measured by."""
+    heads = ["task", "method", "column", "order", "paper", _NAMES[exhibit.quantity], "paper", "speed-up", "paper"]
+    heads += ["seeds", "steps", "time", "commit"]
+    rows = [_row(exhibit, cell) for cell in exhibit.cells]
+    # What the paper does not give, and a speed-up over nothing, would be columns of dashes.
+    optional = ("paper", "speed-up")
+    kept = [k for k, head in enumerate(heads) if head not in optional or any(row[k] != NOTHING for row in rows)]
+    shown_rows = tuple(tuple(row[k] for k in kept) for row in rows)
+    return Grid("Every cell", tuple(heads[k] for k in kept), shown_rows, _CAPTION)
+
+
+def _paper_form(exhibit: Exhibit, task: str) -> Grid:
+    cells = exhibit.of_task(task)
+    columns = list(dict.fromkeys(cell.column for cell in cells))
+    quantities: tuple[Quantity, ...] = ("order", exhibit.quantity, "speed-up")
+    rows = []
+    for method in dict.fromkeys(cell.method for cell in cells):
+        by_column = {cell.column: cell for cell in cells if cell.method == method}
+        for quantity in quantities:
+            found = [_both(exhibit, by_column.get(column), quantity) for column in columns]
+            if any(text != NOTHING for text in found):
+                rows.append((f"{method}: {_NAMES[quantity]}", *found))
+        spent = [clock(cell.seconds) if (cell := by_column.get(column)) else NOTHING for column in columns]
+        if any(text != NOTHING for text in spent):
+            rows.append((f"{method}: time", *spent))
+    caption = "Ours, and below it the paper's in brackets." if exhibit.paper and exhibit.paper.values else ""
+    return Grid(exhibit.named(task), ("", *columns), tuple(rows), caption)
+
+
+def _both(exhibit: Exhibit, cell: Compared | None, quantity: Quantity) -> str:
+    if cell is None:
+        return NOTHING
+    show, theirs = shown(quantity), exhibit.theirs(cell, quantity)
+    ours = show(exhibit.ours(cell, quantity))
+    return ours if theirs is None else f"{ours}\n({show(theirs)})"
+
+
+def shown(quantity: Quantity) -> Callable[[Sample | None], str]:
+    """As many digits as the paper gives."""
+    if quantity == "order":
+        return order
+    digits = 2 if quantity == "speed-up" else 1
+    return lambda sample: plus_minus(sample, digits=digits)
+
+
+def _row(exhibit: Exhibit, cell: Compared) -> tuple[str, ...]:
+    numbers: list[str] = []
+    quantities: tuple[Quantity, ...] = ("order", exhibit.quantity, "speed-up")
+    for quantity in quantities:
+        both = exhibit.ours(cell, quantity), exhibit.theirs(cell, quantity)
+        numbers += [shown(quantity)(sample) for sample in both]
+    return (exhibit.named(cell.task), cell.method, cell.column, *numbers, *_training(cell))
+
+
+def _training(cell: Compared) -> tuple[str, ...]:
+    if cell.group is None:
+        return (cell.missing or NOTHING, NOTHING, NOTHING, NOTHING)
+    done, every = len(cell.group.finished), len(cell.runs)
+    commits = dict.fromkeys(run.environment.commit for run in cell.runs)
+    return (
+        str(every) if done == every else f"{done} of {every}",
+        steps(cell.group.shown.steps),
+        clock(cell.seconds),
+        ", ".join(commits),
+    )
+
+
+FORMATS = ("png", "svg")
+# Pictures of their own; all others are those of every report on runs.
+_CHARTS: dict[str, Callable[[Exhibit], Chart | str]] = {
+    "curves": curves_chart,
+    "spectra": spectra_chart,
+    "seeds": seeds_chart,
+}
+# Which figures of a report on runs show it, by how their names begin.
+_FIGURES = {"outcome": ("accuracy",), "hankel": ("hankel",), "timer": ("timer", "time")}
+
+
+def write_reproduction(exhibit: Exhibit, out: Path, *, progress: Callable[[str], None] = lambda line: None) -> Path:
+    """`out`/report.md and, where runs have begun, report.html and figures/; the first is returned."""
+    tables = [*paper_form_grids(exhibit), trained_grid(exhibit)]
+    drawn = _CHARTS[exhibit.picture](exhibit) if exhibit.picture in _CHARTS else None
+    figures: list[Path] = []
+    if exhibit.runs:
+        parts = (*_sentences(exhibit), *([drawn] if drawn is not None else []), *tables)
+        front = [Section("paper", f"Beside the paper: {exhibit.label}", parts)]
+        details = exhibit.picture in ("hankel", "timer")
+        title = f"{exhibit.label}: {exhibit.title}"
+        shown: dict[str, Any] = {"title": title, "names": exhibit.names, "front": front, "details": details}
+        write_report(exhibit.runs, out, formats=FORMATS, progress=progress, **shown)
+        figures = _figures(exhibit, out / "figures", drawn)
+    with replacing(out / "report.md") as scratch:
+        scratch.write_text(_markdown(exhibit, tables, drawn, figures), encoding="utf-8")
+    return out / "report.md"
+
+
+def write_measured(measurement: Measurement, paper: PaperItem, out: Path, *, quick: bool) -> Path:
+    """The same for a figure that is a benchmark: its table and its picture, in `out`/report.md."""
+    picture = draw(measurement, out / "figures" / f"{measurement.name}.png")
+    machine = measurement.environment
+    lines = [
+        *(f"# {paper.label}: {paper.title}", ""),
+        *(("Quick: small orders and few repeats.", "") if quick else ()),
+        *(f"The paper ({paper.origin}): {paper.says}", ""),
+        *(f"![{paper.title}](figures/{picture.name})", ""),
+        *(markdown(measurement), ""),
+        f"{machine.processor}, {machine.threads} thread(s), torch {machine.torch}, {machine.date}, {machine.commit}",
+    ]
+    with replacing(out / "report.md") as scratch:
+        scratch.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return out / "report.md"
+
+
+def _sentences(exhibit: Exhibit) -> list[str]:
+    said = [exhibit.quick] if exhibit.quick else []
+    if exhibit.paper is not None:
+        said.append(f"The paper ({exhibit.paper.origin}): {exhibit.paper.says}")
+    missing = [f"{cell.task}, {cell.method}, {cell.column}: {cell.missing}" for cell in exhibit.cells if cell.missing]
+    if missing:
+        said.append(f"Missing: {'; '.join(missing)}.")
+    return said
+
+
+def _figures(exhibit: Exhibit, folder: Path, drawn: Chart | str | None) -> list[Path]:
+    wanted = (drawn.name,) if isinstance(drawn, Chart) else _FIGURES.get(exhibit.picture, ())
+    return list(dict.fromkeys(path for begin in wanted for path in sorted(folder.glob(f"{begin}*.png"))))
+
+
+def _markdown(exhibit: Exhibit, tables: list[Grid], drawn: Chart | str | None, figures: list[Path]) -> str:
+    lines = [f"# {exhibit.label}: {exhibit.title}", "", *(f"{said}\n" for said in _sentences(exhibit))]
+    for figure in figures:
+        lines += [f"![{figure.stem}](figures/{figure.name})", ""]
+    if isinstance(drawn, Chart):
+        lines += [drawn.caption, ""]
+    elif drawn:
+        lines += [drawn, ""]
+    for table in tables:
+        lines += [f"## {table.title}", "", table.markdown().replace("\n(", "<br>("), ""]
+        lines += [table.caption, ""] if table.caption else []
+    return "\n".join(lines).rstrip() + "\n"

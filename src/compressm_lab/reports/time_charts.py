@@ -1,0 +1,232 @@
+"""Where the time of a run went, by phase and by order (fig:timer)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from compressm_lab.reports.grid import file_name
+from compressm_lab.reports.panels import (
+    BLUE,
+    BROWN,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    PAPER,
+    PURPLE,
+    RED,
+    SKY,
+    Chart,
+    Panel,
+    legend_below,
+)
+from compressm_lab.runs.groups import Group
+from compressm_lab.runs.run import Run
+
+PHASES = {
+    "steps": BLUE,
+    "data": GREY,
+    "evaluation": GREEN,
+    "spectrum": ORANGE,
+    "cut": RED,
+    "optimizer": PURPLE,
+    "capture": SKY,
+    "checkpoint": BROWN,
+}
+_REDUCTION = ("spectrum", "cut", "optimizer", "capture")
+# Of a bar, to hold its own percentage.
+_LEGIBLE = 0.09
+# More bars than this could not be labelled.
+_STAGES = 9
+# Of more bars than this each is narrower than its percentage.
+_WIDE = 5
+
+
+@dataclass(frozen=True)
+class Stage:
+    """All intervals at one mean order."""
+
+    order: float
+    steps: int
+    seconds: dict[str, float]
+    evaluations: int = 0
+
+    @property
+    def per_evaluation(self) -> float | None:
+        """In milliseconds; None where there was none."""
+        return 1e3 * self.seconds["evaluation"] / self.evaluations if self.evaluations else None
+
+    def per_step(self, phase: str) -> float:
+        """In milliseconds."""
+        return 1e3 * self.seconds.get(phase, 0.0) / max(self.steps, 1)
+
+
+def time_chart(groups: Sequence[Group]) -> Chart | str:
+    """One bar a group: seconds by phase, of the mean finished seed."""
+    totals = {f"{group.name}, {group.label}": phases(group) for group in groups}
+    known = {label: spent for label, spent in totals.items() if spent}
+    if not known:
+        return "No timings were recorded."
+    caption = "Seconds by phase, the mean over seeds that finished, or over all of a group without any."
+    height = 1.4 + 0.48 * len(known)
+    panel = Panel("Seconds by phase", _totals_said(known), lambda axes: _bars(axes, known))
+    return Chart("time", "", caption, ((panel,),), size=(5.2, height))
+
+
+def timer_chart(group: Group) -> Chart | str:
+    """The paper's four panels for the run that stands for a compressed group."""
+    run = group.shown
+    stages = stages_of(run)
+    if not stages:
+        return f"{group.name}, {group.label}: no timings were recorded."
+    rows = ((_step_panel(stages), _evaluation_panel(stages)), (_reduction_panel(run), _budget_panel(stages)))
+    caption = (
+        "A gradient step and an evaluation by the order at the time; what each cut took, with the spectra recorded "
+        "since the evaluation before; and how a thousand steps divide into phases at every order, with the share of "
+        "gradient steps written into the bars. Of deep models the order is the mean over layers."
+    )
+    name = file_name("timer", group.name, group.label)
+    return Chart(name, f"{group.name}, {group.label}, seed {run.seed}", caption, rows)
+
+
+def phases(group: Group) -> dict[str, float]:
+    """Mean seconds of every phase, in the order of `PHASES`."""
+    runs = [run for run in group.finished or group.runs if run.timings]
+    found: dict[str, float] = {}
+    for run in runs:
+        for timing in run.timings:
+            for phase, seconds in timing.seconds.items():
+                found[phase] = found.get(phase, 0.0) + seconds / len(runs)
+    return {phase: found[phase] for phase in (*PHASES, *sorted(set(found) - set(PHASES))) if found.get(phase)}
+
+
+def stages_of(run: Run) -> list[Stage]:
+    """Large orders first; one for every mean order at which steps were taken."""
+    found: dict[float, Stage] = {}
+    for timing in run.timings:
+        order = sum(timing.orders.values()) / max(len(timing.orders), 1)
+        before = found.get(order, Stage(order, 0, {}))
+        spent = {key: before.seconds.get(key, 0.0) + value for key, value in timing.seconds.items()}
+        evaluations = before.evaluations + (timing.seconds.get("evaluation", 0.0) > 0)
+        found[order] = Stage(order, before.steps + timing.steps, {**before.seconds, **spent}, evaluations)
+    return sorted((stage for stage in found.values() if stage.steps), key=lambda stage: -stage.order)
+
+
+def cuts_of(run: Run) -> list[dict[str, float]]:
+    """Seconds of each cut by phase: up to its record, and what graphs were captured anew from there to the next cut."""
+    steps = dict.fromkeys(cut.step for cut in run.cut_records)
+    places = [next((k for k, t in enumerate(run.timings) if t.step >= step), None) for step in steps]
+    known = [place for place in places if place is not None]
+    found = []
+    for place, end in pairwise([*known, len(run.timings)]):
+        spent = {phase: run.timings[place].seconds.get(phase, 0.0) for phase in _REDUCTION}
+        spent["capture"] = sum(timing.seconds.get("capture", 0.0) for timing in run.timings[place + 1 : end + 1])
+        found.append(spent)
+    return found
+
+
+def _bars(axes: Axes, totals: dict[str, dict[str, float]]) -> None:
+    places = range(len(totals))
+    left = [0.0] * len(totals)
+    longest = max(sum(spent.values()) for spent in totals.values())
+    for phase in dict.fromkeys(phase for spent in totals.values() for phase in spent):
+        widths = [spent.get(phase, 0.0) for spent in totals.values()]
+        axes.barh(places, widths, left=left, color=PHASES.get(phase, INK), label=phase, height=0.42)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    # Names stand above their bars: beside them they would take half of a narrow screen.
+    for place, label, end in zip(places, totals, left, strict=True):
+        axes.text(0, place - 0.29, label, va="bottom", fontsize=8.5)
+        axes.text(end + 0.01 * longest, place, f"{end:.3g} s", va="center", fontsize=8.5)
+    axes.set(xlabel="seconds", xlim=(0, 1.14 * longest), ylim=(len(totals) - 0.5, -0.85), yticks=[])
+    axes.grid(visible=False, axis="y")
+    axes.spines["left"].set_visible(False)
+    legend_below(axes, columns=4)
+
+
+def _totals_said(totals: dict[str, dict[str, float]]) -> str:
+    return "; ".join(f"{label}: {sum(spent.values()):.3g} seconds" for label, spent in totals.items())
+
+
+def _step_panel(stages: Sequence[Stage]) -> Panel:
+    words = "; ".join(f"{stage.per_step('steps'):.3g} milliseconds at order {stage.order:.3g}" for stage in stages)
+    points = [(stage.order, stage.per_step("steps")) for stage in stages]
+    return Panel("(a) a gradient step", words, lambda axes: _by_order(axes, points, "steps"))
+
+
+def _evaluation_panel(stages: Sequence[Stage]) -> Panel:
+    known = [(stage.order, found) for stage in stages if (found := stage.per_evaluation) is not None]
+    words = "; ".join(f"{found:.3g} milliseconds at order {order:.3g}" for order, found in known)
+
+    def draw(axes: Axes) -> None:
+        if not known:
+            axes.text(0.5, 0.5, "no evaluation was timed", transform=axes.transAxes, ha="center", va="center")
+            axes.set(xticks=[], yticks=[])
+            return
+        _by_order(axes, known, "evaluation")
+        axes.set(ylabel="ms for each evaluation")
+
+    return Panel("(b) an evaluation", words or "no evaluation was timed", draw)
+
+
+def _by_order(axes: Axes, points: Sequence[tuple[float, float]], phase: str) -> None:
+    orders, values = zip(*points, strict=True)
+    axes.plot(orders, values, color=PHASES[phase], marker="o", ms=4, lw=1.4)
+    axes.set(xlabel="order", ylabel="ms for each gradient step")
+    axes.set_ylim(bottom=0)
+    axes.set_xlim(left=0)
+
+
+def _reduction_panel(run: Run) -> Panel:
+    cuts = [{phase: 1e3 * seconds for phase, seconds in spent.items()} for spent in cuts_of(run)]
+
+    def draw(axes: Axes) -> None:
+        if not cuts:
+            axes.text(0.5, 0.5, "no time of a cut was recorded", transform=axes.transAxes, ha="center", va="center")
+            axes.set(xticks=[], yticks=[])
+            return
+        _stack(axes, [str(k) for k in range(1, len(cuts) + 1)], cuts, _REDUCTION)
+        axes.set(xlabel="cut", ylabel="milliseconds")
+        axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
+        legend_below(axes, columns=4)
+
+    total = sum(sum(spent.values()) for spent in cuts)
+    return Panel("(c) every cut", f"{len(cuts)} cuts, {total:.3g} milliseconds together.", draw)
+
+
+def _budget_panel(stages: Sequence[Stage]) -> Panel:
+    shown = stages if len(stages) <= _STAGES else [stages[round(k * (len(stages) - 1) / 8)] for k in range(_STAGES)]
+
+    def draw(axes: Axes) -> None:
+        spent = [{phase: stage.per_step(phase) for phase in PHASES} for stage in shown]
+        _stack(axes, [f"{stage.order:.3g}" for stage in shown], spent, tuple(PHASES))
+        axes.set(xlabel="order", ylabel="seconds for 1000 steps")
+        legend_below(axes, columns=3)
+
+    words = "; ".join(f"{sum(s.per_step(p) for p in PHASES):.3g} seconds at order {s.order:.3g}" for s in shown)
+    return Panel("(d) a thousand steps", words, draw)
+
+
+def _stack(axes: Axes, labels: list[str], spent: list[dict[str, float]], order: Sequence[str]) -> None:
+    bottom = [0.0] * len(labels)
+    highest = max((sum(values.values()) for values in spent), default=0.0)
+    inside: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8, "color": PAPER}
+    inside["rotation"] = 90 if len(labels) > _WIDE else 0
+    for phase in order:
+        heights = [values.get(phase, 0.0) for values in spent]
+        if not any(heights):
+            continue
+        axes.bar(labels, heights, bottom=bottom, color=PHASES[phase], label=phase, width=0.68)
+        for k, height in enumerate(heights):
+            if phase == "steps" and height > _LEGIBLE * highest:
+                share = height / sum(spent[k].values())
+                axes.text(k, bottom[k] + height / 2, f"{share:.0%}", **inside)
+        bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
+    # A bar of no height on top of the highest would take its margin away.
+    axes.set_ylim(0, 1.05 * highest or 1.0)
+    axes.grid(visible=False, axis="x")

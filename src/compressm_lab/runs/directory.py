@@ -1,0 +1,188 @@
+"""A run directory: what training writes, step by step, and a report reads back.
+
+config.json        the recipe as it was resolved           metrics.jsonl    `Evaluation`
+environment.json   machine, date, commit, versions         cuts.jsonl       `CutRecord` and `RestoredRecord`
+status.json        `Status`                                spectra.jsonl    `Spectrum`
+checkpoints/       what --resume goes on from              timings.jsonl    `Timing`
+penalties.jsonl    `PenaltyRecord`                         truncations.jsonl  `TruncationRecord`
+model/             the final model, for `load_model`       tensorboard/     events, where asked for
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
+
+from compressm.files import replacing
+from compressm_lab.runs.measurement import Environment
+from compressm_lab.runs.records import (
+    CutRecord,
+    Evaluation,
+    PenaltyRecord,
+    Record,
+    RestoredRecord,
+    RunError,
+    Spectrum,
+    Timing,
+    TruncationRecord,
+)
+
+State = Literal["running", "finished", "interrupted", "failed"]
+_Kind = TypeVar("_Kind", bound=Record)
+
+_FILES: dict[type[Record], str] = {
+    Evaluation: "metrics.jsonl",
+    CutRecord: "cuts.jsonl",
+    RestoredRecord: "cuts.jsonl",
+    Spectrum: "spectra.jsonl",
+    Timing: "timings.jsonl",
+    PenaltyRecord: "penalties.jsonl",
+    TruncationRecord: "truncations.jsonl",
+}
+
+
+@dataclass(frozen=True)
+class Status:
+    """How far a run is; `message` says why where it failed."""
+
+    state: State
+    step: int
+    steps: int
+    message: str = ""
+
+
+class RunDirectory:
+    """Paths, whole small files, and lines that are appended one by one."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    @property
+    def exists(self) -> bool:
+        """A run began here."""
+        return (self.path / "config.json").is_file()
+
+    @property
+    def finished(self) -> bool:
+        """It was trained to its last step, and its model is there."""
+        try:
+            return self.status().state == "finished" and (self.model / "model.safetensors").is_file()
+        except RunError:
+            return False
+
+    def begin(self, config: dict[str, Any]) -> None:
+        """A new run; one that is there already is refused."""
+        if self.exists:
+            raise RunError(f"{self.path} already holds a run: resume it, or choose another folder")
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._write("environment.json", asdict(Environment.here()))
+        self._write("config.json", config)
+
+    def write_status(self, status: Status) -> None:
+        self._write("status.json", asdict(status))
+
+    def append(self, *records: Record) -> None:
+        """One line each."""
+        by_file: dict[str, list[str]] = {}
+        for record in records:
+            line = json.dumps(record.as_dict(), allow_nan=True)
+            by_file.setdefault(_FILES[type(record)], []).append(line)
+        for name, lines in by_file.items():
+            with (self.path / name).open("a", encoding="utf-8") as file:
+                file.write("".join(f"{line}\n" for line in lines))
+
+    def rewind(self, step: int) -> None:
+        """Forget the lines of steps after `step`, and one that a crash cut short."""
+        for name in sorted(set(_FILES.values())):
+            path = self.path / name
+            if not path.exists():
+                continue
+            kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step(line) <= step]
+            with replacing(path) as scratch:
+                scratch.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+
+    def sync(self) -> None:
+        """Lines reach the disk before the checkpoint that counts on them."""
+        for name in set(_FILES.values()):
+            if (self.path / name).exists():
+                with (self.path / name).open("ab") as file:
+                    os.fsync(file.fileno())
+
+    def config(self) -> dict[str, Any]:
+        return self._read("config.json")
+
+    def environment(self) -> Environment:
+        return Environment(**self._read("environment.json"))
+
+    def status(self) -> Status:
+        stored = self._read("status.json")
+        known = set(stored) == {"state", "step", "steps", "message"} and stored["state"] in get_args(State)
+        if not known or not all(type(stored[count]) is int for count in ("step", "steps")):
+            raise RunError(f"{self.path / 'status.json'} holds {stored!r:.80}, expected state, step, steps and message")
+        return Status(**stored)
+
+    def records(self, kind: type[_Kind]) -> list[_Kind]:
+        """All of one kind, in the order they were written; a last line that a crash cut short is left out."""
+        path = self.path / _FILES[kind]
+        try:
+            lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
+        except (OSError, UnicodeDecodeError) as error:
+            raise RunError(f"{path} cannot be read: {error}") from None
+        found = []
+        for number, line in enumerate(lines[:-1], start=1):
+            try:
+                stored = json.loads(line)
+                # Cuts and restorations share a file: each kind knows its own by the fields.
+                if _FILES[kind] != "cuts.jsonl" or ("reason" in stored) == (kind is RestoredRecord):
+                    found.append(kind.from_dict(stored))
+            except (json.JSONDecodeError, TypeError, RunError) as error:
+                raise RunError(f"{path}, line {number}: {error}") from None
+        return found
+
+    def _write(self, name: str, contents: dict[str, Any]) -> None:
+        with replacing(self.path / name) as scratch:
+            scratch.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
+
+    def _read(self, name: str) -> dict[str, Any]:
+        path = self.path / name
+        try:
+            stored = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise RunError(f"{path} does not exist: {self.path} is not the folder of a run") from None
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise RunError(f"{path} cannot be read: {error}") from None
+        if not isinstance(stored, dict):
+            raise RunError(f"{path} holds {stored!r:.80}, expected an object")
+        return stored
+
+
+def find_runs(paths: Iterable[Path | str]) -> list[RunDirectory]:
+    """Every run at or below the paths, by name; a path without any is refused."""
+    found: list[RunDirectory] = []
+    for path in map(Path, paths):
+        if not path.exists():
+            raise RunError(f"{path} does not exist, expected the folder of a run or of several")
+        below = sorted({file.parent for file in path.rglob("config.json") if (file.parent / "status.json").is_file()})
+        if not below:
+            raise RunError(f"{path} holds no run: no config.json with a status.json beside it")
+        found += [RunDirectory(folder) for folder in below if folder not in {run.path for run in found}]
+    return found
+
+
+def _step(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (json.JSONDecodeError, TypeError, KeyError, ValueError):
+        return float("inf")

@@ -1,0 +1,308 @@
+"""Runs that differ in their seed alone, and what they say together."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from compressm_lab.runs.directory import RunDirectory, find_runs
+from compressm_lab.runs.records import RunError
+from compressm_lab.runs.run import Metric, Run, Score, read_run
+
+# None of these changes what is trained.
+_INCIDENTAL = ("spectra", "description", "training.checkpoint_every", "training.keep_checkpoints")
+_TEACHER = "distillation.teacher"
+
+# Settings in a label.
+_READABLE = 3
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Mean and standard deviation (of a sample, n − 1) over seeds; `spread` is None for one seed."""
+
+    centre: float
+    spread: float | None
+    count: int
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> Sample | None:
+        """None without any value."""
+        found = [float(value) for value in values if value is not None]
+        if not found:
+            return None
+        return cls(mean(found), stdev(found) if len(found) > 1 else None, len(found))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Seeds of one recipe; statistics are over those that finished.
+
+    With `truncated`, those of the models cut once to that order after training.
+    """
+
+    label: str
+    runs: tuple[Run, ...]
+    truncated: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.runs[0].name
+
+    @property
+    def compressed(self) -> bool:
+        return self.runs[0].compressed
+
+    @property
+    def plain(self) -> bool:
+        return self.runs[0].plain
+
+    @property
+    def finished(self) -> tuple[Run, ...]:
+        return tuple(run for run in self.runs if run.finished)
+
+    @property
+    def metric(self) -> Metric:
+        return "accuracy" if any(run.metric == "accuracy" for run in self.runs) else "loss"
+
+    @property
+    def layers(self) -> int:
+        return max(len(run.modules) for run in self.runs) or int(self.runs[0].config["model"].get("depth", 1))
+
+    @property
+    def initial_order(self) -> float:
+        return self.runs[0].mean_initial_order
+
+    @property
+    def order(self) -> Sample | None:
+        if self.truncated is not None:
+            return Sample.of(run.truncated_order(self.truncated) for run in self.finished)
+        return Sample.of(run.mean_order for run in self.finished)
+
+    def score(self, run: Run) -> Score | None:
+        """Of one of its runs."""
+        return run.score if self.truncated is None else run.truncated_score(self.truncated)
+
+    @property
+    def ranked(self) -> list[Run]:
+        """Finished runs with a test value, the best validation first."""
+        found = ((self.score(run), run) for run in self.finished)
+        scored = [(score.rank, run) for score, run in found if score and score.test is not None]
+        return [run for _, run in sorted(scored, key=lambda pair: -pair[0])]
+
+    def top(self, count: int | None = None) -> Sample | None:
+        """Test values of the `count` runs that are best by validation, by default of all; None with fewer than that."""
+        ranked = self.ranked[:count]
+        if count is not None and len(ranked) < count:
+            return None
+        return Sample.of(score.test for run in ranked if (score := self.score(run)))
+
+    @property
+    def shown(self) -> Run:
+        """The run that stands for its group in pictures of one run: the best, or the one that came furthest."""
+        return self.ranked[0] if self.ranked else max(self.runs, key=lambda run: (run.finished, run.status.step))
+
+    @property
+    def seconds(self) -> Sample | None:
+        return Sample.of(run.seconds for run in self.finished)
+
+    @property
+    def summed_bound(self) -> Sample | None:
+        """Σ over layers and lasting cuts; None where a cut came without a bound, or there was none."""
+        return Sample.of(_summed(run) for run in self.finished)
+
+    @property
+    def bounds_by_cut(self) -> list[float]:
+        """Of the run that is shown, Σ over layers at each step of a cut."""
+        by_step: dict[int, float] = {}
+        for cut in self.shown.lasting_cuts:
+            by_step[cut.step] = by_step.get(cut.step, 0.0) + (math.nan if cut.error_bound is None else cut.error_bound)
+        return list(by_step.values())
+
+
+def group_runs(runs: Iterable[Run]) -> list[Group]:
+    """Runs of one recipe together, labelled by what tells the groups of a name apart; the uncompressed first."""
+    every = list(runs)
+    found: dict[str, list[Run]] = {}
+    recipes: dict[str, dict[str, Any]] = {}
+    for run, recipe in zip(every, _recipes(every), strict=True):
+        key = json.dumps(recipe, sort_keys=True)
+        found.setdefault(key, []).append(run)
+        recipes.setdefault(key, recipe)
+    members = [tuple(sorted(group, key=lambda run: run.seed)) for group in found.values()]
+    labels = _labels([group[0] for group in members], list(recipes.values()))
+    groups = [Group(label, group) for label, group in zip(labels, members, strict=True)]
+    return sorted(groups, key=lambda group: (group.name, group.compressed, -group.runs[0].mean_order, group.label))
+
+
+def reference(group: Group, groups: Sequence[Group]) -> Group | None:
+    """The uncompressed group whose time counts as 1: of the same name, size and steps, at the order of the start.
+
+    A smaller model that was never cut is held against the same one as the compressed groups of its name, as in the
+    paper, or where there are none against the largest.
+    """
+    alike = [other for other in groups if _comparable(group, other) and other.plain and other.seconds]
+    starts = {other.initial_order for other in groups if other.compressed and _comparable(group, other)}
+    wanted = {group.initial_order} if group.compressed else starts or {max((g.initial_order for g in alike), default=0)}
+    return next((other for other in alike if other.initial_order == max(wanted)), None)
+
+
+def speed_ups(group: Group, groups: Sequence[Group]) -> list[float]:
+    """Of each finished run: mean seconds of the reference over its own; empty without a reference."""
+    base = reference(group, groups)
+    if base is None or base.seconds is None:
+        return []
+    return [base.seconds.centre / run.seconds for run in group.finished if run.seconds]
+
+
+def speed_up(group: Group, groups: Sequence[Group]) -> Sample | None:
+    """Mean seconds of the reference over those of the group: a mean of ratios would put the reference above 1."""
+    base, spread = reference(group, groups), Sample.of(speed_ups(group, groups))
+    if base is None or base.seconds is None or group.seconds is None or spread is None:
+        return None
+    return Sample(base.seconds.centre / group.seconds.centre, spread.spread, spread.count)
+
+
+def machines(runs: Iterable[Run]) -> list[str]:
+    """Each once: accelerator, or processor and threads."""
+    found = (run.environment for run in runs)
+    return list(dict.fromkeys(e.accelerator or f"{e.processor}, {e.threads} thread(s)" for e in found))
+
+
+def _comparable(group: Group, other: Group) -> bool:
+    return other.name == group.name and _size(other.runs[0]) == _size(group.runs[0])
+
+
+def _size(run: Run) -> tuple[Any, ...]:
+    model, training = run.config["model"], run.config["training"]
+    keys = (model.get("layer"), model.get("depth"), model.get("width"))
+    return (*keys, training.get("steps"), training.get("batch"))
+
+
+def _summed(run: Run) -> float | None:
+    bounds = [cut.error_bound for cut in run.lasting_cuts]
+    known = [bound for bound in bounds if bound is not None]
+    return sum(known) if known and len(known) == len(bounds) else None
+
+
+def _recipes(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Without their seeds, and without those of their teachers where each seed has one of its own."""
+    found = [_recipe(run) for run in runs]
+    keys = [json.dumps(recipe, sort_keys=True) for recipe in found]
+    taught: dict[str, set[int]] = {}
+    for run, key in zip(runs, keys, strict=True):
+        taught.setdefault(key, set()).add(run.seed)
+    pairs = zip(runs, found, keys, strict=True)
+    return [recipe if len(taught[key]) > 1 else _taught_by_its_seed(run, recipe) for run, recipe, key in pairs]
+
+
+def _recipe(run: Run) -> dict[str, Any]:
+    return {key: value for key, value in flat(run.config).items() if key != "seed" and not _incidental(key)}
+
+
+def _taught_by_its_seed(run: Run, recipe: dict[str, Any]) -> dict[str, Any]:
+    teacher = recipe.get(_TEACHER)
+    if not isinstance(teacher, str):
+        return recipe
+    return {**recipe, _TEACHER: re.sub(rf"\bseed-{run.seed}\b", "seed-*", teacher)}
+
+
+def _incidental(key: str) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in _INCIDENTAL)
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"model": {"order": 8}} as {"model.order": 8}."""
+    entries: dict[str, Any] = {}
+    for key, value in config.items():
+        inside = flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
+        entries.update(inside)
+    return entries
+
+
+def _labels(runs: Sequence[Run], recipes: Sequence[dict[str, Any]]) -> list[str]:
+    """The recipe's label, and where several of a name share it, the settings in which they differ, or a letter.
+
+    Letters where there are more settings than can be read beside a line; the table of recipes says what they stand for.
+    """
+    named: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for run, recipe in zip(runs, recipes, strict=True):
+        named.setdefault((run.name, run.label), []).append(recipe)
+    return [_label(run, recipe, named[run.name, run.label]) for run, recipe in zip(runs, recipes, strict=True)]
+
+
+def _label(run: Run, own: dict[str, Any], recipes: Sequence[dict[str, Any]]) -> str:
+    differing = [key for key in own if any(other.get(key) != own[key] for other in recipes)]
+    if len(differing) > _READABLE:
+        return f"{run.label} {_letter(recipes.index(own))}"
+    return ", ".join([run.label, *(_said(key, own[key]) for key in differing)])
+
+
+def _letter(number: int) -> str:
+    """A … Z, AA, …"""
+    rest, last = divmod(number, 26)
+    return (_letter(rest - 1) if rest else "") + chr(ord("A") + last)
+
+
+def _said(key: str, value: Any) -> str:
+    words = key.split(".")[-1].replace("_", " ")
+    return f"no {words}" if value is None else f"{words} {value}"
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The runs that can be reported, and why others cannot, each by its path."""
+
+    runs: tuple[Run, ...]
+    broken: tuple[str, ...]
+
+
+def gather(paths: Iterable[Path | str]) -> Gathered:
+    """Every run at or below the paths; refused where not one of them can be read."""
+    folders, broken = _found(paths)
+    runs: list[Run] = []
+    for directory in folders.values():
+        try:
+            run = read_run(directory)
+            _ = run.modules  # of a run that has only begun they come from its spectra
+            _ = run.penalties, run.truncations  # a few lines, and every page asks for them
+            runs.append(run)
+        except RunError as error:
+            broken.append(str(error))
+    runs, unshown = _with_spectra(runs)
+    broken += unshown
+    if not runs:
+        raise RunError("; ".join(broken) or "no runs given, expected at least one")
+    return Gathered(tuple(runs), tuple(broken))
+
+
+def _found(paths: Iterable[Path | str]) -> tuple[dict[Path, RunDirectory], list[str]]:
+    folders: dict[Path, RunDirectory] = {}
+    broken: list[str] = []
+    for path in paths:
+        try:
+            folders |= {run.path: run for run in find_runs([path])}
+        except RunError as error:
+            broken.append(str(error))
+    return folders, broken
+
+
+def _with_spectra(runs: list[Run]) -> tuple[list[Run], list[str]]:
+    """Without those whose spectra would be shown and cannot be read; the others' nobody looks at."""
+    broken: dict[str, str] = {}
+    while True:
+        left = [run for run in runs if run.path not in broken]
+        known = len(broken)
+        for shown in (group.shown for group in group_runs(left)):
+            try:
+                _ = shown.spectra
+            except RunError as error:
+                broken[shown.path] = str(error)
+        if len(broken) == known:
+            return left, list(broken.values())

@@ -1,0 +1,168 @@
+"""The paper's numbers: one JSON file for each of its tables and figures, by label."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib import resources
+from pathlib import Path
+from typing import Literal
+
+from compressm.errors import did_you_mean
+from compressm_lab.runs.groups import Group, Sample, group_runs, speed_up
+from compressm_lab.runs.records import RunError
+from compressm_lab.runs.run import Run
+
+FOLDER = Path(str(resources.files("compressm_lab.runs"))) / "paper"
+Key = tuple[str, str, str, str]
+
+
+@dataclass(frozen=True)
+class PaperItem:
+    """A table or a figure: `origin` is its label in the paper's source, `says` what the paper reads from it.
+
+    `values` is by task, method, column and quantity: order, accuracy (of the three best seeds), best, speed-up. Those
+    of a table whose heads are final orders stand in the columns of the tolerances that led to them.
+    """
+
+    label: str
+    origin: str
+    title: str
+    says: str
+    values: Mapping[Key, Sample]
+
+    @property
+    def kind(self) -> str:
+        return "table" if self.origin.startswith("tab:") else "figure"
+
+    def value(self, task: str, method: str, column: str, quantity: str) -> Sample | None:
+        """None where the paper has no such number."""
+        return self.values.get((task, method, column, quantity))
+
+
+def paper_labels() -> list[str]:
+    """Of all files in the folder."""
+    return sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+@cache
+def read_paper(label: str) -> PaperItem:
+    """By the label of a table or figure, without `tab:` or `fig:`."""
+    if label not in paper_labels():
+        hint = did_you_mean(label, paper_labels())
+        raise RunError(f"{label!r} is not a label of the paper; expected one of {', '.join(paper_labels())}{hint}")
+    stored = json.loads((FOLDER / f"{label}.json").read_text(encoding="utf-8"))
+    values: dict[Key, Sample] = {}
+    for row in stored.pop("rows"):
+        spreads = row.get("spreads", [None] * len(row["means"]))
+        for column, mean, spread in zip(row["columns"], row["means"], spreads, strict=True):
+            # How many seeds a mean is of is not always said.
+            values[row["task"], row["method"], column, row["quantity"]] = Sample(float(mean), spread, 0)
+    return PaperItem(**stored, values=values)
+
+
+Quantity = Literal["order", "accuracy", "best", "speed-up"]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The seeds of one cell of a table; none where they are not trained yet, and then `missing` says why.
+
+    `truncated` is the order that they are shown at, cut once after training; `before` are runs that had to be trained
+    first, as teachers, whose time counts too.
+    """
+
+    task: str
+    method: str
+    column: str
+    runs: tuple[Run, ...] = ()
+    missing: str = ""
+    truncated: int | None = None
+    before: tuple[Run, ...] = ()
+
+    @cached_property
+    def group(self) -> Group | None:
+        return Group(self.column, self.runs, self.truncated) if self.runs else None
+
+    @property
+    def seconds(self) -> Sample | None:
+        """Of a run, with what had to be trained before it."""
+        own, before = (self.group.seconds if self.group else None), Sample.of(run.seconds for run in self.before)
+        return own if own is None or before is None else Sample(own.centre + before.centre, own.spread, own.count)
+
+    @property
+    def title(self) -> str:
+        """In a legend of one task."""
+        return self.column if self.method == "CompreSSM" else f"{self.method}, {self.column}"
+
+
+@dataclass(frozen=True)
+class Exhibit:
+    """What a report on a table or figure is made of; `paper` is None for those of our own.
+
+    `quick` says how it differs from the paper's where it is smaller; `head` is the share of training that pictures of
+    spectra show.
+    """
+
+    label: str
+    title: str
+    picture: str
+    quantity: Quantity
+    cells: tuple[Compared, ...]
+    paper: PaperItem | None = None
+    quick: str = ""
+    head: float = 1.0
+
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """Each once: cells may share them."""
+        return tuple({run.path: run for cell in self.cells for run in cell.runs}.values())
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """By path, what a compressed run is called here: trainings that several exhibits share have a label for all."""
+        compressed = (cell for cell in self.cells if cell.method == "CompreSSM")
+        return {run.path: cell.column for cell in compressed for run in cell.runs}
+
+    @cached_property
+    def tasks(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(cell.task for cell in self.cells))
+
+    def named(self, task: str) -> str:
+        """Quick versions train digits in its place."""
+        return f"digits for {task}" if self.quick else task
+
+    def of_task(self, task: str) -> list[Compared]:
+        return [cell for cell in self.cells if cell.task == task]
+
+    def ours(self, cell: Compared, quantity: Quantity) -> Sample | None:
+        """Accuracies in per cent: of the three best seeds by validation, or of all where there are fewer."""
+        if cell.group is None:
+            return None
+        if quantity == "order":
+            return cell.group.order
+        if quantity == "speed-up":
+            return self._speed_up(cell, cell.group)
+        found = cell.group.top(1) if quantity == "best" else cell.group.top(3) or cell.group.top()
+        return None if found is None else _scaled(found, 100.0 if cell.group.metric == "accuracy" else 1.0)
+
+    def theirs(self, cell: Compared, quantity: Quantity) -> Sample | None:
+        """Of the paper, in its own units."""
+        return None if self.paper is None else self.paper.value(cell.task, cell.method, cell.column, quantity)
+
+    def _speed_up(self, cell: Compared, group: Group) -> Sample | None:
+        """With the time of teachers; as if their training had been part of each run."""
+        found = speed_up(group, self._groups)
+        if found is None or not cell.before or cell.seconds is None or group.seconds is None:
+            return found
+        return _scaled(found, group.seconds.centre / cell.seconds.centre)
+
+    @cached_property
+    def _groups(self) -> Sequence[Group]:
+        return group_runs(self.runs)
+
+
+def _scaled(sample: Sample, factor: float) -> Sample:
+    return Sample(factor * sample.centre, sample.spread and factor * sample.spread, sample.count)

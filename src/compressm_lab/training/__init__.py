@@ -1,0 +1,40 @@
+"""Training runs: recipes, a loop that evaluates, cuts and saves on schedules, and what can go on after a stop."""
+
+from compressm_lab.training.config import (
+    CompressionConfig,
+    ConfigError,
+    DistillationConfig,
+    ModelConfig,
+    Recipe,
+    RegulariserConfig,
+    RollbackConfig,
+    SelectiveConfig,
+    SpectraConfig,
+    TrainingConfig,
+    TruncationConfig,
+    WhenConfig,
+)
+from compressm_lab.training.loggers import Listener, Silent
+from compressm_lab.training.loop import Diverged, Interrupted, train
+from compressm_lab.training.plan import Plan
+
+__all__ = [
+    "CompressionConfig",
+    "ConfigError",
+    "DistillationConfig",
+    "Diverged",
+    "Interrupted",
+    "Listener",
+    "ModelConfig",
+    "Plan",
+    "Recipe",
+    "RegulariserConfig",
+    "RollbackConfig",
+    "SelectiveConfig",
+    "Silent",
+    "SpectraConfig",
+    "TrainingConfig",
+    "TruncationConfig",
+    "WhenConfig",
+    "train",
+]

@@ -1,0 +1,54 @@
+"""Several processes, as torchrun starts them: each learns from its share of every batch, the first one writes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from compressm.compression.distributed import Processes
+from compressm_lab.training.config import ConfigError, Recipe
+
+
+@contextmanager
+def process_group(device: torch.device) -> Iterator[torch.device]:
+    """Under torchrun all processes joined and each with its own GPU; otherwise nothing."""
+    if "LOCAL_RANK" not in os.environ or dist.is_initialized():
+        yield device
+        return
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+def distributed(model: nn.Module, recipe: Recipe, processes: Processes) -> nn.Module:
+    """Wrapped where there are several processes; a batch that they cannot share evenly is refused."""
+    if processes.count == 1:
+        return model
+    batch = recipe.training.batch
+    if batch % processes.count:
+        raise ConfigError(f"training.batch is {batch}, expected a multiple of the {processes.count} processes")
+    return DistributedDataParallel(model)
+
+
+def any_of(processes: Processes, flag: bool) -> bool:
+    """Whether it is true in one of them: they stop together."""
+    if processes.count == 1:
+        return flag
+    return bool(processes.total(torch.tensor(float(flag))) > 0)
+
+
+def join(processes: Processes, seed: int, step: int) -> None:
+    """Different random numbers, for dropout, in every process but the first, which goes on with its own."""
+    if processes.rank:
+        torch.manual_seed(hash((seed, step, processes.rank)) % 2**31)

@@ -1,0 +1,155 @@
+"""Recipes in files: YAML, strict; single values can be set from outside."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from compressm.errors import did_you_mean
+from compressm_lab.training.config import Config, ConfigError, Recipe
+
+
+def read_recipe(path: Path | str, settings: Iterable[str] = (), *, spoken: Mapping[str, str] | None = None) -> Recipe:
+    """The recipe of a YAML file, with settings such as "compression.tau=0.02" on top.
+
+    What is wrong is said of the setting that made it so, or else of the file. `spoken` has the words for settings that
+    were not given by --set.
+    """
+    contents, settings = _contents(Path(path)), tuple(settings)
+    recipe, problems = _checked(with_settings(contents, settings))
+    if recipe is None:
+        words = {setting: f"--set {setting!r}" for setting in settings} | dict(spoken or {})
+        raise ConfigError(_blamed(problems, contents, settings, str(path), words))
+    return recipe
+
+
+def make_recipe(contents: Mapping[str, Any], *, source: str = "recipe") -> Recipe:
+    """A recipe from plain values; every value that is wrong is named with what is allowed."""
+    recipe, problems = _checked(contents)
+    if recipe is None:
+        raise ConfigError(f"{source}: {'; '.join(problems)}")
+    return recipe
+
+
+def _contents(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        contents = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; expected a recipe, a YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from None
+    if not isinstance(contents, dict) or not all(isinstance(key, str) for key in contents):
+        raise ConfigError(f"{path} holds {contents!r:.80}, expected the keys of a recipe")
+    return contents
+
+
+def _checked(contents: Mapping[str, Any]) -> tuple[Recipe | None, list[str]]:
+    """The recipe, or all that is wrong with it."""
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        recipe = TypeAdapter(Recipe).validate_python(dict(contents))
+    except ValidationError as error:
+        return None, [_problem(problem) for problem in error.errors()]
+    except ConfigError as error:
+        return None, [str(error)]
+    mistaken = list(_mistaken(contents, recipe.as_dict()))
+    return (None if mistaken else recipe), mistaken
+
+
+def _problems(contents: dict[str, Any], settings: Sequence[str]) -> list[str]:
+    try:
+        return _checked(with_settings(contents, settings))[1]
+    except ConfigError as error:  # a setting that needed another one
+        return [str(error)]
+
+
+def _blamed(
+    problems: Sequence[str], contents: dict[str, Any], settings: Sequence[str], file: str, words: Mapping[str, str]
+) -> str:
+    """Every problem after the settings without which it would not be there; after the file where it is its own."""
+    own = _checked(contents)[1]
+    without = {s: _problems(contents, [other for other in settings if other != s]) for s in settings}
+    said: dict[str, list[str]] = {}
+    for problem in problems:
+        guilty = [] if problem in own else [s for s in settings if problem not in without[s]] or settings
+        said.setdefault(" and ".join(dict.fromkeys(words[s] for s in guilty)) or file, []).append(problem)
+    return "; ".join(f"{blamed}: {'; '.join(found)}" for blamed, found in said.items())
+
+
+def _mistaken(given: Any, read: Any, key: str = "") -> Iterator[str]:
+    """Pydantic reads true as 1, and 1 as true."""
+    if isinstance(given, Mapping) and isinstance(read, Mapping):
+        for name, value in given.items():
+            yield from _mistaken(value, read.get(name), f"{key}.{name}".strip("."))
+    elif isinstance(given, list | tuple) and isinstance(read, list | tuple):
+        for value, number in zip(given, read, strict=True):
+            yield from _mistaken(value, number, key)
+    elif isinstance(given, bool) != isinstance(read, bool):
+        expected = "true or false" if isinstance(read, bool) else "a number"
+        yield f"{key} is {given!r}: expected {expected}"
+
+
+def with_settings(contents: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]:
+    """A copy in which "a.b=value" has set contents["a"]["b"]; values are read as YAML."""
+    import yaml
+
+    changed = copy.deepcopy(dict(contents))
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"--set {setting!r}: expected key=value, as in compression.tau=0.02")
+        *outer, last = key.strip().split(".")
+        place = changed
+        for name in outer:
+            if place.get(name) is None:
+                place[name] = {}
+            place = place[name]
+            if not isinstance(place, dict):
+                raise ConfigError(f"--set {setting!r}: {name} holds {place!r:.40}, which has no keys")
+        try:
+            place[last] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--set {setting!r}: {text!r} is not a value: {error}") from None
+    return changed
+
+
+def _problem(problem: Mapping[str, Any]) -> str:
+    where = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        return _unknown(*map(str, problem["loc"]))
+    if problem["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
+        return f"{where} is missing"
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "value_error":
+        return f"{where}: {message}" if where else message
+    near = ""
+    if problem["type"] == "literal_error":
+        near = did_you_mean(problem["input"], re.findall("'([^']*)'", problem["ctx"]["expected"]))
+    return f"{where} is {problem['input']!r:.60}: {message}{near}"
+
+
+def _unknown(*parts: str) -> str:
+    """A key beside those that are allowed, with the one that may have been meant, there or elsewhere."""
+    *above, last = parts
+    places = [key.split(".") for key in _keys(Recipe)]
+    allowed = [place[-1] for place in places if place[:-1] == above]
+    elsewhere = " or ".join(repr(".".join(place)) for place in places if place[-1] == last)
+    near = f"; did you mean {elsewhere}?" if elsewhere else did_you_mean(last, allowed)
+    return f"{'.'.join(parts)} is not a key of a recipe, expected one of {', '.join(allowed)}{near}"
+
+
+def _keys(kind: type[Config], prefix: str = "") -> Iterator[str]:
+    """All that a recipe may have, as "model.order"."""
+    hints = get_type_hints(kind)
+    for field in fields(kind):
+        yield f"{prefix}{field.name}"
+        for inner in (hints[field.name], *get_args(hints[field.name])):
+            if isinstance(inner, type) and issubclass(inner, Config):
+                yield from _keys(inner, f"{prefix}{field.name}.")

@@ -1,0 +1,163 @@
+"""Models of transformers on disk, with equal and with unequal orders, in its files and in ours."""
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import compressm as cs
+from compressm.compression import SavingError, load_checkpoint, save_checkpoint
+from tests.adapters.transformers_models import (
+    IDS,
+    MambaForCausalLM,
+    cut,
+    make,
+    mixers,
+    said_orders,
+    same,
+    train,
+    transformers,
+    unequal,
+    written,
+)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"tie_word_embeddings": False, "use_bias": True}, {"use_conv_bias": False}], ids=str
+)
+def test_equal_orders_come_back_from_transformers_own_files(options, tmp_path):
+    model = make(**options)
+    cut(model)
+    model.save_pretrained(tmp_path)
+    for loaded in (transformers.AutoModelForCausalLM.from_pretrained(tmp_path), cs.load_model(tmp_path)):
+        assert type(loaded) is MambaForCausalLM
+        assert loaded.config.state_size == 3
+        assert said_orders(loaded) == [3, 3]
+        assert same(loaded, model)
+        assert torch.equal(written(loaded), written(model))
+
+
+@pytest.mark.parametrize("kind", [MambaForCausalLM, transformers.MambaModel])
+@pytest.mark.parametrize("shard", ["1GB", "2KB"])
+def test_unequal_orders_are_read_from_transformers_files_by_us_alone(kind, shard, tmp_path):
+    model = unequal(make(kind), 2, 5)
+    model.save_pretrained(tmp_path, max_shard_size=shard)
+    with pytest.raises(RuntimeError, match="'state_size' is a per-layer attribute"):
+        kind.from_pretrained(tmp_path)
+    loaded = cs.load_model(tmp_path)
+    assert said_orders(loaded) == [2, 5]
+    assert same(loaded, model)
+
+
+@pytest.mark.parametrize("kind", [MambaForCausalLM, transformers.MambaModel])
+@pytest.mark.parametrize("orders", [(4, 4), (2, 5)])
+def test_our_files_hold_models_of_transformers(kind, orders, tmp_path):
+    model = unequal(make(kind, tie_word_embeddings=orders == (2, 5)), *orders)
+    model.name_or_path = "/home/of/somebody"
+    random = torch.get_rng_state()
+    cs.save_model(model, tmp_path / "model")
+    loaded = cs.load_model(tmp_path / "model")
+    assert torch.equal(torch.get_rng_state(), random)
+    assert "somebody" not in (tmp_path / "model" / "config.json").read_text()
+    assert type(loaded) is kind
+    assert said_orders(loaded) == list(orders)
+    assert loaded.config.to_dict() == model.config.to_dict()
+    assert same(loaded, model)
+    cut(loaded, keep=cs.TargetOrder(1))
+    assert said_orders(loaded) == [1, 1]
+
+
+def test_files_hold_how_a_model_is_used(tmp_path):
+    model = unequal(make().bfloat16(), 2, 5)
+    model.generation_config.max_new_tokens, model.config.use_cache = 3, False
+    model.backbone.embeddings.requires_grad_(False)
+    model.gradient_checkpointing_enable()
+    cs.save_model(model, tmp_path / "model.safetensors")
+    loaded = cs.load_model(tmp_path / "model.safetensors")
+    assert loaded.generate(IDS[:1], pad_token_id=0).shape == (1, IDS.shape[1] + 3)
+    assert loaded.lm_head.weight is loaded.backbone.embeddings.weight
+    assert not loaded.lm_head.weight.requires_grad
+    assert loaded.dtype == torch.bfloat16
+    assert not loaded.config.use_cache
+    loaded.train()(IDS, labels=IDS).loss.backward()
+    assert cs.load_model(tmp_path / "model.safetensors", dtype=torch.float64).dtype == torch.float64
+
+
+def test_a_model_of_transformers_may_be_part_of_another(tmp_path):
+    model = nn.Sequential(nn.Embedding(20, 8), unequal(make(), 2, 5))
+    cs.save_model(model, tmp_path / "model")
+    assert same(cs.load_model(tmp_path / "model")[1], model[1])
+
+
+def test_training_goes_on_from_a_checkpoint_in_a_new_model(tmp_path):
+    model, other = make(), make(seed=1)
+    optimizer, another = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, other))
+    train(model, optimizer)
+    unequal(model, 2, 5, optimizer=optimizer)
+    save_checkpoint(tmp_path / "c.pt", model=model, optimizer=optimizer, step=1)
+    load_checkpoint(tmp_path / "c.pt", model=other, optimizer=another)
+    assert said_orders(other) == [2, 5]
+    assert same(other, model)
+    train(model, optimizer)
+    train(other, another)
+    assert same(other, model)
+
+
+def test_a_checkpoint_that_cannot_be_taken_changes_nothing(tmp_path):
+    save_checkpoint(tmp_path / "c.pt", model=unequal(make(), 2, 5), step=1)
+    model = make(seed=1)
+    del mixers(model)[1].ssm_state_size
+    before = [value.clone() for value in model.state_dict().values()]
+    with pytest.raises(SavingError, match=r"layers.1.mixer: ssm_state_size should go with the order"):
+        load_checkpoint(tmp_path / "c.pt", model=model)
+    torch.testing.assert_close(list(model.state_dict().values()), before, rtol=0, atol=0)
+
+
+def test_files_are_read_once_transformers_is_imported(tmp_path, monkeypatch):
+    model = make()
+    model.save_pretrained(tmp_path / "theirs")
+    cs.save_model(model, tmp_path / "ours")
+    monkeypatch.delitem(sys.modules, "transformers")
+    for name in ("theirs", "ours"):
+        with pytest.raises(SavingError, match=rf"{name}.*is not imported yet: import transformers first"):
+            cs.load_model(tmp_path / name)
+
+
+BAD_FOLDERS = {
+    "another model": ("config.json", '{"model_type": "falcon_mamba", "architectures": ["FalconMambaForCausalLM"]}'),
+    "no architecture": ("config.json", '{"model_type": "mamba"}'),
+    "not JSON": ("config.json", '{"model_type"'),
+    "a list": ("config.json", '["model_type"]'),
+    "a size in words": (
+        "config.json",
+        '{"model_type": "mamba", "architectures": ["MambaModel"], "state_size": "three"}',
+    ),
+    "a layer that is not there": (
+        "config.json",
+        '{"model_type": "mamba", "architectures": ["MambaModel"], "per_layer_config": {"99": {"state_size": 2}}}',
+    ),
+    "half the weights": ("model.safetensors", "half"),
+    "no places": ("model.safetensors.index.json", "{}"),
+    "a file that is missing": ("model.safetensors.index.json", '{"weight_map": {"D": "part-1.safetensors"}}'),
+}
+SAID = {
+    "another model": "FalconMambaForCausalLM is not supported, of transformers are MambaModel and MambaForCausalLM",
+    "no architecture": "architectures None, expected one",
+    "not JSON": "was not written by save_model.*; config.json beside it cannot be read",
+    "a list": "was not written by save_model",
+    "a size in words": "MambaConfig does not take what is given: .*'state_size' expected int",
+    "a layer that is not there": "must be integer layer indices",
+    "half the weights": "not a whole safetensors file",
+    "no places": "has no weight_map",
+    "a file that is missing": "part-1.safetensors does not exist",
+}
+
+
+@pytest.mark.parametrize("bad", BAD_FOLDERS)
+def test_a_folder_that_cannot_be_read_is_refused_by_name(bad, tmp_path):
+    make().save_pretrained(tmp_path)
+    name, contents = BAD_FOLDERS[bad]
+    (tmp_path / name).write_text(contents)
+    with pytest.raises(SavingError, match=rf"(?s){SAID[bad]}"):
+        cs.load_model(tmp_path)

@@ -1,0 +1,210 @@
+"""`compressm train` as a person meets it; what a run does is in tests/lab/training."""
+
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from compressm.cli.app import app
+from compressm_lab.experiments.catalogue import recipe_names
+from compressm_lab.runs.directory import RunDirectory, Status
+from compressm_lab.training.steps import Learner
+
+RECIPE = """
+name: mine
+task: {name: delayed_copy, symbols: 4, copied: 4, delay: 2, examples: 64, held_out: 16}
+model: {depth: 1, width: 4, order: 6, pooling: steps}
+training: {steps: 9, batch: 8, learning_rate: 0.01, evaluate_every: 3, checkpoint_every: 4}
+compression: {rho: 0.5, gate: 1.0, when: {steps: [5]}}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch, tmp_path):
+    monkeypatch.setenv("COMPRESSM_COMMIT", "tests")
+    monkeypatch.setenv("COMPRESSM_DATA", str(tmp_path / "data"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(RECIPE)
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["train", *map(str, arguments)], env={"COLUMNS": "250"})
+
+
+def plain(done):
+    return " ".join(done.output.replace("│", " ").split())
+
+
+def test_a_recipe_is_trained_and_says_what_it_does(tmp_path):
+    done = run("mine.yaml", "--seed", "3", "--order", "8", "--device", "cpu")
+    assert done.exit_code == 0, done.output
+    folder = RunDirectory("out/runs/mine/compressed-n8/seed-3")
+    assert (folder.config()["seed"], folder.config()["model"]["order"]) == (3, 8)
+    assert folder.status().state == "finished"
+    said = plain(done)
+    assert "mine, compressed, seed 3 9 steps cuts tried: 1, at 5" in said
+    assert "step 5: blocks.0.ssm: 8 -> 4 states, error <= " in said
+    assert "step 9: train " in said
+    assert f"run: {folder.path}; `compressm report {folder.path}` shows it" in said
+
+
+def test_a_baseline_is_not_cut_and_has_a_folder_of_its_own():
+    done = run("mine.yaml", "--baseline", "--set", "training.steps=2", "--set", "label=plain", "--threads", "1")
+    assert done.exit_code == 0, done.output
+    assert RunDirectory("out/runs/mine/plain-n6/seed-0").config()["compression"] is None
+    assert "cuts tried" not in done.output
+
+
+def test_all_recipes_are_listed():
+    done = run("--list")
+    assert done.exit_code == 0
+    first = [line.replace("│", " ").split()[0] for line in done.output.splitlines() if "│" in line]
+    assert first == recipe_names()
+
+
+def test_a_run_is_not_trained_over_but_goes_on_when_asked_to():
+    small = ("mine.yaml", "--out", "mine", "--set", "training.steps=5")
+    assert run(*small).exit_code == 0
+    before = {path.name: path.read_bytes() for path in RunDirectory("mine").path.iterdir() if path.is_file()}
+    again = run(*small)
+    assert again.exit_code == 2
+    assert "mine already holds a run: --resume goes on with it, --out takes another folder" in plain(again)
+    assert {path.name: path.read_bytes() for path in RunDirectory("mine").path.iterdir() if path.is_file()} == before
+    changed = run("mine.yaml", "--out", "mine", "--set", "training.steps=6", "--resume")
+    assert changed.exit_code == 2
+    assert "mine is a run of another recipe: training.steps was 5 and is 6" in plain(changed)
+    for option in (("--seed", "1"), ("--baseline",), ("--set", "seed=1"), ("--order", "3")):
+        refused = run("mine", "--resume", *option)
+        assert refused.exit_code == 2
+        assert "mine goes on as it began" in plain(refused)
+    assert "--out is not for" in plain(run("mine", "--resume", "--out", "other"))
+
+
+@pytest.mark.parametrize("given", [("mine",), ("mine.yaml", "--out", "mine", "--set", "training.steps=5")])
+def test_a_finished_run_says_so_and_nothing_is_changed(tmp_path, given):
+    assert run("mine.yaml", "--out", "mine", "--set", "training.steps=5").exit_code == 0
+    shutil.rmtree(tmp_path / "data")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    done = run(*given, "--resume", "--offline")
+    assert done.exit_code == 0, done.output
+    assert plain(done) == (
+        "mine is finished: all 5 steps are trained, nothing is left to do "
+        "model: mine/model; `compressm report mine` shows the run"
+    )
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "missing; expected one of aan"),
+        (("mnist",), "'mnist' is not a recipe; expected one of aan"),
+        (("mnist",), "or a .yaml file; did you mean 'smnist'?"),
+        (("gone.yaml",), "gone.yaml: No such file or directory; expected a recipe"),
+        (("mine.yaml", "--set", "model.order=0"), "--set 'model.order=0': model: order is 0, expected at least 1"),
+        (
+            ("mine.yaml", "--set", "colour=red"),
+            "--set 'colour=red': colour is not a key of a recipe, expected one of name",
+        ),
+        (("mine.yaml", "--set", "modle.order=4"), "modle is not a key of a recipe"),
+        (("mine.yaml", "--set", "modle.order=4"), "did you mean 'model'?"),
+        (("mine.yaml", "--order", "0"), "--order 0: model: order is 0, expected at least 1"),
+        (("mine.yaml", "--set", "model.layer_options.r_mx=0.9"), "LRU has no option 'r_mx'; its options: r_min, r_max"),
+        (("mine.yaml", "--set", "model.layer_options.r_mx=0.9"), "did you mean 'r_max'?"),
+        (("mine.yaml", "--set", "model.norm_options.momentun=0.9"), "BatchNorm has no option 'momentun'"),
+        (("mine.yaml", "--set", "seed"), "--set 'seed': expected key=value"),
+        (("mine.yaml", "--set", "task.symbols=1"), "symbols is 1, expected an integer of at least 2"),
+        (("mine.yaml", "--set", "task.colour=red"), "delayed_copy has no option 'colour'"),
+        (("mine.yaml", "--set", "task.symbol=5"), "did you mean 'symbols'?"),
+        (("mine.yaml", "--set", "task.name=mnist"), "no data set is called 'mnist'"),
+        (("mine.yaml", "--set", "task.name=mnist"), "did you mean 'smnist'?"),
+        (("mine.yaml", "--set", "training.batch=65"), "64 examples are fewer than a batch of 65"),
+        (("mine.yaml", "--set", "compression.when={warmup_cuts: 4}"), "cuts is 4, but a warm-up of 0.1 of 9 steps"),
+        (("mine.yaml", "--set", "compression.when.steps=[10]"), "cuts at step 10, after the last step, 9"),
+        (("mine.yaml", "--seed", "-1"), "--seed -1: seed is -1, expected an integer from 0"),
+        (("mine.yaml", "--order", "many"), "'many' is not an integer"),
+        (("mine.yaml", "--threads", "0"), "0 is too small, expected at least 1"),
+        (("mine.yaml", "--device", "tpu"), "'tpu' is not one of"),
+        (("mine.yaml", "--resume"), "holds no run to go on with"),
+        (("gone", "--resume"), "'gone' is not a recipe"),
+        (("mine.yaml", "--out", "mine.yaml"), "mine.yaml: Not a directory; expected a folder"),
+        (("mine.yaml", "--out", "/proc/nope"), "/proc/nope: No such file or directory; expected a folder"),
+    ],
+)
+def test_a_bad_value_says_what_was_given_and_exits_2(arguments, said, tmp_path):
+    done = run(*arguments)
+    assert done.exit_code == 2, done.output
+    assert said in plain(done)
+    # Of a task that is refused late the data may be there.
+    assert {path.name for path in tmp_path.iterdir()} <= {"mine.yaml", "data"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_an_error():
+    done = run("mine.yaml", "--device", "cuda")
+    assert done.exit_code == 2
+    assert "no CUDA device here; allowed: auto, cpu" in plain(done)
+
+
+def test_checkpoints_that_cannot_be_read_are_named():
+    assert run("mine.yaml", "--out", "mine", "--set", "training.steps=5").exit_code == 0
+    stopped = RunDirectory("mine")
+    stopped.write_status(Status("interrupted", 4, 5))
+    for path in stopped.checkpoints.iterdir():
+        path.write_bytes(b"nothing")
+    done = run("mine", "--resume")
+    assert done.exit_code == 2
+    assert "no checkpoint of mine can be read" in plain(done)
+
+
+def test_a_run_that_diverges_says_so_and_exits_1(monkeypatch):
+    learn, steps = Learner.learn, []
+
+    def broken(learner, indices):
+        steps.append(indices)
+        loss, *rest = learn(learner, indices)
+        return loss if len(steps) < 6 else loss * torch.nan, *rest
+
+    monkeypatch.setattr(Learner, "learn", broken)
+    done = run("mine.yaml", "--out", "mine")
+    assert done.exit_code == 1
+    newest = "mine/checkpoints/step-00000004.pt"
+    assert f"the loss is not finite at step 6; the last good checkpoint is {newest}" in plain(done)
+
+
+def test_data_may_be_in_any_folder(tmp_path):
+    done = run("mine.yaml", "--data", "elsewhere", "--offline", "--set", "training.steps=5")
+    assert done.exit_code == 0, done.output
+    assert list((tmp_path / "elsewhere").rglob("*.safetensors"))
+    missing = run("imdb", "--data", "elsewhere", "--offline")
+    assert missing.exit_code == 2
+    assert "nothing is fetched offline" in plain(missing)
+
+
+def test_ctrl_c_saves_says_how_to_go_on_and_exits_130(tmp_path):
+    """A real process: the signal comes when its first evaluation has been printed."""
+    long = ["--set", "training.steps=100000", "--out", "a run"]
+    child = subprocess.Popen(
+        [sys.executable, "-u", "-m", "compressm.cli", "train", "mine.yaml", *long],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    said = ""
+    for line in child.stdout:
+        said += line
+        if line.startswith("step 3:"):
+            child.send_signal(signal.SIGINT)
+            break
+    rest, errors = child.communicate(timeout=60)
+    assert child.returncode == 130, errors
+    step = RunDirectory("a run").status().step
+    assert f"SIGINT at step {step}: saved in a run" in rest
+    assert "to go on: compressm train 'a run' --resume" in rest
+    assert RunDirectory("a run").status().state == "interrupted"
+    assert (RunDirectory("a run").checkpoints / f"step-{step:08d}.pt").is_file()
+    assert errors.strip() == "interrupted"

@@ -1,0 +1,226 @@
+import json
+import math
+from itertools import pairwise
+
+import pytest
+
+from compressm_lab.training import ConfigError, Recipe, TrainingConfig
+from compressm_lab.training.reading import make_recipe, read_recipe, with_settings
+from tests.lab.training.tiny import CUTS, RECIPE, SPECTRA, recipe
+
+
+def test_a_recipe_is_read_from_yaml_with_settings_on_top(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "name: mine\ntask: {name: smnist}\nmodel: {depth: 2, width: 4, order: 6}\n"
+        "training: {steps: 10, batch: 5, learning_rate: 1e-3}\ncompression: {tau: 0.1, when: {steps: [3, 7]}}\n"
+    )
+    found = read_recipe(path, ["model.order=8", "compression.tau=0.02", "seed=3", "model.layer_options.r_max=0.9"])
+    assert (found.name, found.model.order, found.compression.tau, found.seed) == ("mine", 8, 0.02, 3)
+    assert found.compression.when.steps == (3, 7)
+    assert found.training.learning_rate == 1e-3  # which YAML takes for text
+    assert found.model.layer_options == {"r_max": 0.9}
+    assert (found.label, read_recipe(path, ["compression=null"]).label) == ("compressed", "baseline")
+
+
+def test_what_is_stored_is_the_same_recipe():
+    found = recipe(CUTS, SPECTRA, "compression.rollback={settle: 2}", "training.clip=1.0")
+    assert make_recipe(found.as_dict()) == found
+    assert isinstance(found, Recipe)
+
+
+def test_settings_make_missing_parts_and_leave_the_original():
+    contents = {"model": {"width": 4}, "spectra": None}
+    changed = with_settings(contents, ["spectra.every=3", "a.b.c=[1, 2]", "model.width=null", "name=x=y", " seed =1"])
+    expected = {"model": {"width": None}, "spectra": {"every": 3}, "a": {"b": {"c": [1, 2]}}, "name": "x=y", "seed": 1}
+    assert changed == expected
+    assert contents == {"model": {"width": 4}, "spectra": None}
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("model.order", "--set 'model.order': expected key=value"),
+        ("=3", "--set '=3': expected key=value"),
+        ("model.order.deep=1", "order holds 6, which has no keys"),
+        ("model.order=[1", "'[1' is not a value"),
+    ],
+)
+def test_a_setting_that_cannot_be_made_is_refused(setting, said):
+    with pytest.raises(ConfigError) as error:
+        with_settings(RECIPE, [setting])
+    assert said in str(error.value)
+
+
+BAD_VALUES = [
+    ("colour=red", "colour is not a key of a recipe"),
+    ("model.colour=red", "model.colour is not a key of a recipe"),
+    ("compression.when.colour=red", "compression.when.colour is not a key"),
+    ("model.order=many", "model.order is 'many': Input should be a valid integer"),
+    ("model.order=2.5", "model.order is 2.5: Input should be a valid integer"),
+    ("model.order=0", "model: order is 0, expected at least 1"),
+    ("model.width=true", "model.width is True: expected a number"),
+    ("training.weight_decay=false", "training.weight_decay is False: expected a number"),
+    ("compression.fold=1", "compression.fold is 1: expected true or false"),
+    ("compression.when.steps=[5, true]", "compression.when.steps is True: expected a number"),
+    ("model=null", "model is None"),
+    ("model.layer=GRU", "model.layer is 'GRU': Input should be 'LRU', 'S5', 'S4D' or 'Mamba'"),
+    ("model.dropout=1", "model: dropout is 1.0, expected a number at least 0 and below 1"),
+    ("model.dropout=.nan", "model: dropout is nan"),
+    ("training.learning_rate=-1", "training: learning_rate is -1.0, expected at least 0"),
+    ("training.learning_rate=.inf", "training: learning_rate is inf"),
+    ("training.precision=float16", "training.precision is 'float16': Input should be 'float32', 'tf32' or 'bfloat16'"),
+    ("training.schedule=linear", "training.schedule is 'linear': Input should be 'constant' or 'cosine'"),
+    ("training.learning_rate=.inf", "training: learning_rate is inf, expected a finite number, at least 0"),
+    ("training.steps=0", "training: steps is 0, expected at least 1"),
+    ("training.keep_checkpoints=0", "training: keep_checkpoints is 0, expected at least 1"),
+    ("training.warmup=1.5", "training: warmup is 1.5, expected a number at least 0 and below 1"),
+    ("compression.tau=0.1", "compression: compression has tau and rho, expected one of tau, rho, order"),
+    ("compression.rho=null", "compression: compression has no policy, expected one of tau, rho, order"),
+    ("compression.rho=0", "compression: rho is 0.0, expected a number above 0 and at most 1"),
+    (
+        "compression={bound: 0.1, gramian: measured, when: {steps: [5]}}",
+        "bound is 0.1 with gramian measured, which has no",
+    ),
+    ("compression.gate=1.1", "compression: gate is 1.1, expected a number above 0 and at most 1"),
+    ("compression.when={}", "when has nothing, expected one of warmup_cuts, every, steps"),
+    ("compression.when={every: 2, steps: [1]}", "when has every and steps, expected one"),
+    ("compression.when={warmup_cuts: 2, first: 1}", "first and last go with every"),
+    ("compression.when={steps: []}", "steps is [], expected at least one step"),
+    ("compression.when={steps: [4, 0]}", "steps is [4, 0], expected at least one step, counted from 1"),
+    ("compression.when=null", "compression.when is None"),
+    ("compression.rollback={drop: 1}", "compression.rollback: drop is 1.0, expected a number at least 0 and below 1"),
+    ("compression.rollback={settle: 0}", "compression.rollback: settle is 0, expected at least 1"),
+    ("spectra={every: 0}", "spectra: every is 0, expected at least 1"),
+    ("spectra={}", "spectra.every is missing"),
+    ("task=smnist", "task is 'smnist'"),
+    ("task={side: 8}", "task is {'side': 8}, expected its name and options"),
+    ("seed=-1", "seed is -1, expected an integer from 0"),
+    ("seed=2147483648", "seed is 2147483648, expected an integer from 0"),
+]
+
+
+@pytest.mark.parametrize(("setting", "said"), BAD_VALUES, ids=[setting for setting, _ in BAD_VALUES])
+def test_a_bad_value_is_named_with_what_is_allowed(setting, said):
+    with pytest.raises(ConfigError) as error:
+        recipe(CUTS, setting)
+    assert said in str(error.value)
+
+
+HINTS = [
+    ("modle.order=3", "modle is not a key of a recipe, expected one of name, task, model", "did you mean 'model'?"),
+    ("model.ordr=3", "expected one of depth, width, order", "did you mean 'order'?"),
+    ("compression.when.stepz=[3]", "expected one of warmup_cuts, every, first, last, steps", "did you mean 'steps'?"),
+    ("tau=0.1", "tau is not a key of a recipe", "did you mean 'compression.tau'?"),
+    ("order=3", "order is not a key of a recipe", "did you mean 'model.order' or 'compression.order'?"),
+    ("model.layer=lru", "Input should be 'LRU', 'S5', 'S4D' or 'Mamba'", "did you mean 'LRU'?"),
+    (
+        "compression.gramian=white-noise",
+        "Input should be 'white_noise', 'measured' or 'modal'",
+        "did you mean 'white_noise'?",
+    ),
+]
+
+
+@pytest.mark.parametrize(("setting", "allowed", "hint"), HINTS, ids=[setting for setting, *_ in HINTS])
+def test_a_near_miss_names_what_may_have_been_meant(setting, allowed, hint):
+    with pytest.raises(ConfigError) as error:
+        recipe(CUTS, setting)
+    assert allowed in str(error.value)
+    assert str(error.value).endswith(hint)
+
+
+def test_what_is_near_nothing_gets_no_hint():
+    with pytest.raises(ConfigError) as error:
+        recipe("wxyz=3")
+    assert "did you mean" not in str(error.value)
+
+
+BLAME = [
+    (["model.order=0"], "--set 'model.order=0': model: order is 0, expected at least 1"),
+    (["seed=1", "model.order=0", "label=x"], "--set 'model.order=0': model: order is 0, expected at least 1"),
+    (["compression.tau=0.1"], "--set 'compression.tau=0.1': compression: compression has tau and rho, expected one of"),
+    (
+        ["compression.rho=null", "compression.tau=0.1", "compression.order=3"],
+        "--set 'compression.tau=0.1' and --set 'compression.order=3': compression: compression has tau and order",
+    ),
+    (["model.order=0", "training.batch=x"], "; --set 'training.batch=x': training.batch is 'x'"),
+    (["model.width=true"], "--set 'model.width=true': model.width is True: expected a number"),
+    (["model.order=0", "model.order=0"], "--set 'model.order=0': model: order is 0"),
+    (["seed=-1"], "--seed: seed is -1"),
+]
+
+
+@pytest.mark.parametrize(("settings", "said"), BLAME, ids=[" ".join(settings) for settings, _ in BLAME])
+def test_a_setting_that_is_wrong_is_blamed_and_not_the_file(tmp_path, settings, said):
+    path = tmp_path / "mine.yaml"
+    path.write_text(json.dumps(with_settings(RECIPE, [CUTS])))
+    with pytest.raises(ConfigError) as error:
+        read_recipe(path, settings, spoken={"seed=-1": "--seed"})
+    assert said in str(error.value)
+    assert "mine.yaml" not in str(error.value)
+
+
+def test_what_is_wrong_in_the_file_is_said_of_the_file(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(json.dumps(with_settings(RECIPE, ["model.order=0"])))
+    with pytest.raises(ConfigError) as error:
+        read_recipe(path, ["training.steps=x", "label=mine"])
+    assert str(error.value).startswith(f"{path}: model: order is 0, expected at least 1; --set 'training.steps=x': ")
+
+
+def test_all_that_is_wrong_is_said_at_once():
+    with pytest.raises(ConfigError, match=r"^recipe: model\.colour .*; training\.steps is 'x'"):
+        recipe("model.colour=red", "training.steps=x")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[1, 2]", r"holds \[1, 2\], expected the keys"),
+        ("a: [", "is not YAML"),
+        ("", "holds None"),
+        ("1: 2", "holds {1: 2}"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_named(tmp_path, text, said):
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=said) as error:
+        read_recipe(path)
+    assert str(path) in str(error.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"gone\.yaml: No such file"):
+        read_recipe(tmp_path / "gone.yaml")
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(ConfigError, match=r"bytes\.yaml is not YAML"):
+        read_recipe(tmp_path / "bytes.yaml")
+
+
+def rates(**options):
+    config = TrainingConfig(batch=1, learning_rate=1e-3, **options)
+    return [config.rate(step) for step in range(1, config.steps + 1)]
+
+
+def test_a_constant_rate_is_the_same_at_every_step():
+    assert set(rates(steps=50)) == {1e-3}
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(100, 0.1), (1000, 0.29), (10, 0.0), (7, 0.1), (1, 0.1)])
+def test_the_cosine_rate_is_the_closed_formula(steps, warmup):
+    rise = round(1000 * warmup) * steps // 1000
+    expected = [
+        1e-7 + (1e-3 - 1e-7) * (k / rise if k <= rise else math.cos(math.pi / 2 * (k - rise) / (steps - rise)) ** 2)
+        for k in range(1, steps + 1)
+    ]
+    assert rates(steps=steps, schedule="cosine", warmup=warmup) == pytest.approx(expected, rel=1e-12, abs=1e-18)
+
+
+def test_the_cosine_rate_rises_to_its_highest_and_falls_to_its_lowest_without_a_jump():
+    found = rates(steps=1000, schedule="cosine")
+    assert found[0] == pytest.approx(1e-7 + (1e-3 - 1e-7) / 100)
+    assert max(found) == found[99] == 1e-3
+    assert found[-1] == pytest.approx(1e-7, rel=1e-9)
+    assert max(abs(b - a) for a, b in pairwise(found)) < 1.01e-3 / 100

@@ -1,0 +1,221 @@
+"""A run that was stopped, however, ends with the same bits as one that was not."""
+
+import json
+import shutil
+import signal
+
+import pytest
+import torch
+
+from compressm.compression import SavingError
+from compressm_lab.runs.directory import RunDirectory
+from compressm_lab.runs.records import Evaluation
+from compressm_lab.training import ConfigError, Interrupted, Silent, train
+from tests import unhooked
+from tests.lab.training.tiny import CUTS, SPECTRA, Sending, check_same_run, lines, recipe, teacher, tokens
+
+FULL = recipe(CUTS, SPECTRA)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return train(FULL, tokens(), tmp_path_factory.mktemp("runs") / "whole").path
+
+
+def stopped(folder, at, *signals, found=FULL, resume=False):
+    with pytest.raises(Interrupted) as end:
+        train(found, tokens(), folder, objective=Sending(tokens().kind, at, *signals), resume=resume)
+    return end.value
+
+
+class Ear(Silent):
+    def __init__(self):
+        self.heard = []
+
+    def begins(self, recipe, plan, step):
+        self.heard.append(step)
+
+
+@pytest.mark.parametrize(
+    ("step", "number"),
+    [(2, signal.SIGINT), (7, signal.SIGTERM), (13, signal.SIGINT)],
+)
+def test_a_run_stopped_before_between_or_after_cuts_goes_on_bit_for_bit(step, number, whole, tmp_path):
+    folder = tmp_path / "run"
+    said = stopped(folder, step, number)
+    assert said.step == step
+    assert f"{number.name} at step {step}: saved in {folder}" in str(said)
+    status = RunDirectory(folder).status()
+    assert (status.state, status.step, status.message) == ("interrupted", step, number.name)
+    assert not (folder / "model").exists()
+    ear = Ear()
+    times = train(FULL, tokens(), folder, resume=True, listener=ear).records(Evaluation)
+    check_same_run(folder, whole)
+    assert ear.heard == [step]
+    # Clocks go on from what they were.
+    assert [e.seconds for e in times] == sorted(e.seconds for e in times)
+    assert [e.step_seconds for e in times] == sorted(e.step_seconds for e in times)
+
+
+def test_a_run_stopped_after_every_step_goes_on_bit_for_bit(whole, tmp_path):
+    folder = tmp_path / "run"
+    for step in range(1, 17):
+        assert stopped(folder, 1, resume=step > 1).step == step
+    train(FULL, tokens(), folder, resume=True)
+    check_same_run(folder, whole)
+    assert sum(timing["steps"] for timing in lines(folder, "timings")) == 16
+
+
+class Ascending(Sending):
+    """What it learns makes a model worse."""
+
+    def __call__(self, model, batch):
+        outcome = super().__call__(model, batch)
+        return outcome._replace(loss=-outcome.loss)
+
+
+def test_a_run_with_a_cut_that_waits_for_its_judgement_goes_on_bit_for_bit(tmp_path):
+    guarded = "compression={order: 1, gate: 1.0, gramian: measured, when: {steps: [5]}, rollback: {drop: 0, settle: 4}}"
+    found = recipe(guarded, "model.layer=S5", "model.pooling=steps", "model.norm=running", SPECTRA)
+    whole = train(found, teacher(), tmp_path / "whole", objective=Ascending(teacher().kind, 0)).path
+    with pytest.raises(Interrupted, match="at step 7"):
+        train(found, teacher(), tmp_path / "run", objective=Ascending(teacher().kind, 7))
+    train(found, teacher(), tmp_path / "run", resume=True, objective=Ascending(teacher().kind, 0))
+    check_same_run(tmp_path / "run", whole)
+    cut, restored = lines(whole, "cuts")
+    assert cut["rank"] == 1
+    assert restored["reason"].startswith("validation loss rose by ")
+
+
+def test_a_run_that_is_finished_stays_as_it_is(whole, tmp_path):
+    run = train(FULL, tokens(), tmp_path / "run")
+    before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
+    ear = Ear()
+    assert train(FULL, tokens(), run.path, resume=True, listener=ear).path == run.path
+    assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
+    assert ear.heard == []
+    with pytest.raises(ConfigError, match="is a run of another recipe: seed was 0 and is 1"):
+        train(recipe(CUTS, SPECTRA, "seed=1"), tokens(), run.path, resume=True)
+    # One whose model is gone is not, and gets it back.
+    shutil.rmtree(run.model)
+    train(FULL, tokens(), run.path, resume=True)
+    check_same_run(run.path, whole)
+
+
+def test_a_broken_checkpoint_falls_back_to_the_one_before(whole, tmp_path):
+    found = recipe(CUTS, SPECTRA, "training.keep_checkpoints=1")
+    folder = tmp_path / "run"
+    stopped(folder, 13, found=found)
+    (newest,) = (folder / "checkpoints").iterdir()
+    kept = newest.read_bytes()
+    assert stopped(folder, 2, found=found, resume=True).step == 15
+    later = folder / "checkpoints" / "step-00000015.pt"
+    later.write_bytes(later.read_bytes()[:1000])
+    newest.write_bytes(kept)
+    # Were the broken one counted, the next whole one would be thrown away for it.
+    assert stopped(folder, 1, found=found, resume=True).step == 14
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000014.pt"]
+    train(found, tokens(), folder, resume=True)
+    check_same_run(folder, whole)
+
+
+def test_a_run_without_a_whole_checkpoint_is_refused_by_name(tmp_path):
+    folder = tmp_path / "run"
+    stopped(folder, 7)
+    saved = sorted((folder / "checkpoints").iterdir())
+    assert len(saved) == 2
+    for path in saved:
+        path.write_bytes(b"PK")
+    before = lines(folder, "metrics")
+    with pytest.raises(SavingError, match=r"no checkpoint of .* can be read: .*00007\.pt.*; .*00006\.pt"):
+        train(FULL, tokens(), folder, resume=True)
+    assert lines(folder, "metrics") == before
+    assert len(list((folder / "checkpoints").iterdir())) == 2
+
+
+KILLED = """
+import os, signal, sys
+from compressm.saving import checkpoints
+from compressm_lab.training import train
+from tests.lab.training.tiny import CUTS, SPECTRA, recipe, tokens
+whole, calls = checkpoints.seal, []
+def half(path):
+    calls.append(path)
+    if len(calls) == 2:
+        os.truncate(path, path.stat().st_size // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    whole(path)
+checkpoints.seal = half
+train(recipe(CUTS, SPECTRA), tokens(), sys.argv[1])
+"""
+
+
+def test_a_run_killed_in_the_middle_of_a_checkpoint_goes_on_from_the_last_whole_one(whole, tmp_path):
+    folder = tmp_path / "run"
+    unhooked.run(KILLED, str(folder), code=-signal.SIGKILL)
+    assert RunDirectory(folder).status().state == "running"
+    assert sorted(path.name for path in (folder / "checkpoints").glob("step-*")) == ["step-00000006.pt"]
+    assert len(list((folder / "checkpoints").iterdir())) == 2
+    # A line that was under way, and evaluations of steps after the checkpoint.
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 13, "spl')
+    train(FULL, tokens(), folder, resume=True)
+    check_same_run(folder, whole)
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["step-00000012.pt", "step-00000016.pt"]
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again(whole, tmp_path):
+    folder = tmp_path / "run"
+    stopped(folder, 2)
+    for path in (folder / "checkpoints").iterdir():
+        path.unlink()
+    train(FULL, tokens(), folder, resume=True)
+    check_same_run(folder, whole)
+
+
+def test_a_second_signal_ends_at_once_and_the_run_goes_on_from_its_last_checkpoint(whole, tmp_path):
+    folder = tmp_path / "run"
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train(FULL, tokens(), folder, objective=Sending(tokens().kind, 8, signal.SIGTERM, signal.SIGINT))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000006.pt"]
+    assert RunDirectory(folder).status().state == "interrupted"
+    train(FULL, tokens(), folder, resume=True)
+    check_same_run(folder, whole)
+
+
+def test_signals_are_as_before_after_a_run(tmp_path):
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    stopped(tmp_path / "run", 2)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("training.steps=20", "training.steps was 16 and is 20"),
+        ("compression.rho=0.5", "compression.rho was 0.7 and is 0.5"),
+        ("compression.when.steps=[5, 12]", r"compression.when.steps was \[5, 11\] and is \[5, 12\]"),
+        ("spectra=null", "spectra was {'every': 3, 'changes': True} and is None"),
+        ("seed=1", "seed was 0 and is 1"),
+    ],
+)
+def test_another_recipe_is_refused_by_what_differs(setting, said, whole):
+    with pytest.raises(ConfigError, match=f"is a run of another recipe: {said}$"):
+        train(recipe(CUTS, SPECTRA, setting), tokens(), whole, resume=True)
+
+
+def test_a_failure_is_in_the_status_and_the_run_can_go_on(whole, tmp_path):
+    def objective(model, batch):
+        raise OSError("the disk is on fire")
+
+    with pytest.raises(OSError, match="fire"):
+        train(FULL, tokens(), tmp_path / "run", objective=objective)
+    stored = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (stored["state"], stored["message"]) == ("failed", "OSError: the disk is on fire")
+    torch.rand(3)
+    train(FULL, tokens(), tmp_path / "run", resume=True)
+    check_same_run(tmp_path / "run", whole)

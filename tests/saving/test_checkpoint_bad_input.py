@@ -1,0 +1,236 @@
+"""What could not be read is not written, and what is not whole or does not fit changes nothing."""
+
+import os
+import pickle
+from enum import Enum
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import nn
+
+from compressm.compression import Compressor, KeepFraction, SavingError, load_checkpoint, save_checkpoint
+from compressm.layers import LRU, S4D
+from compressm.models import SequenceClassifier
+from compressm.saving.checkpoints import seal
+from tests.saving.test_checkpoint import SCHEDULERS, Run
+
+
+class Colour(Enum):
+    RED = 1
+
+
+class Point(tuple):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"a": [1, object()]}, r"extra\['a'\]\[1\] is a builtins.object, expected tensors"),
+        ({"a": np.ones(2)}, r"extra\['a'\] is a numpy.ndarray"),
+        (Colour.RED, "extra is a .*Colour"),
+        (Point((1, 2)), "extra is a .*Point"),
+        ({(1, Colour.RED): 1}, "a key of extra.*Colour"),
+        (lambda: 1, "extra is a builtins.function"),
+        (nn.Linear(1, 1), "extra is a torch.nn.modules.linear.Linear"),
+    ],
+)
+def test_what_would_need_code_to_read_is_not_written(extra, said, tmp_path):
+    with pytest.raises(SavingError, match=said):
+        save_checkpoint(tmp_path / "c", model=LRU(1, 1), extra=extra)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_crash_leaves_the_old_checkpoint_whole(tmp_path, monkeypatch):
+    save_checkpoint(tmp_path / "c", model=LRU(1, 1), step=1)
+
+    def crash(*_):
+        raise OSError("no power")
+
+    for name in ("replace", "fsync"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, crash)
+            with pytest.raises(OSError, match="no power"):
+                save_checkpoint(tmp_path / "c", model=LRU(1, 1), step=2)
+    assert load_checkpoint(tmp_path / "c", model=LRU(1, 1)).step == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved") / "checkpoint"
+    layer = LRU(1, 2)
+    save_checkpoint(path, model=layer)
+    return layer, path, path.with_name("other")
+
+
+@given(share=st.floats(0, 1, exclude_max=True))
+def test_a_truncated_file_is_refused(saved, share):
+    _, whole, path = saved
+    data = whole.read_bytes()
+    path.write_bytes(data[: int(share * len(data))])
+    with pytest.raises(SavingError, match=path.name):
+        load_checkpoint(path, model=LRU(1, 2))
+
+
+@settings(max_examples=200)
+@given(share=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_a_file_with_a_flipped_bit_is_refused(saved, share, bit):
+    _, whole, path = saved
+    data = bytearray(whole.read_bytes())
+    data[int(share * len(data))] ^= 1 << bit
+    path.write_bytes(data)
+    with pytest.raises(SavingError, match=path.name):
+        load_checkpoint(path, model=LRU(1, 2))
+
+
+class Trap:
+    """Would leave a file behind when unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (open, (str(self.path), "w"))
+
+
+def test_files_of_others_are_refused_and_run_no_code(tmp_path):
+    path, left = tmp_path / "other", tmp_path / "left"
+
+    def sealed(contents):
+        torch.save(contents, path)
+        seal(path)
+
+    ours = {"format": "compressm checkpoint"}
+    writers = {
+        "not a whole checkpoint": lambda: path.write_bytes(pickle.dumps(Trap(left))),
+        "is not a whole checkpoint": lambda: path.write_bytes(b""),
+        r"begin with b'PK.*save_checkpoint did not write it": lambda: torch.save({"weight": torch.ones(1)}, path),
+        "holds more than tensors": lambda: sealed(Trap(left)),
+        "it holds weight": lambda: sealed({"weight": torch.ones(1)}),
+        "it holds list": lambda: sealed([1]),
+        "has version 9": lambda: sealed(ours | {"version": 9}),
+        "has no model": lambda: sealed(ours | {"version": 1}),
+    }
+    for said, write_file in writers.items():
+        write_file()
+        with pytest.raises(SavingError, match=rf"other .*{said}"):
+            load_checkpoint(path, model=LRU(1, 1))
+    assert not left.exists()
+
+
+def test_what_is_not_there_or_is_a_directory_is_told(tmp_path):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        load_checkpoint(tmp_path / "none", model=LRU(1, 1))
+    with pytest.raises(SavingError, match="is a directory"):
+        save_checkpoint(tmp_path, model=LRU(1, 1))
+
+
+def reordered():
+    run = Run()
+    run.optimizer = torch.optim.Adam([{"params": list(group["params"])[::-1]} for group in run.optimizer.param_groups])
+    return run
+
+
+def other_model(**options):
+    run = Run()
+    run.model = SequenceClassifier(LRU, **{"depth": 2, "width": 3, "order": 6, "inputs": 2, "classes": 2} | options)
+    run.optimizer = torch.optim.Adam([{"params": child.parameters()} for child in run.model.children()])
+    return run
+
+
+OTHERS = {
+    "another kind of optimizer": (lambda: Run(optimizer=torch.optim.SGD), "optimizer Adam, this one is a SGD"),
+    "another kind of scheduler": (
+        lambda: Run(scheduler=SCHEDULERS["cosine"]),
+        "scheduler StepLR, this one is a CosineAnnealingWarmRestarts",
+    ),
+    "parameters in another order": (reordered, "saved with 'encoder.linear.weight' where this one has"),
+    "another depth": (lambda: other_model(depth=1), r"groups of \[2, .*\] parameters, this one has \[2"),
+    "another width": (lambda: other_model(width=4), r"encoder\.linear\.weight has shape \(3, 2\).*expected \(4, 2\)"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_what_does_not_fit_is_refused_before_anything_is_changed(case, tmp_path):
+    make, said = OTHERS[case]
+    save_checkpoint(tmp_path / "c", **Run(seed=5).parts)
+    run = make()
+    before = [p.tolist() for p in run.model.parameters()], torch.get_rng_state().tolist()
+    with pytest.raises(SavingError, match=said):
+        load_checkpoint(tmp_path / "c", **run.parts)
+    assert ([p.tolist() for p in run.model.parameters()], torch.get_rng_state().tolist()) == before
+
+
+def resumable(when):
+    run = Run(layer=LRU)
+    run.compressor = Compressor(run.model, run.optimizer, when=when, keep=KeepFraction(0.5))
+    return run
+
+
+def everything(run):
+    parts = run.model, run.optimizer, run.scheduler, run.compressor
+    return repr([part.state_dict() for part in parts]), torch.get_rng_state().tolist()
+
+
+def test_a_schedule_with_another_past_is_refused_before_anything_is_changed(tmp_path):
+    resumable([1, 3]).train(1, 2, path=tmp_path)
+    for when in ([3], [1, 2, 3]):
+        run = resumable(when)
+        before = everything(run)
+        with pytest.raises(SavingError) as refused:
+            load_checkpoint(tmp_path / "2", **run.parts)
+        said = str(refused.value)
+        assert said.startswith(f"{tmp_path / '2'}: the saved schedule is [1, 3], this one's {when}")
+        assert "the same steps up to step 2" in said
+        assert "steps after it may differ" in said
+        assert everything(run) == before
+
+
+def test_a_schedule_may_be_lengthened_when_training_is_resumed(tmp_path):
+    resumable([1]).train(1, 2, path=tmp_path)
+    run = resumable([1, 4])
+    assert load_checkpoint(tmp_path / "2", **run.parts).step == 2
+    run.train(3, 4, path=tmp_path)
+    assert [(cut.step, cut.rank) for cut in run.compressor.history] == [(1, 3), (1, 3), (4, 2), (4, 2)]
+
+
+def test_a_part_that_was_not_saved_is_missed(tmp_path):
+    run = Run()
+    save_checkpoint(tmp_path / "c", model=run.model)
+    with pytest.raises(SavingError, match="saved without a compressor"):
+        load_checkpoint(tmp_path / "c", model=run.model, compressor=run.compressor)
+
+
+def test_another_dtype_or_another_model_is_refused(tmp_path):
+    save_checkpoint(tmp_path / "c", model=LRU(1, 1))
+    with pytest.raises(SavingError, match=r"nu_log was saved as torch\.float32, the model's is torch\.float64"):
+        load_checkpoint(tmp_path / "c", model=LRU(1, 1).double())
+    with pytest.raises(SavingError, match="has the orders of '', expected those of nothing"):
+        load_checkpoint(tmp_path / "c", model=nn.Linear(1, 1))
+    with pytest.raises(SavingError, match="A_imag, log_A_real, log_step missing"):
+        load_checkpoint(tmp_path / "c", model=S4D(1, 1))
+
+
+class Picky(torch.optim.lr_scheduler.StepLR):
+    """Loads half of a state, then wants a key that only its later version writes."""
+
+    def load_state_dict(self, state):
+        self.step_size = state["step_size"]
+        if state["last_epoch"] > 0:
+            raise KeyError("wanted")
+        super().load_state_dict(state)
+
+
+def test_a_scheduler_that_does_not_load_leaves_all_as_it_was(tmp_path):
+    Run(scheduler=lambda optimizer: Picky(optimizer, 7)).train(1, 2, path=tmp_path)
+    other = Run(scheduler=lambda optimizer: Picky(optimizer, 3), seed=1)
+    before = {name: value.clone() for name, value in other.model.state_dict().items()}
+    with pytest.raises(SavingError, match="scheduler is a Picky that does not load the state in the file: 'wanted'"):
+        load_checkpoint(tmp_path / "2", **other.parts)
+    assert other.scheduler.step_size == 3
+    assert all(torch.equal(value, before[name]) for name, value in other.model.state_dict().items())
+    assert not other.optimizer.state
