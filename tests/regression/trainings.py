@@ -5,6 +5,7 @@ and tensors, which stay where modules move.
 """
 
 import hashlib
+import importlib
 import json
 import os
 import subprocess
@@ -92,18 +93,16 @@ def _splits(metrics):
     return sorted({row["split"] for row in metrics})
 
 
-def the_command(source):
-    """The function `main` of the command line below `source`, wherever a version keeps it."""
-    if (source / "compressm_lab" / "cli").exists():
-        from compressm_lab import cli
-    else:
-        from compressm import cli
-    assert Path(cli.__file__).is_relative_to(source), f"{cli.__file__} is not below {source}"
-    return cli.main
+def command_line(source, module=""):
+    """The package `cli` below `source`, or a module of it, wherever a version keeps it."""
+    package = "compressm_lab" if (source / "compressm_lab" / "cli").exists() else "compressm"
+    found = importlib.import_module(f"{package}.cli{module}")
+    assert Path(found.__file__).is_relative_to(source), f"{found.__file__} is not below {source}"
+    return found
 
 
 def _main(source, folder):
-    main = the_command(Path(source))
+    main = command_line(Path(source)).main
     for name, recipe in RECIPES.items():
         options = ["--out", str(Path(folder) / name), "--device", "cpu", "--threads", "1", "--offline"]
         sys.argv = ["compressm", "train", str(recipe), *options]
