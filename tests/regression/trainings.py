@@ -94,9 +94,8 @@ def _splits(metrics):
 
 
 def command_line(source, module=""):
-    """The package `cli` below `source`, or a module of it, wherever a version keeps it."""
-    package = "compressm_lab" if (source / "compressm_lab" / "cli").exists() else "compressm"
-    found = importlib.import_module(f"{package}.cli{module}")
+    """The package `compressm.cli` below `source`, or a module of it."""
+    found = importlib.import_module(f"compressm.cli{module}")
     assert Path(found.__file__).is_relative_to(source), f"{found.__file__} is not below {source}"
     return found
 
