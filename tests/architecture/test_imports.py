@@ -27,11 +27,6 @@ STILL_OPEN = {
     "compressm/cli/compress.py",
     "compressm/cli/inspect.py",
     "compressm/cli/saved.py",
-    "compressm/families/base.py",
-    "compressm/families/linear/family.py",
-    "compressm/families/linear/observer.py",
-    "compressm/families/selective/family.py",
-    "compressm/families/selective/observer.py",
 }
 
 # Packages that are heavy or optional, and the only places that may name them.

@@ -100,6 +100,7 @@ CONTROL_NAMES = {
 ADAPTER_NAMES = {
     "Adapter",
     "AdapterError",
+    "Basis",
     "ConformanceError",
     "Finding",
     "LRUAdapter",

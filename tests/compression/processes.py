@@ -143,7 +143,7 @@ def selective_layers(rank, path):
         read_layers(run.inner, Options(calibrate=lambda model, x=x: model(x), **options))["blocks.0.ssm"]
         for x in (parts[rank], torch.cat(parts))
     )
-    pooled = pooled.over(Processes())
+    pooled = pooled.over(Processes().total)
     same = all(torch.allclose(*pair) for pair in zip(pooled.data.gramians, whole.data.gramians, strict=True))
     compressor = cs.Compressor(
         run.model, run.optimizer, when=[2], calibrate=lambda model: model(parts[rank]), **options

@@ -13,6 +13,7 @@ from compressm.compression.policies import Budget, EnergyTolerance, ErrorBound, 
 from compressm.compression.tracker import HankelTracker
 from compressm.control import UnstableSystemError, error_bounds, fold, hankel_singular_values
 from compressm.errors import CompressionError
+from compressm.families import read_layer
 from compressm.families.choices import Measured, Random, WhiteNoise
 from compressm.families.linear import family as linear
 from compressm.layers import LRU, S4D, S5
@@ -109,8 +110,8 @@ def test_without_data_nothing_can_be_measured():
 
 
 def test_data_is_used_for_the_gramian_unless_white_noise_is_asked_for():
-    assert Options(EnergyTolerance(0.1), calibrate=data).measure
-    assert not Options(EnergyTolerance(0.1)).measure
+    assert Options(EnergyTolerance(0.1), calibrate=data).choices.is_measured
+    assert not Options(EnergyTolerance(0.1)).choices.is_measured
     options = Options(TargetOrder(5), calibrate=data, gramian=WhiteNoise())
     (first, *_) = plan_cuts(read_layers(make(), options), options)
     assert first.error_bound is not None
@@ -227,15 +228,14 @@ def test_what_cannot_be_computed_of_several_layers_names_the_one(look, monkeypat
 
     monkeypatch.setattr(linear, "hankel_singular_values", failing)
     model = make(S5)
-    read = planning.read_system
 
-    def marked(name, module, adapter):
-        system = read(name, module, adapter)
+    def marked(name, module, adapter, choices):
+        layer = read_layer(name, module, adapter, choices)
         if name == "blocks.2.ssm":
-            system.B[0, 0] = 7
-        return system
+            layer.system.B[0, 0] = layer.balanced.B[0, 0] = 7
+        return layer
 
-    monkeypatch.setattr(planning, "read_system", marked)
+    monkeypatch.setattr(planning, "read_layer", marked)
     with pytest.raises(CompressionError, match=r"^blocks\.2\.ssm: largest pole") as caught:
         LOOKS[look](model)
     assert isinstance(caught.value.__cause__, UnstableSystemError)

@@ -4,7 +4,7 @@
 `check_adapter` tests it.
 """
 
-from compressm.adapters.base import Adapter, SSMAdapter, adapter_for, adapts, find, state_axes, write
+from compressm.adapters.base import Adapter, Basis, SSMAdapter, adapter_for, adapts, find, state_axes, write
 from compressm.adapters.conformance import check_adapter
 from compressm.adapters.lru import LRUAdapter
 from compressm.adapters.mamba import MambaAdapter, SelectiveAdapter
@@ -18,6 +18,7 @@ from compressm.errors import AdapterError, ConformanceError
 __all__ = [
     "Adapter",
     "AdapterError",
+    "Basis",
     "ConformanceError",
     "Finding",
     "LRUAdapter",

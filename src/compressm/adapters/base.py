@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Generic, TypeVar
+from enum import Enum
+from functools import reduce
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +24,25 @@ System = TypeVar("System")
 Kind = TypeVar("Kind", bound="type[Adapter[Any, Any]]")
 
 
+class Basis(Enum):
+    """A change of basis that a layer may be able to store."""
+
+    ANY = "any two-sided projection (W, T)"
+    BY_CHANNEL = "a projection of its own for every channel, kept as maps"
+    ORTHOGONAL = "an orthogonal projection"
+    AVERAGED = "one projection for all channels, rates or gates averaged"
+    SELECTED = "a selection of its states"
+
+
 class Adapter(ABC, Generic[Module, System]):
-    """How a kind of module is read: as linear systems (`SSMAdapter`) or as a selective one (`SelectiveAdapter`)."""
+    """How a kind of module is read as a recurrence and written back; `SSMAdapter` and `SelectiveAdapter` are kinds."""
+
+    # The changes of basis that the module can store: a family refuses what needs another.
+    STORES: ClassVar[frozenset[Basis]] = frozenset({Basis.SELECTED})
+    # Parameters and buffers that a module may have only since a cut.
+    OPTIONAL: ClassVar[frozenset[str]] = frozenset()
+    # Parameters that a cut may add, each with the one that it joins in the optimizer's groups.
+    JOINS: ClassVar[Mapping[str, str]] = {}
 
     @abstractmethod
     def read(self, module: Module) -> System:
@@ -37,6 +56,19 @@ class Adapter(ABC, Generic[Module, System]):
     def order(self, module: Module) -> int:
         """How many states the module has."""
 
+    def attributes(self, module: Module, order: int) -> dict[str, Any]:
+        """Attributes that must change with the order, by path: {"config.state_size": 8}."""
+        return {}
+
+    def buffers(self, module: Module, system: System) -> dict[str, Tensor]:
+        """Buffers by name that belong to the system, as `encode` gives parameters."""
+        return {}
+
+    def place(self, module: Module, path: str) -> tuple[Any, str]:
+        """The object that has an attribute, and its name there: "config.state_size" is state_size of module.config."""
+        *owners, leaf = path.split(".")
+        return reduce(getattr, owners, module), leaf
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
@@ -48,6 +80,8 @@ class SSMAdapter(Adapter[Module, DiagonalSystem]):
     skip D·u may be added. A module with one system for all channels is one system of order n; a module with a system
     a channel is a bank of H systems with one input and one output each. The order counts stored complex modes.
     """
+
+    STORES = frozenset({Basis.ANY, Basis.SELECTED})
 
     @abstractmethod
     def read(self, module: Module) -> DiagonalSystem:
@@ -146,6 +180,13 @@ def find(
             found[name] = (module, adapter)
             inside = f"{path}." if path else ""
     return found
+
+
+def present_attributes(module: nn.Module, adapter: Adapter[Any, Any]) -> dict[str, Any]:
+    """The attributes that go with the order the module has now; a module without any is not read for it."""
+    if type(adapter).attributes is Adapter.attributes:
+        return {}
+    return adapter.attributes(module, adapter.order(module))
 
 
 def state_axes(module: nn.Module, adapter: SSMAdapter[Any] | None = None) -> dict[str, int]:

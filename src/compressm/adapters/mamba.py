@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from functools import reduce
 from typing import Any, ClassVar, final
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 
-from compressm.adapters.base import Adapter, Module, adapts
+from compressm.adapters.base import Adapter, Basis, Module, adapts
 from compressm.control.selective import ChannelMaps, SelectiveSystem, require_negative_rates
 from compressm.control.validation import require_finite
 from compressm.errors import AdapterError
@@ -33,10 +32,8 @@ class SelectiveAdapter(Adapter[Module, SelectiveSystem]):
     attributes go with the order.
     """
 
-    # Parameters and buffers that the module may have beside those of the authors, some of them since a cut only.
-    KNOWN: ClassVar[frozenset[str]] = frozenset()
-    # Whether every channel can have states of its own, by maps of B and C.
-    keeps_maps: ClassVar[bool] = False
+    STORES = frozenset({Basis.AVERAGED, Basis.SELECTED})
+    JOINS: ClassVar[Mapping[str, str]] = {IMAGINARY: RATES}
 
     @abstractmethod
     def counted(
@@ -45,26 +42,16 @@ class SelectiveAdapter(Adapter[Module, SelectiveSystem]):
         """Of a call of the module with these arguments, which steps are no padding; None: all of them."""
 
     def attributes(self, module: Module, order: int) -> dict[str, Any]:
-        """What the module keeps beside its parameters and goes with the order, by path: {"config.state_size": 8}."""
         rank = module.get_parameter("dt_proj.weight").shape[1]
         return {"x_proj.out_features": rank + 2 * order}
-
-    def buffers(self, module: Module, system: SelectiveSystem) -> dict[str, Tensor]:
-        """Buffers by name that belong to the system, as `encode` gives parameters."""
-        return {}
 
     def maps(self, module: Module) -> ChannelMaps | None:
         """Those of the module, if its channels have states of their own."""
         return None
 
-    def listened(self, module: Module) -> nn.Module:
+    def observed(self, module: Module) -> nn.Module:
         """The part of the module whose input is u."""
         return module.get_submodule("x_proj")
-
-    def place(self, module: Module, path: str) -> tuple[Any, str]:
-        """The object that has an attribute, and its name there: "config.state_size" is state_size of module.config."""
-        *owners, leaf = path.split(".")
-        return reduce(getattr, owners, module), leaf
 
     def order(self, module: Module) -> int:
         return module.get_parameter(RATES).shape[-1]
@@ -94,7 +81,7 @@ class SelectiveAdapter(Adapter[Module, SelectiveSystem]):
     def _require_known(self, module: Module) -> None:
         """What is computed between x_proj and the scan, such as a norm of B, would be cut wrongly."""
         names = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
-        missing, unknown = sorted(set(_READ) - names), sorted(names - set(_READ) - set(_BESIDE) - self.KNOWN)
+        missing, unknown = sorted(set(_READ) - names), sorted(names - set(_READ) - set(_BESIDE) - self.OPTIONAL)
         if missing or unknown:
             said = [f"has no {', '.join(missing)}"] if missing else []
             said += [f"has {', '.join(unknown)}, of which {self} knows nothing"] if unknown else []
@@ -131,8 +118,8 @@ def _rank(module: nn.Module, rows: int, A_log: Tensor, projection: Tensor, step_
 class MambaAdapter(SelectiveAdapter[Mamba]):
     """Steps at and after `lengths` are padding. Channels may have states of their own, with complex rates."""
 
-    KNOWN: ClassVar[frozenset[str]] = frozenset(OF_MAPS)
-    keeps_maps: ClassVar[bool] = True
+    STORES = SelectiveAdapter.STORES | {Basis.BY_CHANNEL}
+    OPTIONAL = frozenset(OF_MAPS)
 
     def attributes(self, module: Mamba, order: int) -> dict[str, Any]:
         return {}

@@ -55,7 +55,7 @@ def reading(trial: SelectiveTrial) -> Iterator[Finding]:
     module = trial.module()
     system, heard = trial.read(module), []
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    handle = trial.adapter.listened(module).register_forward_pre_hook(lambda part, args: heard.append(args[0].shape))
+    handle = trial.adapter.observed(module).register_forward_pre_hook(lambda part, args: heard.append(args[0].shape))
     trial.output(module)
     handle.remove()
     expected = (2, trial.length, system.channels)

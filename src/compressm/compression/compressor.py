@@ -64,9 +64,8 @@ class Compressor:
             keep, calibrate, gramian, fold, select, gate, round_to, at_least, filter_fn, overrides, selective
         )
         self._cutter = Cutter(model, optimizer, options, moments, followers(follow))
-        self._cutter.check()
+        rehearse(self._cutter.check(), options)
         inner, processes = self._cutter.inner, self._cutter.processes
-        rehearse(inner, options)
         self._watch = None if guard is None else Watch(guard, inner, optimizer, scheduler, follow, processes)
         if scheduler is not None and not all(hasattr(scheduler, name) for name in ("state_dict", "load_state_dict")):
             raise CompressionError(f"scheduler is {scheduler!r:.100}, expected one of torch.optim.lr_scheduler or None")
@@ -173,5 +172,4 @@ def compress_(
     options = Options(keep, calibrate, gramian, fold, select, gate, round_to, at_least, filter_fn, overrides, selective)
     cutter = Cutter(model, optimizer, options, moments, followers(follow))
     with ordinary_tensors():
-        cutter.check()
-        return cutter.apply(cutter.plan(salt=0), step=0)
+        return cutter.apply(cutter.plan(salt=0, layers=cutter.check()), step=0)

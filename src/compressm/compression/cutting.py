@@ -7,23 +7,24 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from compressm.adapters import find
+from compressm.adapters import Adapter, find
 from compressm.adapters.transformers import refused_in
 from compressm.compression.distributed import Processes, renew_wrappers_, require_rewrappable, unwrapped, wrappers_in
 from compressm.compression.optimizer import Moments
 from compressm.compression.options import Options
-from compressm.compression.orders import require_choices
-from compressm.compression.planning import find_layers, plan_cuts, read_layers, require_suitable, stage
+from compressm.compression.planning import found_layers, plan_cuts, read_layers, require_suitable, stage
 from compressm.compression.record import Cut
 from compressm.compression.surgery import PreparedCut, apply_cuts, prepare_cut
 from compressm.errors import CompressionError
-from compressm.families.base import Layer, PlannedCut
+from compressm.families import Layer, PlannedCut
 from compressm.families.observing import ratio_of
+
+Found: TypeAlias = Mapping[str, tuple[nn.Module, Adapter[Any, Any]]]
 
 
 @dataclass(frozen=True)
@@ -58,29 +59,28 @@ class Cutter:
         wrappers = wrappers_in(self.model)
         return Processes(wrappers[0].process_group if wrappers else None)
 
-    def check(self) -> None:
-        """Refuse now what would be refused at the first cut."""
+    def check(self) -> dict[str, Layer]:
+        """Refuse now what would be refused at the first cut; the layers as they are now."""
         if not isinstance(self.moments, Moments):
             raise CompressionError(f"moments is {self.moments!r}, expected Transport(), Restart() or Slice()")
         if not isinstance(self.model, nn.Module):
             raise CompressionError(f"model is a {type(self.model).__name__}, expected an nn.Module")
-        found = find_layers(self.inner, self.options)
-        options = self.options
-        require_choices(found, options.keep, options.overrides, options.gate, options.round_to, options.at_least)
+        layers = found_layers(self.inner, self.options)
         for wrapper in wrappers_in(self.model):
             require_rewrappable(wrapper)
-        require_suitable(self.inner, found, self.optimizer)
-        if options.filter_fn is None and (said := refused_in(self.inner)):
+        require_suitable(self.inner, layers, self.optimizer)
+        if self.options.filter_fn is None and (said := refused_in(self.inner)):
             warnings.warn(f"not all of {type(self.inner).__name__} is cut{said}", stacklevel=4)
         for k, model in enumerate(self.follow):
-            _require_alike(f"follow[{k}]", model, found)
+            _require_alike(f"follow[{k}]", model, {name: layer.module for name, layer in layers.items()})
+        return layers
 
-    def plan(self, *, salt: int) -> Plan:
-        """What the policy wants now; nothing is changed."""
+    def plan(self, *, salt: int, layers: dict[str, Layer] | None = None) -> Plan:
+        """What the policy wants now; nothing is changed. `layers` are those that `check` has just read."""
         start, processes = time.perf_counter(), self.processes
         with torch.no_grad():
             with processes.together("reading the layers"):
-                layers = read_layers(self.inner, self.options)
+                layers = read_layers(self.inner, self.options, layers)
             layers = _over(processes, layers, salt)
             with processes.together("planning the cut"):
                 cuts = plan_cuts(layers, self.options, salt=salt) if processes.is_first else []
@@ -127,20 +127,20 @@ class Cutter:
 
     def _prepared(self, plan: Plan) -> tuple[list[PreparedCut], list[PreparedCut]]:
         """Of the model, and of those that follow."""
-        for k, model in enumerate(self.follow):
-            _require_alike(f"follow[{k}]", model, {cut.layer.name: (cut.layer.module, None) for cut in plan.cuts})
+        modules = {cut.layer.name: cut.layer.module for cut in plan.cuts}
+        copies = [_require_alike(f"follow[{k}]", model, modules) for k, model in enumerate(self.follow)]
         with stage("encode"):
             changes = {cut.layer.name: cut.change() for cut in plan.cuts}
         with stage("optimizer"):
             prepared = [prepare_cut(name, change, self.optimizer, self.moments) for name, change in changes.items()]
-        return prepared, [self._following(model, cut) for model in self.follow for cut in plan.cuts]
+        return prepared, [_following(cut, *found[cut.layer.name]) for found in copies for cut in plan.cuts]
 
-    def _following(self, model: nn.Module, cut: PlannedCut) -> PreparedCut:
-        """The same change of basis for a model that follows: its layers stay in the coordinates of the first."""
-        module, adapter = find(model)[cut.layer.name]
-        with torch.no_grad():
-            writing = cut.following(module, adapter)
-        return PreparedCut(cut.layer.name, module, writing.values, writing=writing)
+
+def _following(cut: PlannedCut, module: nn.Module, adapter: Adapter[Any, Any]) -> PreparedCut:
+    """The same change of basis for a model that follows: its layers stay in the coordinates of the first."""
+    with torch.no_grad():
+        writing = cut.following(module, adapter)
+    return PreparedCut(cut.layer.name, module, writing.values, writing=writing)
 
 
 def followers(follow: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
@@ -150,12 +150,12 @@ def followers(follow: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
     return tuple(follow)
 
 
-def _require_alike(which: str, model: object, layers: Mapping[str, tuple[nn.Module, object]]) -> None:
-    """A model that follows has layers of its own, of the same names, classes and shapes."""
+def _require_alike(which: str, model: object, modules: Mapping[str, nn.Module]) -> Found:
+    """The layers of a model that follows, which are its own and have the same names, classes and shapes."""
     if not isinstance(model, nn.Module):
         raise CompressionError(f"{which} is a {type(model).__name__}, expected a model with the layers of the first")
     found, kind = find(model), type(model).__name__
-    for name, (module, _) in layers.items():
+    for name, module in modules.items():
         if name not in found:
             raise CompressionError(f"{which}: {kind} has no SSM layer {name!r}; it has {', '.join(found) or 'none'}")
         other = found[name][0]
@@ -172,6 +172,7 @@ def _require_alike(which: str, model: object, layers: Mapping[str, tuple[nn.Modu
                 f"{which}: {name}.{odd} has the shape {shapes.get(odd)}, the model's {own.get(odd)}: expected the same"
                 " width and order"
             )
+    return found
 
 
 def ordinary_tensors() -> AbstractContextManager[object]:
@@ -190,7 +191,7 @@ def _over(processes: Processes, layers: dict[str, Layer], salt: int) -> dict[str
         return layers
     processes.require_same("the step of the cut", salt)
     processes.require_same("the orders before the cut", {name: layer.order for name, layer in layers.items()})
-    return {name: layer.over(processes) for name, layer in layers.items()}
+    return {name: layer.over(processes.total) for name, layer in layers.items()}
 
 
 def _as_first(processes: Processes, cuts: list[PlannedCut], layers: Mapping[str, Layer]) -> list[PlannedCut]:

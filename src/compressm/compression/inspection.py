@@ -14,8 +14,8 @@ from compressm.compression.options import Options
 from compressm.compression.planning import read_layers, spectra
 from compressm.compression.policies import EnergyTolerance, KeepFraction, Spectra, checked_spectra, largest_bounds
 from compressm.errors import CompressionError
+from compressm.families import family_of
 from compressm.families.choices import Gramian
-from compressm.families.linear.family import LinearLayer
 from compressm.families.observing import Calibrate
 from compressm.families.selective.methods import Baked, SelectiveMethod
 
@@ -132,5 +132,5 @@ def inspect(
     with torch.no_grad():
         layers = read_layers(model, options)
         found = {name: sigma.cpu() for name, sigma in spectra(layers, options).items()}
-    bounded = {name for name, layer in layers.items() if isinstance(layer, LinearLayer) and not options.measure}
+    bounded = {name for name, layer in layers.items() if family_of(layer.adapter).is_bounded(options.choices)}
     return Inspection.of(found, without_bound=tuple(found.keys() - bounded))

@@ -9,7 +9,7 @@ from torch import nn
 
 from compressm.compression.policies import ErrorBound, Policy
 from compressm.errors import CompressionError
-from compressm.families.choices import Gramian, Largest, Measured, Modal, Selection, WhiteNoise
+from compressm.families.choices import Choices, Gramian, Largest, Measured, Selection
 from compressm.families.observing import Calibrate
 from compressm.families.selective.methods import Baked, SelectiveMethod
 
@@ -53,7 +53,7 @@ class Options:
         """With measured Gramians 2 Σ of the dropped σ bounds nothing, so that a policy by it would promise too much."""
         others = self.overrides.values() if isinstance(self.overrides, Mapping) else ()
         bound = next((policy for policy in (self.keep, *others) if isinstance(policy, ErrorBound)), None)
-        if self.measure and bound is not None:
+        if self.choices.is_measured and bound is not None:
             raise CompressionError(
                 f"{bound} with Gramians that are measured, which have no error bound: expected gramian=WhiteNoise(),"
                 " for which calibrate still gives measured_error, or, as for selective layers in any case, another"
@@ -61,16 +61,6 @@ class Options:
             )
 
     @property
-    def measured(self) -> Measured:
-        """How much of the data counts."""
-        return self.gramian if isinstance(self.gramian, Measured) else Measured()
-
-    @property
-    def modal(self) -> bool:
-        """Whether modes are dropped as they are."""
-        return isinstance(self.gramian, Modal)
-
-    @property
-    def measure(self) -> bool:
-        """Whether P is that of real data: said, or the default where there is data."""
-        return isinstance(self.gramian or (Measured() if self.calibrate else WhiteNoise()), Measured)
+    def choices(self) -> Choices:
+        """The part of them that families are asked with."""
+        return Choices(self.calibrate is not None, self.gramian, self.fold, self.select, self.selective)

@@ -1,8 +1,8 @@
-"""The stages of a cut, by name, for whoever wants to time them; unwatched they cost nothing."""
+"""What a cut would do, computed before anything is changed; of what family a layer is does not matter here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
@@ -12,26 +12,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from compressm.adapters import Adapter, SelectiveAdapter, SSMAdapter, find
+from compressm.adapters import find
 from compressm.adapters.transformers import refused_in
 from compressm.compression.distributed import unwrapped
 from compressm.compression.optimizer import require_supported
 from compressm.compression.options import Options
-from compressm.compression.orders import choose_orders, require_choices, restricted
+from compressm.compression.orders import choose_channel_orders, choose_orders, require_choices, restricted
 from compressm.compression.policies import Budget, ErrorBound, KeepFraction
 from compressm.compression.surgery import require_plain_parameters
-from compressm.control import DiagonalSystem, fold, numerical_rank
-from compressm.control.linear_algebra import each
-from compressm.control.selective import SelectiveSystem
+from compressm.control import numerical_rank
 from compressm.errors import CompressionError
-from compressm.families.base import Layer, PlannedCut
+from compressm.families import Family, Layer, PlannedCut, family_of, read_layer
 from compressm.families.choices import Largest
-from compressm.families.linear.family import LinearLayer, energy_lost, linear_spectra, plan_linear, read_system
-from compressm.families.linear.observer import InputListener, Seen
-from compressm.families.observing import Listener, run_listening
-from compressm.families.selective.family import SelectiveLayer, plan_channels, read_selective
-from compressm.families.selective.methods import Calibrated
-from compressm.families.selective.observer import Averages, SelectiveListener, SelectiveSeen
+from compressm.families.observing import observe
 
 STAGES = ("calibrate", "read", "spectra", "reduce", "encode", "optimizer", "write")
 
@@ -55,11 +48,8 @@ def watching(watch: Watch) -> Iterator[None]:
         _watch.reset(token)
 
 
-Found = Mapping[str, tuple[nn.Module, Adapter[Any, Any]]]
-
-
-def find_layers(model: nn.Module, options: Options) -> dict[str, tuple[nn.Module, Adapter[Any, Any]]]:
-    """The layers to look at, with their adapters; there is at least one, and each can be looked at as is asked."""
+def found_layers(model: nn.Module, options: Options) -> dict[str, Layer]:
+    """The layers to look at, each read once; there is at least one, and each can be looked at as is asked."""
     found = find(model, options.filter_fn)
     kind = type(model).__name__
     if not found and options.filter_fn is not None and (all_of_them := find(model)):
@@ -70,139 +60,110 @@ def find_layers(model: nn.Module, options: Options) -> dict[str, tuple[nn.Module
         raise CompressionError(
             f"{kind} has no SSM layer that an adapter reads{refused_in(model)}; see compressm.adapters"
         )
-    selective = {name: both for name, both in found.items() if isinstance(both[1], SelectiveAdapter)}
-    if selective and options.calibrate is None:
-        raise CompressionError(
-            f"{', '.join(name or 'the model' for name in selective)}: selective layers are cut by what their inputs"
-            " choose; pass calibrate, a function that runs the model on data: calibrate=lambda model: model(inputs)"
-        )
-    if selective and options.modal:
-        raise CompressionError(
-            f"{', '.join(name or 'the model' for name in selective)}: {options.gramian} is for layers whose poles are"
-            " fixed, and selective ones have none; expected WhiteNoise() or Measured(...)"
-        )
-    _require_policies(found, selective, options)
-    for name, (module, adapter) in selective.items():
-        assert isinstance(adapter, SelectiveAdapter)
-        require_plain_parameters(name, module)
-        read_any(name, module, adapter)
-        options.selective.require(name or "the model", module, adapter)
-    return found
+    names: dict[Family, list[str]] = {}
+    for name, (_, adapter) in found.items():
+        names.setdefault(family_of(adapter), []).append(name)
+    for family, own in names.items():
+        family.require_choices(own, options.choices)
+    _require_policies(names, options)
+    layers = {}
+    with stage("read"), torch.no_grad():
+        for name, (module, adapter) in found.items():
+            require_plain_parameters(name, module)
+            layers[name] = layer = read_layer(name, module, adapter, options.choices)
+            family_of(adapter).require_layer(layer, options.choices)
+    return layers
 
 
-def _require_policies(found: Found, selective: Found, options: Options) -> None:
-    """Refuse those that have no meaning for a selective layer."""
-    shares = require_choices(found, options.keep, options.overrides, options.gate, options.round_to, options.at_least)
-    for policy, names in shares:
-        touched = ", ".join(name or "the model" for name in names if name in selective)
-        if touched and isinstance(policy, ErrorBound):
-            raise CompressionError(
-                f"{touched}: {policy} for selective layers, which have no error bound; expected another policy, such as"
-                " EnergyTolerance(0.05), for them in keep or overrides"
-            )
-        if touched and isinstance(policy, Budget) and options.selective.by_channel:
-            raise CompressionError(
-                f"{touched}: {policy} shares states out among layers, while {options.selective} gives every channel an"
-                " order of its own; expected another policy, such as EnergyTolerance(0.05)"
-            )
+def _require_policies(names: Mapping[Family, Sequence[str]], options: Options) -> None:
+    """Refuse policies that have no meaning for a family."""
+    families = {name: family for family, own in names.items() for name in own}
+    limits = (options.gate, options.round_to, options.at_least)
+    for policy, own in require_choices(families, options.keep, options.overrides, *limits):
+        for family, named in _by_family({name: families[name] for name in own}).items():
+            said = ", ".join(name or "the model" for name in named)
+            # Where Gramians are measured, `Options` has refused already.
+            if isinstance(policy, ErrorBound) and not family.is_bounded(options.choices):
+                raise CompressionError(
+                    f"{said}: {policy} for {family.called}, which have no error bound; expected another policy, such as"
+                    " EnergyTolerance(0.05), for them in keep or overrides"
+                )
+            if isinstance(policy, Budget) and family.is_by_channel(options.choices):
+                raise CompressionError(
+                    f"{said}: {policy} shares states out among layers, while {options.selective} gives every channel an"
+                    " order of its own; expected another policy, such as EnergyTolerance(0.05)"
+                )
 
 
-def read_layers(model: nn.Module, options: Options) -> dict[str, Layer]:
-    """Every SSM layer of the model as a system; with `calibrate`, after it ran."""
+def _by_family(families: Mapping[str, Family]) -> dict[Family, list[str]]:
+    names: dict[Family, list[str]] = {}
+    for name, family in families.items():
+        names.setdefault(family, []).append(name)
+    return names
+
+
+def read_layers(model: nn.Module, options: Options, layers: dict[str, Layer] | None = None) -> dict[str, Layer]:
+    """Every SSM layer of the model, unless they were just read; with `calibrate`, after it ran."""
     if not isinstance(model, nn.Module):
         raise CompressionError(f"model is a {type(model).__name__}, expected an nn.Module")
     # Inside DistributedDataParallel a forward pass waits for the other processes, which may not be looking.
     model = unwrapped(model)
-    found = find_layers(model, options)
-    for name, (module, _) in found.items():
-        require_plain_parameters(name, module)
-    with stage("read"), torch.no_grad():
-        systems = {name: read_any(name, *both) for name, both in found.items()}
-        listeners = {name: _listener(name, *found[name], system, options) for name, system in systems.items()}
-    if options.calibrate is not None:
-        with stage("calibrate"):
-            run_listening(model, options.calibrate, list(listeners.values()))
-    return {name: _layer(name, *found[name], systems[name], listeners[name], options) for name in found}
-
-
-def read_any(name: str, module: nn.Module, adapter: Adapter[Any, Any]) -> DiagonalSystem | SelectiveSystem:
-    """A layer as it is now, of whatever kind; what is wrong with it is said with its name."""
-    absent = [entry for entry, parameter in module.named_parameters() if parameter.is_meta]
-    if absent:
-        raise CompressionError(
-            f"{name or 'the model'}: {', '.join(absent)} are on the meta device, expected values: use to_empty and load"
-            " them first"
-        )
-    if isinstance(adapter, SelectiveAdapter):
-        return read_selective(name, module, adapter)
-    assert isinstance(adapter, SSMAdapter)
-    return read_system(name, module, adapter)
-
-
-def _listener(
-    name: str, module: nn.Module, adapter: Adapter[Any, Any], system: DiagonalSystem | SelectiveSystem, options: Options
-) -> Listener:
-    if isinstance(system, DiagonalSystem):
-        balanced = fold(system) if options.fold else system
-        return InputListener(Seen(name), module, balanced, options.measured)
-    assert isinstance(adapter, SelectiveAdapter)
-    covariance = options.selective.measures(options.gramian)
-    return SelectiveListener(name, module, adapter, system, options.measured, covariance=covariance)
-
-
-def _layer(
-    name: str,
-    module: nn.Module,
-    adapter: Adapter[Any, Any],
-    system: DiagonalSystem | SelectiveSystem,
-    heard: Listener,
-    options: Options,
-) -> Layer:
-    if isinstance(heard, SelectiveListener):
-        assert isinstance(system, SelectiveSystem)
-        return SelectiveLayer(name, module, heard.adapter, Calibrated(system, heard.seen), options.selective)
-    assert isinstance(heard, InputListener)
-    assert isinstance(system, DiagonalSystem)
-    assert isinstance(adapter, SSMAdapter)
-    seen = None if options.calibrate is None else heard.seen
-    return LinearLayer(name, module, adapter, system, heard.system, seen)
+    layers = found_layers(model, options) if layers is None else layers
+    if options.calibrate is None:
+        return layers
+    with torch.no_grad():
+        observers = {name: layer.observer(options.choices) for name, layer in layers.items()}
+    with stage("calibrate"):
+        observe(model, options.calibrate, list(observers.values()))
+    return {name: layer.with_observations(observers[name]) for name, layer in layers.items()}
 
 
 def spectra(layers: Mapping[str, Layer], options: Options) -> dict[str, Float[Tensor, "*bank n"]]:
-    """The Hankel singular values of every layer; of selective ones what `options.selective` has in their place."""
-    found = linear_spectra([layer for layer in layers.values() if isinstance(layer, LinearLayer)], options)
-    selective = [layer for layer in layers.values() if isinstance(layer, SelectiveLayer)]
-    found |= dict(each(lambda layer: (layer.name, layer.spectrum()), selective))
+    """The Hankel singular values of every layer, or what its family has in their place."""
+    found: dict[str, Tensor] = {}
+    for family, names in _families_of(layers).items():
+        found |= family.spectra([layers[name] for name in names], options.choices)
     return {name: found[name] for name in layers}
+
+
+def _families_of(layers: Mapping[str, Layer]) -> dict[Family, list[str]]:
+    return _by_family({name: family_of(layer.adapter) for name, layer in layers.items()})
 
 
 def plan_cuts(layers: Mapping[str, Layer], options: Options, *, salt: int = 0) -> list[PlannedCut]:
     """The cuts that the policy wants, in the order of the layers; those the gate holds back are left out."""
     with stage("spectra"):
         values = spectra(layers, options)
-    apart = [layer for layer in layers.values() if isinstance(layer, SelectiveLayer) and layer.method.by_channel]
-    together = {name: values[name] for name in layers if name not in {layer.name for layer in apart}}
-    wanted = _wanted(together, options) if together else {}
-    chosen = [layers[name] for name in wanted]
+    families = _families_of(layers)
+    apart = [name for family, names in families.items() if family.is_by_channel(options.choices) for name in names]
+    together = [name for name in layers if name not in apart]
+    orders: dict[str, Any] = _channel_orders(values, apart, options) if apart else {}
+    orders |= _orders(values, together, options) if together else {}
+    planned: dict[str, PlannedCut] = {}
     with stage("reduce"):
-        linear = [layer for layer in chosen if isinstance(layer, LinearLayer)]
-        planned: dict[str, PlannedCut] = dict(plan_linear(linear, wanted, values, options, salt))
-        for layer in chosen:
-            if isinstance(layer, SelectiveLayer):
-                sigma = values[layer.name]
-                kept = options.select(sigma, wanted[layer.name], salt=f"{layer.name}@{salt}")
-                planned[layer.name] = layer.cut([kept], energy_lost(sigma, kept))
-        planned |= plan_channels(apart, values, options, salt) if apart else {}
+        for family, names in families.items():
+            chosen = [layers[name] for name in names if name in orders]
+            planned |= family.plan(chosen, orders, values, options.choices, salt) if chosen else {}
     return [planned[name] for name in layers if name in planned]
 
 
-def _wanted(values: Mapping[str, Tensor], options: Options) -> dict[str, int]:
-    """The orders of layers that are to have fewer states."""
-    overrides = restricted(options.overrides, values)
-    orders = choose_orders(
-        values,
+def _channel_orders(values: Mapping[str, Tensor], names: Sequence[str], options: Options) -> dict[str, list[int]]:
+    return choose_channel_orders(
+        {name: values[name] for name in names},
         options.keep,
-        overrides=overrides,
+        overrides=restricted(options.overrides, names),
+        gate=options.gate,
+        round_to=options.round_to,
+        at_least=options.at_least,
+    )
+
+
+def _orders(values: Mapping[str, Tensor], names: Sequence[str], options: Options) -> dict[str, int]:
+    """The orders of layers that are to have fewer states."""
+    orders = choose_orders(
+        {name: values[name] for name in names},
+        options.keep,
+        overrides=restricted(options.overrides, names),
         gate=options.gate,
         round_to=options.round_to,
         at_least=options.at_least,
@@ -214,31 +175,30 @@ def _wanted(values: Mapping[str, Tensor], options: Options) -> dict[str, int]:
     return wanted
 
 
-def require_suitable(model: nn.Module, found: Found, optimizer: Any | None) -> None:
+def require_suitable(model: nn.Module, layers: Mapping[str, Layer], optimizer: Any | None) -> None:
     """Refuse by name layers whose parameters are elsewhere, computed from others, or those of another module too."""
     owners = _owners(model)
-    for name, (module, adapter) in found.items():
-        require_plain_parameters(name, module)
-        for entry in _cut_parameters(name, module, adapter):
-            others = owners[id(module.get_parameter(entry))] - {f"{name}.{entry}" if name else entry}
+    for name, layer in layers.items():
+        for entry in _cut_parameters(layer):
+            others = owners[id(layer.module.get_parameter(entry))] - {f"{name}.{entry}" if name else entry}
             if others:
                 raise CompressionError(
                     f"{name}.{entry} is also {', '.join(sorted(others))}: a parameter that two modules share cannot be"
                     " cut for one of them; use the same layer twice, or give each its own"
                 )
         if optimizer is not None:
-            require_supported(optimizer, {f"{name}.{key}": p for key, p in module.named_parameters()})
+            require_supported(optimizer, {f"{name}.{key}": p for key, p in layer.module.named_parameters()})
 
 
-def _cut_parameters(name: str, module: nn.Module, adapter: Adapter[Any, Any]) -> Iterator[str]:
+def _cut_parameters(layer: Layer) -> Iterator[str]:
     with torch.no_grad():
-        values = adapter.encode(module, read_any(name, module, adapter))
-    parameters = dict(module.named_parameters(remove_duplicate=False))
+        values = layer.adapter.encode(layer.module, layer.system)
+    parameters = dict(layer.module.named_parameters(remove_duplicate=False))
     for entry in values:
         if entry not in parameters:
             raise CompressionError(
-                f"{name}.{entry} is no parameter but computed from {', '.join(parameters)}: a parametrised, normalised"
-                " or pruned weight cannot be cut; remove that first (torch.nn.utils.parametrize, .prune)"
+                f"{layer.name}.{entry} is no parameter but computed from {', '.join(parameters)}: a parametrised,"
+                " normalised or pruned weight cannot be cut; remove that first (torch.nn.utils.parametrize, .prune)"
             )
         yield entry
 
@@ -257,26 +217,12 @@ def _owners(model: nn.Module) -> dict[int, set[str]]:
 _SLOW_TO_LOAD = ("cuda",)
 
 
-def rehearse(model: nn.Module, options: Options) -> None:
+def rehearse(layers: Mapping[str, Layer], options: Options) -> None:
     """On a GPU, plan half of every layer away and forget it, so that the first cut finds everything loaded."""
-    if not any(parameter.device.type in _SLOW_TO_LOAD for parameter in model.parameters()):
+    if not any(p.device.type in _SLOW_TO_LOAD for layer in layers.values() for p in layer.module.parameters()):
         return
     blind = replace(
         options, keep=KeepFraction(0.5), overrides=None, calibrate=None, gramian=None, gate=1.0, round_to=1, at_least=1
     )
     with torch.no_grad():
-        plan_cuts(made_up_layers(model, blind), blind, salt=0)
-
-
-def made_up_layers(model: nn.Module, options: Options) -> dict[str, Layer]:
-    """The layers as if selective ones had seen white noise, which takes no data."""
-    layers: dict[str, Layer] = {}
-    for name, (module, adapter) in find(model, options.filter_fn).items():
-        system = read_any(name, module, adapter)
-        if isinstance(system, SelectiveSystem) and isinstance(adapter, SelectiveAdapter):
-            seen = SelectiveSeen(name, Averages.made_up(system), None)
-            layers[name] = SelectiveLayer(name, module, adapter, Calibrated(system, seen), options.selective)
-        elif isinstance(system, DiagonalSystem) and isinstance(adapter, SSMAdapter):
-            balanced = fold(system) if options.fold else system
-            layers[name] = LinearLayer(name, module, adapter, system, balanced, None)
-    return layers
+        plan_cuts({name: layer.imagined() for name, layer in layers.items()}, blind, salt=0)

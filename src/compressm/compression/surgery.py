@@ -8,8 +8,8 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from compressm.adapters import SelectiveAdapter, adapter_for, find
-from compressm.adapters.base import parameter_of, prepared
+from compressm.adapters import adapter_for, find
+from compressm.adapters.base import parameter_of, prepared, present_attributes
 from compressm.compression.distributed import Processes
 from compressm.compression.optimizer import (
     Moments,
@@ -29,7 +29,7 @@ from compressm.layers.parameters import replace_data
 def place_of(name: str, module: nn.Module, path: str) -> tuple[Any, str]:
     """The object that has the attribute, and its name there, as the module's adapter says."""
     adapter = adapter_for(module)
-    assert isinstance(adapter, SelectiveAdapter)
+    assert adapter is not None
     try:
         owner, leaf = adapter.place(module, path)
         getattr(owner, leaf)
@@ -39,20 +39,18 @@ def place_of(name: str, module: nn.Module, path: str) -> tuple[Any, str]:
 
 
 def take_orders_(model: nn.Module) -> None:
-    """Let all that goes with orders say those that the parameters have by now."""
+    """Set the attributes that go with orders to the orders that the parameters have by now."""
     for name, (module, adapter) in find(model).items():
-        if isinstance(adapter, SelectiveAdapter):
-            for path, value in adapter.attributes(module, adapter.order(module)).items():
-                setattr(*place_of(name, module, path), value)
+        for path, value in present_attributes(module, adapter).items():
+            setattr(*place_of(name, module, path), value)
 
 
 def attributes_of(model: nn.Module) -> dict[str, tuple[Any, str]]:
-    """All of a model that a cut may change, by module and path."""
+    """All attributes of a model that a cut may change, by module and path."""
     return {
         f"{name}/{path}": place_of(name, module, path)
         for name, (module, adapter) in find(model).items()
-        if isinstance(adapter, SelectiveAdapter)
-        for path in adapter.attributes(module, adapter.order(module))
+        for path in present_attributes(module, adapter)
     }
 
 
@@ -61,8 +59,7 @@ def optional_in(model: nn.Module) -> list[tuple[nn.Module, str]]:
     return [
         (module, leaf)
         for module, adapter in find(model).values()
-        if isinstance(adapter, SelectiveAdapter)
-        for leaf in sorted(adapter.KNOWN)
+        for leaf in sorted(adapter.OPTIONAL)
         if getattr(module, leaf, None) is not None
     ]
 

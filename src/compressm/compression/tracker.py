@@ -13,9 +13,8 @@ from compressm.compression.planning import read_layers, spectra
 from compressm.compression.policies import KeepFraction
 from compressm.control import DiagonalSystem, Trajectories, hankel_change, trajectories
 from compressm.errors import CompressionError
-from compressm.families.base import Layer
+from compressm.families import Layer
 from compressm.families.choices import Gramian, require_count
-from compressm.families.linear.family import LinearLayer
 from compressm.families.observing import Calibrate
 from compressm.families.selective.methods import Baked, SelectiveMethod
 
@@ -72,7 +71,8 @@ class HankelTracker:
 
     def _compare(self, layers: Mapping[str, Layer]) -> dict[str, float | None]:
         bounds: dict[str, float | None] = dict.fromkeys(layers)
-        systems = {name: layer.balanced for name, layer in layers.items() if isinstance(layer, LinearLayer)}
+        found = {name: layer.linear_system for name, layer in layers.items()}
+        systems = {name: system for name, system in found.items() if system is not None}
         if self.changes:
             for name, system in systems.items():
                 before = self._before.get(name)

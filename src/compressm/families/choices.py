@@ -7,7 +7,7 @@ import random
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from numbers import Real
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 from jaxtyping import Float, Int
@@ -15,6 +15,9 @@ from torch import Tensor
 
 from compressm.control import validation
 from compressm.errors import CompressionError
+
+if TYPE_CHECKING:
+    from compressm.families.selective.methods import SelectiveMethod
 
 
 def require_number(
@@ -134,3 +137,30 @@ class Random(Selection):
     def chosen(self, n: int, order: int, salt: str) -> list[int]:
         # Seeded by text, Python's generator hashes it with SHA-512: the same in every process.
         return sorted(random.Random(f"{self.seed} {salt}").sample(range(n), order))
+
+
+@final
+@dataclass(frozen=True)
+class Choices:
+    """What a user asked for, as far as families care: the options of a cut without its policy and its schedule."""
+
+    calibrated: bool
+    gramian: Gramian | None
+    fold: bool
+    select: Selection
+    selective: SelectiveMethod
+
+    @property
+    def measurement(self) -> Measured:
+        """How much of the data counts."""
+        return self.gramian if isinstance(self.gramian, Measured) else Measured()
+
+    @property
+    def is_modal(self) -> bool:
+        """Whether modes are dropped as they are."""
+        return isinstance(self.gramian, Modal)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether P is that of real data: said, or the default where there is data."""
+        return isinstance(self.gramian or (Measured() if self.calibrated else WhiteNoise()), Measured)

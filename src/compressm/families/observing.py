@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.hooks import RemovableHandle
 
 from compressm.errors import CompressionError
+from compressm.families.base import Observer
 
 # On how much a cut's error is measured: sequences at least, and as many as make so many steps.
 _KEPT_SEQUENCES, _KEPT_STEPS = 8, 1 << 13
@@ -111,41 +111,21 @@ def ratio_of(squares: Float[Tensor, "2"]) -> float:
 Calibrate = Callable[[nn.Module], object]
 
 
-class Listener(ABC):
-    """What is hung on a layer while the model runs."""
-
-    module: nn.Module
-
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """That of the layer."""
-
-    @property
-    @abstractmethod
-    def passes(self) -> int:
-        """How often the layer was heard."""
-
-    @abstractmethod
-    def attach(self) -> Sequence[RemovableHandle]:
-        """Begin to listen."""
-
-
-def run_listening(model: nn.Module, calibrate: Calibrate, listeners: Sequence[Listener]) -> None:
-    """Run `calibrate(model)` once, in evaluation mode and without gradients; every listener must hear something."""
-    for listener in listeners:
-        _require_finite(listener.name, listener.module)
-    before = [_sums(listener) for listener in listeners]
+def observe(model: nn.Module, calibrate: Calibrate, observers: Sequence[Observer]) -> None:
+    """Run `calibrate(model)` once, in evaluation mode and without gradients; every observer must hear something."""
+    for observer in observers:
+        _require_finite(observer.name, observer.module)
+    before = [_sums(observer) for observer in observers]
     # What is compiled is not asked again for hooks that came later.
-    with _attached(listeners), _evaluating(model), torch.compiler.set_stance("force_eager"):
+    with _attached(observers), _evaluating(model), torch.compiler.set_stance("force_eager"):
         calibrate(model)
-    for listener, then in zip(listeners, before, strict=True):
-        if changed := [name for name, now in _sums(listener).items() if then.get(name) != now]:
+    for observer, then in zip(observers, before, strict=True):
+        if changed := [name for name, now in _sums(observer).items() if then.get(name) != now]:
             raise CompressionError(
-                f"calibrate changed {listener.name or 'the model'}: {', '.join(changed)}; expected it to run the model"
+                f"calibrate changed {observer.name or 'the model'}: {', '.join(changed)}; expected it to run the model"
                 " and nothing else"
             )
-    missed = [repr(listener.name) if listener.name else "the model" for listener in listeners if listener.passes == 0]
+    missed = [repr(observer.name) if observer.name else "the model" for observer in observers if observer.passes == 0]
     if missed:
         raise CompressionError(
             f"calibrate did not run {', '.join(missed)}: it must call the model that it is given"
@@ -153,11 +133,11 @@ def run_listening(model: nn.Module, calibrate: Calibrate, listeners: Sequence[Li
         )
 
 
-def _sums(listener: Listener) -> dict[str, tuple[object, ...]]:
+def _sums(observer: Observer) -> dict[str, tuple[object, ...]]:
     """Of every parameter what other values would hardly have too; those that were put back count as the same."""
     found: dict[str, tuple[object, ...]] = {}
     with torch.no_grad():
-        for name, parameter in listener.module.named_parameters():
+        for name, parameter in observer.module.named_parameters():
             values = parameter.detach().to(torch.complex128 if parameter.is_complex() else torch.float64)
             found[name] = (tuple(parameter.shape), values.sum().item(), values.abs().sum().item())
     return found
@@ -171,11 +151,11 @@ def _require_finite(name: str, layer: nn.Module) -> None:
 
 
 @contextmanager
-def _attached(listeners: Sequence[Listener]) -> Iterator[None]:
+def _attached(observers: Sequence[Observer]) -> Iterator[None]:
     handles: list[RemovableHandle] = []
     try:
-        for listener in listeners:
-            handles += listener.attach()
+        for observer in observers:
+            handles += observer.attach()
         yield
     finally:
         for handle in handles:

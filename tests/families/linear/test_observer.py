@@ -8,7 +8,16 @@ from compressm.compression import TargetOrder, compress_
 from compressm.control import NonFiniteError, balanced_truncation, controllability_gramian, fold
 from compressm.errors import CompressionError
 from compressm.families.choices import Measured
-from compressm.families.linear.observer import listen, outputs, relative_change, sampled_steps, squared_change, states
+from compressm.families.linear.observer import (
+    InputObserver,
+    Observations,
+    outputs,
+    relative_change,
+    sampled_steps,
+    squared_change,
+    states,
+)
+from compressm.families.observing import observe
 from compressm.layers import LRU, S4D, S5
 from compressm.models import OneMask, SequenceClassifier
 
@@ -22,6 +31,13 @@ def make(kind=LRU, depth=2, **options):
     return SequenceClassifier(
         kind, depth=depth, width=4, order=6, inputs=3, classes=5, dropout=OneMask(0.2), layer_options=options
     )
+
+
+def observed(model, calibrate, layers, choice):
+    """What layers saw, by name; each comes with the system whose states are wanted."""
+    observers = {name: InputObserver(Observations(name), *layer, choice) for name, layer in layers.items()}
+    observe(model, calibrate, list(observers.values()))
+    return {name: observer.observations for name, observer in observers.items()}
 
 
 def layers_of(model, *, folded=True):
@@ -51,7 +67,7 @@ def test_the_measured_gramian_of_white_noise_is_the_exact_one(kind):
         system = system_of(layer)
     model = torch.nn.Sequential(layer)
     noise = torch.randn(64, 2000, 2, dtype=torch.float64)
-    seen = listen(model, lambda model: model(noise), {"0": (layer, system)}, Measured(batches=1, stride=1))
+    seen = observed(model, lambda model: model(noise), {"0": (layer, system)}, Measured(batches=1, stride=1))
     exact = controllability_gramian(system)
     assert ((seen["0"].gramian() - exact).norm() / exact.norm()) < 0.05
 
@@ -63,7 +79,8 @@ def test_padding_never_counts():
     garbage[0, 7:] = 1e3
     choice = Measured(stride=3)
     one, other = (
-        listen(model, lambda model, data=data: model(data, lengths), layers_of(model), choice) for data in (x, garbage)
+        observed(model, lambda model, data=data: model(data, lengths), layers_of(model), choice)
+        for data in (x, garbage)
     )
     for name in one:
         assert torch.allclose(one[name].gramian(), other[name].gramian(), rtol=1e-9)
@@ -77,7 +94,7 @@ def test_nothing_of_the_training_is_disturbed():
     torch.manual_seed(3)
     expected = torch.rand(3)
     torch.manual_seed(3)
-    listen(model, lambda model: model(torch.randn(2, 10, 3)), layers_of(model), Measured())
+    observed(model, lambda model: model(torch.randn(2, 10, 3)), layers_of(model), Measured())
     assert torch.equal(torch.rand(3), expected)
     assert model.training
     assert model.blocks[0].training
@@ -95,7 +112,7 @@ def test_an_error_in_calibrate_leaves_no_hook_behind():
         raise RuntimeError("no data")
 
     with pytest.raises(RuntimeError, match="no data"):
-        listen(model, broken, layers_of(model), Measured())
+        observed(model, broken, layers_of(model), Measured())
     assert not any(block.ssm._forward_pre_hooks for block in model.blocks)
     assert model.training
 
@@ -109,7 +126,7 @@ def test_only_the_first_batches_count():
             for batch in batches[:count]:
                 model(batch)
 
-        return listen(model, calibrate, layers_of(model), Measured(batches=2))
+        return observed(model, calibrate, layers_of(model), Measured(batches=2))
 
     for name, what in run(3).items():
         assert what.passes == 2
@@ -119,14 +136,14 @@ def test_only_the_first_batches_count():
 def test_a_layer_that_was_not_run_is_named():
     model = make()
     with pytest.raises(CompressionError, match=r"blocks\.0\.ssm.*blocks\.1\.ssm"):
-        listen(model, lambda model: None, layers_of(model), Measured())
+        observed(model, lambda model: None, layers_of(model), Measured())
 
 
 def test_with_little_data_every_step_counts():
     """At every eighth of 40 steps there would be 5 samples for 6 states: one state would seem dead."""
     model, x = make(), torch.randn(2, 20, 3)
     few, all_steps = (
-        listen(model, lambda model: model(x), layers_of(model), Measured(stride=stride)) for stride in (8, 1)
+        observed(model, lambda model: model(x), layers_of(model), Measured(stride=stride)) for stride in (8, 1)
     )
     for name, what in few.items():
         assert torch.equal(what.gramian(), all_steps[name].gramian())
@@ -135,7 +152,7 @@ def test_with_little_data_every_step_counts():
 
 def test_fewer_steps_than_states_are_refused():
     model = make()
-    seen = listen(model, lambda model: model(torch.randn(1, 5, 3)), layers_of(model), Measured())
+    seen = observed(model, lambda model: model(torch.randn(1, 5, 3)), layers_of(model), Measured())
     with pytest.raises(CompressionError, match=r"5 steps to a layer of 6 states.*more data"):
         seen["blocks.0.ssm"].gramian()
 
@@ -165,7 +182,7 @@ def test_rows_of_an_image_as_long_as_the_stride_leave_no_channel_out():
     x[:, ::8] = 1
     layers = {"0": (model[0], system_of(model[0]))}
     strided, whole = (
-        listen(model, lambda model: model(x), layers, Measured(stride=stride))["0"].gramian() for stride in (8, 1)
+        observed(model, lambda model: model(x), layers, Measured(stride=stride))["0"].gramian() for stride in (8, 1)
     )
     assert float((strided - whole).norm() / whole.norm()) < 0.1
 
@@ -180,7 +197,7 @@ def test_the_measured_error_is_the_relative_change_of_the_output():
     model = make()
     model.eval()
     x = torch.randn(4, 30, 3)
-    seen = listen(model, lambda model: model(x), layers_of(model), Measured())["blocks.0.ssm"]
+    seen = observed(model, lambda model: model(x), layers_of(model), Measured())["blocks.0.ssm"]
     system = system_of(model.blocks[0].ssm)
     cut = balanced_truncation(fold(system), 3).diagonalise().system
     u = model.blocks[0].norm(model.encoder(x)).detach().double()
@@ -206,7 +223,7 @@ def heard(layer, batches, *, lengths=None):
         for batch in batches:
             layer(batch, None, lengths)
 
-    return listen(layer, calibrate, {"": (layer, fold(system_of(layer)))}, Measured())[""]
+    return observed(layer, calibrate, {"": (layer, fold(system_of(layer)))}, Measured())[""]
 
 
 @pytest.mark.parametrize("sizes", [(32,), (8, 8, 8, 8), (256, 256), (1, 200)], ids=str)
@@ -270,7 +287,7 @@ def test_data_that_is_not_finite_is_refused_with_the_name_of_the_layer(value):
     model, x = make(), torch.randn(2, 20, 3)
     x[1, 19, 2] = value
     with pytest.raises(CompressionError, match=r"calibrate gave 'blocks\.0\.ssm'.*finite") as caught:
-        listen(model, lambda model: model(x), layers_of(model), Measured())
+        observed(model, lambda model: model(x), layers_of(model), Measured())
     assert isinstance(caught.value.__cause__, NonFiniteError)
 
 
@@ -281,7 +298,7 @@ def test_steps_of_the_layers_alone_are_said_not_to_be_enough():
         model.step(torch.randn(2, 3), model.initial_state(2))
 
     with pytest.raises(CompressionError, match=r"'blocks\.0\.ssm'.*`forward` of these layers"):
-        listen(model, streamed, layers_of(model), Measured())
+        observed(model, streamed, layers_of(model), Measured())
 
 
 @pytest.mark.parametrize("change", [lambda layer: layer.nu_log.data.mul_(2), lambda layer: layer.nu_log.mul_(2)])

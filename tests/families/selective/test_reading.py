@@ -116,7 +116,7 @@ class Forgetful(MixerAdapter):
 class Deaf(MixerAdapter):
     """Listens to what is not given u."""
 
-    def listened(self, module):
+    def observed(self, module):
         return module.in_proj
 
 

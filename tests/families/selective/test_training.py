@@ -1,6 +1,7 @@
 """Models with selective layers that shrink while they train: schedules, guards, followers, files, other layers."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.nn.functional import cross_entropy
 import compressm as cs
 from compressm.compression import CompressionError, load_checkpoint, save_checkpoint
 from compressm.compression.options import Options
-from compressm.compression.planning import made_up_layers, plan_cuts
+from compressm.compression.planning import found_layers, plan_cuts
 from tests.families.selective.mixers import Mixer, data, make
 
 TOKENS = torch.randint(0, 11, (6, 24), generator=torch.Generator().manual_seed(0))
@@ -232,8 +233,9 @@ def test_what_a_cut_writes_lies_in_memory_as_what_a_file_gives(method):
 @pytest.mark.parametrize("method", [cs.Baked(), cs.SharedIndex(refit=True)], ids=str)
 def test_a_rehearsal_needs_no_data(method):
     model = nn.ModuleList([make(order=8), cs.layers.LRU(4, 8)])
-    options = Options(cs.KeepFraction(0.5), selective=method, gate=1.0)
-    assert [cut.rank for cut in plan_cuts(made_up_layers(model, options), options)] == [4, 4]
+    options = Options(cs.KeepFraction(0.5), calibrate=lambda model: pytest.fail("ran"), selective=method, gate=1.0)
+    layers = {name: layer.imagined() for name, layer in found_layers(model, options).items()}
+    assert [cut.rank for cut in plan_cuts(layers, dataclasses.replace(options, calibrate=None))] == [4, 4]
 
 
 @pytest.mark.parametrize("shape", [(3, 40), (1, 300)])

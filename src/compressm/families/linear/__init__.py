@@ -1,1 +1,5 @@
 """Linear layers (LRU, S5, S4D): systems that stay the same over time."""
+
+from compressm.families.linear.family import LinearCut, LinearFamily, LinearLayer
+
+__all__ = ["LinearCut", "LinearFamily", "LinearLayer"]

@@ -1,8 +1,8 @@
-"""Linear layers: read as systems, batched by shape, balanced and truncated."""
+"""The family of linear layers (LRU, S5, S4D): systems that stay the same over time, balanced and truncated."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, final
 
@@ -10,15 +10,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from compressm.adapters import Adapter, SSMAdapter
-from compressm.compression.distributed import Processes
-from compressm.compression.options import Options
-from compressm.control import ControlError, DiagonalSystem, hankel_singular_values
+from compressm.adapters import SSMAdapter
+from compressm.control import ControlError, DiagonalSystem, fold, hankel_singular_values
 from compressm.control.linear_algebra import each
 from compressm.errors import CompressionError
-from compressm.families.base import Layer, PlannedCut, Writing
-from compressm.families.choices import Largest
-from compressm.families.linear.observer import Seen, relative_change, squared_change
+from compressm.families.base import Family, Layer, PlannedCut, Total, Writing, energy_lost, reads
+from compressm.families.choices import Choices, Largest
+from compressm.families.linear.observer import InputObserver, Observations, relative_change, squared_change
 from compressm.families.linear.reduction import (
     BasisChange,
     Reduction,
@@ -39,14 +37,14 @@ _LEAST_DECAY = torch.finfo(torch.float64).eps
 @final
 @dataclass(frozen=True)
 class LinearLayer(Layer):
-    """A module with the system it is now, as read and as it is balanced, and what it saw where that was asked for."""
+    """A module with the system it is now, as read and as it is balanced, and what was observed where that was asked."""
 
     name: str
     module: nn.Module
     adapter: SSMAdapter[Any]
     system: DiagonalSystem
     balanced: DiagonalSystem
-    seen: Seen | None
+    observations: Observations | None = None
 
     @property
     def order(self) -> int:
@@ -56,8 +54,21 @@ class LinearLayer(Layer):
     def shape(self) -> tuple[object, ...]:
         return (*self.system.B.shape, self.system.outputs, self.system.device)
 
-    def over(self, processes: Processes) -> LinearLayer:
-        return self if self.seen is None else replace(self, seen=self.seen.over(processes))
+    @property
+    def linear_system(self) -> DiagonalSystem:
+        return self.balanced
+
+    def observer(self, choices: Choices) -> InputObserver:
+        return InputObserver(Observations(self.name), self.module, self.balanced, choices.measurement)
+
+    def with_observations(self, observer: InputObserver) -> LinearLayer:
+        return replace(self, observations=observer.observations)
+
+    def imagined(self) -> LinearLayer:
+        return self
+
+    def over(self, total: Total) -> LinearLayer:
+        return self if self.observations is None else replace(self, observations=self.observations.over(total))
 
     def received(self, sent: Any) -> LinearCut:
         system, change, bound, lost = sent
@@ -85,51 +96,66 @@ class LinearCut(PlannedCut):
         layer = self.layer
         return ModuleChange.to(layer.module, layer.adapter, layer.system, self.system, self.basis)
 
-    def following(self, module: nn.Module, adapter: Adapter[Any, Any]) -> Writing:
-        assert isinstance(adapter, SSMAdapter)
+    def following(self, module: nn.Module, adapter: SSMAdapter[Any]) -> Writing:
         moved = self.basis.vector(Triple.of(adapter.read(module)))
-        return Writing(adapter.encode(module, DiagonalSystem(moved.poles, moved.B, moved.C)))
+        return Writing.of(module, adapter, DiagonalSystem(moved.poles, moved.B, moved.C), self.rank)
 
     def sent(self) -> Any:
         return self.system.to("cpu"), self.basis.to("cpu"), self.error_bound, self.energy_lost
 
     def squared_change(self) -> Float[Tensor, "2"] | None:
-        seen = self.layer.seen
-        return None if seen is None else squared_change(self.layer.system, self.system, seen)
-
-    def measured(self, error: float) -> LinearCut:
-        return replace(self, measured_error=error)
+        observations = self.layer.observations
+        return None if observations is None else squared_change(self.layer.system, self.system, observations)
 
 
-def read_system(name: str, module: nn.Module, adapter: SSMAdapter[Any]) -> DiagonalSystem:
-    """A layer as it is now; what is wrong with it is said with its name."""
-    said = name or "the model"
-    try:
+@reads(SSMAdapter)
+@final
+class LinearFamily(Family):
+    """Balanced truncation of fixed systems; layers of equal shape go through one batched call."""
+
+    called = "linear layers"
+
+    def read(self, name: str, module: nn.Module, adapter: SSMAdapter[Any], choices: Choices) -> LinearLayer:
         system = adapter.read(module).detach()
-    except ControlError as error:
-        raise CompressionError(f"{said}: {error}") from error
-    least = float(system.decay.min())
-    if not least >= _LEAST_DECAY:
-        raise CompressionError(
-            f"{said}: the largest pole modulus is 1 up to rounding, 1 - |λ|² = {least:.3g}, expected < 1 by at least"
-            f" {_LEAST_DECAY:.3g}"
+        least = float(system.decay.min())
+        if not least >= _LEAST_DECAY:
+            raise CompressionError(
+                f"{name or 'the model'}: the largest pole modulus is 1 up to rounding, 1 - |λ|² = {least:.3g}, expected"
+                f" < 1 by at least {_LEAST_DECAY:.3g}"
+            )
+        return LinearLayer(name, module, adapter, system, fold(system) if choices.fold else system)
+
+    def is_bounded(self, choices: Choices) -> bool:
+        return not choices.is_measured
+
+    def spectra(self, layers: Sequence[LinearLayer], choices: Choices) -> dict[str, Float[Tensor, "*bank n"]]:
+        """The Hankel singular values, or with `Modal` the sizes of the modes."""
+        found: dict[str, Tensor] = {}
+        for group in _grouped(layers, lambda layer: layer.shape):
+            sigma = _by_name(group, lambda part: _values(part, choices))
+            found |= {layer.name: values for layer, values in zip(group, sigma, strict=True)}
+        return found
+
+    def plan(
+        self,
+        layers: Sequence[LinearLayer],
+        orders: Mapping[str, Any],
+        spectra: Mapping[str, Tensor],
+        choices: Choices,
+        salt: int,
+    ) -> dict[str, PlannedCut]:
+        groups = _grouped(layers, lambda layer: (*layer.shape, orders[layer.name]))
+        parts = each(
+            lambda group: _by_name(group, lambda part: _plan_group(part, orders[part[0].name], spectra, choices, salt)),
+            groups,
         )
-    return system
+        return {name: cut for part in parts for name, cut in part.items()}
 
 
-def linear_spectra(layers: Iterable[LinearLayer], options: Options) -> dict[str, Float[Tensor, "*bank n"]]:
-    """The Hankel singular values of every layer, one batched call a shape."""
-    found: dict[str, Tensor] = {}
-    for group in _grouped(layers, lambda layer: layer.shape):
-        sigma = _by_name(group, lambda part: _values(part, options))
-        found |= {layer.name: values for layer, values in zip(group, sigma, strict=True)}
-    return found
-
-
-def _values(group: list[LinearLayer], options: Options) -> Tensor:
-    if options.modal:
+def _values(group: list[LinearLayer], choices: Choices) -> Tensor:
+    if choices.is_modal:
         return sorted_sizes(_stacked([layer.system for layer in group]))
-    return hankel_singular_values(_stacked([layer.balanced for layer in group]), P=_gramians(group, options))
+    return hankel_singular_values(_stacked([layer.balanced for layer in group]), P=_gramians(group, choices))
 
 
 def _by_name(group: list[LinearLayer], work: Callable[[list[LinearLayer]], Result]) -> Result:
@@ -139,50 +165,29 @@ def _by_name(group: list[LinearLayer], work: Callable[[list[LinearLayer]], Resul
     except ControlError as error:
         for layer in group if len(group) > 1 else ():
             _by_name([layer], work)
-        names = ", ".join(layer.name or "the model" for layer in group)
-        raise CompressionError(f"{names}: {error}") from error
-
-
-def plan_linear(
-    layers: Iterable[LinearLayer], wanted: Mapping[str, int], values: Mapping[str, Tensor], options: Options, salt: int
-) -> dict[str, LinearCut]:
-    """Cuts to these orders; layers of equal shape and order go through one batched call."""
-    groups = _grouped(layers, lambda layer: (*layer.shape, wanted[layer.name]))
-    parts = each(
-        lambda group: _by_name(group, lambda part: _plan_group(part, wanted[part[0].name], values, options, salt)),
-        groups,
-    )
-    return {name: cut for part in parts for name, cut in part.items()}
+        raise CompressionError(f"{', '.join(layer.said for layer in group)}: {error}") from error
 
 
 def _plan_group(
-    group: list[LinearLayer], rank: int, values: Mapping[str, Tensor], options: Options, salt: int
+    group: list[LinearLayer], rank: int, spectra: Mapping[str, Tensor], choices: Choices, salt: int
 ) -> dict[str, LinearCut]:
-    kept = [options.select(values[layer.name], rank, salt=f"{layer.name}@{salt}") for layer in group]
-    states = None if isinstance(options.select, Largest) else _state_numbers(kept, group[0].system)
-    reduction = _reduced(group, rank, states, options)
+    kept = [choices.select(spectra[layer.name], rank, salt=f"{layer.name}@{salt}") for layer in group]
+    states = None if isinstance(choices.select, Largest) else _state_numbers(kept, group[0].system)
+    reduction = _reduced(group, rank, states, choices)
     cuts = {}
     for k, layer in enumerate(group):
         bound = None if reduction.error_bound is None else float(reduction.error_bound[k].max())
-        system, sigma = reduction.system[k], values[layer.name]
-        change = None if layer.seen is None else relative_change(layer.system, system, layer.seen)
+        system, sigma = reduction.system[k], spectra[layer.name]
+        change = None if layer.observations is None else relative_change(layer.system, system, layer.observations)
         cuts[layer.name] = LinearCut(layer, system, reduction.change[k], bound, change, energy_lost(sigma, kept[k]))
     return cuts
 
 
-def _reduced(group: list[LinearLayer], rank: int, states: Tensor | None, options: Options) -> Reduction:
+def _reduced(group: list[LinearLayer], rank: int, states: Tensor | None, choices: Choices) -> Reduction:
     systems = _stacked([layer.system for layer in group])
-    if options.modal:
+    if choices.is_modal:
         return drop_modes(systems, rank, states)
-    return reduce_system(systems, rank, states=states, fold=options.fold, P=_gramians(group, options))
-
-
-def energy_lost(sigma: Float[Tensor, "*channels n"], kept: Tensor) -> float:
-    """The share of Σσ that goes with the states that are not kept."""
-    dropped = torch.ones(sigma.shape[-1], dtype=torch.bool)
-    dropped[kept] = False
-    whole = float(sigma.sum())
-    return float(sigma.cpu()[..., dropped].sum()) / whole if whole > 0 else 0.0
+    return reduce_system(systems, rank, states=states, fold=choices.fold, P=_gramians(group, choices))
 
 
 def _state_numbers(kept: list[Tensor], system: DiagonalSystem) -> Tensor:
@@ -191,11 +196,10 @@ def _state_numbers(kept: list[Tensor], system: DiagonalSystem) -> Tensor:
     return numbers.reshape(len(kept), *[1] * len(system.bank), -1).expand(-1, *system.bank, -1)
 
 
-def _gramians(group: list[LinearLayer], options: Options) -> Tensor | None:
-    if not options.measure:
+def _gramians(group: list[LinearLayer], choices: Choices) -> Tensor | None:
+    if not choices.is_measured:
         return None
-    seen = [layer.seen.gramian() for layer in group if layer.seen is not None]
-    return torch.stack(seen)
+    return torch.stack([layer.observations.gramian() for layer in group if layer.observations is not None])
 
 
 def _stacked(systems: list[DiagonalSystem]) -> DiagonalSystem:

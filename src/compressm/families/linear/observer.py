@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,18 +11,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from compressm.compression.distributed import Processes
 from compressm.control import ControlError, DiagonalSystem, StateCovariance
 from compressm.control.validation import require_finite
 from compressm.errors import CompressionError
+from compressm.families.base import Observer, Total
 from compressm.families.choices import Measured
 from compressm.families.observing import (
-    Calibrate,
-    Listener,
     Sample,
     close_enough,
     ratio_of,
-    run_listening,
     sampled_steps,
     sequences_at_once,
     up_to,
@@ -34,7 +31,7 @@ _NO_POLE = -700.0  # log |λ| of a pole at 0
 
 
 @dataclass
-class Seen:
+class Observations:
     """Of one layer: the covariance of its states, and some of its inputs."""
 
     name: str = ""
@@ -52,73 +49,59 @@ class Seen:
             )
         return self.covariance.gramian()
 
-    def over(self, processes: Processes) -> Seen:
+    def over(self, total: Total) -> Observations:
         """With what all processes saw; the inputs that are kept stay those of this one."""
         shared = StateCovariance()
         assert self.covariance.total is not None
         assert self.covariance.count is not None
-        shared.total = processes.total(self.covariance.total)
-        shared.count = processes.total(self.covariance.count)
+        shared.total = total(self.covariance.total)
+        shared.count = total(self.covariance.count)
         return replace(self, covariance=shared)
 
 
-def listen(
-    model: nn.Module,
-    calibrate: Calibrate,
-    layers: Mapping[str, tuple[nn.Module, DiagonalSystem]],
-    choice: Measured,
-) -> dict[str, Seen]:
-    """Run `calibrate(model)` once and keep what the layers saw.
-
-    The states are those of the systems given, one a layer: in their coordinates E[h hᴴ] will be needed.
-    """
-    listeners = {name: InputListener(Seen(name), *layer, choice) for name, layer in layers.items()}
-    run_listening(model, calibrate, list(listeners.values()))
-    return {name: listener.seen for name, listener in listeners.items()}
-
-
 @dataclass(frozen=True)
-class InputListener(Listener):
+class InputObserver(Observer):
     """A hook on the input of a linear layer."""
 
-    seen: Seen
+    observations: Observations
     module: nn.Module
     system: DiagonalSystem
     choice: Measured
 
     @property
     def name(self) -> str:
-        return self.seen.name
+        return self.observations.name
 
     @property
     def passes(self) -> int:
-        return self.seen.passes
+        return self.observations.passes
 
     def attach(self) -> Sequence[RemovableHandle]:
-        return [self.module.register_forward_pre_hook(self._hear, with_kwargs=True)]
+        return [self.module.register_forward_pre_hook(self._observe, with_kwargs=True)]
 
-    def _hear(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen = self.seen
-        if seen.passes >= self.choice.batches:
+    def _observe(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        observations = self.observations
+        if observations.passes >= self.choice.batches:
             return
         x = args[0] if args else next(iter(kwargs.values()))
         lengths = kwargs.get("lengths", args[2] if len(args) > 2 else None)
         if not isinstance(x, Tensor) or x.ndim != 3:
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise CompressionError(
-                f"{seen.name or 'the model'!r} was called with {got}, expected (batch, length, channels)"
+                f"{observations.name or 'the model'!r} was called with {got}, expected (batch, length, channels)"
             )
         counts = up_to(lengths, x)
         x = without_padding(x.detach(), counts)
         try:
             require_finite("x", x)
-            _accumulate(seen.covariance, self.system, x.to(torch.float64), counts, self.choice.stride)
+            _accumulate(observations.covariance, self.system, x.to(torch.float64), counts, self.choice.stride)
         except ControlError as error:
             raise CompressionError(
-                f"calibrate gave {seen.name or 'the model'!r} what cannot be measured, expected finite inputs: {error}"
+                f"calibrate gave {observations.name or 'the model'!r} what cannot be measured, expected finite inputs:"
+                f" {error}"
             ) from error
-        seen.sample.add(x, counts)
-        seen.passes += 1
+        observations.sample.add(x, counts)
+        observations.passes += 1
 
 
 def _accumulate(
@@ -160,15 +143,15 @@ def outputs(system: DiagonalSystem, u: Float[Tensor, "batch length channels"]) -
     return (h @ system.C.mT.to(h.dtype)).real
 
 
-def relative_change(old: DiagonalSystem, new: DiagonalSystem, seen: Seen) -> float:
+def relative_change(old: DiagonalSystem, new: DiagonalSystem, observations: Observations) -> float:
     """‖y_new − y_old‖ / ‖y_old‖ of the layer's output without its skip D·u, over sequences from all that was seen."""
-    return ratio_of(squared_change(old, new, seen))
+    return ratio_of(squared_change(old, new, observations))
 
 
-def squared_change(old: DiagonalSystem, new: DiagonalSystem, seen: Seen) -> Float[Tensor, "2"]:
+def squared_change(old: DiagonalSystem, new: DiagonalSystem, observations: Observations) -> Float[Tensor, "2"]:
     """‖y_new − y_old‖² and ‖y_old‖², scaled up to all steps that were seen: they can be summed over processes."""
     squares = torch.zeros(2, dtype=torch.float64, device=old.device)
-    for u, counts in seen.sample.parts(sequences_at_once(seen.sample.longest, old.poles.numel())):
+    for u, counts in observations.sample.parts(sequences_at_once(observations.sample.longest, old.poles.numel())):
         before, after = (outputs(system, u) * counts[..., None] for system in (old, new))
         squares += torch.stack([(after - before).square().sum(), before.square().sum()])
-    return squares * seen.sample.weight
+    return squares * observations.sample.weight

@@ -268,8 +268,8 @@ class ModuleChange(Change):
     ) -> ModuleChange:
         """With the values that the adapter gives the new system."""
         with torch.no_grad():
-            values = adapter.encode(module, new)
-        return cls(module, adapter, old, new, basis, Writing(values))
+            writing = Writing.of(module, adapter, new, new.order)
+        return cls(module, adapter, old, new, basis, writing)
 
     @property
     def resized(self) -> Sequence[str]:

@@ -1,8 +1,8 @@
-"""A selective layer before a cut, and a cut of it."""
+"""The family of selective layers (Mamba): the input chooses step, B and C, and averages over data replace Gramians."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -10,17 +10,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from compressm.adapters import Adapter, SelectiveAdapter
-from compressm.compression.distributed import Processes
-from compressm.compression.options import Options
-from compressm.compression.orders import choose_channel_orders, restricted
+from compressm.adapters import SelectiveAdapter
 from compressm.control import ControlError, numerical_rank
+from compressm.control.linear_algebra import each
 from compressm.control.selective import SelectiveSystem
-from compressm.errors import AdapterError, CompressionError
-from compressm.families.base import Change, Layer, PlannedCut, Writing
-from compressm.families.choices import Selection
+from compressm.errors import CompressionError
+from compressm.families.base import Change, Family, Layer, PlannedCut, Total, Writing, energy_lost, reads
+from compressm.families.choices import Choices, Selection
 from compressm.families.observing import ratio_of
 from compressm.families.selective.methods import Calibrated, SelectiveMethod
+from compressm.families.selective.observer import Averages, SelectiveObservations, SelectiveObserver
 from compressm.families.selective.reduction import Reduction
 from compressm.families.selective.simulation import squared_change
 
@@ -28,24 +27,39 @@ from compressm.families.selective.simulation import squared_change
 @final
 @dataclass(frozen=True)
 class SelectiveLayer(Layer):
-    """A module with the system it is now, what it saw, and how it would be cut."""
+    """A module with the system it is now, what was observed of it, and how it would be cut."""
 
     name: str
     module: nn.Module
     adapter: SelectiveAdapter[Any]
-    data: Calibrated
+    system: SelectiveSystem
     method: SelectiveMethod
-
-    @property
-    def system(self) -> SelectiveSystem:
-        return self.data.system
+    observations: SelectiveObservations | None = None
 
     @property
     def order(self) -> int:
         return self.system.order
 
-    def over(self, processes: Processes) -> SelectiveLayer:
-        return replace(self, data=Calibrated(self.system, self.data.seen.over(processes)))
+    @property
+    def data(self) -> Calibrated:
+        """The system with its averages over data."""
+        assert self.observations is not None  # `require_choices` asks for data
+        return Calibrated(self.system, self.observations)
+
+    def observer(self, choices: Choices) -> SelectiveObserver:
+        covariance = self.method.measures(choices.gramian)
+        return SelectiveObserver(
+            self.name, self.module, self.adapter, self.system, choices.measurement, covariance=covariance
+        )
+
+    def with_observations(self, observer: SelectiveObserver) -> SelectiveLayer:
+        return replace(self, observations=observer.observations)
+
+    def imagined(self) -> SelectiveLayer:
+        return replace(self, observations=SelectiveObservations(self.name, Averages.imagined(self.system), None))
+
+    def over(self, total: Total) -> SelectiveLayer:
+        return replace(self, observations=self.data.observations.over(total))
 
     def received(self, sent: Any) -> SelectiveCut:
         reduction, lost = sent
@@ -56,16 +70,16 @@ class SelectiveLayer(Layer):
         try:
             return self.method.spectrum(self.data)
         except ControlError as error:
-            raise CompressionError(f"{self.name or 'the model'}: {error}") from error
+            raise CompressionError(f"{self.said}: {error}") from error
 
     def cut(self, kept: Sequence[Tensor], lost: float) -> SelectiveCut:
-        """Onto the states at these places of the spectrum."""
+        """The cut that keeps the states at these places of the spectrum."""
         try:
             reduction = self.method.reduce(self.data, kept)
         except ControlError as error:
-            raise CompressionError(f"{self.name or 'the model'}: {error}") from error
+            raise CompressionError(f"{self.said}: {error}") from error
         cut = SelectiveCut(self, reduction, None, lost)
-        return cut.measured(ratio_of(cut.squared_change()))
+        return replace(cut, measured_error=ratio_of(cut.squared_change()))
 
 
 @final
@@ -85,59 +99,86 @@ class SelectiveCut(PlannedCut):
 
     @property
     def system(self) -> SelectiveSystem:
-        """What the layer becomes."""
+        """The system that the layer becomes."""
         return self.reduction.applied(self.layer.system)
 
     def change(self) -> Change:
         return self.reduction.change(self.layer.module, self.layer.adapter, self.layer.system)
 
-    def following(self, module: nn.Module, adapter: Adapter[Any, Any]) -> Writing:
-        assert isinstance(adapter, SelectiveAdapter)
+    def following(self, module: nn.Module, adapter: SelectiveAdapter[Any]) -> Writing:
         return self.reduction.change(module, adapter, adapter.read(module).detach()).writing
 
     def sent(self) -> Any:
         return self.reduction.to("cpu"), self.energy_lost
 
     def squared_change(self) -> Float[Tensor, "2"]:
-        return squared_change(self.layer.system, self.system, self.layer.data.seen.sample)
-
-    def measured(self, error: float) -> SelectiveCut:
-        return replace(self, measured_error=error)
+        return squared_change(self.layer.system, self.system, self.layer.data.observations.sample)
 
 
-def read_selective(name: str, module: nn.Module, adapter: SelectiveAdapter[Any]) -> SelectiveSystem:
-    """A layer as it is now; what is wrong with it is said with its name."""
-    try:
-        return adapter.read(module).detach()
-    except (ControlError, AdapterError) as error:
-        raise CompressionError(f"{name or 'the model'}: {error}") from error
+@reads(SelectiveAdapter)
+@final
+class SelectiveFamily(Family):
+    """Cuts by what inputs choose on real data; `selective=` says how."""
+
+    called = "selective layers"
+
+    def require_choices(self, names: Sequence[str], choices: Choices) -> None:
+        said = ", ".join(name or "the model" for name in names)
+        if not choices.calibrated:
+            raise CompressionError(
+                f"{said}: selective layers are cut by what their inputs"
+                " choose; pass calibrate, a function that runs the model on data: calibrate=lambda model: model(inputs)"
+            )
+        if choices.is_modal:
+            raise CompressionError(
+                f"{said}: {choices.gramian} is for layers whose poles are"
+                " fixed, and selective ones have none; expected WhiteNoise() or Measured(...)"
+            )
+
+    def read(self, name: str, module: nn.Module, adapter: SelectiveAdapter[Any], choices: Choices) -> SelectiveLayer:
+        return SelectiveLayer(name, module, adapter, adapter.read(module).detach(), choices.selective)
+
+    def require_layer(self, layer: SelectiveLayer, choices: Choices) -> None:
+        layer.method.require(layer.said, layer.module, layer.adapter, layer.system)
+
+    def is_by_channel(self, choices: Choices) -> bool:
+        return choices.selective.by_channel
+
+    def spectra(self, layers: Sequence[SelectiveLayer], choices: Choices) -> dict[str, Float[Tensor, "*channels n"]]:
+        return dict(each(lambda layer: (layer.name, layer.spectrum()), layers))
+
+    def plan(
+        self,
+        layers: Sequence[SelectiveLayer],
+        orders: Mapping[str, Any],
+        spectra: Mapping[str, Tensor],
+        choices: Choices,
+        salt: int,
+    ) -> dict[str, PlannedCut]:
+        plan_one = _plan_channels if self.is_by_channel(choices) else _plan_shared
+        cuts = {layer.name: plan_one(layer, orders[layer.name], spectra[layer.name], choices, salt) for layer in layers}
+        return {name: cut for name, cut in cuts.items() if cut is not None}
 
 
-def plan_channels(
-    layers: Iterable[SelectiveLayer], values: Mapping[str, Tensor], options: Options, salt: int
-) -> dict[str, SelectiveCut]:
-    """The layers of which some channels are to have fewer states."""
-    named = {layer.name: layer for layer in layers}
-    orders = choose_channel_orders(
-        {name: values[name] for name in named},
-        options.keep,
-        overrides=restricted(options.overrides, named),
-        gate=options.gate,
-        round_to=options.round_to,
-        at_least=options.at_least,
-    )
-    planned = {}
-    for name, layer in named.items():
-        sigma = values[name].cpu()
-        wanted = _within_rank(torch.tensor(orders[name]), sigma)
-        wanted = torch.where(wanted < _present(layer), wanted, layer.order)
-        if bool((wanted < layer.order).any()):
-            kept = [
-                _chosen(one, int(order), options.select, f"{name}[{channel}]@{salt}")
-                for channel, (one, order) in enumerate(zip(sigma, wanted, strict=True))
-            ]
-            planned[name] = layer.cut(kept, _lost(sigma, kept))
-    return planned
+def _plan_shared(layer: SelectiveLayer, order: int, sigma: Tensor, choices: Choices, salt: int) -> SelectiveCut:
+    kept = choices.select(sigma, order, salt=f"{layer.name}@{salt}")
+    return layer.cut([kept], energy_lost(sigma, kept))
+
+
+def _plan_channels(
+    layer: SelectiveLayer, orders: Sequence[int], sigma: Tensor, choices: Choices, salt: int
+) -> SelectiveCut | None:
+    """A cut in which every channel gets an order of its own; None where no channel is to have fewer states."""
+    sigma = sigma.cpu()
+    wanted = _within_rank(torch.tensor(orders), sigma)
+    wanted = torch.where(wanted < _present(layer), wanted, layer.order)
+    if not bool((wanted < layer.order).any()):
+        return None
+    kept = [
+        _chosen(one, int(order), choices.select, f"{layer.name}[{channel}]@{salt}")
+        for channel, (one, order) in enumerate(zip(sigma, wanted, strict=True))
+    ]
+    return layer.cut(kept, _lost(sigma, kept))
 
 
 def _chosen(sigma: Float[Tensor, " n"], order: int, select: Selection, salt: str) -> Int[Tensor, " _"]:

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Inexact, Int
 from torch import Tensor, nn
 
-from compressm.adapters import SelectiveAdapter
+from compressm.adapters import Basis, SelectiveAdapter
 from compressm.control import (
     DiagonalSystem,
     galerkin_projection,
@@ -26,7 +26,7 @@ from compressm.control.projection import Modes, diagonal_modes, shared_gramians
 from compressm.control.selective import SelectiveSystem
 from compressm.errors import CompressionError
 from compressm.families.choices import Gramian, Measured
-from compressm.families.selective.observer import SelectiveSeen
+from compressm.families.selective.observer import SelectiveObservations
 from compressm.families.selective.reduction import ChannelReduction, Reduction, SharedReduction
 from compressm.families.selective.simulation import refitted_readout
 
@@ -37,7 +37,7 @@ class Calibrated:
     """The system that a layer is now, and what it saw."""
 
     system: SelectiveSystem
-    seen: SelectiveSeen
+    observations: SelectiveObservations
 
     @property
     def gramians(self) -> tuple[Inexact[Tensor, "channels n n"], Inexact[Tensor, "channels n n"]]:
@@ -46,9 +46,9 @@ class Calibrated:
         Q = E[C Cᵀ] / −(aᵢ + aⱼ). P is E[h hᵀ] where states were measured, else E[B Bᵀ] / −(aᵢ + aⱼ), as if what drives
         them were white in time. Both keep the variation of B and C, which their means would lose.
         """
-        self.seen.require_enough(len(self.system.W_B))
-        P, Q = self.gramians_of(self.seen.averages.mean("BB"), self.seen.averages.mean("CC"))
-        return (P if self.seen.covariance is None else self.seen.covariance.gramian()), Q
+        self.observations.require_enough(len(self.system.W_B))
+        P, Q = self.gramians_of(self.observations.averages.mean("BB"), self.observations.averages.mean("CC"))
+        return (P if self.observations.covariance is None else self.observations.covariance.gramian()), Q
 
     def gramians_of(
         self, moment_B: Inexact[Tensor, "m m"], moment_C: Inexact[Tensor, "m m"]
@@ -66,6 +66,8 @@ class Calibrated:
 class SelectiveMethod(ABC):
     """From averages over data to values that say how much states matter, and from the states to keep to a reduction."""
 
+    # What a layer has to be able to store.
+    needs: ClassVar[Basis]
     # Whether every channel has an order of its own.
     by_channel: ClassVar[bool] = False
 
@@ -73,9 +75,19 @@ class SelectiveMethod(ABC):
         """Whether the covariance of the states is needed."""
         return isinstance(gramian, Measured)
 
+    def require(self, name: str, module: nn.Module, adapter: SelectiveAdapter[Any], system: SelectiveSystem) -> None:
+        """Refuse by name a layer that cannot be cut this way, or cannot store the result."""
+        if self.needs not in adapter.STORES:
+            others = [kind.__name__ for kind in (Baked, SharedIndex, PerChannel) if kind.needs in adapter.STORES]
+            raise CompressionError(
+                f"{name}: a {type(module).__name__} cannot store {self.needs.value}, which {self} needs; expected"
+                f" selective={'() or '.join(others)}()"
+            )
+        self._require_system(name, system)
+
     @abstractmethod
-    def require(self, name: str, module: nn.Module, adapter: SelectiveAdapter[Any]) -> None:
-        """Refuse by name a layer that cannot be cut this way."""
+    def _require_system(self, name: str, system: SelectiveSystem) -> None:
+        """Refuse a system that an earlier cut has made unfit."""
 
     @abstractmethod
     def spectrum(self, layer: Calibrated) -> Float[Tensor, "*channels n"]:
@@ -100,14 +112,16 @@ class Baked(SelectiveMethod):
     h' the new states. It makes errors smaller and has to simulate the layer twice.
     """
 
+    needs = Basis.AVERAGED
+
     two_sided: bool = False
     refit: bool = False
 
     def __post_init__(self) -> None:
         require_truth(self, two_sided=self.two_sided, refit=self.refit)
 
-    def require(self, name: str, module: nn.Module, adapter: SelectiveAdapter[Any]) -> None:
-        _require_shared_states(self, name, module, adapter)
+    def _require_system(self, name: str, system: SelectiveSystem) -> None:
+        _require_shared_states(self, name, system)
 
     def spectrum(self, layer: Calibrated) -> Float[Tensor, " n"]:
         P, Q = shared_gramians(layer.system.rates, *layer.gramians)
@@ -122,7 +136,7 @@ class Baked(SelectiveMethod):
         if not self.refit:
             return reduction
         new = reduction.applied(layer.system)
-        return reduction.refitted(refitted_readout(layer.system, new, layer.seen.sample, reduction.E_C))
+        return reduction.refitted(refitted_readout(layer.system, new, layer.observations.sample, reduction.E_C))
 
 
 @final
@@ -136,13 +150,15 @@ class SharedIndex(SelectiveMethod):
     independent: then E[C Cᵀ] cancels in the normal equations E[C Cᵀ] F P_kk = E[C Cᵀ] P_k.
     """
 
+    needs = Basis.SELECTED
+
     refit: bool = False
 
     def __post_init__(self) -> None:
         require_truth(self, refit=self.refit)
 
-    def require(self, name: str, module: nn.Module, adapter: SelectiveAdapter[Any]) -> None:
-        _require_shared_states(self, name, module, adapter)
+    def _require_system(self, name: str, system: SelectiveSystem) -> None:
+        _require_shared_states(self, name, system)
 
     def spectrum(self, layer: Calibrated) -> Float[Tensor, " n"]:
         return _scores(layer).sort(descending=True).values
@@ -161,13 +177,11 @@ class SharedIndex(SelectiveMethod):
         return reduction.refitted(P[:, states] @ inverse)
 
 
-def _require_shared_states(
-    method: SelectiveMethod, name: str, module: nn.Module, adapter: SelectiveAdapter[Any]
-) -> None:
-    if adapter.keeps_maps and adapter.read(module).maps is not None:
+def _require_shared_states(method: SelectiveMethod, name: str, system: SelectiveSystem) -> None:
+    if system.maps is not None:
         raise CompressionError(
-            f"{name}: channels have states of their own since an earlier cut, of which {method} can make nothing;"
-            " expected selective=PerChannel(...)"
+            f"{name}: an earlier PerChannel cut gave every channel its own states; {method} cannot cut those; expected"
+            " selective=PerChannel(...)"
         )
 
 
@@ -201,6 +215,7 @@ class PerChannel(SelectiveMethod):
     With means the reduced A is log(Wᵀ exp(E[Δ] A) T) / E[Δ], which is stable for all channels, as Wᵀ A T is not.
     """
 
+    needs = Basis.BY_CHANNEL
     by_channel: ClassVar[bool] = True
 
     surrogate: str = "second_moment"
@@ -216,16 +231,10 @@ class PerChannel(SelectiveMethod):
     def measures(self, gramian: Gramian | None) -> bool:
         return self.surrogate == "measured"
 
-    def require(self, name: str, module: nn.Module, adapter: SelectiveAdapter[Any]) -> None:
-        if not adapter.keeps_maps:
+    def _require_system(self, name: str, system: SelectiveSystem) -> None:
+        if not self.two_sided and system.rates.is_complex():
             raise CompressionError(
-                f"{name}: a {type(module).__name__} cannot keep maps for every channel, which {self} needs; expected"
-                " selective=Baked() or SharedIndex()"
-            )
-        if not self.two_sided and adapter.read(module).rates.is_complex():
-            raise CompressionError(
-                f"{name}: rates are complex since an earlier cut, of which {self} can make nothing; expected"
-                " two_sided=True"
+                f"{name}: an earlier cut made the rates complex; {self} cannot cut those; expected two_sided=True"
             )
 
     def spectrum(self, layer: Calibrated) -> Float[Tensor, "channels n"]:
@@ -249,7 +258,7 @@ class PerChannel(SelectiveMethod):
         if states.shape[-1] == rates.shape[-1]:
             return _as_they_are(rates, None if maps is None else maps.orders[members])
         if self.surrogate == "mean" and self.two_sided:
-            return _of_means(_mean_system(layer)[members], layer.seen.averages.mean("step")[members], states)
+            return _of_means(_mean_system(layer)[members], layer.observations.averages.mean("step")[members], states)
         P, Q = (gramian[members] for gramian in gramians)
         if not self.two_sided:
             found = galerkin_projection(rates, P, Q, states.shape[-1], states=states)
@@ -260,14 +269,14 @@ class PerChannel(SelectiveMethod):
     def _gramians(self, layer: Calibrated) -> tuple[Tensor, Tensor]:
         if self.surrogate != "mean":
             return layer.gramians
-        B, C = (layer.seen.averages.mean(of) for of in ("B", "C"))
+        B, C = (layer.observations.averages.mean(of) for of in ("B", "C"))
         return layer.gramians_of(B[:, None] * B, C[:, None] * C)
 
 
 def _mean_system(layer: Calibrated) -> DiagonalSystem:
     """The paper's stand-in for every channel."""
-    layer.seen.require_enough(len(layer.system.W_B))
-    system, averages = layer.system, layer.seen.averages
+    layer.observations.require_enough(len(layer.system.W_B))
+    system, averages = layer.system, layer.observations.averages
     step, B, C = (averages.mean(of) for of in ("step", "B", "C"))
     if system.maps is None:
         return mean_selective_system(system.rates, step, B.expand_as(system.rates), C.expand_as(system.rates))

@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from compressm.adapters import AdapterError, SelectiveAdapter
-from compressm.compression.distributed import Processes
 from compressm.control import ControlError, StateCovariance
 from compressm.control.selective import SelectiveSystem
 from compressm.control.validation import require_finite
 from compressm.errors import CompressionError
+from compressm.families.base import Observer, Total
 from compressm.families.choices import Measured
 from compressm.families.observing import (
-    Listener,
     Sample,
     close_enough,
     sampled_steps,
@@ -48,7 +47,7 @@ class Averages:
         return cls(zeros(()), zeros(system.channels), zeros(m), zeros(m), zeros(m, m), zeros(m, m))
 
     @classmethod
-    def made_up(cls, system: SelectiveSystem) -> Averages:
+    def imagined(cls, system: SelectiveSystem) -> Averages:
         """As if B and C were white: for a cut that nobody sees."""
         m = len(system.W_B)
         one, white = system.step_bias.new_ones, torch.eye(m, dtype=torch.float64, device=system.device)
@@ -62,9 +61,9 @@ class Averages:
         self.B, self.C = self.B + B.sum(0), self.C + C.sum(0)
         self.BB, self.CC = self.BB + B.mT @ B, self.CC + C.mT @ C
 
-    def over(self, processes: Processes) -> Averages:
+    def over(self, total: Total) -> Averages:
         """Of all processes together."""
-        return Averages(*(processes.total(getattr(self, part.name)) for part in fields(self)))
+        return Averages(*(total(getattr(self, part.name)) for part in fields(self)))
 
     def mean(self, of: str) -> Tensor:
         """E[Δ], E[B], E[C], E[B Bᵀ] or E[C Cᵀ]."""
@@ -74,7 +73,7 @@ class Averages:
 
 @final
 @dataclass
-class SelectiveSeen:
+class SelectiveObservations:
     """Of one layer: averages, the covariance of its states where that was asked for, and some of its inputs u."""
 
     name: str
@@ -83,16 +82,16 @@ class SelectiveSeen:
     sample: Sample = field(default_factory=Sample)
     passes: int = 0
 
-    def over(self, processes: Processes) -> SelectiveSeen:
+    def over(self, total: Total) -> SelectiveObservations:
         """With what all processes saw; the inputs that are kept stay those of this one."""
         shared = None
         if self.covariance is not None:
             assert self.covariance.total is not None
             assert self.covariance.count is not None
             shared = StateCovariance()
-            shared.total = processes.total(self.covariance.total)
-            shared.count = processes.total(self.covariance.count)
-        return replace(self, averages=self.averages.over(processes), covariance=shared)
+            shared.total = total(self.covariance.total)
+            shared.count = total(self.covariance.count)
+        return replace(self, averages=self.averages.over(total), covariance=shared)
 
     def require_enough(self, order: int) -> None:
         """Fewer steps than states would call the others dead."""
@@ -107,7 +106,7 @@ class SelectiveSeen:
 
 
 @final
-class SelectiveListener(Listener):
+class SelectiveObserver(Observer):
     """Hooks on a selective layer, whose arguments tell what is padding, and on the part of it whose input is u."""
 
     def __init__(
@@ -121,43 +120,45 @@ class SelectiveListener(Listener):
         covariance: bool,
     ) -> None:
         self.module, self.adapter, self.system, self.choice = module, adapter, system, choice
-        self.seen = SelectiveSeen(name, Averages.nothing(system), StateCovariance() if covariance else None)
-        self._listening = False
+        self.observations = SelectiveObservations(
+            name, Averages.nothing(system), StateCovariance() if covariance else None
+        )
+        self._observing = False
         self._counts: Tensor | None = None
 
     @property
     def name(self) -> str:
-        return self.seen.name
+        return self.observations.name
 
     @property
     def passes(self) -> int:
-        return self.seen.passes
+        return self.observations.passes
 
     def attach(self) -> Sequence[RemovableHandle]:
         return [
             self.module.register_forward_pre_hook(self._begin, with_kwargs=True),
-            self.adapter.listened(self.module).register_forward_pre_hook(self._hear),
+            self.adapter.observed(self.module).register_forward_pre_hook(self._observe),
             self.module.register_forward_hook(self._end, always_call=True),
         ]
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._listening = True
+        self._observing = True
         try:
             self._counts = self.adapter.counted(module, args, kwargs)
         except AdapterError as error:
             raise CompressionError(f"{self.name or 'the model'}: {error}") from error
 
     def _end(self, module: nn.Module, args: object, output: object) -> None:
-        self._listening = False
+        self._observing = False
 
-    def _hear(self, part: nn.Module, args: tuple[Any, ...]) -> None:
-        if not self._listening:
+    def _observe(self, part: nn.Module, args: tuple[Any, ...]) -> None:
+        if not self._observing:
             return
-        u, counts, seen = args[0].detach(), self._counts, self.seen
+        u, counts, observations = args[0].detach(), self._counts, self.observations
         if u.ndim != 3 or u.shape[-1] != self.system.channels or (counts is not None and counts.shape != u.shape[:2]):
             said = "" if counts is None else f" with a mask {tuple(counts.shape)}"
             raise CompressionError(
-                f"{seen.name or 'the model'!r} gave its x_proj {tuple(u.shape)}{said}, expected (batch, length,"
+                f"{observations.name or 'the model'!r} gave its x_proj {tuple(u.shape)}{said}, expected (batch, length,"
                 f" channels) with {self.system.channels} channels"
             )
         u = without_padding(u, counts)
@@ -166,10 +167,11 @@ class SelectiveListener(Listener):
             self._accumulate(u.to(torch.float64), counts)
         except ControlError as error:
             raise CompressionError(
-                f"calibrate gave {seen.name or 'the model'!r} what cannot be measured, expected finite inputs: {error}"
+                f"calibrate gave {observations.name or 'the model'!r} what cannot be measured, expected finite inputs:"
+                f" {error}"
             ) from error
-        seen.sample.add(u, counts)
-        seen.passes += 1
+        observations.sample.add(u, counts)
+        observations.passes += 1
 
     def _accumulate(self, u: Tensor, counts: Tensor | None) -> None:
         """Some sequences at a time; averages of every pass, states, which cost more, of the first `batches` alone."""
@@ -181,10 +183,10 @@ class SelectiveListener(Listener):
         share = sequences_at_once(length, system.rates.numel())
         for start in range(0, batch, share):
             part = slice(start, start + share)
-            self.seen.averages.add(*system.selected(u[part]), None if counts is None else counts[part])
-            simulate = self.seen.passes < self.choice.batches
-            if self.seen.covariance is not None and simulate and bool(looked[part].any()):
-                self.seen.covariance.add(_states_at(system, u[part], looked[part]))
+            self.observations.averages.add(*system.selected(u[part]), None if counts is None else counts[part])
+            simulate = self.observations.passes < self.choice.batches
+            if self.observations.covariance is not None and simulate and bool(looked[part].any()):
+                self.observations.covariance.add(_states_at(system, u[part], looked[part]))
 
 
 def _states_at(

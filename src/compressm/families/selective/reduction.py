@@ -48,8 +48,7 @@ class SharedChange(Change):
         pair: Pair,
     ) -> SharedChange:
         """With the values that the adapter gives the new system."""
-        writing = Writing(adapter.encode(module, new), attributes=adapter.attributes(module, new.order))
-        return cls(module, writing, old, new, *pair)
+        return cls(module, Writing.of(module, adapter, new, new.order), old, new, *pair)
 
     @property
     def resized(self) -> Sequence[str]:
@@ -204,10 +203,7 @@ class ChannelReduction(Reduction):
 
     def change(self, module: nn.Module, adapter: SelectiveAdapter[Any], system: SelectiveSystem) -> Change:
         new = self.applied(system)
-        values = adapter.encode(module, new)
-        # The imaginary parts of rates join the parameter that has the real ones.
-        added = {name: RATES for name in values if name not in dict(module.named_parameters())}
-        writing = Writing(values, adapter.buffers(module, new), adapter.attributes(module, new.order), added)
+        writing = Writing.of(module, adapter, new, new.order)
         return ChannelChange(module, writing, system.rates, new.rates, self)
 
     def to(self, device: torch.device | str) -> ChannelReduction:

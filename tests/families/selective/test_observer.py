@@ -17,8 +17,8 @@ from compressm.compression import (
     compress_,
     inspect,
 )
-from compressm.families.observing import run_listening
-from compressm.families.selective.observer import SelectiveListener
+from compressm.families.observing import observe
+from compressm.families.selective.observer import SelectiveObserver
 from compressm.layers import LRU, Mamba
 from tests.families.selective.mixers import Mixer, chosen, data, inputs_of, make, simulate
 
@@ -27,9 +27,9 @@ EVERY_STEP = Measured(stride=1)
 
 def heard(layer, calibrate, *, choice=EVERY_STEP, covariance=True):
     adapter = adapter_for(layer)
-    listener = SelectiveListener("it", layer, adapter, adapter.read(layer).detach(), choice, covariance=covariance)
-    run_listening(layer, calibrate, [listener])
-    return listener.seen
+    observer = SelectiveObserver("it", layer, adapter, adapter.read(layer).detach(), choice, covariance=covariance)
+    observe(layer, calibrate, [observer])
+    return observer.observations
 
 
 def close(found, expected, rtol=1e-10):
