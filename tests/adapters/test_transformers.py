@@ -216,9 +216,7 @@ def test_a_mixer_that_looks_different_is_refused_by_name_and_left_alone(odd):
 
 def test_channels_have_no_states_of_their_own():
     model = make()
-    with pytest.raises(
-        CompressionError, match=r"a MambaMixer cannot store .* expected selective=Baked\(\)"
-    ):
+    with pytest.raises(CompressionError, match=r"a MambaMixer cannot store .* expected selective=Baked\(\)"):
         cut(model, selective=cs.PerChannel())
     assert said_orders(model) == [6, 6]
 

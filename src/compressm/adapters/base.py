@@ -210,7 +210,7 @@ def linear_adapter(module: nn.Module, adapter: Adapter[Any, Any] | None = None) 
     if found is None:
         raise AdapterError(f"{kind} has no adapter; write one with @adapts({kind})")
     if not isinstance(found, SSMAdapter):
-        raise AdapterError(f"{kind} is read by {found}, expected an SSMAdapter: it is no linear system")
+        raise AdapterError(f"{kind} is no linear system: it is read by {found}, expected an SSMAdapter")
     return found
 
 

@@ -35,7 +35,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from compressm.adapters import Adapter, AdapterError
-from compressm.adapters.base import parameter_of
 from compressm.control import ControlError, DiagonalSystem
 from compressm.errors import CompressionError
 from compressm.families.choices import Choices
@@ -148,10 +147,16 @@ class Family(ABC):
 
     # How messages call its layers.
     called: ClassVar[str]
+    # Whether its layers can only be valued by what they do on data.
+    needs_data: ClassVar[bool] = False
 
     def require_choices(self, names: Sequence[str], choices: Choices) -> None:
         """Refuse what cannot be asked of layers of this family; called before they are read."""
-        return
+        if self.needs_data and not choices.calibrated:
+            raise CompressionError(
+                f"{', '.join(name or 'the model' for name in names)}: {self.called} are cut by what they do on data;"
+                " pass calibrate, a function that runs the model on data: calibrate=lambda model: model(inputs)"
+            )
 
     @abstractmethod
     def read(self, name: str, module: nn.Module, adapter: Any, choices: Choices) -> Layer:
@@ -293,50 +298,3 @@ class Change(ABC):
     @abstractmethod
     def first(self, name: str, moment: Tensor) -> Tensor:
         """The entries of the first states, as many as stay, whatever became of those."""
-
-
-@final
-@dataclass(frozen=True)
-class AxisChange(Change):
-    """Parameters whose states stand on one axis and become others by a matrix: θ' = W θ along that axis.
-
-    `maps` has for each of them the axis, W (r, n) and the lift T (n, r) with W T = I: moving θ' by d is moving θ by
-    T d, hence g' = Tᵀ g. For parameters that hold states themselves, not functions of them such as logarithms.
-    """
-
-    module: nn.Module
-    writing: Writing
-    maps: Mapping[str, tuple[int, Float[Tensor, "r n"], Float[Tensor, "n r"]]]
-
-    @property
-    def resized(self) -> Sequence[str]:
-        return list(self.maps)
-
-    def gradient(self, moments: Values) -> dict[str, Tensor]:
-        return {name: self._along(name, moment, self.maps[name][2].mT) for name, moment in moments.items()}
-
-    def gradient_squares(self, squares: Values) -> dict[str, Tensor]:
-        return {name: self._along(name, square, self.maps[name][2].mT.square()) for name, square in squares.items()}
-
-    def update(self, moments: Values) -> dict[str, Tensor]:
-        return {name: self._along(name, moment, self.maps[name][1]) for name, moment in moments.items()}
-
-    def update_squares(self, squares: Values) -> dict[str, Tensor]:
-        return {name: self._along(name, square, self.maps[name][1].square()) for name, square in squares.items()}
-
-    def first(self, name: str, moment: Tensor) -> Tensor:
-        axis, W, _ = self.maps[name]
-        return moment.narrow(axis, 0, W.shape[0]).clone()
-
-    def _along(self, name: str, moment: Tensor, matrix: Tensor) -> Tensor:
-        axis = self.maps[name][0]
-        return torch.tensordot(matrix.to(moment), moment, dims=([1], [axis])).movedim(0, axis)
-
-
-def axis_values(module: nn.Module, maps: Mapping[str, tuple[int, Tensor, Tensor]]) -> dict[str, Tensor]:
-    """The values W θ of an `AxisChange`, in float64."""
-    found = {}
-    for name, (axis, W, _) in maps.items():
-        value = parameter_of(module, name).detach().double()
-        found[name] = torch.tensordot(W.to(value), value, dims=([1], [axis])).movedim(0, axis)
-    return found

@@ -62,6 +62,9 @@ def _by_name(signature: inspect.Signature, *args: Any, **options: Any) -> dict[s
 class SSMLayer(nn.Module, ABC):
     """A recurrence over time between `width` input and output channels, whose order may change."""
 
+    # Whether a block has to add activation and gate; layers like Mamba have their own.
+    needs_gate: ClassVar[bool] = False
+
     def __init__(self, width: int, order: int) -> None:
         super().__init__()
         require_sizes(width=width, order=order)
@@ -207,6 +210,7 @@ def require_finite_parameters(layer: nn.Module) -> None:
 class LTILayer(SSMLayer):
     """A linear recurrence over time between `width` input and output channels."""
 
+    needs_gate = True
     # For every parameter that grows with the order: the axis on which the states stand.
     STATE_AXES: ClassVar[Mapping[str, int]]
     D: nn.Parameter

@@ -145,7 +145,7 @@ class Block(ResidualBlock):
     ssm: LTILayer
 
     def __init__(self, mixer: SSMLayer, *, norm: Norm = BatchNorm(), dropout: Dropout = PerElement(0.0)) -> None:
-        if not isinstance(mixer, LTILayer):
+        if not mixer.needs_gate:
             raise SequenceError(f"the mixer is a {type(mixer).__name__}, expected a linear layer; others: MixerBlock")
         super().__init__(mixer, norm=norm, dropout=dropout)
         self.gate = nn.Linear(mixer.width, 2 * mixer.width)
@@ -239,6 +239,6 @@ def build_blocks(
     require_counts(depth=depth)
     if not (isinstance(layer, type) and issubclass(layer, SSMLayer)):
         raise SequenceError(f"layer is {layer!r}, expected a class of SSM layers")
-    kind: type[ResidualBlock] = Block if issubclass(layer, LTILayer) else MixerBlock
+    kind: type[ResidualBlock] = Block if layer.needs_gate else MixerBlock
     mixers = [layer(width, order=order, **(options or {})) for _ in range(depth)]
     return Blocks(kind(mixer, norm=norm, dropout=dropout) for mixer in mixers)

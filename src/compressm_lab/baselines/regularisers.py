@@ -11,7 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from compressm.adapters import AdapterError, SSMAdapter, find
+from compressm.adapters import AdapterError, find
+from compressm.adapters.base import linear_adapter
 from compressm.control import ControlError, DiagonalSystem, fold, hankel_nuclear_norm, hankel_nuclear_norm_majoriser
 from compressm.control.linear_algebra import modulus
 
@@ -76,12 +77,10 @@ def _banks(model: nn.Module) -> Iterator[DiagonalSystem]:
     """The systems of all layers, one bank for every shape."""
     groups: dict[object, list[DiagonalSystem]] = {}
     for name, (module, adapter) in find(model).items():
-        if not isinstance(adapter, SSMAdapter):
-            raise AdapterError(
-                f"{name or 'the model'}: {type(module).__name__} is no linear system, a penalty needs one"
-            )
         try:
-            system = adapter.read(module)
+            system = linear_adapter(module, adapter).read(module)
+        except AdapterError as error:
+            raise AdapterError(f"{name or 'the model'}: {error}, and a penalty needs one") from error
         except ControlError as error:
             raise type(error)(f"{name or 'the model'}: {error}") from error
         kind = (system.B.shape, system.C.shape, system.dtype, system.device, system.log_poles is None)

@@ -9,7 +9,8 @@ from itertools import count
 import torch
 from torch import Tensor, nn
 
-from compressm.adapters import SSMAdapter, find
+from compressm.adapters import find
+from compressm.adapters.base import linear_adapter
 from compressm.compression.distributed import Processes
 from compressm.models import SequenceClassifier
 from compressm_lab.baselines import HankelMajoriser, HankelNuclearNorm
@@ -117,8 +118,7 @@ def norm_by_autograd(model: nn.Module) -> Tensor:
     """Σσ as the paper has it (app:hnn_det): shifted Gramians, eigenvalues of their product; then autograd."""
     norms = []
     for module, adapter in find(model).values():
-        assert isinstance(adapter, SSMAdapter)
-        system = adapter.read(module)
+        system = linear_adapter(module, adapter).read(module)
         gaps = 1 - system.poles[:, None] * system.poles.conj()[None, :]
         shift = _SHIFT * torch.eye(system.order, dtype=gaps.dtype, device=gaps.device)
         P, Q = (system.B @ system.B.mH) / gaps + shift, (system.C.mH @ system.C) / gaps.conj() + shift

@@ -121,15 +121,12 @@ class SelectiveFamily(Family):
     """Cuts by what inputs choose on real data; `selective=` says how."""
 
     called = "selective layers"
+    needs_data = True
 
     def require_choices(self, names: Sequence[str], choices: Choices) -> None:
-        said = ", ".join(name or "the model" for name in names)
-        if not choices.calibrated:
-            raise CompressionError(
-                f"{said}: selective layers are cut by what their inputs"
-                " choose; pass calibrate, a function that runs the model on data: calibrate=lambda model: model(inputs)"
-            )
+        super().require_choices(names, choices)
         if choices.is_modal:
+            said = ", ".join(name or "the model" for name in names)
             raise CompressionError(
                 f"{said}: {choices.gramian} is for layers whose poles are"
                 " fixed, and selective ones have none; expected WhiteNoise() or Measured(...)"
