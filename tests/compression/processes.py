@@ -17,8 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import compressm as cs
 from compressm.compression import StaleWrapperError, load_checkpoint, save_checkpoint, surgery
 from compressm.compression.distributed import Processes
-from compressm.compression.options import Options
-from compressm.compression.planning import read_layers
+from compressm.compression.planning import Options, read_layers
 
 CASES = {}
 

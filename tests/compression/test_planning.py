@@ -7,8 +7,7 @@ from compressm.adapters import write
 from compressm.compression import planning
 from compressm.compression.compressor import Compressor, compress_
 from compressm.compression.inspection import inspect
-from compressm.compression.options import Options
-from compressm.compression.planning import plan_cuts, read_layers, spectra
+from compressm.compression.planning import Options, plan_cuts, read_layers, spectra
 from compressm.compression.policies import Budget, EnergyTolerance, ErrorBound, KeepFraction, TargetOrder
 from compressm.compression.tracker import HankelTracker
 from compressm.control import UnstableSystemError, error_bounds, fold, hankel_singular_values

@@ -7,8 +7,15 @@ from compressm.compression.compressor import PAPER, Compressor, compress_
 from compressm.compression.distributed import rewrap_
 from compressm.compression.inspection import Inspection, inspect
 from compressm.compression.optimizer import Moments, Restart, Slice, Transport
-from compressm.compression.orders import choose_orders
-from compressm.compression.policies import Budget, EnergyTolerance, ErrorBound, KeepFraction, LayerPolicy, TargetOrder
+from compressm.compression.policies import (
+    Budget,
+    EnergyTolerance,
+    ErrorBound,
+    KeepFraction,
+    LayerPolicy,
+    TargetOrder,
+    choose_orders,
+)
 from compressm.compression.record import Cut, Restored
 from compressm.compression.rollback import Rollback
 from compressm.compression.schedule import as_schedule, during_warmup, every, plan_text

@@ -10,9 +10,8 @@ from torch.optim import Optimizer
 
 from compressm.compression.cutting import Cutter, followers, ordinary_tensors
 from compressm.compression.optimizer import Moments, Slice, Transport
-from compressm.compression.options import Options
-from compressm.compression.planning import rehearse
-from compressm.compression.policies import Policy
+from compressm.compression.planning import Options, rehearse
+from compressm.compression.policies import GATE, Policy
 from compressm.compression.record import Cut, Event, Restored
 from compressm.compression.rollback import Rollback, Watch
 from compressm.compression.schedule import as_schedule, require_same_past
@@ -46,7 +45,7 @@ class Compressor:
         gramian: Gramian | None = None,
         fold: bool = True,
         select: Selection = Largest(),
-        gate: float = 0.95,
+        gate: float = GATE,
         round_to: int = 1,
         at_least: int = 1,
         moments: Moments = Transport(),

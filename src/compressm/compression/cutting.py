@@ -16,8 +16,7 @@ from compressm.adapters import Adapter, find
 from compressm.adapters.transformers import refused_in
 from compressm.compression.distributed import Processes, renew_wrappers_, require_rewrappable, unwrapped, wrappers_in
 from compressm.compression.optimizer import Moments
-from compressm.compression.options import Options
-from compressm.compression.planning import found_layers, plan_cuts, read_layers, require_suitable, stage
+from compressm.compression.planning import Options, found_layers, plan_cuts, read_layers, require_suitable, stage
 from compressm.compression.record import Cut
 from compressm.compression.surgery import PreparedCut, apply_cuts, prepare_cut
 from compressm.errors import CompressionError

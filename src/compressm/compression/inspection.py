@@ -10,8 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from compressm.compression.options import Options
-from compressm.compression.planning import read_layers, spectra
+from compressm.compression.planning import Options, read_layers, spectra
 from compressm.compression.policies import EnergyTolerance, KeepFraction, Spectra, checked_spectra, largest_bounds
 from compressm.errors import CompressionError
 from compressm.families import family_of

@@ -8,8 +8,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor, nn
 
-from compressm.compression.options import Options
-from compressm.compression.planning import read_layers, spectra
+from compressm.compression.planning import Options, read_layers, spectra
 from compressm.compression.policies import KeepFraction
 from compressm.control import DiagonalSystem, Trajectories, hankel_change, trajectories
 from compressm.errors import CompressionError

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from compressm.compression import Baked, Measured, Restart, SharedIndex, Slice, TargetOrder, Transport, compress_
-from compressm.compression.options import Options
-from compressm.compression.planning import read_layers
+from compressm.compression.planning import Options, read_layers
 from compressm.layers import Mamba
 from tests.families.selective.mixers import Mixer, data, make
 

@@ -9,8 +9,7 @@ import torch
 import compressm as cs
 from compressm.adapters import adapter_for
 from compressm.compression import load_checkpoint, save_checkpoint
-from compressm.compression.options import Options
-from compressm.compression.planning import plan_cuts, read_layers
+from compressm.compression.planning import Options, plan_cuts, read_layers
 from tests.families.selective.mixers import complex_layer, data
 
 

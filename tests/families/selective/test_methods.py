@@ -19,8 +19,7 @@ from compressm.compression import (
     compress_,
     inspect,
 )
-from compressm.compression.options import Options
-from compressm.compression.planning import plan_cuts, read_layers
+from compressm.compression.planning import Options, plan_cuts, read_layers
 from compressm.control import shared_projection
 from compressm.layers import Mamba
 from tests.families.selective.mixers import Mixer, chosen, data, inputs_of, make, simulate

@@ -10,8 +10,7 @@ from torch import nn
 
 import compressm as cs
 from compressm.compression import CompressionError
-from compressm.compression.options import Options
-from compressm.compression.planning import plan_cuts, read_layers
+from compressm.compression.planning import Options, plan_cuts, read_layers
 from compressm.layers import LRU
 from tests.families.selective.mixers import Mixer, chosen, complex_layer, data, inputs_of, make, simulate
 

@@ -95,7 +95,9 @@ def test_an_attribute_that_should_go_with_the_order_and_is_missing_is_named():
 
 
 def test_what_is_for_linear_systems_says_so():
-    with pytest.raises(AdapterError, match=r"Mamba is read by MambaAdapter\(\), expected an SSMAdapter"):
+    with pytest.raises(
+        AdapterError, match=r"Mamba is no linear system: it is read by MambaAdapter\(\), expected an SSMAdapter"
+    ):
         state_axes(make())
 
 

@@ -10,8 +10,7 @@ from torch.nn.functional import cross_entropy
 
 import compressm as cs
 from compressm.compression import CompressionError, load_checkpoint, save_checkpoint
-from compressm.compression.options import Options
-from compressm.compression.planning import found_layers, plan_cuts
+from compressm.compression.planning import Options, found_layers, plan_cuts
 from tests.families.selective.mixers import Mixer, data, make
 
 TOKENS = torch.randint(0, 11, (6, 24), generator=torch.Generator().manual_seed(0))

@@ -5,17 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from compressm_lab.data import (
-    DataError,
-    FashionMNIST,
-    Pathfinder,
-    SequentialCIFAR,
-    SequentialMNIST,
-    Store,
-)
-from compressm_lab.data import (
-    images as cifar,
-)
+from compressm_lab.data import DataError, FashionMNIST, Pathfinder, SequentialCIFAR, SequentialMNIST, Store
+from compressm_lab.data import images as cifar
 from tests.lab.data.files import (
     cifar_batches,
     write_archive,

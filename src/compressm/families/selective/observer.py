@@ -18,13 +18,7 @@ from compressm.control.validation import require_finite
 from compressm.errors import CompressionError
 from compressm.families.base import Observer, Total
 from compressm.families.choices import Measured
-from compressm.families.observing import (
-    Sample,
-    close_enough,
-    sampled_steps,
-    sequences_at_once,
-    without_padding,
-)
+from compressm.families.observing import Sample, close_enough, sampled_steps, sequences_at_once, without_padding
 from compressm.families.selective.simulation import states, steps_at_once
 
 
