@@ -21,14 +21,6 @@ ROOMS = {
 # Not below one another, though they stand one after the other.
 STRANGERS = {("ops", "control"), ("layers", "control"), ("models", "control"), ("runs", "data"), ("control", "errors")}
 
-# Files whose imports still have to be turned round.
-STILL_OPEN = {
-    "compressm/cli/app.py",
-    "compressm/cli/compress.py",
-    "compressm/cli/inspect.py",
-    "compressm/cli/saved.py",
-}
-
 # Packages that are heavy or optional, and the only places that may name them.
 CONFINED = {
     "triton": ("_triton.py", "compressm/ops/selective/gpu.py"),
@@ -82,7 +74,7 @@ def forbidden(path):
 def test_imports_go_in_the_allowed_direction():
     assert len(files()) > 150
     found = {str(path.relative_to(SOURCE)): forbidden(path) for path in files() if forbidden(path)}
-    assert {path: names for path, names in found.items() if path not in STILL_OPEN} == {}
+    assert found == {}
 
 
 def test_heavy_packages_stay_in_their_place():

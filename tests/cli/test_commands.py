@@ -27,10 +27,20 @@ def test_the_module_is_the_command():
     assert unhooked.run(script, "--version", loaded=False).strip() == f"compressm {compressm.__version__}"
 
 
-def test_without_the_extra_the_command_says_how_to_install_it():
-    script = "import sys; sys.modules['typer'] = None; from compressm.cli import main; main()"
-    done = unhooked.finished(script, loaded=False, code=1)
-    assert "pip install 'compressm[cli]'" in done.stderr
+@pytest.mark.parametrize(
+    ("package", "arguments", "extra"),
+    [
+        ("typer", ("--help",), "commands"),
+        ("rich", ("inspect", "nowhere"), "commands"),
+        ("yaml", ("train", "digits"), "lab"),
+        ("matplotlib", ("bench", "draw", str(RESULT)), "lab"),
+    ],
+)
+def test_without_an_extra_the_command_says_how_to_install_it(package, arguments, extra):
+    script = f"import sys; sys.modules[{package!r}] = None; from compressm.cli import main; main()"
+    done = unhooked.finished(script, *arguments, loaded=False, code=1)
+    assert f"needs the package {package}; install it with: pip install 'compressm[{extra}]'" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_benchmark_writes_its_result_and_its_picture(tmp_path):

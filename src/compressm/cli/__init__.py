@@ -1,15 +1,25 @@
 """The command `compressm`."""
 
+from __future__ import annotations
+
 import os
 import sys
 from pathlib import Path
 
 INTERRUPTED = 130  # what shells report for a process that Ctrl-C ended
+# The packages that an extra brings.
+_EXTRAS = {
+    "commands": {"typer", "rich"},
+    "lab": {"pydantic", "yaml", "pooch", "matplotlib", "jinja2", "sklearn"},
+}
 
 
 def main() -> None:
     """Run the command line, or say how to install what it needs."""
     _avoid_broken_kernels()
+    # Recipes name layers and tasks of one's own, which often stand in the folder where the command is given.
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())
     try:
         _run()
     except KeyboardInterrupt:
@@ -30,13 +40,15 @@ def _avoid_broken_kernels() -> None:
 def _run() -> None:
     try:
         from compressm.cli.app import app
+
+        app()
     except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] == "compressm":
+        package = (error.name or "").split(".")[0]
+        extra = next((extra for extra, packages in _EXTRAS.items() if package in packages), None)
+        if extra is None:
             raise
-        sys.exit(
-            f"compressm: the command line needs the package {error.name}; install it with: pip install 'compressm[cli]'"
-        )
-    app()
+        who = "the command line" if extra == "commands" else "this command"
+        sys.exit(f"compressm: {who} needs the package {package}; install it with: pip install 'compressm[{extra}]'")
 
 
 def _end_interrupted() -> None:

@@ -1,4 +1,4 @@
-"""All commands."""
+"""The command line: options of all commands; the commands themselves are loaded when they are called."""
 
 from __future__ import annotations
 
@@ -7,25 +7,16 @@ from typing import Annotated
 import typer
 
 import compressm
-from compressm.cli import compress, inspect
-from compressm_lab.cli import data, demo, report, reproduce, train
-from compressm_lab.cli.bench import bench
+from compressm.cli.commands import LazyGroup
 
 app = typer.Typer(
     name="compressm",
+    cls=LazyGroup,
     help="State space models that shrink while they train.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("train")(train.command)
-app.command("reproduce")(reproduce.command)
-app.command("report")(report.report)
-app.command("inspect")(inspect.command)
-app.command("compress")(compress.command)
-app.command("data")(data.data)
-app.command("demo")(demo.command)
-app.add_typer(bench, name="bench")
 
 
 def _print_version(wanted: bool) -> bool:

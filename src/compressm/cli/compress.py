@@ -8,9 +8,17 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from compressm.cli.inspect import BAD_INPUT, DataOption, MeasuredOption, OfflineOption, console
-from compressm.cli.options import PathError, integer, number, require_writable
-from compressm.cli.saved import Saved, open_saved
+from compressm.cli.inspect import BAD_INPUT, console
+from compressm.cli.options import (
+    DataOption,
+    MeasuredOption,
+    OfflineOption,
+    PathError,
+    integer,
+    number,
+    require_writable,
+)
+from compressm.cli.saved import open_saved
 from compressm.compression import (
     Budget,
     Cut,
@@ -22,8 +30,6 @@ from compressm.compression import (
     save_model,
 )
 from compressm.compression.policies import Policy
-from compressm_lab.data import Store
-from compressm_lab.training.evaluation import score
 
 
 def command(
@@ -51,15 +57,13 @@ def command(
 ) -> None:
     """Cut a trained model once and save the smaller one; of a run with --measured, show its test accuracy beside it."""
     _require_new(out)
-    store = Store(offline=offline) if data is None else Store(data, offline=offline)
     try:
         keep = _policy(tau=tau, rho=rho, order=order, bound=bound, total_states=total_states, measured=measured)
-        saved = open_saved(path, with_data=measured, store=store)
+        saved = open_saved(path, with_data=measured, data=data, offline=offline)
         saved.require_data()
-        before = _tested(saved)
-        calibrate = (lambda model: saved.calibrate()) if measured else None
-        cuts = compress_(saved.model, keep=keep, fold=fold, calibrate=calibrate, selective=saved.selective())
-        after = _tested(saved)
+        before = saved.tested and saved.tested()
+        cuts = compress_(saved.model, keep=keep, fold=fold, calibrate=saved.calibrate, selective=saved.selective())
+        after = saved.tested and saved.tested()
     except BAD_INPUT as error:
         raise typer.BadParameter(str(error)) from error
     _show(cuts, before, after)
@@ -108,11 +112,3 @@ def _policy(
         return ErrorBound(bound)
     assert total_states is not None
     return Budget(total_states)
-
-
-def _tested(saved: Saved) -> str | None:
-    """Accuracy, or loss, on the test split, where there is one."""
-    if saved.task is None or saved.recipe is None:
-        return None
-    found = score(saved.model, saved.task, saved.task.test, size=saved.recipe.training.evaluation_batch)
-    return f"loss {found.loss:.4f}" if found.accuracy is None else f"accuracy {100 * found.accuracy:.2f} %"

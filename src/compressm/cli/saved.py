@@ -1,82 +1,98 @@
-"""What a path on the command line may name: a saved model, or a run with the model and the task it was trained on."""
+"""What a path on the command line may name: a saved model, a folder of transformers, or a run."""
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, final
 
 from torch import nn
 
 from compressm.adapters import SelectiveAdapter, find
-from compressm.compression import Baked, PerChannel, load_model
+from compressm.cli.commands import registered
+from compressm.compression import Baked, PerChannel, SelectiveMethod, load_model
 from compressm.errors import SavingError
-from compressm.families.selective.methods import SelectiveMethod
-from compressm.layers import Mamba
-from compressm.saving.checkpoints import load_checkpoint
-from compressm_lab.data import Order, Store, Task, make
-from compressm_lab.runs.directory import RunDirectory
-from compressm_lab.training import Recipe
-from compressm_lab.training.building import build_method, build_model
-from compressm_lab.training.reading import make_recipe
-from compressm_lab.training.resuming import checkpoints
+from compressm.saving.pretrained import is_pretrained
 
 
+@final
 @dataclass(frozen=True)
-class Saved:
-    """A model, and the recipe and task where it comes from a run."""
+class SavedModel:
+    """A model, and what is known of its training where it comes from a run.
+
+    calibrate: runs a model on some training examples; None where there is no data. tested: accuracy or loss of the
+    model, as it is now, on the test split. method: how selective layers were cut in the run.
+    """
 
     model: nn.Module
-    recipe: Recipe | None = None
-    task: Task | None = None
+    calibrate: Callable[[nn.Module], None] | None = None
+    tested: Callable[[], str] | None = None
+    method: SelectiveMethod | None = None
 
     def selective(self) -> SelectiveMethod:
         """How selective layers are cut: as the run did it, else so that layers with maps can go on from them."""
-        if self.recipe is not None and self.recipe.compression is not None:
-            return build_method(self.recipe.compression.selective)
-        mapped = any(isinstance(module, Mamba) and module.B_map is not None for module in self.model.modules())
-        return PerChannel() if mapped else Baked()
+        return self.method or (PerChannel() if any(_selective(self.model).values()) else Baked())
 
     def require_data(self) -> None:
-        """Selective layers have no spectra without it."""
-        selective = [name for name, (_, adapter) in find(self.model).items() if isinstance(adapter, SelectiveAdapter)]
-        if selective and self.task is None:
+        """Refuse selective layers without data: they have no spectra."""
+        if self.calibrate is None and (names := _selective(self.model)):
             raise SavingError(
-                f"{', '.join(name or 'the model' for name in selective)}: selective layers are looked at and cut by"
+                f"{', '.join(name or 'the model' for name in names)}: selective layers are looked at and cut by"
                 " what their inputs choose, which takes data: give the folder of a run, and --measured"
             )
 
-    def calibrate(self, batches: int = 4, size: int = 50) -> None:
-        """Run the model on some training examples."""
-        assert self.task is not None
-        order = Order(len(self.task.train), min(size, len(self.task.train)), 0)
-        for step in range(1, batches + 1):
-            batch = self.task.batch(self.task.train, order.at(step))
-            self.model(batch.inputs, batch.lengths)
+
+class Opener(Protocol):
+    """Opens the folder of a run; the laboratory registers one by an entry point of the group `compressm.openers`."""
+
+    def __call__(self, path: Path, *, with_data: bool, data: Path | None, offline: bool) -> SavedModel:
+        """The model of the run, with its data from the folder `data` if they are wanted.
+
+        What is wrong with the folder or the data is a `SavingError`.
+        """
 
 
-def open_saved(path: Path, *, with_data: bool, store: Store) -> Saved:
-    """The final model of a run, or the newest checkpoint of one that has not ended."""
-    run = RunDirectory(path)
-    if not (path / "status.json").is_file():
-        if with_data:
-            raise SavingError(f"{path} is a saved model without its data: give the folder of a run")
-        return Saved(load_model(path).eval())
-    recipe = make_recipe(run.config(), source=str(path / "config.json"))
-    options = {key: value for key, value in recipe.task.items() if key != "name"}
-    dataset = make(recipe.task["name"], **options)
-    whole = (run.model / "model.safetensors").is_file()
-    model = load_model(run.model) if whole else _unfinished(run, build_model(recipe.model, dataset.form))
-    return Saved(model.eval(), recipe, dataset.load(store) if with_data else None)
+def open_saved(path: Path, *, with_data: bool, data: Path | None, offline: bool) -> SavedModel:
+    """The model at the path; a run has data beside it."""
+    if (path / "status.json").is_file():
+        return _open_run(path, with_data=with_data, data=data, offline=offline)
+    if with_data:
+        raise SavingError(f"{path} is a saved model without its data: give the folder of a run")
+    if is_pretrained(path):
+        _require_transformers(path)
+    return SavedModel(load_model(path).eval())
 
 
-def _unfinished(run: RunDirectory, model: nn.Module) -> nn.Module:
-    """The model with the weights of the newest checkpoint that is whole."""
-    problems = []
-    for path in checkpoints(run):
-        try:
-            load_checkpoint(path, model=model)
-        except SavingError as error:
-            problems.append(str(error))
-        else:
-            return model
-    raise SavingError("; ".join(problems) or f"{run.path} holds neither a model nor a checkpoint yet")
+def _open_run(path: Path, *, with_data: bool, data: Path | None, offline: bool) -> SavedModel:
+    missing = ""
+    try:
+        for opener in registered("compressm.openers", "compressm_lab.cli.opening:open_run"):
+            return opener(path, with_data=with_data, data=data, offline=offline)
+    except ModuleNotFoundError as error:
+        missing = f" and needs the package {error.name}"
+    raise SavingError(
+        f"{path} is the folder of a run, which the laboratory opens{missing}: pip install 'compressm[lab]', or give"
+        " the folder of a saved model"
+    )
+
+
+def _require_transformers(path: Path) -> None:
+    try:
+        importlib.import_module("transformers")
+    except ModuleNotFoundError:
+        raise SavingError(f"{path} is a folder of transformers: pip install 'compressm[huggingface]'") from None
+
+
+def _selective(model: nn.Module) -> dict[str, bool]:
+    """Layers that are cut by what their inputs choose, each with whether its channels have states of their own.
+
+    The one question that commands ask about kinds of layers; a family of recurrences could answer it as well.
+    """
+    found = find(model).items()
+    return {
+        name: adapter.maps(module) is not None
+        for name, (module, adapter) in found
+        if isinstance(adapter, SelectiveAdapter)
+    }

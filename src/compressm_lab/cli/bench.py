@@ -15,14 +15,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from compressm.cli import INTERRUPTED
-from compressm.cli.inspect import BAD_INPUT, DataOption, OfflineOption
-from compressm.cli.options import PathError, require_picture, require_writable
+from compressm.cli.inspect import BAD_INPUT
+from compressm.cli.options import DataOption, OfflineOption, PathError, require_picture, require_writable
 from compressm_lab.bench.reduction import Case, measure_reduction
-from compressm_lab.data import DataError, Store, Task, make
+from compressm_lab.cli.opening import task_of
+from compressm_lab.data import DataError
 from compressm_lab.experiments.catalogue import find_recipe
 from compressm_lab.reports.grid import Grid
 from compressm_lab.reports.measurements import grids
 from compressm_lab.runs.measurement import Measurement, MeasurementError
+from compressm_lab.runs.records import RunError
 from compressm_lab.training.config import ConfigError, Recipe
 from compressm_lab.training.plan import Plan
 
@@ -380,7 +382,7 @@ def speedup(
         path = None if schedule is None else _path(schedule, wanted)
         result, picture = (out / f"speedup-{wanted.name}-{device.value}{end}" for end in (".json", ".png"))
         require(device, result, picture)
-        task = _task(wanted, data, offline)
+        task = task_of(wanted, data, offline)
     except (ConfigError, DataError) as error:
         raise typer.BadParameter(str(error)) from None
     orders = [*(order or _halves(wanted.model.order)), *(n for _, n in path or ())]
@@ -392,7 +394,7 @@ def speedup(
     except NotChecked as error:
         missing, measurement = error, error.measurement  # beside a result that is whole
         result, picture = (path.with_stem(f"{path.stem}-unchecked") for path in (result, picture))
-    except BAD_INPUT as error:  # what a model, or the data, cannot be made of
+    except (*BAD_INPUT, ConfigError, DataError, RunError) as error:  # what a model, or the data, cannot be made of
         raise typer.BadParameter(str(error)) from None
     report(measurement, result)
     draw_picture(measurement, picture)
@@ -408,12 +410,6 @@ def _require_cuts(name: str, recipe: Recipe) -> None:
     if other := [part for part in ("regulariser", "distillation") if getattr(recipe, part) is not None]:
         raise ConfigError(f"{name} has a {other[0]}, whose cost is not counted: --set {other[0]}=null")
     Plan.of(recipe)
-
-
-def _task(recipe: Recipe, data: Path | None, offline: bool) -> Task:
-    options = {key: value for key, value in recipe.task.items() if key != "name"}
-    store = Store(offline=offline) if data is None else Store(data, offline=offline)
-    return make(recipe.task["name"], **options).load(store)
 
 
 def _halves(order: int) -> list[int]:

@@ -14,19 +14,29 @@ import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from compressm.cli import INTERRUPTED
-from compressm.cli.inspect import DataOption, OfflineOption
-from compressm.cli.options import DeviceChoice, PathError, chosen_device, count, integer, require_writable
+from compressm.cli.options import (
+    DataOption,
+    DeviceChoice,
+    OfflineOption,
+    PathError,
+    chosen_device,
+    count,
+    integer,
+    require_writable,
+)
+from compressm.compression import Cut, Restored
 from compressm.errors import CompressionError, SavingError
-from compressm_lab.cli.progress import spoken
-from compressm_lab.data import DataError, Store, Task, make
+from compressm_lab.cli.opening import task_of
+from compressm_lab.data import DataError, Task
 from compressm_lab.experiments.catalogue import BASELINE, find_recipe, recipe_names
 from compressm_lab.experiments.comparisons import Comparison, comparison
 from compressm_lab.runs.directory import RunDirectory
-from compressm_lab.runs.records import RunError
-from compressm_lab.training import ConfigError, Diverged, Interrupted, Listener, Recipe, Silent, train
+from compressm_lab.runs.records import Evaluation, PenaltyRecord, RunError, TruncationRecord
+from compressm_lab.training import ConfigError, Diverged, Interrupted, Listener, Plan, Recipe, Silent, train
 from compressm_lab.training.loggers import Several, TensorBoard
 from compressm_lab.training.parallel import process_group
 from compressm_lab.training.reading import make_recipe
@@ -34,6 +44,12 @@ from compressm_lab.training.resuming import is_finished
 
 _NARROW = 64
 _REFUSED = (ConfigError, CompressionError, DataError, PathError, RunError, SavingError)
+_WAYS = {
+    "white_noise": "white noise",
+    "measured": "measured Gramians",
+    "modal": "dropping modes",
+    "selective": "averages over data",
+}
 console = Console()
 
 
@@ -102,7 +118,7 @@ def command(
         if threads is not None or wanted.model.width < _NARROW:
             torch.set_num_threads(threads or 1)
         with process_group(chosen_device(device)) as where:
-            task = _task(wanted, data, offline)
+            task = task_of(wanted, data, offline)
             _train(wanted, task, folder, where, resume, tensorboard, comparison(wanted, task))
 
 
@@ -134,7 +150,7 @@ def _train(
     if not _is_first():
         train(recipe, task, folder, device=device, resume=resume, **parts)
         return
-    with spoken(console) as listener:
+    with spoken() as listener:
         listeners: list[Listener] = [listener, TensorBoard(folder / "tensorboard") if tensorboard else Silent()]
         train(recipe, task, folder, device=device, resume=resume, listener=Several(*listeners), **parts)
     _say(f"run: {folder}; `compressm report {shlex.quote(str(folder))}` shows it")
@@ -179,12 +195,6 @@ def _folder(recipe: Recipe, name: str, out: Path | None, resume: bool) -> Path:
     return folder
 
 
-def _task(recipe: Recipe, data: Path | None, offline: bool) -> Task:
-    options = {key: value for key, value in recipe.task.items() if key != "name"}
-    store = Store(offline=offline) if data is None else Store(data, offline=offline)
-    return make(recipe.task["name"], **options).load(store)
-
-
 def _say(*lines: str) -> None:
     if _is_first():
         for line in lines:
@@ -204,3 +214,62 @@ def _list() -> None:
         numbers = (model.depth, model.width, model.order, recipe.training.steps)
         table.add_row(name, model.layer, *map(str, numbers), escape(recipe.description))
     console.print(table)
+
+
+class Spoken:
+    """A listener that writes to the console what a run does."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._bar: TaskID | None = None
+        self._losses: dict[str, str] = {}
+
+    def begins(self, recipe: Recipe, plan: Plan, step: int) -> None:
+        self._say(f"{recipe.name}, {recipe.label}, seed {recipe.seed}")
+        for line in str(plan).splitlines():
+            self._say(f"  {line}")
+        if step:
+            self._say(f"goes on after step {step}")
+        self._bar = self._progress.add_task("training", total=plan.steps, completed=step)
+
+    def reached(self, step: int, loss: float) -> None:
+        if self._bar is not None:
+            self._progress.update(self._bar, completed=step, description=f"loss {loss:.4f}")
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        score = f"{evaluation.loss:.4f}"
+        if evaluation.accuracy is not None:
+            score = f"{100 * evaluation.accuracy:.2f} %"
+        self._losses[evaluation.split] = score
+        if evaluation.split == "test":
+            parts = ", ".join(f"{split} {value}" for split, value in self._losses.items())
+            self._say(f"step {evaluation.step}: {parts} ({evaluation.seconds:.0f} s)")
+
+    def happened(self, event: Cut | Restored) -> None:
+        self._say(f"step {event.step}: {event}")
+
+    def kept(self, step: int) -> None:
+        self._say(f"step {step}: nothing cut, no layer would fall below the gate")
+
+    def compared(self, record: PenaltyRecord | TruncationRecord) -> None:
+        if isinstance(record, PenaltyRecord):
+            each = 1e3 * record.seconds / max(1, record.evaluations)
+            self._say(f"step {record.step}: {record.kind} {record.value:.4g}, found in {each:.3g} ms")
+        elif record.split == "test":
+            score = f"{record.loss:.4f}" if record.accuracy is None else f"{100 * record.accuracy:.2f} %"
+            states = "1 state" if record.mean_order == 1 else f"{record.mean_order:g} states"
+            cut = f"cut once to {states} by {_WAYS.get(record.gramian, record.gramian)}"
+            if record.mean_order < record.order:  # layers that have fewer than they may keep stay as they are
+                cut = f"cut once to {record.order} states where there were more, {record.mean_order:g} in the mean"
+            self._say(f"{cut}: test {score}")
+
+    def _say(self, line: str) -> None:
+        console.print(escape(line), highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def spoken() -> Iterator[Spoken]:
+    """A listener for one run: a bar on a terminal, plain lines elsewhere."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        yield Spoken(progress)

@@ -1,0 +1,87 @@
+"""Runs for the library's commands, and the tasks of recipes for our own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from compressm.cli.saved import SavedModel
+from compressm.compression import load_model
+from compressm.errors import SavingError
+from compressm.saving.checkpoints import load_checkpoint
+from compressm_lab.data import DataError, DataSet, Order, Store, Task, make
+from compressm_lab.runs.directory import RunDirectory
+from compressm_lab.runs.records import RunError
+from compressm_lab.training import ConfigError, Recipe
+from compressm_lab.training.building import build_method, build_model
+from compressm_lab.training.evaluation import score
+from compressm_lab.training.reading import make_recipe
+from compressm_lab.training.resuming import checkpoints
+
+# Of training data, that a model is run on.
+_BATCHES, _SIZE = 4, 50
+
+
+def open_run(path: Path, *, with_data: bool, data: Path | None, offline: bool) -> SavedModel:
+    """The final model of a run, or the newest checkpoint of one that has not ended; the commands' `Opener`."""
+    run = RunDirectory(path)
+    try:
+        recipe = make_recipe(run.config(), source=str(path / "config.json"))
+        dataset = dataset_of(recipe)
+        whole = (run.model / "model.safetensors").is_file()
+        model = load_model(run.model) if whole else _unfinished(run, build_model(recipe.model, dataset.form))
+        task = dataset.load(store_in(data, offline)) if with_data else None
+    except (ConfigError, DataError, RunError) as error:
+        raise SavingError(str(error)) from error
+    method = None if recipe.compression is None else build_method(recipe.compression.selective)
+    if task is None:
+        return SavedModel(model.eval(), method=method)
+    return SavedModel(
+        model.eval(),
+        calibrate=lambda model: _calibrate(model, task),
+        tested=lambda: _tested(model, task, recipe),
+        method=method,
+    )
+
+
+def store_in(folder: Path | None, offline: bool) -> Store:
+    """Data sets in the folder, or where they are by default."""
+    return Store(offline=offline) if folder is None else Store(folder, offline=offline)
+
+
+def dataset_of(recipe: Recipe) -> DataSet:
+    """The data set that a recipe names, with its options."""
+    return make(**recipe.task)
+
+
+def task_of(recipe: Recipe, data: Path | None, offline: bool) -> Task:
+    """The task that a recipe is trained on."""
+    return dataset_of(recipe).load(store_in(data, offline))
+
+
+def _unfinished(run: RunDirectory, model: nn.Module) -> nn.Module:
+    """The model with the weights of the newest checkpoint that is whole."""
+    problems = []
+    for path in checkpoints(run):
+        try:
+            load_checkpoint(path, model=model)
+        except SavingError as error:
+            problems.append(str(error))
+        else:
+            return model
+    raise SavingError("; ".join(problems) or f"{run.path} holds neither a model nor a checkpoint yet")
+
+
+def _calibrate(model: nn.Module, task: Task) -> None:
+    """Run the model on some training examples."""
+    order = Order(len(task.train), min(_SIZE, len(task.train)), 0)
+    for step in range(1, _BATCHES + 1):
+        batch = task.batch(task.train, order.at(step))
+        model(batch.inputs, batch.lengths)
+
+
+def _tested(model: nn.Module, task: Task, recipe: Recipe) -> str:
+    """Accuracy, or loss, on the test split."""
+    found = score(model, task, task.test, size=recipe.training.evaluation_batch)
+    return f"loss {found.loss:.4f}" if found.accuracy is None else f"accuracy {100 * found.accuracy:.2f} %"
