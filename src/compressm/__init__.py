@@ -7,6 +7,8 @@ balanced, truncated and written back, and training goes on at the smaller size.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from compressm.moved import moved, refuse_moved_modules
+
 if TYPE_CHECKING:
     from compressm import adapters, compression, control, layers, models
     from compressm.compression import (
@@ -88,13 +90,15 @@ _PACKAGES = {"adapters", "compression", "control", "layers", "models"}
 # The other names above are those of `compressm.compression`.
 _OF_COMPRESSION = set(__all__) - _PACKAGES - {"__version__"}
 
+refuse_moved_modules()
+
 
 def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
         return importlib.import_module(f"compressm.{name}")
     if name in _OF_COMPRESSION:
         return getattr(importlib.import_module("compressm.compression"), name)
-    raise AttributeError(f"module 'compressm' has no attribute {name!r}")
+    raise AttributeError(moved(f"compressm.{name}") or f"module 'compressm' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
