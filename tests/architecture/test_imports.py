@@ -13,20 +13,8 @@ SOURCE = Path(__file__).parents[2] / "src"
 # The rooms of each package, from the ground up: one imports itself and what stands before it.
 ROOMS = {
     "compressm": (
-        *(
-            "moved",
-            "errors",
-            "files",
-            "control",
-            "ops",
-            "layers",
-            "models",
-            "adapters",
-            "families",
-            "compression",
-            "saving",
-        ),
-        *("running", "exporting", "integrations", "cli"),
+        *("moved", "errors", "files", "control", "ops", "layers", "models", "adapters"),
+        *("families", "compression", "saving", "running", "exporting", "integrations", "cli"),
     ),
     "compressm_lab": ("data", "runs", "baselines", "training", "experiments", "reports", "bench", "cli"),
 }

@@ -150,8 +150,13 @@ def adapts_named(path: str) -> Callable[[Kind], Kind]:
 def adapter_for(module: nn.Module) -> Adapter[Any, Any] | None:
     """The adapter of the module's class or of its nearest ancestor that has one."""
     _require_module("adapter_for", module)
-    for kind in type(module).__mro__:
-        found = _ADAPTERS.get(kind) or _NAMED.get(f"{kind.__module__}.{kind.__qualname__}")
+    return adapter_of(type(module))
+
+
+def adapter_of(kind: type[nn.Module]) -> Adapter[Any, Any] | None:
+    """The adapter of a class of modules or of its nearest ancestor that has one."""
+    for ancestor in kind.__mro__:
+        found = _ADAPTERS.get(ancestor) or _NAMED.get(f"{ancestor.__module__}.{ancestor.__qualname__}")
         if found is not None:
             return found
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import fields
 from typing import Any, get_type_hints
 
@@ -32,11 +33,11 @@ CATALOGUE: dict[str, type[DataSet]] = {
 
 
 def make(name: str, **options: Any) -> DataSet:
-    """The data set of that name with these options; what is unknown is refused, with what is known."""
-    if name not in CATALOGUE:
-        near = did_you_mean(name, CATALOGUE)
-        raise DataError(f"no data set is called {name!r}, expected one of {', '.join(CATALOGUE)}{near}")
-    kind = CATALOGUE[name]
+    """The data set of that name, or of a class "package.module:Name", with these options.
+
+    What is unknown is refused, with what is known.
+    """
+    kind = CATALOGUE[name] if name in CATALOGUE else _own(name)
     allowed = {field.name: field.default for field in fields(kind)}
     for option, value in options.items():
         if option not in allowed:
@@ -47,6 +48,48 @@ def make(name: str, **options: Any) -> DataSet:
         _require_type(name, option, value, hint)
         options[option] = float(value) if hint is float else value
     return kind(**options)
+
+
+def _own(path: str) -> type[DataSet]:
+    if ":" not in path:
+        near = did_you_mean(path, CATALOGUE)
+        raise DataError(
+            f"no data set is called {path!r}, expected one of {', '.join(CATALOGUE)}, or a class of your own as"
+            f" package.module:Name{near}"
+        )
+    kind = imported(path)
+    if not (isinstance(kind, type) and issubclass(kind, DataSet)):
+        raise DataError(f"{path} is {kind!r:.80}, expected a class of compressm_lab.data.DataSet")
+    if missing := sorted(kind.__abstractmethods__):
+        raise DataError(f"{path} has no {' and no '.join(missing)}: a data set has a form and parses")
+    name = getattr(kind, "name", None)
+    if not isinstance(name, str):
+        raise DataError(f"{path} has the name {name!r}, expected text: files in the cache are named by it")
+    if CATALOGUE.get(name, kind) is not kind:
+        raise DataError(f"{path} has the name {name!r}, which is taken: it would read that data set's cached files")
+    return kind
+
+
+def imported(path: str) -> Any:
+    """What "package.module:Name" names; its module is imported."""
+    module_name, _, name = path.partition(":")
+    if not all(part.isidentifier() for part in (*module_name.split("."), name)):
+        raise DataError(f"{path!r} names no class, expected package.module:Name")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise DataError(f"{module_name} of {path!r} cannot be imported: {error}") from error
+        raise DataError(
+            f"no module {error.name!r} of {path!r} is found; expected one that is installed, or a file in the folder"
+            " where the command is given"
+        ) from None
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        classes = [known for known, value in vars(module).items() if isinstance(value, type)]
+        near = did_you_mean(name, classes)
+        raise DataError(f"{module_name} has no {name!r}, which {path!r} names{near}") from None
 
 
 def _require_type(name: str, option: str, value: Any, hint: Any) -> None:

@@ -38,7 +38,7 @@ from compressm.compression import (
 from compressm.compression.policies import FewerStates, Policy
 from compressm.errors import did_you_mean
 from compressm.families.choices import Selection
-from compressm.layers import LRU, S4D, S5, Mamba, SSMLayer
+from compressm.layers import SSMLayer
 from compressm.models import (
     BatchNorm,
     EveryStep,
@@ -64,6 +64,7 @@ from compressm_lab.training.config import (
     TruncationConfig,
     WhenConfig,
 )
+from compressm_lab.training.layers import is_selective, layer_class
 from compressm_lab.training.plan import cut_steps, settle_steps
 
 _SHARE = 0.5  # of what is free on a GPU: the rest is for model, gradients and activations
@@ -162,7 +163,6 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float | Tensor) -> None:
             group["lr"] = float(rate) * group["factor"]
 
 
-_LAYERS: dict[str, type[SSMLayer]] = {"LRU": LRU, "S5": S5, "S4D": S4D, "Mamba": Mamba}
 _NORMS = {"batch": BatchNorm, "running": RunningNorm, "layer": LayerNorm, "rms": RMSNorm, "none": NoNorm}
 _POOLINGS = {"mean": MeanPooling(), "last": LastStep(), "steps": EveryStep()}
 _DROPOUTS = {"element": PerElement, "batch": OneMask}
@@ -179,11 +179,12 @@ _CALIBRATION_SEED = 2**31 - 1
 
 def build_model(config: ModelConfig, task: Task | Form) -> SequenceClassifier:
     """As torch's random numbers initialise it; of a task only its sizes are asked for."""
-    _require_options("layer_options", _LAYERS[config.layer], config.layer_options)
+    layer = layer_class(config.layer)
+    _require_options("layer_options", layer, config.layer_options)
     _require_options("norm_options", _NORMS[config.norm], config.norm_options)
     try:
         return SequenceClassifier(
-            _LAYERS[config.layer],
+            layer,
             depth=config.depth,
             width=config.width,
             order=config.order,
@@ -249,7 +250,7 @@ def build_tracker(recipe: Recipe, model: nn.Module, task: Task) -> HankelTracker
     if recipe.spectra is None:
         return None
     config = recipe.compression or _UNCUT
-    selective = _is_selective(recipe)
+    selective = is_selective(recipe.model.layer)
     return HankelTracker(
         model,
         every=1,
@@ -266,13 +267,9 @@ def build_method(config: SelectiveConfig | None) -> SelectiveMethod:
     return Baked() if config is None else _SELECTIVE[config.kind](**config.options)
 
 
-def _is_selective(recipe: Recipe) -> bool:
-    return recipe.model.layer == "Mamba"
-
-
 def _needs_data(recipe: Recipe, config: CompressionConfig | TruncationConfig) -> bool:
     """Selective layers are cut by what their inputs choose, whatever the Gramian is."""
-    return config.gramian == "measured" or _is_selective(recipe)
+    return config.gramian == "measured" or is_selective(recipe.model.layer)
 
 
 def build_truncation(recipe: Recipe, config: TruncationConfig, task: Task) -> dict[str, Any]:

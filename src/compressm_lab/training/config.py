@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Literal, final
+from types import ModuleType
+from typing import Annotated, Any, ClassVar, Literal, final
 
 Precision = Literal["float32", "tf32", "bfloat16"]
 
@@ -37,11 +38,28 @@ class Config:
                 raise ConfigError(f"{name} is {value}, expected a number {low} and {high}")
 
 
+class _LayerName:
+    """Lets pydantic refuse the name of a layer where it stands in a recipe."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        from pydantic_core import PydanticCustomError, core_schema
+
+        def checked(name: object) -> object:
+            try:
+                _layers().layer_class(name)
+            except ConfigError as error:
+                raise PydanticCustomError("layer", "{said}", {"said": str(error)}) from error
+            return name
+
+        return core_schema.no_info_plain_validator_function(checked)
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Config):
     """A `SequenceClassifier`; its inputs and classes are those of the task.
 
+    layer: LRU, S5, S4D, Mamba, or a class of your own, "package.module:Name", that is built as (width, order=n).
     dropout_form: "batch" is one mask for the whole batch, as in the paper's own code, "element" one for every element.
     pooling: "steps" keeps every step, for tasks that ask at each of them.
     """
@@ -49,7 +67,7 @@ class ModelConfig(Config):
     depth: int
     width: int
     order: int
-    layer: Literal["LRU", "S5", "S4D", "Mamba"] = "LRU"
+    layer: Annotated[str, _LayerName()] = "LRU"
     layer_options: dict[str, Any] = field(default_factory=dict)
     dropout: float = 0.1
     dropout_form: Literal["element", "batch"] = "batch"
@@ -60,6 +78,10 @@ class ModelConfig(Config):
     def __post_init__(self) -> None:
         self._at_least(1, "depth", "width", "order")
         self._share("dropout")
+        try:
+            _layers().layer_class(self.layer)
+        except ConfigError as error:
+            raise ConfigError(f"layer is {self.layer!r}: {error}") from error
 
 
 @final
@@ -324,28 +346,41 @@ class Recipe(Config):
         return asdict(self)
 
 
+def _layers() -> ModuleType:
+    """Layers by name: loaded when a recipe is made, since they bring in torch and need the errors here."""
+    from compressm_lab.training import layers
+
+    return layers
+
+
 def _require_selective(compression: CompressionConfig, layer: str) -> None:
     """What the input chooses has no error bound, and what it does not choose is not cut by averages over data."""
-    if layer == "Mamba" and compression.bound is not None:
+    selective = _layers().is_selective(layer)
+    if selective and compression.bound is not None:
         raise ConfigError(
-            f"compression: bound is {compression.bound} with layer Mamba, whose cuts have no error bound: expected"
+            f"compression: bound is {compression.bound} with layer {layer}, whose cuts have no error bound: expected"
             " another policy, such as tau"
         )
-    if layer == "Mamba" and compression.gramian == "modal":
-        raise ConfigError("compression: gramian is modal with layer Mamba, whose input chooses its poles: leave it out")
-    if layer != "Mamba" and compression.selective is not None:
+    if selective and compression.gramian == "modal":
+        raise ConfigError(f"compression: {_modal(layer)}")
+    if not selective and compression.selective is not None:
         raise ConfigError(f"compression: selective is for layer Mamba, and layer is {layer}: leave it out")
 
 
 def _require_comparable(recipe: Recipe) -> None:
     """What the other methods need of the model."""
     model, truncation = recipe.model, recipe.truncation
-    if recipe.regulariser is not None and model.layer == "Mamba":
+    selective = _layers().is_selective(model.layer)
+    if recipe.regulariser is not None and selective:
         raise ConfigError(
-            f"regulariser: {recipe.regulariser.kind} is for layers that are linear systems, and layer is Mamba:"
+            f"regulariser: {recipe.regulariser.kind} is for layers that are linear systems, and layer is {model.layer}:"
             " expected LRU, S5 or S4D"
         )
     if truncation is not None and max(truncation.orders) >= model.order:
         raise ConfigError(f"truncation: orders has {max(truncation.orders)}, expected less than order, {model.order}")
-    if truncation is not None and truncation.gramian == "modal" and model.layer == "Mamba":
-        raise ConfigError("truncation: gramian is modal with layer Mamba, whose input chooses its poles: leave it out")
+    if truncation is not None and truncation.gramian == "modal" and selective:
+        raise ConfigError(f"truncation: {_modal(model.layer)}")
+
+
+def _modal(layer: str) -> str:
+    return f"gramian is modal with layer {layer}, whose input chooses its poles: leave it out"
