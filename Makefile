@@ -7,7 +7,7 @@ OUT ?= out
 
 .PHONY: demo test slow lint format bench docs clean
 
-demo: $(VENV)/ready
+demo: $(VENV)/demo-ready
 	$(BIN)/compressm demo --out $(OUT)/demo
 
 test: $(VENV)/ready
@@ -25,7 +25,7 @@ format: $(VENV)/ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/ready
+bench: $(VENV)/demo-ready
 	$(BIN)/compressm bench reduction --out $(OUT)/bench
 
 docs: $(VENV)/ready
@@ -41,9 +41,13 @@ docs: $(VENV)/ready
 	done
 	$(BIN)/python benchmarks/fill_tables.py
 
-# Installed again whenever what to install has changed.
-$(VENV)/ready: pyproject.toml constraints.txt
+# Installed again whenever what to install has changed: the laboratory, and what tests and lint need beside it.
+$(VENV)/demo-ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[lab]"
+	touch $@
+
+$(VENV)/ready: $(VENV)/demo-ready
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
