@@ -10,10 +10,12 @@ from typing import Protocol, final
 
 from torch import nn
 
-from compressm.adapters import SelectiveAdapter, find
+from compressm.adapters import find
 from compressm.cli.commands import registered
-from compressm.compression import Baked, PerChannel, SelectiveMethod, load_model
+from compressm.compression import SelectiveMethod, load_model
 from compressm.errors import SavingError
+from compressm.families import family_of
+from compressm.families.selective.methods import default_method
 from compressm.saving.pretrained import is_pretrained
 
 
@@ -33,14 +35,14 @@ class SavedModel:
 
     def selective(self) -> SelectiveMethod:
         """How selective layers are cut: as the run did it, else so that layers with maps can go on from them."""
-        return self.method or (PerChannel() if any(_selective(self.model).values()) else Baked())
+        return self.method or default_method(self.model)
 
     def require_data(self) -> None:
-        """Refuse selective layers without data: they have no spectra."""
-        if self.calibrate is None and (names := _selective(self.model)):
+        """Refuse layers that have no spectra without data."""
+        for called, names in ({} if self.calibrate is not None else _in_need_of_data(self.model)).items():
             raise SavingError(
-                f"{', '.join(name or 'the model' for name in names)}: selective layers are looked at and cut by"
-                " what their inputs choose, which takes data: give the folder of a run, and --measured"
+                f"{', '.join(names)}: {called} are looked at and cut by what they do on data: give the folder of a run,"
+                " and --measured"
             )
 
 
@@ -85,14 +87,10 @@ def _require_transformers(path: Path) -> None:
         raise SavingError(f"{path} is a folder of transformers: pip install 'compressm[huggingface]'") from None
 
 
-def _selective(model: nn.Module) -> dict[str, bool]:
-    """Layers that are cut by what their inputs choose, each with whether its channels have states of their own.
-
-    The one question that commands ask about kinds of layers; a family of recurrences could answer it as well.
-    """
-    found = find(model).items()
-    return {
-        name: adapter.maps(module) is not None
-        for name, (module, adapter) in found
-        if isinstance(adapter, SelectiveAdapter)
-    }
+def _in_need_of_data(model: nn.Module) -> dict[str, list[str]]:
+    """The layers that can only be valued by what they do on data, by what their family calls them."""
+    found: dict[str, list[str]] = {}
+    for name, (_, adapter) in find(model).items():
+        if (family := family_of(adapter)).needs_data:
+            found.setdefault(family.called, []).append(name or "the model")
+    return found

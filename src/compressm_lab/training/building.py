@@ -64,7 +64,7 @@ from compressm_lab.training.config import (
     TruncationConfig,
     WhenConfig,
 )
-from compressm_lab.training.layers import is_selective, layer_class
+from compressm_lab.training.layers import layer_class, needs_data
 from compressm_lab.training.plan import cut_steps, settle_steps
 
 _SHARE = 0.5  # of what is free on a GPU: the rest is for model, gradients and activations
@@ -250,7 +250,7 @@ def build_tracker(recipe: Recipe, model: nn.Module, task: Task) -> HankelTracker
     if recipe.spectra is None:
         return None
     config = recipe.compression or _UNCUT
-    selective = is_selective(recipe.model.layer)
+    selective = needs_data(recipe.model.layer)
     return HankelTracker(
         model,
         every=1,
@@ -269,7 +269,7 @@ def build_method(config: SelectiveConfig | None) -> SelectiveMethod:
 
 def _needs_data(recipe: Recipe, config: CompressionConfig | TruncationConfig) -> bool:
     """Selective layers are cut by what their inputs choose, whatever the Gramian is."""
-    return config.gramian == "measured" or is_selective(recipe.model.layer)
+    return config.gramian == "measured" or needs_data(recipe.model.layer)
 
 
 def build_truncation(recipe: Recipe, config: TruncationConfig, task: Task) -> dict[str, Any]:

@@ -355,7 +355,7 @@ def _layers() -> ModuleType:
 
 def _require_selective(compression: CompressionConfig, layer: str) -> None:
     """What the input chooses has no error bound, and what it does not choose is not cut by averages over data."""
-    selective = _layers().is_selective(layer)
+    selective = _layers().needs_data(layer)
     if selective and compression.bound is not None:
         raise ConfigError(
             f"compression: bound is {compression.bound} with layer {layer}, whose cuts have no error bound: expected"
@@ -370,7 +370,7 @@ def _require_selective(compression: CompressionConfig, layer: str) -> None:
 def _require_comparable(recipe: Recipe) -> None:
     """What the other methods need of the model."""
     model, truncation = recipe.model, recipe.truncation
-    selective = _layers().is_selective(model.layer)
+    selective = _layers().needs_data(model.layer)
     if recipe.regulariser is not None and selective:
         raise ConfigError(
             f"regulariser: {recipe.regulariser.kind} is for layers that are linear systems, and layer is {model.layer}:"

@@ -16,7 +16,7 @@ from compressm_lab.data.task import Split, Task, TaskKind
 from compressm_lab.runs.records import SplitName, TruncationRecord
 from compressm_lab.training.building import batch_on, build_truncation
 from compressm_lab.training.config import Recipe
-from compressm_lab.training.layers import is_selective
+from compressm_lab.training.layers import needs_data
 from compressm_lab.training.steps import Learner, task_objective
 
 
@@ -62,7 +62,7 @@ def truncations(recipe: Recipe, learner: Learner, step: int) -> Iterator[Truncat
     if config is None:
         return
     options = build_truncation(recipe, config, learner.task)
-    way = "selective" if is_selective(recipe.model.layer) else config.gramian
+    way = "selective" if needs_data(recipe.model.layer) else config.gramian
     for order in config.orders:
         model = copy.deepcopy(unwrapped(learner.model)).eval()
         cuts = compress_(model, keep=TargetOrder(order), **options)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 
-from compressm.adapters import SelectiveAdapter
 from compressm.adapters.base import adapter_of
 from compressm.compression import savable
 from compressm.errors import did_you_mean
+from compressm.families import family_of
 from compressm.layers import LRU, S4D, S5, Mamba, SSMLayer
 from compressm.saving.kinds import is_known
 from compressm_lab.data import DataError
@@ -24,12 +24,10 @@ def layer_class(name: object) -> type[SSMLayer]:
     return LAYERS[name] if name in LAYERS else _own(name)
 
 
-def is_selective(name: str) -> bool:
-    """Whether the layer's input chooses its dynamics: cuts take data, and there are no poles and no error bound.
-
-    The one question that recipes ask about kinds of layers; a family of recurrences could answer it as well.
-    """
-    return isinstance(adapter_of(layer_class(name)), SelectiveAdapter)
+def needs_data(name: str) -> bool:
+    """Whether the layer can only be cut by what it does on data: it has no fixed poles and no error bound."""
+    adapter = adapter_of(layer_class(name))
+    return adapter is not None and family_of(adapter).needs_data
 
 
 def _own(path: str) -> type[SSMLayer]:

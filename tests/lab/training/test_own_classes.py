@@ -15,7 +15,7 @@ from compressm_lab.data import CATALOGUE, DataError, make
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.records import CutRecord, Spectrum
 from compressm_lab.training import ConfigError, Interrupted, ModelConfig, train
-from compressm_lab.training.layers import LAYERS, is_selective, layer_class
+from compressm_lab.training.layers import LAYERS, layer_class, needs_data
 from compressm_lab.training.reading import make_recipe
 from tests.lab.training import own
 from tests.lab.training.tiny import CUTS, Sending, check_same_run, from_dataset, recipe
@@ -82,9 +82,9 @@ def test_classes_may_stand_in_the_folder_where_the_command_is_given(tmp_path):
 
 
 def test_classes_are_asked_what_they_are():
-    assert [name for name in LAYERS if is_selective(name)] == ["Mamba"]
-    assert not is_selective(f"{OWN}:Spirals")
-    assert is_selective("compressm.layers.mamba:Mamba")
+    assert [name for name in LAYERS if needs_data(name)] == ["Mamba"]
+    assert not needs_data(f"{OWN}:Spirals")
+    assert needs_data("compressm.layers.mamba:Mamba")
     assert layer_class("compressm.layers:LRU") is layer_class("LRU")
 
 

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Inexact, Int
 from torch import Tensor, nn
 
-from compressm.adapters import Basis, SelectiveAdapter
+from compressm.adapters import Basis, SelectiveAdapter, find
 from compressm.control import (
     DiagonalSystem,
     galerkin_projection,
@@ -307,3 +307,9 @@ def _single(rates: Tensor, E_B: Tensor, E_C: Tensor, count: Tensor | None = None
     """None of them for two, and all of them there unless a count is given."""
     count = torch.full((len(rates),), rates.shape[-1], device=rates.device) if count is None else count
     return Modes(rates, E_B, E_C, torch.zeros_like(rates, dtype=torch.bool), count)
+
+
+def default_method(model: nn.Module) -> SelectiveMethod:
+    """`Baked`, or `PerChannel` where an earlier cut gave channels states of their own."""
+    adapted = ((module, adapter) for module, adapter in find(model).values() if isinstance(adapter, SelectiveAdapter))
+    return PerChannel() if any(adapter.maps(module) is not None for module, adapter in adapted) else Baked()
