@@ -6,7 +6,9 @@ from pathlib import Path
 from .syntax import statements, tree
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted(path for folder in ("src", "tests", "examples", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
+FILES = sorted(
+    path for folder in ("src", "tests", "examples", "benchmarks", "studies") for path in (ROOT / folder).rglob("*.py")
+)
 
 
 def functions(tree):

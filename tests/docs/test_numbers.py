@@ -5,9 +5,9 @@ from statistics import fmean
 
 import pytest
 
-from compressm_lab.experiments.smnist_settings import VARIANTS
-from compressm_lab.reports.setting_tables import REFERENCE
+from compressm_lab.reports.study_tables import REFERENCE
 from compressm_lab.runs.measurement import Measurement
+from smnist_settings import VARIANTS
 from tests.docs import measured
 from tests.docs.measured import ROOT, result, rows
 

@@ -20,7 +20,7 @@ from compressm.cli.options import DataOption, OfflineOption, PathError, require_
 from compressm_lab.bench.reduction import Case, measure_reduction
 from compressm_lab.cli.opening import task_of
 from compressm_lab.data import DataError
-from compressm_lab.experiments.catalogue import find_recipe
+from compressm_lab.experiments.recipes import find_recipe
 from compressm_lab.reports.grid import Grid
 from compressm_lab.reports.measurements import grids
 from compressm_lab.runs.measurement import Measurement, MeasurementError

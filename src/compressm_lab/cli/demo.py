@@ -33,14 +33,14 @@ def command(
     ] = None,
 ) -> None:
     """Train digits by a large model, a small one, and large ones that shrink while they train; about two minutes."""
-    from compressm_lab.reports.demo_tables import demo_says
+    from compressm_lab.reports.study_tables import demo_says
     from compressm_lab.training import ConfigError
 
     begin = time.perf_counter()
     try:
         require_writable(out / "demo.json")
-        wanted = demo.jobs(out, seeds, settings or ())
-        steps = wanted[0].recipe().training.steps
+        wanted = demo.plan(out, seeds, settings or ())
+        steps = wanted.arms[0].read(0).training.steps
     except (PathError, ConfigError) as error:
         raise typer.BadParameter(str(error)) from None
     shutil.rmtree(out / "runs", ignore_errors=True)

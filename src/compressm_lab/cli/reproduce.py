@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -16,13 +15,9 @@ from rich.table import Table
 
 from compressm.cli import INTERRUPTED
 from compressm.cli.options import PathError, count, number, require_writable
-from compressm_lab.experiments.processes import Executor, Processes, heard_as_ctrl_c
-from compressm_lab.experiments.reproduction.arms import Experiment
-from compressm_lab.experiments.reproduction.catalogue import experiment_names, find_experiment
-from compressm_lab.experiments.reproduction.conducting import Outcome, conduct
-from compressm_lab.experiments.reproduction.exhibits import exhibit
-from compressm_lab.experiments.reproduction.plan import Job, Plan, require_same_recipes
-from compressm_lab.experiments.reproduction.slurm import Slurm, SlurmOptions
+from compressm_lab.experiments.catalogue import Experiment, exhibit, experiment_names, find_experiment
+from compressm_lab.experiments.engine import Outcome, Plan, conduct, require_ready, require_same_recipes
+from compressm_lab.experiments.executors import Executor, Processes, Slurm, SlurmOptions, heard_as_ctrl_c
 from compressm_lab.runs.measurement import Measurement, MeasurementError
 from compressm_lab.runs.paper import paper_labels, read_paper
 from compressm_lab.runs.records import RunError
@@ -81,78 +76,74 @@ def command(
         console.print(_listed(folder, seeds, quick))
         return
     try:
-        plan = _plan(find_experiment(name, quick=quick), folder, seeds)
+        wanted = find_experiment(name, quick=quick)
+        plan = wanted.plan(folder, seeds)
         require_writable(folder / name / "report.md")
-        require_same_recipes(plan.jobs())
-        if dry_run or plan.experiment.measures:
-            _show(plan, data) if dry_run else _measure(plan.experiment, folder / name, quick, only_report)
+        require_same_recipes(plan.trainings())
+        if dry_run or wanted.measures:
+            _show(wanted, plan, data) if dry_run else _measure(wanted, folder / name, quick, only_report)
             return
         options = SlurmOptions(partition, hours, gpus)
-        outcome = Outcome() if only_report else _train(plan, _executor(executor, processes, folder, options, data))
-        _report(plan, folder / name, quick)
+        outcome = Outcome()
+        if not only_report:
+            outcome = _train(name, plan, _executor(executor, processes, folder, options, data), data)
+        _report(wanted, plan, folder / name, quick)
         _end(plan, outcome)
     except (ConfigError, PathError, RunError, MeasurementError) as error:
         raise typer.BadParameter(str(error)) from None
-
-
-def _plan(wanted: Experiment, folder: Path, seeds: int | None) -> Plan:
-    return Plan(wanted, seeds or wanted.seeds, folder / "runs")
 
 
 def _executor(where: Where, processes: int, folder: Path, options: SlurmOptions, data: Path | None) -> Executor:
     return Processes(processes, data) if where is Where.local else Slurm(folder / "slurm", options, data)
 
 
-def _train(plan: Plan, executor: Executor) -> Outcome:
-    jobs = plan.jobs()
-    done = sum(job.state == "done" for job in jobs)
-    _say(f"{plan.experiment.label}: {len(jobs)} training{'' if len(jobs) == 1 else 's'}, {done} done")
+def _train(name: str, plan: Plan, executor: Executor, data: Path | None) -> Outcome:
+    trainings = plan.trainings()
+    done = sum(training.state == "done" for training in trainings)
+    _say(f"{name}: {len(trainings)} training{'' if len(trainings) == 1 else 's'}, {done} done")
+    require_ready(trainings, executor, data, _say)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with heard_as_ctrl_c(), Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("trainings", total=len(jobs), completed=done)
+        task = bar.add_task("trainings", total=len(trainings), completed=done)
 
         def say(line: str) -> None:
             _say(line)
-            bar.update(task, completed=sum(job.state == "done" for job in plan.jobs()))
+            bar.update(task, completed=sum(one.state == "done" for one in plan.trainings()))
 
         return conduct(plan, executor, say)
 
 
-def _report(plan: Plan, out: Path, quick: bool) -> None:
+def _report(wanted: Experiment, plan: Plan, out: Path, quick: bool) -> None:
     from compressm_lab.reports.reproduction import write_reproduction  # matplotlib takes a second to import
 
-    shown = exhibit(plan, quick=quick)
+    shown = exhibit(wanted, plan, quick=quick)
     with console.status("drawing the report"):
         path = write_reproduction(shown, out)
     _say(f"report: {path}{' and report.html' if shown.runs else ', without a page: no run has begun'}")
 
 
 def _end(plan: Plan, outcome: Outcome) -> None:
-    jobs = plan.jobs(outcome.failed)
-    left = [job for job in jobs if job.state in ("new", "begun", "waits")]
-    _say(f"{sum(job.state == 'done' for job in jobs)} of {len(jobs)} trainings are done")
+    trainings = plan.trainings(outcome.failed)
+    left = [training for training in trainings if training.state != "done"]
+    _say(f"{len(trainings) - len(left)} of {len(trainings)} trainings are done")
     if outcome.interrupted:
         _say("interrupted: what was trained is saved, and the same command goes on")
         raise typer.Exit(INTERRUPTED)
     if outcome.failed:
-        for job in left:
-            _say(f"not done: {job}: {outcome.failed.get(job.key, 'waits for runs that failed')}")
+        for training in left:
+            _say(f"not done: {training}: {outcome.failed.get(training.key, 'waits for runs that failed')}")
         raise typer.Exit(1)
 
 
-def _show(plan: Plan, data: Path | None) -> None:
-    words: dict[str, Callable[[Job], str]] = {
-        "done": lambda job: "done",
-        "begun": lambda job: "goes on",
-        "new": lambda job: "begins",
-        "waits": lambda job: job.waits_for,
-    }
-    if plan.experiment.measures:
-        _say(f"{plan.experiment.label}: compressm bench {plan.experiment.measures}")
-    for job in plan.jobs():
-        _say(f"{job}: {words[job.state](job)}")
-        if job.training is not None and job.state != "done":
-            _say(f"    {shlex.join(['compressm', *job.training.command(data)[3:]])}")
+def _show(wanted: Experiment, plan: Plan, data: Path | None) -> None:
+    words = {"done": "done", "begun": "goes on", "new": "begins"}
+    if wanted.measures:
+        _say(f"{wanted.label}: compressm bench {wanted.measures}")
+    for training in plan.trainings():
+        state = training.state
+        _say(f"{training}: {words.get(state) or training.waits_for}")
+        if state in ("begun", "new"):
+            _say(f"    {shlex.join(['compressm', *training.command(data)[3:]])}")
 
 
 def _listed(folder: Path, seeds: int | None, quick: bool) -> Table:
@@ -161,10 +152,10 @@ def _listed(folder: Path, seeds: int | None, quick: bool) -> Table:
     )
     for name in experiment_names():
         wanted = find_experiment(name, quick=quick)
-        jobs = _plan(wanted, folder, seeds).jobs()
+        trainings = wanted.plan(folder, seeds).trainings()
         kind = read_paper(name).kind if name in paper_labels() else "ablation"
-        runs = f"bench {wanted.measures}" if wanted.measures else str(len(jobs))
-        done = "" if wanted.measures else str(sum(job.state == "done" for job in jobs))
+        runs = f"bench {wanted.measures}" if wanted.measures else str(len(trainings))
+        done = "" if wanted.measures else str(sum(one.state == "done" for one in trainings))
         table.add_row(name, f"{kind}: {escape(wanted.title)}", runs, done)
     return table
 

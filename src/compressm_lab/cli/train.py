@@ -32,8 +32,8 @@ from compressm.compression import Cut, Restored
 from compressm.errors import CompressionError, SavingError
 from compressm_lab.cli.opening import task_of
 from compressm_lab.data import DataError, Task
-from compressm_lab.experiments.catalogue import BASELINE, find_recipe, recipe_names
 from compressm_lab.experiments.comparisons import Comparison, comparison
+from compressm_lab.experiments.recipes import BASELINE, find_recipe, recipe_names
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.records import Evaluation, PenaltyRecord, RunError, TruncationRecord
 from compressm_lab.training import ConfigError, Diverged, Interrupted, Listener, Plan, Recipe, Silent, train

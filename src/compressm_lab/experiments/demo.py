@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty
 from typing import Any
@@ -13,11 +12,12 @@ from typing import Any
 import torch
 
 from compressm_lab.data import Store, make
-from compressm_lab.experiments.catalogue import find_recipe
+from compressm_lab.experiments.arms import Arm, Training
+from compressm_lab.experiments.engine import Plan
 from compressm_lab.runs.directory import find_runs
 from compressm_lab.runs.measurement import Measurement, Row
 from compressm_lab.runs.run import read_run
-from compressm_lab.training import Recipe, Silent, train
+from compressm_lab.training import Silent, train
 
 # Labels, and what differs from the recipe; the last is compressed too, with the Gramians of the paper.
 MODELS: dict[str, tuple[str, ...]] = {
@@ -30,29 +30,13 @@ MODELS: dict[str, tuple[str, ...]] = {
 Progress = Callable[[str, int, int], None]
 
 
-@dataclass(frozen=True)
-class Job:
-    """One training of the demo."""
-
-    label: str
-    seed: int
-    folder: Path
-    settings: tuple[str, ...]
-
-    def recipe(self) -> Recipe:
-        return find_recipe(
-            "digits", (*self.settings, *MODELS[self.label], f"label={self.label!r}", f"seed={self.seed}")
-        )
-
-
-def jobs(out: Path, seeds: int, settings: Sequence[str] = ()) -> list[Job]:
+def plan(out: Path, seeds: int, settings: Sequence[str] = ()) -> Plan:
     """All trainings, seed by seed: what else the machine does falls on all models alike."""
-    names = {label: label.replace(", ", "-").replace(" ", "-") for label in MODELS}
-    return [
-        Job(label, seed, out / "runs" / names[label] / f"seed-{seed}", tuple(settings))
-        for seed in range(seeds)
-        for label in MODELS
-    ]
+    arms = (
+        Arm("", label, "", "digits", label.replace(" ", "-"), (*settings, *differs, f"label={label!r}"))
+        for label, differs in MODELS.items()
+    )
+    return Plan(tuple(arms), range(seeds), out / "runs", by_seed=True)
 
 
 def collect(out: Path) -> Measurement:
@@ -77,12 +61,15 @@ def collect(out: Path) -> Measurement:
     return Measurement("demo", "Digits: large, small and compressed", 1, rows)
 
 
-def run(wanted: Sequence[Job], *, processes: int, progress: Progress) -> None:
-    """Train all of them, `processes` at a time; the first error ends it."""
+def run(wanted: Plan, *, processes: int, progress: Progress) -> None:
+    """Train all of it, `processes` at a time; the first error ends it.
+
+    In one pool of processes, since trainings of seconds would take longer to load each in its own than to train.
+    """
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     with ProcessPoolExecutor(processes, mp_context=context, initializer=_receive, initargs=(queue,)) as pool:
-        waiting = [pool.submit(_train, job) for job in wanted]
+        waiting = [pool.submit(_train, training) for training in wanted.trainings()]
         try:
             for label, seed, step in _messages(queue, waiting):
                 progress(label, seed, step)
@@ -113,16 +100,16 @@ def _receive(queue: Any) -> None:
     torch.set_num_threads(1)
 
 
-def _train(job: Job) -> None:
-    recipe = job.recipe()
+def _train(training: Training) -> None:
+    recipe = training.arm.read(training.seed)
     options = {key: value for key, value in recipe.task.items() if key != "name"}
-    task = make(recipe.task["name"], **options).load(Store(job.folder.parents[2] / "data", offline=True))
-    train(recipe, task, job.folder, listener=_Reporter(job))
+    task = make(recipe.task["name"], **options).load(Store(training.folder.parents[2] / "data", offline=True))
+    train(recipe, task, training.folder, listener=_Reporter(training))
 
 
 class _Reporter(Silent):
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, training: Training) -> None:
+        self._training = training
 
     def reached(self, step: int, loss: float) -> None:
-        _queue.put((self._job.label, self._job.seed, step))
+        _queue.put((self._training.arm.method, self._training.seed, step))

@@ -1,4 +1,11 @@
-"""Results of our own on the paper's tasks: trains what `result_lists.py` has side by side and collects it.
+"""Results of our own on the paper's tasks: whole models, small ones from the start, and models cut in several ways.
+
+smnist, with the paper's 200 000 steps: cuts with τ tried through all of training, in the paper's way and in ours, and
+gentle cuts that end at exactly 28 and 13 states; beside them, with one seed, penalties on Hankel singular values and a
+teacher, which is the whole model. smnist-falling: the same with a learning rate that begins higher and falls.
+smnist-choices: what else can be chosen, one choice at a time and with one seed. smnist-selection: four cuts to 32
+states that keep the largest Hankel values, the smallest, or random ones. scifar, with as many steps as there is time
+for: four cuts in the warm-up.
 
 python -m compressm_lab.experiments.results smnist smnist-falling --seeds 5 --processes 9 --data FOLDER
 """
@@ -6,108 +13,213 @@ python -m compressm_lab.experiments.results smnist smnist-falling --seeds 5 --pr
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from compressm_lab.experiments.command import count, earlier_results, result, seed_number
-from compressm_lab.experiments.jobs import Job, company, train
-from compressm_lab.experiments.outcomes import collected, joined, missing, outcome, require_none, written
-from compressm_lab.experiments.result_lists import TASKS, Variant
-from compressm_lab.experiments.trainings import Training, different
+from compressm_lab.experiments.arms import TEACHER, Arm
+from compressm_lab.experiments.engine import Plan
+from compressm_lab.experiments.recipes import BASELINE
+from compressm_lab.experiments.rows import ResultFile, concurrency, count, options, outcome, train_and_write
 from compressm_lab.runs.directory import RunDirectory
-from compressm_lab.runs.measurement import Measurement, Row
+from compressm_lab.runs.measurement import Row
 from compressm_lab.runs.records import RunError, TruncationRecord
 
-
-def jobs(task: str, out: Path, names: Iterable[str], seeds: range, steps: int | None = None) -> list[Job]:
-    """All trainings, seed by seed; with fewer steps cuts come as much earlier."""
-    chosen = TASKS[task]
-    wanted = list(dict.fromkeys(names))
-    total = chosen.steps if steps is None else steps
-    pairs = ((name, seed) for seed in seeds for name in wanted)
-    return [
-        _job(task, name, out, seed, total)
-        for name, seed in pairs
-        if seed == seeds.start or not chosen.variants[name].once
-    ]
-
-
-def _job(task: str, name: str, out: Path, seed: int, steps: int) -> Job:
-    chosen = TASKS[task]
-    variant = chosen.variants[name]
-    settings = (
-        f"label={variant.label!r}",
-        "spectra=null",
-        f"training.steps={steps}",
-        f"training.evaluate_every={max(1, steps // chosen.evaluations)}",
-        f"training.checkpoint_every={max(1, steps // 4)}",
-        *chosen.settings,
-        *variant.training,
-        *variant.differs,
-        *_when(variant, steps),
-    )
-    if variant.teacher is not None:
-        settings += (f"distillation.teacher={_folder(task, variant.teacher, out, seed, steps).absolute()}",)
-    uncut = () if variant.differs or variant.recipe else ("--baseline",)
-    options = (*uncut, "--order", str(variant.order), "--seed", str(seed))
-    training = Training(variant.recipe or chosen.recipe, _folder(task, name, out, seed, steps), options, settings)
-    return Job(variant.label, seed, training)
-
-
-def _folder(task: str, name: str, out: Path, seed: int, steps: int) -> Path:
-    return out / "runs" / f"{task}-{name}-{steps}" / f"seed-{seed}"
-
-
-def _when(variant: Variant, steps: int) -> tuple[str, ...]:
-    if variant.at:
-        found: list[int] = []
-        for share in variant.at:  # none twice, however few steps there are
-            found.append(max(round(share * steps), found[-1] + 1 if found else 1))
-        return (f"compression.when={{steps: {found}}}",)
-    if variant.tries is None:
-        return ()
-    every = max(1, steps // variant.tries)
-    first, last = max(every, round(variant.since * steps)), max(every, round(variant.until * steps))
-    begin = f"first: {first}, " if variant.since else ""
-    return (f"compression.when={{every: {every}, {begin}last: {max(first, last)}}}",)
+# What the paper's code does: no folding, Gramians of white noise, moments cut like slices.
+PAPER = ("compression.fold=false", "compression.moments=slice")
+OURS = ("compression.gramian=measured",)
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The trainings wanted of one task, and where their result goes."""
+class Variant:
+    """The order at the start, and what differs in its cuts from the recipe; nothing does in one that is never cut.
 
-    task: str
-    path: Path
-    wanted: list[Job]
+    training: what differs but for cuts. tries: how often a cut is tried through all of training, where the recipe does
+    not say; since, until: from and up to which shares of the steps; at: the shares of the steps at which cuts are, in
+    the place of all three. recipe: where it is not that of the task; teacher: the variant whose run of the same seed
+    teaches this one; once: trained with the first seed alone.
+    """
 
-    @property
-    def stages(self) -> tuple[list[Job], list[Job]]:
-        """Those that learn alone, and those that have a teacher among them, which come after."""
-        taught = {variant.label for variant in TASKS[self.task].variants.values() if variant.teacher}
-        alone = [job for job in self.wanted if job.variant not in taught]
-        return alone, [job for job in self.wanted if job.variant in taught]
+    label: str
+    order: int
+    differs: tuple[str, ...] = ()
+    training: tuple[str, ...] = ()
+    tries: int | None = None
+    since: float = 0.0
+    until: float = 0.75
+    at: tuple[float, ...] = ()
+    recipe: str | None = None
+    teacher: str | None = None
+    once: bool = False
 
-    def write(self, earlier: Sequence[Measurement], *, all_count: bool) -> list[Job]:
-        """What is finished, beside `earlier` results; what has no row: in all of it, or of what was found here."""
-        new = collect(self.task, self.wanted)
-        if new is not None:
-            _keep_company(new, earlier)
-        if new is None and not earlier:
-            print(f"no training of {self.task} was finished: there is nothing to write")
-            return self.wanted
-        found = joined([*earlier, new])
-        written(found, self.path, self.wanted)
-        return missing(found if all_count else new, self.wanted)
+    def when(self, steps: int) -> tuple[str, ...]:
+        """The steps of its cuts, in a training of so many."""
+        if self.at:
+            found: list[int] = []
+            for share in self.at:  # none twice, however few steps there are
+                found.append(max(round(share * steps), found[-1] + 1 if found else 1))
+            return (f"compression.when={{steps: {found}}}",)
+        if self.tries is None:
+            return ()
+        every = max(1, steps // self.tries)
+        first, last = max(every, round(self.since * steps)), max(every, round(self.until * steps))
+        begin = f"first: {first}, " if self.since else ""
+        return (f"compression.when={{every: {every}, {begin}last: {max(first, last)}}}",)
 
 
-def collect(task: str, wanted: Sequence[Job]) -> Measurement | None:
-    """One row a training that is done; of one that is cut afterwards what is left then."""
-    return collected(f"results-{task}", TASKS[task].title, wanted, _found)
+@dataclass(frozen=True)
+class Lineup:
+    """Variants of a recipe by name, side by side in one table, and how long they are trained here."""
+
+    name: str
+    title: str
+    recipe: str
+    variants: dict[str, Variant]
+    steps: int
+    evaluations: int
+    settings: tuple[str, ...] = ()
+
+    def arm(self, name: str, steps: int, task: str = "") -> Arm:
+        """A variant; with fewer steps cuts come as much earlier. Errors name its `task`."""
+        variant = self.variants[name]
+        taught = variant.teacher is not None
+        settings = (
+            f"label={variant.label!r}",
+            "spectra=null",
+            f"training.steps={steps}",
+            f"training.evaluate_every={max(1, steps // self.evaluations)}",
+            f"training.checkpoint_every={max(1, steps // 4)}",
+            *self.settings,
+            *variant.training,
+            *variant.differs,
+            *variant.when(steps),
+            *((f"distillation.teacher={TEACHER}",) if taught else ()),
+            *(() if variant.differs or variant.recipe else BASELINE),
+            f"model.order={variant.order}",
+        )
+        teacher = self.arm(variant.teacher, steps, task) if variant.teacher is not None else None
+        # Runs lie in folders whose names begin with that of the lineup.
+        place = (variant.recipe or self.recipe, f"{self.name}-{name}-{steps}")
+        return Arm(task, variant.label, "", *place, settings, teacher=teacher, once=variant.once)
+
+    def plan(self, out: Path, names: Sequence[str], seeds: range, steps: int | None = None, task: str = "") -> Plan:
+        """All trainings of these variants, seed by seed."""
+        arms = tuple(self.arm(name, steps or self.steps, task) for name in dict.fromkeys(names))
+        return Plan(arms, seeds, out / "runs", by_seed=True)
+
+    def file(self, out: Path, plan: Plan, steps: int | None = None) -> ResultFile:
+        """Where the rows of the plan go."""
+        path = out / f"results-{self.name}.json"
+        return ResultFile(path, self.title, plan.trainings(), _found, steps or self.steps)
+
+
+def _tolerance(label: str, tau: float, *differs: str, until: float = 0.75) -> Variant:
+    return Variant(label, 256, (f"compression.tau={tau}", *differs), tries=40, until=until)
+
+
+def _gently(order: int, *way: str) -> Variant:
+    """A tenth of the states at a time, until there are so many."""
+    rule = ("compression.tau=null", "compression.rho=0.9", f"compression.at_least={order}", "compression.gate=1.0")
+    return Variant(f"gently to {order}", 256, (*rule, *way), tries=100)
+
+
+def _penalised(weight: float | None = None) -> Variant:
+    """With the recipe's weight, which is the paper's, or another."""
+    given = () if weight is None else (f"regulariser.beta={weight}",)
+    label = "Σσ penalty" if weight is None else f"Σσ penalty of {weight:g}"
+    cut = ("truncation={orders: [28]}",)
+    return Variant(f"{label}, then cut to 28", 256, cut, given, recipe="smnist-hnn", once=True)
+
+
+def _selected(label: str, select: str) -> Variant:
+    """256 → 152 → 91 → 54 → 32 within the first tenth, as in the paper's ablation of what is kept."""
+    rule = ("compression.tau=null", "compression.rho=0.594604", "compression.gate=1.0", f"compression.select={select}")
+    return Variant(label, 256, rule, at=(0.025, 0.05, 0.075, 0.1))
+
+
+def _smnist(name: str, title: str, variants: dict[str, Variant], *settings: str) -> Lineup:
+    return Lineup(name, title, "smnist", variants, 200_000, 40, ("training.precision=tf32", *settings))
+
+
+def _falling(rate: float) -> tuple[str, ...]:
+    """Up to this rate in a fiftieth of the steps, then down along a cosine."""
+    return ("training.schedule=cosine", "training.warmup=0.02", f"training.learning_rate={rate}")
+
+
+def _chosen(variant: Variant, label: str, *training: str, since: float | None = None) -> Variant:
+    """The same with another choice, under a name that says so, once."""
+    begun = variant.since if since is None else since
+    return replace(variant, label=f"{variant.label}, {label}", training=training, since=begun, once=True)
+
+
+_WHOLE, _SMALL = Variant("256 states", 256), Variant("28 states", 28)
+_FROM_THE_START = {"whole": _WHOLE, "small-28": _SMALL, "small-13": Variant("13 states", 13)}
+_GENTLY = {"to-28": _gently(28, *OURS), "to-13": _gently(13, *OURS)}
+_TOLERANCES = {
+    "tau-02": _tolerance("τ = 0.02", 0.02, *OURS),
+    "tau-04": _tolerance("τ = 0.04", 0.04, *OURS),
+    "paper-02": _tolerance("τ = 0.02, paper's way", 0.02, *PAPER, until=0.99),
+    "paper-04": _tolerance("τ = 0.04, paper's way", 0.04, *PAPER, until=0.99),
+}
+_FALLING = _falling(4e-3)
+_CIRCLE = "model.layer_options={max_phase: 6.283185307179586}"
+_UNDROPPED = "model.dropout=0.0"
+_CHOICES = {
+    "circle-02": _chosen(_TOLERANCES["paper-02"], "phases up to 2π", _CIRCLE),
+    "circle-04": _chosen(_TOLERANCES["paper-04"], "phases up to 2π", _CIRCLE),
+    "late-falling-28": _chosen(_GENTLY["to-28"], "falling, cuts from a quarter on", *_FALLING, since=0.25),
+    "late-falling-13": _chosen(_GENTLY["to-13"], "falling, cuts from a quarter on", *_FALLING, since=0.25),
+    "undropped-28": _chosen(_GENTLY["to-28"], "falling, no dropout", *_FALLING, _UNDROPPED),
+    "undropped-13": _chosen(_GENTLY["to-13"], "falling, no dropout", *_FALLING, _UNDROPPED),
+    "white-28": _chosen(_gently(28), "falling, Gramians of white noise", *_FALLING),
+    "white-13": _chosen(_gently(13), "falling, Gramians of white noise", *_FALLING),
+    "paper-to-28": _chosen(_gently(28, *PAPER), "falling, cut in the paper's way", *_FALLING),
+    "paper-to-13": _chosen(_gently(13, *PAPER), "falling, cut in the paper's way", *_FALLING),
+    "circle": _chosen(_WHOLE, "phases up to 2π", _CIRCLE),
+    "constant": _chosen(_WHOLE, "constant 4e-3", "training.learning_rate=4.0e-3"),
+    "constant-28": _chosen(_SMALL, "constant 4e-3", "training.learning_rate=4.0e-3"),
+    "slower": _chosen(_WHOLE, "falling from 2e-3", *_falling(2e-3)),
+    "slower-28": _chosen(_SMALL, "falling from 2e-3", *_falling(2e-3)),
+    "faster": _chosen(_WHOLE, "falling from 8e-3", *_falling(8e-3)),
+    "faster-28": _chosen(_SMALL, "falling from 8e-3", *_falling(8e-3)),
+    "late-28": _chosen(_GENTLY["to-28"], "cuts from the middle on", since=0.5),
+    "undropped": _chosen(_WHOLE, "falling, no dropout", *_FALLING, _UNDROPPED),
+    "penalty-0.01": _penalised(1e-2),
+    "penalty-0.001": _penalised(1e-3),
+}
+_BASELINES = {
+    "penalty-28": _penalised(),
+    "penalty-0.0001": _penalised(1e-4),
+    "taught-28": Variant("28 states, taught", 28, recipe="smnist-distillation", teacher="whole", once=True),
+}
+_SELECTION = {
+    "largest": _selected("largest σ kept", "largest"),
+    "random": _selected("random states kept", "random"),
+    "smallest": _selected("smallest σ kept", "smallest"),
+    "small-32": Variant("32 states", 32),
+}
+_SCIFAR = {
+    "whole": Variant("384 states", 384),
+    "small-57": Variant("57 states", 57),
+    "to-57": Variant("four cuts to 57", 384, ("compression.tau=null", "compression.rho=0.6207", *OURS)),
+}
+_WAYS = {**_FROM_THE_START, **_TOLERANCES, **_GENTLY}
+LINEUPS = {
+    lineup.name: lineup
+    for lineup in (
+        _smnist("smnist", "sMNIST with the paper's rate", {**_WAYS, **_BASELINES}),
+        _smnist("smnist-falling", "sMNIST with a rate that falls", _WAYS, *_FALLING),
+        _smnist("smnist-choices", "sMNIST, one choice at a time", _CHOICES),
+        _smnist("smnist-selection", "sMNIST, four cuts to 32 states", _SELECTION),
+        Lineup("scifar", "sCIFAR, four cuts in the warm-up", "scifar", _SCIFAR, steps=10_000, evaluations=4),
+    )
+}
 
 
 def _found(directory: RunDirectory) -> Row:
-    found = outcome(directory) | company(directory)
+    """What came of a training; of one that is cut afterwards, what is left then."""
+    found = outcome(directory) | concurrency(directory)
     cuts = {record.split: record for record in directory.records(TruncationRecord)}  # the last of each split
     if "test" in cuts and cuts["test"].accuracy is not None:
         accuracy = 100 * cuts["test"].accuracy
@@ -119,86 +231,45 @@ def _found(directory: RunDirectory) -> Row:
     return found
 
 
-def _keep_company(found: Measurement, earlier: Sequence[Measurement]) -> None:
-    """What says nothing of it was trained with as many at a time as an earlier result says."""
-    rows = (row for one in earlier for row in one.rows if "together" in row)
-    known = {(str(row["variant"]), row["seed"]): row["together"] for row in rows}
-    for row in found.rows:
-        key = (str(row["variant"]), row["seed"])
-        if "together" not in row and key in known:
-            row["together"] = known[key]
-
-
-def _lengths() -> str:
-    """How long the tasks are trained, if nothing is said."""
-    return ", ".join(f"{name} {task.steps}" for name, task in TASKS.items())
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("tasks", nargs="+", choices=list(TASKS), metavar="TASK", help=f"of {', '.join(TASKS)}")
-    parser.add_argument(
-        "--out", type=Path, default=Path("out/studies"), help="folder of results and runs (%(default)s)"
-    )
-    parser.add_argument("--seeds", type=count, default=5, help="trainings of each (%(default)s)")
-    parser.add_argument("--first-seed", type=seed_number, default=0, help="the first of them (%(default)s)")
+    parser.add_argument("tasks", nargs="+", choices=list(LINEUPS), metavar="TASK", help=f"of {', '.join(LINEUPS)}")
+    options(parser, seeds=5, steps=", ".join(f"{name} {lineup.steps}" for name, lineup in LINEUPS.items()))
+    parser.add_argument("--first-seed", type=partial(count, least=0), default=0, help="the first of them (%(default)s)")
     parser.add_argument("--only", action="append", help="one variant of every task; again for more")
-    parser.add_argument(
-        "--processes", type=count, default=1, help="trainings at a time; times compare only one by one (%(default)s)"
-    )
-    parser.add_argument("--data", type=Path, help="folder of data sets")
-    parser.add_argument("--steps", type=count, help=f"of each training ({_lengths()})")
-    parser.add_argument(
-        "--add", type=result, nargs="+", default=[], help="results of other trainings, as of an earlier day"
-    )
-    parser.add_argument("--only-collect", action="store_true", help="train nothing, write what is finished")
     return parser
 
 
-def _asked(parser: argparse.ArgumentParser, given: argparse.Namespace, task: str) -> Asked:
-    known = TASKS[task].variants
-    if strange := [name for name in given.only or () if name not in known]:
-        parser.error(f"--only {strange[0]}: expected one of {', '.join(known)}, the variants of {task}")
-    steps = given.steps or TASKS[task].steps
-    seeds = range(given.first_seed, given.first_seed + given.seeds)
-    wanted = jobs(task, given.out, given.only or known, seeds, steps)
+def _require_variants(parser: argparse.ArgumentParser, given: argparse.Namespace, lineup: Lineup, seed: int) -> None:
+    """Refuse names that are none, and a student whose teacher is neither trained nor asked for."""
     for name in given.only or ():
-        teacher = known[name].teacher
+        if name not in lineup.variants:
+            known = ", ".join(lineup.variants)
+            parser.error(f"--only {name}: expected one of {known}, the variants of {lineup.name}")
+        teacher = lineup.variants[name].teacher
         if teacher is None or teacher in given.only or given.only_collect:
             continue
-        if _job(task, name, given.out, seeds[0], steps).training.finished:
-            continue
-        if not _job(task, teacher, given.out, seeds[0], steps).training.finished:
+        (student,) = lineup.plan(given.out, [name], range(seed, seed + 1), given.steps).trainings()
+        if student.state == "waits":
             parser.error(f"--only {name}: its teacher, {teacher}, is not trained; add --only {teacher}")
-    if why := different(wanted):
-        parser.error(why)
-    named = task if len(set(given.tasks)) > 1 else ""
-    return Asked(task, given.out / f"results-{task}.json", [replace(job, task=named) for job in wanted])
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Path]:
     """Train what is not done yet, all tasks in one pool of processes, and write OUT/results-TASK.json of each."""
     parser = _parser()
     given = parser.parse_args(arguments)
-    tasks = list(dict.fromkeys(given.tasks))
-    names = [f"results-{task}" for task in tasks]
-    if strange := [one.name for one in given.add if one.name not in names]:
-        parser.error(f"--add of a result named {strange[0]}: expected {' or '.join(names)}")
-    asked = [_asked(parser, given, task) for task in tasks]
-
-    def earlier(one: Asked) -> list[Measurement]:
-        """What is there now: another command may have written since."""
-        added = [found for found in given.add if found.name == one.path.stem]
-        return earlier_results(parser, one.path, added, given.steps or TASKS[one.task].steps)
-
-    for one in asked:
-        earlier(one)  # what would be refused at the end is refused now
-    if not given.only_collect:
-        for stage in (0, 1):
-            train([job for one in asked for job in one.stages[stage]], processes=given.processes, data=given.data)
-    absent = [job for one in asked for job in one.write(earlier(one), all_count=given.only_collect)]
-    require_none(absent, [job for one in asked for job in one.wanted])
-    return [one.path for one in asked]
+    seeds = range(given.first_seed, given.first_seed + given.seeds)
+    lineups = [LINEUPS[name] for name in dict.fromkeys(given.tasks)]
+    for lineup in lineups:
+        _require_variants(parser, given, lineup, given.first_seed)
+    plans = [
+        lineup.plan(
+            given.out, given.only or list(lineup.variants), seeds, given.steps, lineup.name if len(lineups) > 1 else ""
+        )
+        for lineup in lineups
+    ]
+    files = [lineup.file(given.out, plan, given.steps) for lineup, plan in zip(lineups, plans, strict=True)]
+    return train_and_write(parser, given, replace(plans[0], arms=sum((plan.arms for plan in plans), ())), files)
 
 
 if __name__ == "__main__":

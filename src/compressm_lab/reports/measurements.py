@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from compressm_lab.reports.bench_charts import draw_growth, draw_reduction_cost, draw_speedup
 from compressm_lab.reports.bench_tables import (
     cut_grids,
     growth_grids,
@@ -17,15 +16,26 @@ from compressm_lab.reports.bench_tables import (
     speedup_grids,
     step_grids,
 )
-from compressm_lab.reports.demo_tables import demo_grids
 from compressm_lab.reports.grid import Grid
-from compressm_lab.reports.loss_curves import draw_loss_curves
-from compressm_lab.reports.mamba_tables import imdb_mamba_grids, selective_cuts_grids
-from compressm_lab.reports.result_charts import draw_results, draw_strips
-from compressm_lab.reports.result_tables import TASKS, result_grids
-from compressm_lab.reports.result_tables import TASKS as RESULTS
-from compressm_lab.reports.setting_tables import setting_grids
-from compressm_lab.reports.study_tables import hidden_system_grids, loss_continuity_grids, one_shot_grids
+from compressm_lab.reports.measurement_charts import (
+    draw_growth,
+    draw_loss_curves,
+    draw_reduction_cost,
+    draw_results,
+    draw_speedup,
+    draw_strips,
+)
+from compressm_lab.reports.study_tables import (
+    RESULTS,
+    demo_grids,
+    hidden_system_grids,
+    imdb_mamba_grids,
+    loss_continuity_grids,
+    one_shot_grids,
+    result_grids,
+    selective_cuts_grids,
+    setting_grids,
+)
 from compressm_lab.runs.measurement import Measurement, MeasurementError
 
 _GRIDS: dict[str, Callable[[Measurement], list[Grid]]] = {
@@ -69,7 +79,7 @@ _PICTURES: dict[str, Callable[[Measurement, Path], Path]] = {
     "growth": draw_growth,
     "loss_continuity": draw_loss_curves,
     "speedup": draw_speedup,
-    **dict.fromkeys(TASKS, draw_results),
+    **dict.fromkeys(RESULTS, draw_results),
     "results-smnist-choices": draw_strips,
     "results-smnist-selection": draw_strips,
 }

@@ -52,6 +52,11 @@ def missing_references(groups: Sequence[Group]) -> str:
     return f"No speed-up for {', '.join(said)}: no finished uncompressed run of that name starts there."
 
 
+def named(group: Group, groups: Sequence[Group]) -> str:
+    """The label of a group, after its name where there are several."""
+    return f"{group.name}, {group.label}" if len({other.name for other in groups}) > 1 else group.label
+
+
 def best_known(group: Group) -> Sample | None:
     """Top 3 where there are three."""
     return group.top(3) or group.top()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from matplotlib.axes import Axes
 
 from compressm_lab.reports.grid import NOTHING, Grid, clock, number, plus_minus, rounded
-from compressm_lab.reports.outcome_charts import best_known, metric_name, scale
+from compressm_lab.reports.outcome_charts import best_known, metric_name, named, scale
 from compressm_lab.reports.panels import (
     BLUE,
     GREEN,
@@ -24,7 +24,6 @@ from compressm_lab.reports.panels import (
     plain_ticks,
     positive_heights,
 )
-from compressm_lab.reports.run_tables import named
 from compressm_lab.runs.groups import Group, Sample
 
 _COLOURS = (BLUE, ORANGE, GREEN, PURPLE, RED)

@@ -1,29 +1,34 @@
-"""The report of runs: one HTML page that needs nothing else, and its figures as files."""
+"""The report of runs: one HTML page that needs nothing else, its figures as files, and its tables.
+
+Tables: what was trained, what came out, every run, every cut, every machine.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+import jinja2
 from markupsafe import Markup
 
 from compressm.files import replacing
 from compressm_lab.reports.curve_charts import order_paths_chart, training_chart
-from compressm_lab.reports.grid import Grid, listed
+from compressm_lab.reports.grid import NOTHING, Grid, clock, listed, number, order, percent, plus_minus, rounded, steps
 from compressm_lab.reports.hankel_charts import hankel_chart
-from compressm_lab.reports.outcome_charts import missing_references, outcome_chart
+from compressm_lab.reports.outcome_charts import missing_references, named, outcome_chart
 from compressm_lab.reports.panels import Chart, inline_svg, write_files
 from compressm_lab.reports.penalty_charts import penalty_chart, penalty_grid, truncation_grid
-from compressm_lab.reports.run_tables import cut_grid, machine_grid, recipe_grid, result_grid, run_grid
 from compressm_lab.reports.time_charts import time_chart, timer_chart
 from compressm_lab.runs.directory import State
-from compressm_lab.runs.groups import Group, group_runs
-from compressm_lab.runs.records import RunError
+from compressm_lab.runs.groups import Group, Sample, flat, group_runs, reference, speed_up
+from compressm_lab.runs.measurement import Environment
+from compressm_lab.runs.records import CutRecord, RunError
 from compressm_lab.runs.run import Run
 
 FORMATS = ("png", "pdf")
@@ -32,6 +37,8 @@ _STATES: dict[State, str] = {
     "interrupted": "interrupted",
     "failed": "failed",
 }
+_RESULT_HEADS = ("runs", "layers × order", "test", "top 3", "top 1", "time", "speed-up", "error bound", "seeds")
+_OTHER_WAYS = {"regulariser": "penalty", "distillation": "teacher", "truncation": "cut once after training"}
 
 
 @dataclass(frozen=True)
@@ -113,10 +120,10 @@ def _compared(groups: list[Group]) -> tuple[Chart | Grid, ...]:
 
 
 def _page(groups: list[Group], sections: list[Section], title: str, broken: Sequence[str]) -> str:
-    jinja = Environment(
-        loader=PackageLoader("compressm_lab.reports"),
+    jinja = jinja2.Environment(
+        loader=jinja2.PackageLoader("compressm_lab.reports"),
         autoescape=True,
-        undefined=StrictUndefined,
+        undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -181,3 +188,177 @@ def _recipe(group: Group) -> Recipe:
 def command(run: Run) -> str:
     """What trains a run again, from the configuration it wrote down."""
     return shlex.join(["compressm", "train", f"{run.path}/config.json", "--out", f"{run.path}-again"])
+
+
+def recipe_grid(groups: Sequence[Group]) -> Grid:
+    """One row a group: model, training and compression in words, and what compression is compared with where it is."""
+    ways = [key for key in _OTHER_WAYS if any(group.shown.config.get(key) is not None for group in groups)]
+    rows = tuple(
+        (named(group, groups), *_recipe_cells(group.shown), *(_settings(group.shown.config.get(key)) for key in ways))
+        for group in groups
+    )
+    heads = ("runs", "model", "training", "compression", *(_OTHER_WAYS[key] for key in ways))
+    return Grid("One row for each recipe, whatever its seeds", heads, rows)
+
+
+def result_grid(groups: Sequence[Group]) -> Grid:
+    """One row a group; statistics over the seeds that finished."""
+    rows = tuple(_result(group, groups) for group in groups)
+    caption = (
+        "Test is the test accuracy in per cent, or the test loss of a regression, at the best validation since the "
+        "last cut: mean ± standard deviation over the seeds that finished. Top 3 and top 1 are the seeds that are best "
+        "by validation. Orders are means over layers. The error bound sums 2 Σσ of what each cut dropped, layer by "
+        "layer, and below it cut by cut for the best seed; each holds for a layer at its cut, not for the training "
+        "that follows."
+    )
+    heads = (*_RESULT_HEADS[:2], _metric(groups), *_RESULT_HEADS[3:])
+    return Grid("Over the seeds of each recipe", heads, rows, caption)
+
+
+def run_grid(groups: Sequence[Group]) -> Grid:
+    """Every run with its state, finished or not."""
+    heads = ("run", "seed", "state", "steps", "best at", "validation", "test", "time", "orders", "folder")
+    runs = [run for group in groups for run in group.runs]
+    above = _common_folder(runs)
+    rows = tuple((named(group, groups), *_run(run, above)) for group in groups for run in group.runs)
+    caption = f"Folders are below {above}. Runs that did not finish are left out of the means above."
+    return Grid("One row for each run", heads, rows, caption)
+
+
+def cut_grid(run: Run) -> Grid:
+    """Every cut and restoration of one run, in their order."""
+    heads = ("step", "layer", "order", "error bound", "measured error", "energy lost", "time")
+    rows: list[tuple[str, ...]] = []
+    for event in run.events:
+        if isinstance(event, CutRecord):
+            rows.append(_cut(event, undone=event not in run.lasting_cuts))
+        else:
+            back = ((module, f"back to {number}") for module, number in event.orders.items())
+            rows += [(steps(event.step), module, said, *[NOTHING] * 4) for module, said in back]
+    return Grid(f"Cuts of {run.name}, {run.label}, seed {run.seed}", heads, tuple(rows))
+
+
+def machine_grid(runs: Iterable[Run]) -> Grid:
+    """Each environment once, with the days and the number of its runs."""
+    found: dict[Environment, list[str]] = {}
+    for run in runs:
+        found.setdefault(replace(run.environment, date=""), []).append(run.environment.date[:10])
+    heads = ("machine", "threads", "Python", "torch", "commit", "date", "runs")
+    rows = tuple((_machine(e), *_versions(e), _span(days), str(len(days))) for e, days in found.items())
+    return Grid("Where it ran", heads, rows)
+
+
+def _metric(groups: Sequence[Group]) -> str:
+    found = {group.metric for group in groups}
+    return "test" if len(found) > 1 else "test, %" if found == {"accuracy"} else "test loss"
+
+
+def _common_folder(runs: Sequence[Run]) -> Path:
+    """Above all runs."""
+    return Path(os.path.commonpath([Path(run.path).absolute().parent for run in runs]))
+
+
+def _recipe_cells(run: Run) -> tuple[str, str, str]:
+    model, training = run.config["model"], run.config["training"]
+    size = [f"{model.get('depth', 1)} × {model.get('layer', 'layer')}", f"order {model['order']}"]
+    size += [f"{key.replace('_', ' ')} {model[key]}" for key in ("width", "dropout") if key in model]
+    plan = [f"{steps(training['steps'])} steps"] if "steps" in training else []
+    plan += [
+        f"{key.replace('_', ' ')} {training[key]}" for key in ("batch", "learning_rate", "schedule") if key in training
+    ]
+    return ", ".join(size), ", ".join(plan) or NOTHING, _settings(run.config["compression"])
+
+
+def _settings(settings: Mapping[str, Any] | None) -> str:
+    if settings is None:
+        return "none"
+    known = {key: value for key, value in flat(settings).items() if value is not None}
+    return ", ".join(f"{key.split('.')[-1].replace('_', ' ')} {_said(value)}" for key, value in known.items())
+
+
+def _said(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    text = str(value)
+    return text if "/" in text else text.replace("_", " ")  # the folder of a teacher stays as it is
+
+
+def _result(group: Group, groups: Sequence[Group]) -> tuple[str, ...]:
+    return (
+        named(group, groups),
+        f"{group.layers} × {group.initial_order:g}" + (f" → {order(group.order)}" if group.compressed else ""),
+        *(_score(group, sample) for sample in (group.top(), group.top(3), group.top(1))),
+        clock(group.seconds),
+        _speed_up(group, groups),
+        _bounds(group),
+        _seeds(group),
+    )
+
+
+def _speed_up(group: Group, groups: Sequence[Group]) -> str:
+    ups = speed_up(group, groups)
+    if ups is None:
+        return NOTHING
+    return "reference" if reference(group, groups) is group else f"{plus_minus(ups)} ×"
+
+
+def _bounds(group: Group) -> str:
+    """The sum, and on a line below its parts."""
+    if group.summed_bound is None:
+        return NOTHING
+    parts = [number(bound) for bound in group.bounds_by_cut]
+    return rounded(group.summed_bound) + (f"\n{' + '.join(parts)}" if len(parts) > 1 else "")
+
+
+def _score(group: Group, sample: Sample | None) -> str:
+    return plus_minus(sample, factor=100.0) if group.metric == "accuracy" else rounded(sample)
+
+
+def _seeds(group: Group) -> str:
+    done, every = len(group.finished), len(group.runs)
+    return str(every) if done == every else f"{done} of {every}"
+
+
+def _run(run: Run, above: Path) -> tuple[str, ...]:
+    score = run.score
+    show = percent if run.metric == "accuracy" else number
+    orders = run.final_orders.values()
+    return (
+        str(run.seed),
+        run.status.state + (f": {run.status.message}" if run.status.message else ""),
+        f"{steps(run.status.step)} of {steps(run.status.steps)}",
+        NOTHING if score is None else steps(score.step),
+        NOTHING if score is None else show(score.validation),
+        NOTHING if score is None else show(score.test),
+        clock(Sample.of([run.seconds])),
+        ", ".join(map(str, orders)) or NOTHING,
+        str(Path(run.path).absolute().relative_to(above)),
+    )
+
+
+def _cut(cut: CutRecord, *, undone: bool) -> tuple[str, ...]:
+    return (
+        steps(cut.step),
+        cut.module or "the model",
+        f"{cut.order} → {cut.rank}{', undone' if undone else ''}",
+        number(cut.error_bound),
+        percent(cut.measured_error),
+        percent(cut.energy_lost),
+        clock(Sample.of([cut.seconds])),
+    )
+
+
+def _machine(environment: Environment) -> str:
+    processor = f"{environment.processor}, {environment.cores} cores"
+    return f"{environment.accelerator}; {processor}" if environment.accelerator else processor
+
+
+def _versions(environment: Environment) -> tuple[str, ...]:
+    return str(environment.threads), environment.python, environment.torch, environment.commit
+
+
+def _span(days: list[str]) -> str:
+    first, last = min(days), max(days)
+    return first if first == last else f"{first} to {last}"

@@ -5,7 +5,7 @@ import torch
 
 from compressm_lab.bench.speedup import Costs, NotChecked, Stretch, measure_speedup, predict, stretches_of
 from compressm_lab.data import Store, make
-from compressm_lab.experiments.catalogue import find_recipe
+from compressm_lab.experiments.recipes import find_recipe
 from compressm_lab.reports.measurements import draw, grids
 from compressm_lab.training import Diverged, Interrupted
 

@@ -1,4 +1,4 @@
-"""`compressm reproduce` as a person meets it; what it trains is in tests/lab/experiments/reproduction."""
+"""`compressm reproduce` as a person meets it; what it trains is in tests/lab/experiments."""
 
 from pathlib import Path
 
@@ -7,10 +7,9 @@ from typer.testing import CliRunner
 
 from compressm.cli.app import app
 from compressm_lab.cli import reproduce
-from compressm_lab.experiments.reproduction.arms import Experiment
-from compressm_lab.experiments.reproduction.catalogue import experiment_names
+from compressm_lab.experiments.catalogue import Experiment, experiment_names
 from compressm_lab.reports import run_report
-from tests.lab.experiments.reproduction.tiny import Inline, arms
+from tests.lab.experiments.tiny import Inline, arms
 
 
 @pytest.fixture(autouse=True)
@@ -114,6 +113,18 @@ def test_a_benchmark_that_is_only_reported_is_not_measured_again(tmp_path):
     assert run("reduction-complexity", "--out", "bench", "--only-report").exit_code == 0
     assert (folder / "reduction-cpu.json").read_bytes() == measured
     assert "fig:reduction-complexity" in (folder / "report.md").read_text()
+
+
+def test_missing_data_are_named_once_before_any_training_begins(monkeypatch, tmp_path):
+    monkeypatch.setattr(reproduce.Processes, "submit", lambda *_: pytest.fail("trained"))
+    done = run("results", "--data", tmp_path / "none", "--processes", 4)
+    assert done.exit_code == 2
+    said = plain(done)
+    assert "6 data sets of 390 trainings cannot be had, nothing was trained" in said
+    for name in ("scifar", "listops", "aan", "imdb", "pathfinder", "smnist"):
+        assert said.count(f" {name}: ") == 1
+    assert "put https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz at" in said
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_machine_without_slurm_is_named(monkeypatch):

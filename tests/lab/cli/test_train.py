@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from compressm.cli.app import app
-from compressm_lab.experiments.catalogue import recipe_names
+from compressm_lab.experiments.recipes import recipe_names
 from compressm_lab.runs.directory import RunDirectory, Status
 from compressm_lab.training.steps import Learner
 

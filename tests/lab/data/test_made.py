@@ -16,7 +16,7 @@ from compressm_lab.data import (
     make,
 )
 from compressm_lab.data.synthetic import impulse_response
-from compressm_lab.experiments.digits import load_digits
+from digits import load_digits
 from tests import unhooked
 
 

@@ -15,7 +15,7 @@ from compressm.cli.app import app
 from compressm_lab.cli.bench import _rich
 from compressm_lab.experiments import demo
 from compressm_lab.reports import run_report
-from compressm_lab.reports.demo_tables import demo_grids, demo_says
+from compressm_lab.reports.study_tables import demo_grids, demo_says
 from compressm_lab.runs.measurement import Measurement
 
 QUICK = ("training.steps=6", "training.evaluate_every=3", "model.width=4", "model.order=16", "spectra=null")

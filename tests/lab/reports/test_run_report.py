@@ -10,8 +10,15 @@ import pytest
 
 from compressm_lab.reports import run_report
 from compressm_lab.reports.grid import clock, file_name, listed, number, order, percent, plus_minus, rounded, steps
-from compressm_lab.reports.run_report import command, write_report
-from compressm_lab.reports.run_tables import cut_grid, machine_grid, recipe_grid, result_grid, run_grid
+from compressm_lab.reports.run_report import (
+    command,
+    cut_grid,
+    machine_grid,
+    recipe_grid,
+    result_grid,
+    run_grid,
+    write_report,
+)
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.groups import Sample
 from compressm_lab.runs.records import RunError

@@ -51,7 +51,7 @@ def test_curves_are_drawn_whole(tmp_path):
     [
         ([("paper", 0, 1.0)], "0 uncut runs; a spread needs 2"),
         ([("uncut", 0, 1.0), ("uncut", 1, 1.0), ("paper", 0, 1.0)], "the seeds differ between ways"),
-        ([], "not a result of `python -m compressm_lab.experiments.loss_continuity` with rows"),
+        ([], "not a result of `python studies/loss_continuity.py` with rows"),
     ],
 )
 def test_curves_that_cannot_be_compared_are_refused(rows, message):

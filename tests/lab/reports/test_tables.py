@@ -1,7 +1,7 @@
 import pytest
 
-from compressm_lab.reports.bench_charts import draw_growth
 from compressm_lab.reports.grid import Grid, amount, duration
+from compressm_lab.reports.measurement_charts import draw_growth
 from compressm_lab.reports.measurements import grids, markdown
 from compressm_lab.runs.measurement import Measurement, MeasurementError
 

@@ -7,7 +7,7 @@ import torch
 
 from compressm.compression import Baked, Measured, PerChannel, SharedIndex, WhiteNoise, load_model
 from compressm_lab.data import Digits, Store
-from compressm_lab.experiments.catalogue import find_recipe
+from compressm_lab.experiments.recipes import find_recipe
 from compressm_lab.runs.records import CutRecord, Evaluation, Spectrum
 from compressm_lab.training import ConfigError, Interrupted, SelectiveConfig, train
 from compressm_lab.training.building import build_compressor, build_method, build_model, build_tracker

@@ -1,6 +1,6 @@
 import pytest
 
-from compressm_lab.experiments.catalogue import find_recipe
+from compressm_lab.experiments.recipes import find_recipe
 from compressm_lab.training import ConfigError, Plan
 from tests.lab.training.tiny import CUTS, SPECTRA, recipe
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from compressm_lab.data.catalogue import CATALOGUE, make
-from compressm_lab.experiments.catalogue import find_recipe, recipe_names
+from compressm_lab.experiments.recipes import find_recipe, recipe_names
 from compressm_lab.training import ConfigError, Plan
 from compressm_lab.training.building import build_model
 

@@ -1,0 +1,295 @@
+"""The paper's tasks as settings of recipes, and the arms that its tables and figures train on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from compressm_lab.experiments.arms import ORDER, TEACHER, TOTAL, Arm
+
+COMPRESSED, BASELINE = "CompreSSM", "baseline"
+NUCLEAR, DISTILLATION, PRAGMATIC = "Hankel nuclear norm", "distillation", "pragmatic"
+RANDOM, BAKED = "random states", "one projection"
+UNCUT = "τ = 0"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A task of the paper: its recipe, the order it starts from, and its tolerances; `when` are the paper's cuts.
+
+    `extra` is what differs from the recipe in all of its runs. With the nuclear norm in its loss, weighed by `beta` and
+    found at every `interval`-th step, it is cut once to `finals`: what the paper's tolerances lead to.
+    """
+
+    task: str
+    recipe: str
+    order: int
+    steps: int
+    taus: tuple[float, ...]
+    when: str
+    extra: tuple[str, ...] = ()
+    folder: str = ""
+    beta: float = 0.1
+    interval: int = 20
+    finals: tuple[int, ...] = ()
+
+    @property
+    def place(self) -> str:
+        return self.folder or self.recipe
+
+    def arm(
+        self,
+        method: str,
+        column: str,
+        name: str,
+        *settings: str,
+        label: str = "",
+        beside: Arm | None = None,
+        teacher: Arm | None = None,
+        truncated: int | None = None,
+    ) -> Arm:
+        """With the settings on top of those of the task; the label is the column of what shrinks, else the method."""
+        label = label or (column if method == COMPRESSED else method)
+        chosen = (*self.extra, f"label={label!r}", *settings)
+        return Arm(self.task, method, column, self.recipe, f"{self.place}/{name}", chosen, beside, teacher, truncated)
+
+    def compressed(self, tau: float) -> Arm:
+        """By the paper's rule, at the steps of the paper."""
+        cuts = f"compression={{tau: {tau}, when: {self.when}}}"
+        return self.arm(COMPRESSED, f"τ = {tau:g}", f"tau-{tau:g}", f"model.order={self.order}", cuts)
+
+    def whole(self) -> Arm:
+        """Never cut, with the order of the start."""
+        return self.uncut(self.order, UNCUT)
+
+    def uncut(self, order: int, column: str) -> Arm:
+        """Never cut, with an order of its own."""
+        return self.arm(BASELINE, column, f"n-{order}", f"model.order={order}", "compression=null")
+
+    def beside(self, arm: Arm) -> Arm:
+        """Never cut, with the order that the arm ends with."""
+        settings = (f"model.order={ORDER}", "compression=null")
+        return self.arm(BASELINE, arm.column, f"n-{ORDER}", *settings, beside=arm)
+
+    def scaled(self, step: float) -> int:
+        """A step of sMNIST's 200 000, in this training."""
+        return max(1, round(step * self.steps / 200_000))
+
+
+_TAUS = (0.15, 0.1, 0.07, 0.05, 0.03, 0.02)
+_FINE = (0.04, 0.02, 0.01, 0.005, 0.002, 0.001)
+_WARMUP = "{warmup_cuts: 4}"
+
+SMNIST = Setting("sMNIST", "smnist", 256, 200_000, _FINE, "{every: 5000}", finals=(13, 28, 47, 76, 148, 191))
+CIFAR10 = Setting("CIFAR10", "scifar", 384, 180_000, _TAUS, _WARMUP)
+LISTOPS = Setting("ListOps", "listops", 256, 80_000, _TAUS, _WARMUP)
+AAN = Setting("AAN", "aan", 256, 100_000, _TAUS, _WARMUP)
+IMDB = Setting("IMDB", "imdb", 192, 50_000, _TAUS, "{every: 1000, first: 2000, last: 3000}")
+PATHFINDER = Setting("Pathfinder", "pathfinder", 256, 500_000, _TAUS, _WARMUP)
+MAMBA_IMDB = Setting("IMDB, Mamba", "imdb-mamba", 128, 3_000, (0.001,), _WARMUP)
+MAMBA_CIFAR = Setting("CIFAR10, Mamba", "scifar-mamba", 128, 10_000, (0.001,), _WARMUP)
+
+_STEPS = 300
+_SMALL = (
+    f"training.steps={_STEPS}",
+    "training.evaluate_every=30",
+    "training.checkpoint_every=150",
+    # Cuts lie at no multiple of anything, and pictures show a state up to the snapshot before its cut.
+    "spectra={every: 2}",
+)
+# The digits in the place of sMNIST, and two layers of them in the place of the deep models. With the paper's beta, 0.1,
+# so few steps learn nothing.
+QUICK = Setting(
+    *("sMNIST", "digits", 64, _STEPS, _FINE[:3], "{every: 30}", _SMALL), beta=0.001, interval=5, finals=(8, 16, 32)
+)
+QUICK_DEEP = Setting(
+    "CIFAR10",
+    "digits",
+    64,
+    _STEPS,
+    (0.15, 0.05),
+    _WARMUP,
+    (*_SMALL, "name=digits-deep", "model.depth=2"),
+    folder="digits-deep",
+)
+QUICK_MAMBA = Setting("IMDB, Mamba", "digits-mamba", 32, _STEPS, (0.001,), _WARMUP, _SMALL)
+
+
+# Tables: tolerances, models of the orders they lead to, and other ways to get there.
+
+
+def tolerances(setting: Setting) -> tuple[Arm, ...]:
+    """For every τ a model that shrinks and one of the order it ends with; and the one that is never cut."""
+    found: list[Arm] = []
+    for tau in setting.taus:
+        arm = setting.compressed(tau)
+        found += [arm, setting.beside(arm)]
+    return (*found, setting.whole())
+
+
+def nuclear_norm(setting: Setting) -> tuple[Arm, ...]:
+    """One training with the nuclear norm in its loss (app:hnn_det), whole, then cut once to the order of every τ."""
+    settings = (
+        *(f"model.order={setting.order}", "compression=null"),
+        f"regulariser={{kind: hankel-nuclear-norm, beta: {setting.beta}, every: {setting.interval}}}",
+        f"truncation={{orders: {sorted(setting.finals, reverse=True)}}}",
+    )
+    columns = {f"τ = {tau:g}": order for tau, order in zip(setting.taus, setting.finals, strict=True)}
+    return tuple(
+        setting.arm(NUCLEAR, column, "nuclear", *settings, truncated=order)
+        for column, order in (*columns.items(), (UNCUT, None))
+    )
+
+
+def distillation(setting: Setting) -> tuple[Arm, ...]:
+    """Students of the order of every τ, taught by the model of their seed that is never cut (app:kd)."""
+    lessons = f"distillation={{teacher: {TEACHER}, temperature: 2.0, alpha: 0.5}}"
+    student, teacher = (f"model.order={ORDER}", "compression=null", lessons), setting.whole()
+    return tuple(
+        setting.arm(DISTILLATION, arm.column, f"student-{ORDER}", *student, beside=arm, teacher=teacher)
+        for arm in map(setting.compressed, setting.taus)
+    )
+
+
+def pragmatic(setting: Setting) -> tuple[Arm, ...]:
+    """A tenth of the states at a time until accuracy falls by 1 % (app:pragmatic), beside the smallest τ."""
+    cuts, settle = setting.scaled(5_000), setting.scaled(2_000)
+    rule = f"compression={{rho: 0.9, gate: 1.0, when: {{every: {cuts}}}, rollback: {{drop: 0.01, settle: {settle}}}}}"
+    arm = setting.arm(PRAGMATIC, "ρ = 0.9", "pragmatic", f"model.order={setting.order}", rule)
+    return (arm, setting.compressed(setting.taus[-1]), setting.whole())
+
+
+# Trainings that are looked at through their spectra or their clock.
+
+
+def every_step(setting: Setting, order: int, steps: int) -> tuple[Arm, ...]:
+    """A small layer at every one of the first steps, with the bound on what each may change (fig:hankel_analysis)."""
+    length = (f"training.steps={steps}", f"training.evaluate_every={max(1, steps // 5)}")
+    chosen = (f"model.order={order}", "compression=null", "spectra={every: 1, changes: true}", *length)
+    return (setting.arm(BASELINE, f"n = {order}", f"every-step-{order}", *chosen, label=f"n = {order}, every step"),)
+
+
+def timer(setting: Setting, fewer: int, last: int) -> tuple[Arm, ...]:
+    """So many states fewer at equal intervals until `last` are left (app:time)."""
+    every = setting.scaled(5_000)
+    cuts = (setting.order - last) // fewer
+    rule = f"compression={{fewer: {fewer}, gate: 1.0, when: {{every: {every}, last: {every * cuts}}}}}"
+    chosen = (f"model.order={setting.order}", rule, f"training.evaluate_every={every}", "spectra=null")
+    return (setting.arm(COMPRESSED, f"{fewer} fewer every {every}", "timer", *chosen),)
+
+
+def sizes(setting: Setting, orders: tuple[int, ...]) -> tuple[Arm, ...]:
+    """Models that are never cut, from the first step to the last (app:stab, app:mamba)."""
+    return tuple(setting.uncut(order, f"n = {order}") for order in orders)
+
+
+def mamba_cuts(setting: Setting) -> tuple[Arm, ...]:
+    """The paper's way, every channel by its mean system; as many of its Hankel states, drawn at random; and ours."""
+    (tau,) = setting.taus
+    column, rule = f"τ = {tau:g}", f"tau: {tau}, when: {setting.when}"
+    mean = "selective: {kind: per-channel, surrogate: mean}"
+    ways = (
+        (COMPRESSED, "mean", mean),
+        (RANDOM, "random", f"{mean}, select: random"),
+        (BAKED, "baked", "selective: {kind: baked}"),
+    )
+    order = f"model.order={setting.order}"
+    return tuple(
+        setting.arm(method, column, f"{name}-{tau:g}", order, f"compression={{{rule}, {way}}}")
+        for method, name, way in ways
+    )
+
+
+# Ablations (app:ablations), and ours: all but one take 256 states to 32 on sMNIST.
+
+SHRINK = 8  # 256 to 32
+CUTS = (1, 2, 4, 8, 16)
+WINDOW = 20_000
+WINDOWS = (0, 25_000, 50_000, 100_000, 150_000)
+
+
+def references(setting: Setting) -> tuple[Arm, ...]:
+    """Never cut, at both ends of the way."""
+    small = setting.order // SHRINK
+    return (setting.uncut(small, f"n = {small}"), setting.uncut(setting.order, f"n = {setting.order}"))
+
+
+def selections(setting: Setting) -> tuple[Arm, ...]:
+    """Four cuts that keep the largest values, random ones or the smallest."""
+    return (
+        _four(setting, "largest kept", "folded"),
+        _four(setting, "random kept", "random", select="random"),
+        _four(setting, "smallest kept", "smallest", select="smallest"),
+    )
+
+
+def numbers(setting: Setting) -> tuple[Arm, ...]:
+    """R cuts in the first tenth of training, each to the same share: n ρ^R = n/8."""
+    return tuple(_cuts(setting, count) for count in CUTS)
+
+
+def windows(setting: Setting) -> tuple[Arm, ...]:
+    """Four cuts, 5000 steps apart, early or late."""
+    return tuple(_window(setting, begin) for begin in WINDOWS)
+
+
+def folds(setting: Setting) -> tuple[Arm, ...]:
+    """Conjugate modes folded or not; and all that the paper does, with moments cut to the first rows."""
+    return (
+        _four(setting, "folded", "folded"),
+        _four(setting, "unfolded", "unfolded", fold="false"),
+        _four(setting, "as in the paper", "paper", fold="false", moments="slice"),
+    )
+
+
+def gramians(setting: Setting) -> tuple[Arm, ...]:
+    """For white noise, or for what the data do."""
+    return (_four(setting, "white noise", "folded"), _four(setting, "measured", "measured", gramian="measured"))
+
+
+def moments(setting: Setting) -> tuple[Arm, ...]:
+    """What an optimizer has learned: carried over, forgotten, or its first rows kept."""
+    return (
+        _four(setting, "transport", "folded"),
+        _four(setting, "restart", "restart", moments="restart"),
+        _four(setting, "slice", "slice", moments="slice"),
+    )
+
+
+def policies(setting: Setting) -> tuple[Arm, ...]:
+    """One cut at the end of the warm-up: τ for every layer, or as many states in all, shared out by the bound."""
+    step = setting.steps // 10
+    when = f"when: {{steps: [{step}]}}"
+    order = f"model.order={setting.order}"
+    tolerance = setting.arm(COMPRESSED, "EnergyTolerance", "once-tau", order, f"compression={{tau: 0.05, {when}}}")
+    rule = f"compression={{total_states: {TOTAL}, gate: 1.0, {when}}}"
+    return (
+        tolerance,
+        setting.arm(COMPRESSED, "Budget", f"once-budget-{TOTAL}", order, rule, beside=tolerance),
+        setting.whole(),
+    )
+
+
+def _four(setting: Setting, column: str, name: str, **options: str) -> Arm:
+    steps = [setting.scaled(5_000 * k) for k in range(1, 5)]
+    return _arm(setting, column, f"four-{name}", steps, **options)
+
+
+def _cuts(setting: Setting, count: int) -> Arm:
+    steps = [setting.scaled(WINDOW * k / count) for k in range(1, count + 1)]
+    column = "1 cut" if count == 1 else f"{count} cuts"
+    # Four of them are what other ablations train too.
+    return _arm(setting, column, "four-folded" if count == 4 else f"cuts-{count}", steps)
+
+
+def _window(setting: Setting, begin: int) -> Arm:
+    steps = [setting.scaled(begin + 5_000 * k) for k in range(1, 5)]
+    column = f"steps {setting.scaled(begin) if begin else 0} to {setting.scaled(begin + WINDOW)}"
+    return _arm(setting, column, "four-folded" if begin == 0 else f"window-{begin}", steps)
+
+
+def _arm(setting: Setting, column: str, name: str, steps: list[int], **options: str) -> Arm:
+    """Cuts to the same share of what is there each time; arms that share their runs share their label too."""
+    rule = [f"rho: {SHRINK ** (-1 / len(steps)):.6f}", "gate: 1.0", f"when: {{steps: {steps}}}"]
+    rule += [f"{key}: {value}" for key, value in options.items()]
+    settings = (f"model.order={setting.order}", f"compression={{{', '.join(rule)}}}")
+    return setting.arm(COMPRESSED, column, name, *settings, label=name.replace("-", " "))
