@@ -1,15 +1,29 @@
-"""The committed result files, and the pages that speak of them."""
+"""The committed result files, and the pages that speak of them: numbers are compared, words are free."""
 
+import re
+from collections import Counter
 from pathlib import Path
 
 from compressm_lab.runs.measurement import Measurement
 
 ROOT = Path(__file__).parents[2]
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
-def page(name):
-    """With single spaces."""
-    return " ".join((ROOT / name).read_text().split())
+def says(page, *numbers):
+    """Whether one paragraph, list item or row of a table on the page has all of these numbers, as often as here."""
+    text = (ROOT / page).read_text()
+    parts = re.split(r"\n\s*\n|\n(?=- |\|)", text)
+    return any(Counter(numbers) <= Counter(_NUMBER.findall(part)) for part in parts)
+
+
+def tenths(*values):
+    """As pages write them, one digit after the point; their signs are said in words."""
+    return [f"{abs(value):.1f}" for value in values]
+
+
+def whole(*values):
+    return [f"{abs(value):.0f}" for value in values]
 
 
 def result(name):

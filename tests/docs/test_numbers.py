@@ -8,10 +8,7 @@ import pytest
 from compressm_lab.reports.study_tables import REFERENCE
 from compressm_lab.runs.measurement import Measurement
 from smnist_settings import VARIANTS
-from tests.docs import measured
-from tests.docs.measured import ROOT, result, rows
-
-README = measured.page("README.md")
+from tests.docs.measured import ROOT, result, rows, says, tenths, whole
 
 
 def milliseconds(name, column, **wanted):
@@ -49,20 +46,17 @@ def test_tables_are_the_measured_ones(page):
 
 
 def test_figures_in_the_readme_are_the_measured_ones():
-    assert f"takes {step('scifar', 384, 'bfloat16'):.1f} ms with 384 states and" in README
-    assert f"and {step('scifar', 57, 'bfloat16'):.1f} ms with 57" in README
-    assert f"384 to 161 states takes {cut('cut-cuda', 'scifar'):.0f} ms up to the first step" in README
-    assert f"from 256 to 28 states in {cut('cut-cpu', 'smnist'):.0f} ms" in README
+    steps = [step("scifar", order, "bfloat16") for order in (384, 57)]
+    assert says("README.md", "384", "57", *tenths(*steps))
+    cuts = [cut("cut-cuda", "scifar"), cut("cut-cpu", "smnist")]
+    assert says("README.md", "384", "161", *whole(*cuts), "256", "28")
     before = fmean(row["full_accuracy"] for row in rows("one_shot", setting="two blocks, 64 steps"))
-    assert f"{before:.3f} before, {accuracy('paper'):.3f} the paper's way, **{accuracy('measured'):.3f} with" in README
+    assert says("README.md", *(f"{found:.3f}" for found in (before, accuracy("paper"), accuracy("measured"))))
 
 
 def test_the_gpu_figure_of_a_reduction_is_the_measured_one():
     wanted = {"order": 384, "rank": 161, "width": 512, "system": "initial"}
-    assert (
-        f"go to 161 in {milliseconds('reduction-cuda', 'reduction_s', **wanted):.0f} ms"
-        in (ROOT / "docs" / "speed.md").read_text()
-    )
+    assert says("docs/speed.md", "161", *whole(milliseconds("reduction-cuda", "reduction_s", **wanted)))
 
 
 def seeds(variant, order=28):
@@ -70,29 +64,22 @@ def seeds(variant, order=28):
 
 
 def test_figures_of_the_smnist_page_are_the_measured_ones():
-    page = " ".join((ROOT / "docs" / "smnist.md").read_text().split())
     recipe, turn, half, running = map(seeds, ("recipe", "phases up to 2π", "phases up to π", "2π, running norm"))
     wide, wide_turn = seeds("recipe", 256), seeds("phases up to 2π", 256)
     above = [fmean(values) - REFERENCE[order] for values, order in ((wide, 256), (recipe, 28))]
     others = [seeds(name) for name in VARIANTS if name != "phases up to π"]
-    for sentence in (
-        f"Its means are {above[0]:.1f} and {above[1]:.1f} points above",
-        f"reaches {fmean(running):.1f} % with 28 states, {REFERENCE[28] - fmean(running):.1f} points less",
-        f"and {max(running):.1f} % with its best seed",
-        f"{fmean(recipe):.1f} % up to π/10, {fmean(turn):.1f} % up to 2π, {fmean(half):.1f} % up to π,",
-        f"{fmean(wide):.1f} % and {fmean(wide_turn):.1f} % up to 2π, where the best seed has {max(wide_turn):.1f} %",
-        f"up to 2π: {fmean(seeds('2π, no dropout')):.1f} % without it",
-        f"{fmean(seeds('2π, running norm, no dropout')):.1f} % without and {fmean(running):.1f} % with it",
-        f"{fmean(seeds('2π, dropout by element')):.1f} %, one for the batch {fmean(turn):.1f} %",
-        f"averages give {fmean(running):.1f} % up to 2π, where batch norm gives {fmean(turn):.1f} %",
-        f"{fmean(seeds('running norm')):.1f} % with the recipe's phases, where it gives {fmean(recipe):.1f} %",
-        f"gives {fmean(seeds('2π, slow norm without affine')):.1f} % up to 2π",
-        f"TF32 products give {fmean(seeds('tf32', 256)):.1f} % and {fmean(seeds('tf32')):.1f} %, float32 gives",
-        f"float32 gives {fmean(wide):.1f} % and {fmean(recipe):.1f} %",
-        f"up to {max(max(values) - min(values) for values in others):.1f} points apart",
-        f"from {min(half):.1f} % to {max(half):.1f} %",
+    still, plain = seeds("2π, running norm, no dropout"), seeds("2π, no dropout")
+    for numbers in (
+        above,
+        (fmean(running), REFERENCE[28] - fmean(running), max(running)),
+        (*map(fmean, (recipe, turn, half)), *map(fmean, (wide, wide_turn)), max(wide_turn)),
+        (fmean(plain), fmean(still), fmean(running)),
+        (fmean(seeds("2π, dropout by element")), fmean(turn)),
+        (*map(fmean, (running, turn, seeds("running norm"), recipe)), fmean(seeds("2π, slow norm without affine"))),
+        (fmean(seeds("tf32", 256)), fmean(seeds("tf32")), fmean(wide), fmean(recipe)),
+        (max(max(values) - min(values) for values in others), min(half), max(half)),
     ):
-        assert sentence in page
+        assert says("docs/smnist.md", *tenths(*numbers)), numbers
 
 
 def test_smnist_settings_differ_as_the_page_says():
@@ -182,3 +169,14 @@ def test_the_cost_rule_picks_a_path_that_was_measured_fastest_or_nearly():
     for row in result("scan-cpu").rows:
         times = {name.removesuffix("_s").upper(): float(row[name]) for name in row if name.endswith("_s")}
         assert times[row["chosen"]] <= 1.25 * min(times.values()), row
+
+
+@pytest.mark.parametrize(
+    ("numbers", "found"), [(("1.5", "20"), True), (("1.5", "1.5"), False), (("20", "7"), False), (("2",), False)]
+)
+def test_numbers_are_looked_for_in_one_paragraph_whatever_its_words(tmp_path, numbers, found):
+    page = tmp_path / "page.md"
+    page.write_text("It takes 1.5 s\nwith 20 states.\n\n- 7 in the next item\n| 3 | 4 |\n| 5 | 6 |\n")
+    assert says(page, *numbers) == found
+    assert says(page, "3", "4")
+    assert not says(page, "4", "5")

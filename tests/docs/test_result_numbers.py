@@ -4,7 +4,7 @@ from statistics import fmean, stdev
 
 import pytest
 
-from tests.docs.measured import page, result, rows
+from tests.docs.measured import result, rows, says, tenths, whole
 
 
 def smnist(variant, column="best", name="results-smnist"):
@@ -26,18 +26,11 @@ def test_small_models_compare_on_smnist_as_the_page_says():
         assert max(smnist(ours), smnist(theirs)) < paper
         assert smnist(theirs, "order") < other
     assert (smnist("256 states") < 97.3, smnist("28 states") < 96.0, smnist("13 states") > 92.6) == (True, True, True)
-    text = page("docs/results.md")
     orders, mine = ([smnist(f"τ = {tau}{way}", "order") for tau in (0.02, 0.04)] for way in (", paper's way", ""))
-    assert (
-        f"{mine[0]:.0f} and {mine[1]:.0f} states where the paper's way has {orders[0]:.0f} and {orders[1]:.0f}" in text
-    )
-    assert f"28 and 13 where its way gives {orders[0]:.0f} and {orders[1]:.0f} here" in text
+    assert says("docs/results.md", *whole(*mine, *orders))
     wide = [choice(f"τ = {tau}, paper's way, phases up to 2π", "order") for tau in (0.02, 0.04)]
     best = [choice(f"τ = {tau}, paper's way, phases up to 2π") for tau in (0.02, 0.04)]
-    said = (
-        f"its way ends with {wide[0]:.0f} and {wide[1]:.0f} states with the one seed that was trained, at {best[0]:.1f}"
-    )
-    assert f"{said}, **more than gentle cuts to 28 reach at this rate**, and at {best[1]:.1f}" in text
+    assert says("docs/results.md", "28", "13", *whole(*orders, *wide), *tenths(*best))
     assert best[1] < smnist("gently to 13")
     assert best[0] > max(float(row["best"]) for row in rows("results-smnist", variant="gently to 28"))
 
@@ -49,8 +42,7 @@ def test_penalties_and_a_teacher_do_on_smnist_what_the_page_says():
     assert smnist(light) > max(float(row["best"]) for row in rows("results-smnist", variant="gently to 28"))
     alike = rows("results-smnist", variant="gently to 28", together=12)
     ratio = smnist(light, "steps_s") / fmean(float(row["steps_s"]) for row in alike)
-    text = page("docs/results.md")
-    assert f"its gradient steps take {ratio:.1f} times as long" in text
+    assert says("docs/results.md", "0.0001", *tenths(ratio))
     assert smnist("28 states, taught") == pytest.approx(smnist("28 states"), abs=0.5)
 
 
@@ -61,24 +53,17 @@ def test_a_rate_that_falls_meets_the_aims_on_smnist():
 
     few, fewer = falling("gently to 28"), falling("gently to 13")
     assert (few >= 97.2, fewer >= 96.8) == (True, True)
-    text = page("docs/results.md")
-    assert f"above the paper's compressed models by {few - 96.9:.1f} and {fewer - 95.9:.1f} points" in text
-    assert f"from the start reach {falling('28 states'):.1f} and {falling('13 states'):.1f} too" in text
+    from_the_start = [falling(f"{order} states") for order in (28, 13)]
+    assert says("docs/results.md", "28", "13", *tenths(few - 96.9, fewer - 95.9, *from_the_start))
     assert fewer > 96.9
     assert falling("256 states") - fewer < 0.5
     assert few - falling("28 states") == pytest.approx(1 / 3, abs=0.1)
     assert fewer - falling("13 states") == pytest.approx(1, abs=0.1)
-    readme = page("README.md")
-    said = f"with 28 states {few:.1f} % and with 13 states {fewer:.1f} %, where 256 reach {falling('256 states'):.1f} %"
-    assert said in readme
-    assert f"from the start {falling('28 states'):.1f} and {falling('13 states'):.1f}." in readme
     plain = [smnist(f"gently to {order}") for order in (28, 13)]
-    assert f"with that rate we have {plain[0]:.1f} and {plain[1]:.1f}" in readme
+    assert says("README.md", "28", "13", "256", *tenths(few, fewer, falling("256 states"), *from_the_start, *plain))
 
 
 def test_choices_do_on_smnist_what_the_page_says():
-    text = page("docs/smnist_choices.md")
-
     def falling(variant):
         return choice(variant, name="results-smnist-falling")
 
@@ -87,29 +72,23 @@ def test_choices_do_on_smnist_what_the_page_says():
 
     ours, small = [falling(f"gently to {order}") for order in (28, 13)], falling("28 states")
     columns = ("256 states", "28 states", "gently to 28", "gently to 13")
-    for label, name in (("constant 4e-4, the paper's", "results-smnist"), ("falling", "results-smnist-falling")):
-        assert " | ".join([f"| {label}", *(f"{choice(one, name=name):.1f}" for one in columns)]) in text
+    for name in ("results-smnist", "results-smnist-falling"):
+        assert says("docs/smnist_choices.md", *tenths(*(choice(one, name=name) for one in columns)))
     before, constant = choice("28 states", name="results-smnist"), choice("28 states, constant 4e-3")
-    assert f"Of the {small - before:.1f} points" in text
-    assert (
-        f"from {before:.1f} to {small:.1f}, a constant 4e-3 in the place of 4e-4 has {constant - before:.1f};" in text
-    )
-    late, whole = both("cuts from a quarter on"), falling("256 states")
-    assert f"28 states reach {late[0]:.1f}, more than 256 that are never cut ({whole:.1f} with this seed)" in text
-    assert late[0] > whole
+    assert says("docs/smnist_choices.md", *tenths(small - before, before, small, constant - before))
+    late, large = both("cuts from a quarter on"), falling("256 states")
+    assert says("docs/smnist_choices.md", "28", "256", *tenths(late[0], large))
+    assert late[0] > large
     assert abs(late[1] - ours[1]) < 0.1
     undropped = both("no dropout")
-    assert f"**Without dropout** 13 states have {undropped[1]:.1f} and 28 have {undropped[0]:.1f}" in text
+    assert says("docs/smnist_choices.md", "13", "28", *tenths(*undropped))
     white, paper = both("Gramians of white noise"), both("cut in the paper's way")
-    said = f"{white[0]:.1f} and {white[1]:.1f}, and in the paper's way (no folding, moments sliced) {paper[0]:.1f} and "
-    assert said + f"{paper[1]:.1f}, against {ours[0]:.1f} and {ours[1]:.1f}." in text
+    assert says("docs/smnist_choices.md", *tenths(*white, *paper, *ours))
     wide = [f"τ = {tau}, paper's way, phases up to 2π" for tau in (0.02, 0.04)]
-    assert f"Accuracy is {choice(wide[0]):.1f} and {choice(wide[1]):.1f}; the paper has 96.9 and 95.9." in text
     narrow = [choice(f"τ = {tau}, paper's way", "order", "results-smnist") for tau in (0.02, 0.04)]
-    assert f"and {narrow[0]:.0f} and {narrow[1]:.0f} with this seed" in text
     theirs, gently = (choice(name, name="results-smnist") for name in ("τ = 0.02, paper's way", "gently to 28"))
-    said = f"{theirs:.1f} with {narrow[0]:.0f}, and than gentle cuts to 28 at the same rate, {gently:.1f}."
-    assert said in text
+    numbers = (*tenths(*map(choice, wide), 96.9, 95.9, theirs, gently), *whole(*narrow, narrow[0]), "28")
+    assert says("docs/smnist_choices.md", *numbers)
     assert choice("256 states, phases up to 2π") == pytest.approx(choice("256 states", name="results-smnist"), abs=0.1)
 
 
@@ -122,8 +101,7 @@ def test_seeds_differ_as_much_as_the_page_says():
                 spreads[name, variant] = stdev(best)
     few = spreads.pop(("results-smnist-selection", "32 states"))
     five = [spread for (name, _), spread in spreads.items() if name != "results-smnist-selection"]
-    said = f"standard deviations of {min(five):.1f} to {max(five):.1f} points, 32 states from the start even {few:.1f}"
-    assert said in page("docs/smnist_choices.md")
+    assert says("docs/smnist_choices.md", *tenths(min(five), max(five), few), "32")
     assert {row["together"] for row in result("results-smnist").rows} == {10, 12}  # as the page of results says
 
 
@@ -138,26 +116,18 @@ def test_what_is_kept_matters_on_smnist_as_the_page_says():
     assert stdev(largest) < min(map(stdev, (chance, smallest, start)))
     assert sum(found > min(largest) - 0.1 for found in start) == 1
     assert fmean(chance) == pytest.approx(fmean(start), abs=0.2)
-    text = page("docs/smnist_choices.md")
-    low, middle, high = sorted(smallest)
-    assert f"{low:.1f} and {middle:.1f} with two seeds and {high:.1f} with the third" in text
+    assert says("docs/smnist_choices.md", *tenths(*smallest))
     assert [row["machine"] for row in rows("results-smnist-selection", variant=names[2])][2] != "NVIDIA H200"
 
 
 def test_scifar_is_as_accurate_and_as_fast_as_the_page_says():
-    (whole,), (small,), (few,) = (
+    (large,), (small,), (few,) = (
         *(rows("results-scifar", variant=name) for name in ("384 states", "57 states", "four cuts to 57")),
     )
-    assert {row["steps"] for row in (whole, small, few)} == {40_000}
-    text = page("docs/results.md")
-    share = f"{100 * few['seconds'] / whole['seconds']:.0f} % of the time of 384"
-    assert f"{few['best'] - small['best']:.1f} points better than with 57 from the start" in text
-    assert f"{whole['best'] - few['best']:.1f} below the one that keeps 384" in text
-    assert share in text
-    steps, more = few["steps_s"] / whole["steps_s"], few["seconds"] / small["seconds"] - 1
-    assert f"gradient steps alone {100 * steps:.0f} % too, and {100 * more:.0f} % more than 57 states from the" in text
-    said = f"The cut model is {84.4 - few['best']:.1f} points below its, with less than a quarter of the steps"
-    assert f"{said}, the whole one {86.5 - whole['best']:.1f} and the small one {78.2 - small['best']:.1f}" in text
-    readme = page("README.md")
-    assert f"57 in the warm-up {few['best']:.1f} %, in {share} states, which reach {whole['best']:.1f} %" in readme
-    assert f"with 57 from the start {small['best']:.1f} %" in readme
+    assert {row["steps"] for row in (large, small, few)} == {40_000}
+    share = 100 * few["seconds"] / large["seconds"]
+    assert says("docs/results.md", "57", "384", *tenths(few["best"] - small["best"], large["best"] - few["best"]))
+    steps, more = few["steps_s"] / large["steps_s"], few["seconds"] / small["seconds"] - 1
+    assert says("docs/results.md", "384", *whole(share, 100 * steps, 100 * more))
+    assert says("docs/results.md", *tenths(84.4 - few["best"], 86.5 - large["best"], 78.2 - small["best"]))
+    assert says("README.md", *whole(share), "57", *tenths(few["best"], large["best"], small["best"]))
