@@ -11,6 +11,7 @@ from compressm.models import SequenceClassifier
 from compressm_lab.data import Store, make
 from compressm_lab.training import Interrupted, train
 from compressm_lab.training.evaluation import score
+from tests import unhooked
 from tests.lab.training.tiny import Sending, copies, recipe
 
 TASK = {"name": "delayed_copy", "symbols": 4, "copied": 4, "delay": 2, "examples": 64, "held_out": 16}
@@ -190,3 +191,15 @@ def test_a_run_without_a_checkpoint_says_so(unfinished, tmp_path):
     done = run("inspect", folder)
     assert done.exit_code == 2
     assert "young holds neither a model nor a checkpoint yet" in plain(done)
+
+
+@pytest.mark.parametrize("command", [("inspect",), ("compress", "--order", "2", "--out", "small")])
+def test_a_folder_of_transformers_is_opened_without_importing_it_first(command, tmp_path):
+    """In a process that has not imported transformers: its mixers are found, and asked for data like ours."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 20, "hidden_size": 8, "state_size": 6, "num_hidden_layers": 1, "time_step_rank": 2}
+    transformers.MambaForCausalLM(transformers.MambaConfig(**sizes)).save_pretrained(tmp_path / "theirs")
+    script = "from compressm.cli import main; main()"
+    done = unhooked.finished(script, command[0], str(tmp_path / "theirs"), *command[1:], code=2)
+    said = " ".join(done.stderr.replace("│", " ").split())
+    assert "backbone.layers.0.mixer: selective layers are" in said
