@@ -21,7 +21,7 @@ from compressm.control import (
     hankel_singular_values,
 )
 from compressm_lab.bench.reduction import lru_at_initialisation, lru_trained_like
-from compressm_lab.reports.measurement_charts import ReductionCurve, draw_reduction_error
+from compressm_lab.reports.measurements import ReductionCurve, draw_reduction_error
 
 ORDER, WIDTH = 256, 8
 SHOWN = (32, 64, 128, 192)

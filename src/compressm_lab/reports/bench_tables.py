@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from compressm_lab.reports.grid import NOTHING, Grid, amount, duration
+from compressm_lab.reports.grid import NOTHING, Grid, amount, duration, grouped
 from compressm_lab.runs.measurement import Measurement, MeasurementError, Row
 
 # Head, and the columns of which it is the sum.
@@ -27,13 +27,11 @@ _CUT_CAPTION = "medians of warm cuts, in brackets the first cut of a process; on
 def cut_grids(measurement: Measurement) -> list[Grid]:
     """One table a model: a row a stage, a column for every choice of P and moments."""
     measurement.require("cut", needed=(*_MODEL, *_CUT_WORDS, *_CUT_COLUMNS), words=_CUT_WORDS)
-    models: dict[tuple[object, ...], list[Row]] = {}
-    for row in measurement.rows:
-        models.setdefault(tuple(row[name] for name in _MODEL), []).append(row)
-    return [_grid(rows) for rows in models.values()]
+    models = grouped(measurement.rows, lambda row: tuple(row[name] for name in _MODEL))
+    return [_cut_grid(rows) for rows in models.values()]
 
 
-def _grid(rows: list[Row]) -> Grid:
+def _cut_grid(rows: list[Row]) -> Grid:
     variants: dict[str, dict[str, Row]] = {}
     for row in rows:
         name = str(row["moments"]) + (", measured P" if row["gramian"] == "measured" else "")
@@ -157,10 +155,8 @@ def peer_grids(measurement: Measurement) -> list[Grid]:
     """One table a shape and precision, one row a peer; where a peer did not run, why."""
     needed = ("peer", "precision", "batch", "length", "order")
     measurement.require("peers", needed=needed, words=("peer", "precision", "device", "timed", "note"))
-    tables: dict[str, list[Row]] = {}
-    for row in measurement.rows:
-        title = f"batch {row['batch']}, length {row['length']}, n = {row['order']}, {row['precision']}"
-        tables.setdefault(title, []).append(row)
+    title = "batch {batch}, length {length}, n = {order}, {precision}"
+    tables = grouped(measurement.rows, lambda row: title.format(**row))
     return [_peer_grid(title, rows) for title, rows in tables.items()]
 
 
@@ -168,10 +164,8 @@ def selective_grids(measurement: Measurement) -> list[Grid]:
     """One row an order."""
     needed = ("batch", "length", "channels", "order", "precision", "forward_s", "both_s")
     measurement.require("selective", needed=needed, words=("precision", "device"))
-    tables: dict[str, list[Row]] = {}
-    for row in measurement.rows:
-        title = "batch {batch}, length {length}, {channels} channels, {precision}".format(**row)
-        tables.setdefault(title, []).append(row)
+    said = "batch {batch}, length {length}, {channels} channels, {precision}"
+    tables = grouped(measurement.rows, lambda row: said.format(**row))
     columns = {"forward": "forward_s", "least": "floor_forward_s", "both": "both_s", "least of both": "floor_both_s"}
     grids = []
     for title, rows in tables.items():
@@ -337,3 +331,16 @@ def _times(row: Row, prefix: str) -> list[str]:
     parts = [float(row[f"{prefix}{part}_s"]) for part in PARTS]
     times = [float(row[f"{prefix}whole_s"]), sum(parts), *parts]
     return [*map(duration, times), f"{float(row[f'{prefix}speedup']):.2f} ×"]
+
+
+GRIDS: dict[str, Callable[[Measurement], list[Grid]]] = {
+    "reduction": reduction_grids,
+    "cut": cut_grids,
+    "regulariser": regulariser_grids,
+    "step": step_grids,
+    "growth": growth_grids,
+    "speedup": speedup_grids,
+    "scan": scan_grids,
+    "peers": peer_grids,
+    "selective": selective_grids,
+}

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from compressm_lab.runs.groups import Sample
+from compressm_lab.runs.measurement import Row
+
+_Key = TypeVar("_Key")
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,14 @@ class Grid:
         cells = [tuple(cell.replace("|", "\\|") for cell in row) for row in self.rows]
         lines = [self.heads, ("---:",) * len(self.heads), *cells]
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def grouped(rows: Iterable[Row], key: Callable[[Row], _Key]) -> dict[_Key, list[Row]]:
+    """Rows with the same key together, in the order of the file."""
+    found: dict[_Key, list[Row]] = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return found
 
 
 def duration(seconds: float) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import fmean, mean, stdev
 
-from compressm_lab.reports.grid import Grid, duration
+from compressm_lab.reports.grid import Grid, duration, grouped
 from compressm_lab.runs.measurement import Measurement, MeasurementError, Row
 from compressm_lab.runs.paper import read_paper
 
@@ -16,10 +16,7 @@ _WHOLE = "128 states"  # what times on IMDB are compared with
 
 def by(column: str, rows: Iterable[Row]) -> dict[str, list[Row]]:
     """Rows of every value of a column, in the order of the file."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(str(row[column]), []).append(row)
-    return groups
+    return grouped(rows, lambda row: str(row[column]))
 
 
 def _require(measurement: Measurement, name: str, needed: Iterable[str], *words: str) -> None:
@@ -236,9 +233,7 @@ def setting_grids(measurement: Measurement) -> list[Grid]:
     """One row a variant and order, the mean over seeds of the last two evaluations."""
     needed = ("variant", "order", "seed", "steps", "before", "last", "seconds")
     _require(measurement, "smnist_settings", needed, "variant")
-    groups: dict[tuple[str, int], list[Row]] = {}
-    for row in measurement.rows:
-        groups.setdefault((str(row["variant"]), int(row["order"])), []).append(row)
+    groups = grouped(measurement.rows, lambda row: (str(row["variant"]), int(row["order"])))
     heads = ("what differs", "n", "each seed", "mean", "the paper's own code")
     lines = []
     for (variant, order), rows in groups.items():
@@ -416,3 +411,15 @@ def _orders(rows: list[Row]) -> str:
 def _bounds(rows: list[Row]) -> str:
     first = str(rows[0]["bounds"])
     return "none: P is measured" if "none" in first else first
+
+
+GRIDS: dict[str, Callable[[Measurement], list[Grid]]] = {
+    "one_shot": one_shot_grids,
+    "hidden_system": hidden_system_grids,
+    "loss_continuity": loss_continuity_grids,
+    "demo": demo_grids,
+    "smnist_settings": setting_grids,
+    "imdb_mamba": imdb_mamba_grids,
+    "selective_cuts": selective_cuts_grids,
+    **dict.fromkeys(RESULTS, result_grids),
+}

@@ -1,8 +1,7 @@
 import pytest
 
 from compressm_lab.reports import panels as canvas
-from compressm_lab.reports.measurement_charts import ReductionCurve, draw_reduction_cost, draw_reduction_error
-from compressm_lab.reports.measurements import grids
+from compressm_lab.reports.measurements import ReductionCurve, draw_reduction_cost, draw_reduction_error, grids
 from compressm_lab.runs.measurement import Measurement, MeasurementError
 
 

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from compressm_lab.experiments.rows import joined
-from compressm_lab.reports import measurement_charts
+from compressm_lab.reports import measurements
 from compressm_lab.reports import panels as canvas
 from compressm_lab.reports.measurements import draw, grids
 from compressm_lab.runs.measurement import Measurement
@@ -56,7 +56,7 @@ def looked_at(monkeypatch, module):
 
 def test_times_are_drawn_where_trainings_had_the_machine_to_themselves(tmp_path, monkeypatch):
     alone = [row("384 states", 0, together=1, seconds=9.0, best=85.0), row("57 states", 0, together=1, best=74.0)]
-    with looked_at(monkeypatch, measurement_charts) as panels:
+    with looked_at(monkeypatch, measurements) as panels:
         draw(Measurement("results-scifar", "t", 1, alone), tmp_path / "one.png")
         assert [panel["axes"][0] for panel in panels] == ["states at the end", "whole run, seconds"]
         assert sorted(panels[1]["points"]) == [(3.0, 74.0), (9.0, 85.0)]
@@ -69,7 +69,7 @@ def test_times_are_drawn_where_trainings_had_the_machine_to_themselves(tmp_path,
 def test_choices_stand_under_each_other_with_every_seed(tmp_path, monkeypatch):
     rows = [row("largest σ kept", seed, best=best) for seed, best in enumerate((96.0, 96.5))]
     rows += [row("smallest σ kept", seed, best=best) for seed, best in enumerate((92.0, 29.0))] + [row("32 states", 0)]
-    with looked_at(monkeypatch, measurement_charts) as panels:
+    with looked_at(monkeypatch, measurements) as panels:
         draw(Measurement("results-smnist-selection", "t", 1, rows), tmp_path / "strips.png")
         (panel,) = panels
         assert panel["ticks"] == ["largest σ kept (2 seeds)", "smallest σ kept (2 seeds)", "32 states (1 seed)"]
@@ -92,7 +92,7 @@ def test_the_picture_has_every_variant_with_its_spread_and_the_papers_points(tmp
             drawn["lines"] = [(list(line.get_xdata()), list(line.get_ydata()), line) for line in panel.lines]
             drawn["legend"] = [text.get_text() for text in panel.get_legend().get_texts()]
 
-    monkeypatch.setattr(measurement_charts, "picture", kept)
+    monkeypatch.setattr(measurements, "picture", kept)
     rows = [row("28 states", 0, order=28.0), row("28 states", 1, order=28.0, best=96.0), row("gently to 13", 0)]
     rows += [row("τ = 0.04", 0, order=9.0), row("τ = 0.04, paper's way", 0, order=11.0)]
     rows += [row("28 states, taught", 0, best=22.0)]

@@ -1,8 +1,7 @@
 import pytest
 
 from compressm_lab.reports.grid import Grid, amount, duration
-from compressm_lab.reports.measurement_charts import draw_growth
-from compressm_lab.reports.measurements import grids, markdown
+from compressm_lab.reports.measurements import draw_growth, grids, markdown
 from compressm_lab.runs.measurement import Measurement, MeasurementError
 
 STEP = {"task": "smnist", "order": 13, "precision": "float32", "device": "cuda", "step_s": 2e-4}
