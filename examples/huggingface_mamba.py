@@ -22,7 +22,7 @@ TEXT = Path(__file__).parent / "data" / "beekeeping.txt"
 
 
 @dataclass(frozen=True)
-class Setting:
+class Size:
     """How large the model is and how long it trains; it is cut at the steps `cuts`, each time to half its states."""
 
     width: int = 48
@@ -36,7 +36,7 @@ class Setting:
     written: int = 200  # letters
 
 
-QUICK = Setting(width=16, states=8, length=16, batch=4, steps=16, cuts=(4, 8), every=8, written=16)
+QUICK = Size(width=16, states=8, length=16, batch=4, steps=16, cuts=(4, 8), every=8, written=16)
 
 
 class Letters:
@@ -60,7 +60,7 @@ class Letters:
         return torch.stack([self.ids[start : start + length] for start in starts.tolist()])
 
 
-def new_model(letters: Letters, setting: Setting) -> MambaForCausalLM:
+def new_model(letters: Letters, setting: Size) -> MambaForCausalLM:
     """With weights drawn at random."""
     config = MambaConfig(
         vocab_size=len(letters.alphabet) + 1,
@@ -80,7 +80,7 @@ def loss_on(model: MambaForCausalLM, ids: Tensor) -> float:
     return float(model(ids, labels=ids, use_cache=False).loss)
 
 
-def train(model: MambaForCausalLM, letters: Letters, setting: Setting) -> None:
+def train(model: MambaForCausalLM, letters: Letters, setting: Size) -> None:
     """The loop of any model, with one line more: `compressor.step`."""
     draw = torch.Generator().manual_seed(0)
     shown = letters.windows(32, setting.length, draw)  # to look at the loss, and at what the layers see
@@ -102,7 +102,7 @@ def train(model: MambaForCausalLM, letters: Letters, setting: Setting) -> None:
             print(f"step {step:4}: loss {loss_on(model, shown):.3f}")
 
 
-def written_by(model: MambaForCausalLM, letters: Letters, setting: Setting) -> str:
+def written_by(model: MambaForCausalLM, letters: Letters, setting: Size) -> str:
     """How the model goes on from a few words, taking the most likely letter each time."""
     start = letters.encode("In summer the ")[None]
     ids = model.generate(start, attention_mask=torch.ones_like(start), max_new_tokens=setting.written, do_sample=False)
@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/huggingface_mamba"), help="folder for the model")
     parser.add_argument("--quick", action="store_true", help="a tiny model for some seconds, which learns little")
     arguments = parser.parse_args()
-    setting, began = QUICK if arguments.quick else Setting(), time.perf_counter()
+    setting, began = QUICK if arguments.quick else Size(), time.perf_counter()
     transformers.logging.set_verbosity_error()  # it would tell of kernels that only GPUs have
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)  # tensors this small are not worth sharing out

@@ -16,7 +16,7 @@ TEST_SAMPLES = 360  # of 1797, drawn once
 
 
 @dataclass(frozen=True)
-class Digits:
+class DigitsSplits:
     """Images in [0, 1] as sequences of one channel, and which digit each shows."""
 
     train_x: Float[Tensor, "train length 1"]
@@ -39,7 +39,7 @@ class Digits:
 
 
 @dataclass(frozen=True)
-class Setting:
+class DigitsSetting:
     """A model and how it is trained, on digits of `side` × `side` pixels."""
 
     name: str
@@ -61,7 +61,7 @@ class Setting:
         return torch.optim.AdamW(model.parameters(), lr=self.learning_rate, weight_decay=self.weight_decay)
 
 
-def load_digits(side: int = 8) -> Digits:
+def load_digits(side: int = 8) -> DigitsSplits:
     """8 × 8 pixels as they are, other sizes by bilinear interpolation; the split is the same for all."""
     from sklearn import datasets  # takes a second, and only studies need it
 
@@ -72,7 +72,7 @@ def load_digits(side: int = 8) -> Digits:
     x, y = images.flatten(1)[..., None], torch.tensor(bunch.target)
     shuffled = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
     test, train = shuffled[:TEST_SAMPLES], shuffled[TEST_SAMPLES:]
-    return Digits(x[train], y[train], x[test], y[test])
+    return DigitsSplits(x[train], y[train], x[test], y[test])
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> float:
@@ -86,7 +86,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y:
 
 
 def trained(
-    setting: Setting, data: Digits, *, seed: int, progress: Callable[[str], None] = lambda _: None
+    setting: DigitsSetting, data: DigitsSplits, *, seed: int, progress: Callable[[str], None] = lambda _: None
 ) -> SequenceClassifier:
     """A model after all steps of its setting; random numbers elsewhere go on as if it had not been."""
     with torch.random.fork_rng(devices=[]):

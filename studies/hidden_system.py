@@ -21,7 +21,7 @@ _TEST_SEQUENCES = 64
 
 
 @dataclass(frozen=True)
-class Task:
+class HiddenSystem:
     """A hidden LRU of `order` poles, a student of `states`, and how it learns.
 
     Each phase is a number of L-BFGS iterations on one batch of white noise, and the weight decay of B and C in it.
@@ -37,18 +37,18 @@ class Task:
     more: tuple[int, float] = (20, 0.0)
 
 
-QUICK = Task(order=3, states=12, width=2, length=64, phases=((60, 1e-2), (60, 1e-3), (60, 1e-4), (60, 1e-5)))
+QUICK = HiddenSystem(order=3, states=12, width=2, length=64, phases=((60, 1e-2), (60, 1e-3), (60, 1e-4), (60, 1e-5)))
 
 
 def measure_hidden_system(
-    *, seeds: int = 5, quick: bool = False, progress: Progress = silent, task: Task | None = None
+    *, seeds: int = 5, quick: bool = False, progress: Progress = silent, task: HiddenSystem | None = None
 ) -> Measurement:
     """One row a seed: the order found, and mean squared errors before the cut, after it and after some more steps."""
-    rows = [_one_seed(task or (QUICK if quick else Task()), seed, progress) for seed in range(seeds)]
+    rows = [_one_seed(task or (QUICK if quick else HiddenSystem()), seed, progress) for seed in range(seeds)]
     return Measurement("hidden_system", "The order of a hidden system", seeds, rows)
 
 
-def _one_seed(task: Task, seed: int, progress: Progress) -> Row:
+def _one_seed(task: HiddenSystem, seed: int, progress: Progress) -> Row:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         teacher, student = hidden(task), learner(task)
@@ -74,7 +74,7 @@ def _one_seed(task: Task, seed: int, progress: Progress) -> Row:
     }
 
 
-def hidden(task: Task) -> LRU:
+def hidden(task: HiddenSystem) -> LRU:
     """Poles evenly over phases 0.3 … 2.85 and on two radii; the output has mean square 1, without a skip."""
     layer = LRU(task.width, task.order).double().requires_grad_(False)
     phases = torch.linspace(0.3, 2.85, task.order, dtype=torch.float64)
@@ -89,12 +89,12 @@ def hidden(task: Task) -> LRU:
     return layer
 
 
-def learner(task: Task) -> LRU:
+def learner(task: HiddenSystem) -> LRU:
     """Poles all over a ring around those of the hidden system."""
     return LRU(task.width, task.states, r_min=0.5, r_max=0.9).double()
 
 
-def learn(teacher: LRU, student: LRU, task: Task, iterations: int, decay: float) -> float:
+def learn(teacher: LRU, student: LRU, task: HiddenSystem, iterations: int, decay: float) -> float:
     """Minimise mean (y − ŷ)² + decay ‖B, C‖² on one batch of white noise; the first part, as it last was."""
     noise = _noise(task, task.batch)
     wanted = teacher(noise)[0]
@@ -129,7 +129,7 @@ def mean_squared_error(teacher: LRU, student: LRU, noise: Float[Tensor, "batch l
     return float((student(noise)[0] - teacher(noise)[0]).square().mean())
 
 
-def _noise(task: Task, batch: int) -> Float[Tensor, "batch length width"]:
+def _noise(task: HiddenSystem, batch: int) -> Float[Tensor, "batch length width"]:
     return torch.randn(batch, task.length, task.width, dtype=torch.float64)
 
 

@@ -18,7 +18,7 @@ from statistics import fmean
 from compressm.compression import load_model
 from compressm.layers import Mamba
 from compressm_lab.experiments.arms import Arm
-from compressm_lab.experiments.engine import Plan
+from compressm_lab.experiments.engine import Campaign
 from compressm_lab.experiments.recipes import BASELINE
 from compressm_lab.experiments.rows import ResultFile, count, options, outcome, train_and_write
 from compressm_lab.runs.directory import RunDirectory
@@ -62,9 +62,9 @@ class Scale:
         return text.replace("SIZE", str(self.size)).replace("SHARE", f"{(self.size / LARGE) ** 0.25:.4f}")
 
 
-def plan(out: Path, variants: Iterable[str], seeds: int, scale: Scale) -> Plan:
+def plan(out: Path, variants: Iterable[str], seeds: int, scale: Scale) -> Campaign:
     """All trainings, seed by seed; folders are named by final orders and numbers of steps."""
-    return Plan(tuple(_arm(name, scale) for name in variants), range(seeds), out / "runs", by_seed=True)
+    return Campaign(tuple(_arm(name, scale) for name in variants), range(seeds), out / "runs", by_seed=True)
 
 
 def _arm(variant: str, scale: Scale) -> Arm:
@@ -83,7 +83,7 @@ def _arm(variant: str, scale: Scale) -> Arm:
     return Arm("", label, "", "imdb-mamba", f"{variant}{final}-{scale.steps}", settings)
 
 
-def file(out: Path, wanted: Plan, steps: int) -> ResultFile:
+def file(out: Path, wanted: Campaign, steps: int) -> ResultFile:
     """One row a training that is done: orders, test accuracies in percent, and seconds."""
     return ResultFile(out / "imdb_mamba.json", "Mamba on IMDB, cut in the warm-up", wanted.trainings(), _found, steps)
 

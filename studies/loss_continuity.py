@@ -14,7 +14,7 @@ from command import Progress, run, silent
 from compressm.compression import PAPER, Compressor, EnergyTolerance, Restart
 from compressm.models import SequenceClassifier
 from compressm_lab.runs.measurement import Measurement, Row
-from digits import Digits, Setting, load_digits, train_step
+from digits import DigitsSetting, DigitsSplits, load_digits, train_step
 
 KEEP = EnergyTolerance(0.01)
 _CALIBRATION_BATCHES = 4
@@ -22,33 +22,37 @@ Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Plan:
+class Continuation:
     """A model that trains for `setting.steps` steps until the cut, of which the last `shown` are recorded, and then on.
 
     Many states for few channels, so that 1 % of the energy is many of them.
     """
 
-    setting: Setting
+    setting: DigitsSetting
     shown: int
     after: int
 
 
-PLAN = Plan(Setting("digits", side=8, depth=2, width=8, order=128, steps=500, learning_rate=2e-3), shown=20, after=60)
-QUICK = Plan(Setting("digits", side=8, depth=1, width=4, order=24, steps=30, learning_rate=1e-2), shown=5, after=12)
+PLAN = Continuation(
+    DigitsSetting("digits", side=8, depth=2, width=8, order=128, steps=500, learning_rate=2e-3), shown=20, after=60
+)
+QUICK = Continuation(
+    DigitsSetting("digits", side=8, depth=1, width=4, order=24, steps=30, learning_rate=1e-2), shown=5, after=12
+)
 
 
 @dataclass
-class Training:
+class Continued:
     """All that the next step depends on."""
 
     model: SequenceClassifier
     optimizer: torch.optim.Optimizer
     random_state: Tensor
 
-    def copied(self) -> Training:
+    def copied(self) -> Continued:
         """The same again; what happens to one is nothing to the other."""
         model, optimizer = copy.deepcopy((self.model, self.optimizer))
-        return Training(model, optimizer, self.random_state.clone())
+        return Continued(model, optimizer, self.random_state.clone())
 
     def run(self, batches: Iterator[Batch], steps: int) -> list[float]:
         """The loss of each step, with dropout masks that go on where they were."""
@@ -59,7 +63,7 @@ class Training:
 
 
 def measure_loss_continuity(
-    *, seeds: int = 5, quick: bool = False, progress: Progress = silent, plan: Plan | None = None
+    *, seeds: int = 5, quick: bool = False, progress: Progress = silent, plan: Continuation | None = None
 ) -> Measurement:
     """One row a seed and way: states before and after, and the loss at each step; +1 is the first after the cut."""
     plan = plan or (QUICK if quick else PLAN)
@@ -68,7 +72,7 @@ def measure_loss_continuity(
     return Measurement("loss_continuity", "The loss around a cut", seeds, rows)
 
 
-def ways(data: Digits, batch: int) -> dict[str, Mapping[str, Any] | None]:
+def ways(data: DigitsSplits, batch: int) -> dict[str, Mapping[str, Any] | None]:
     """What is said to `Compressor` beside when and how much; None: no cut."""
 
     def calibrate(model: nn.Module) -> None:
@@ -84,13 +88,13 @@ def ways(data: Digits, batch: int) -> dict[str, Mapping[str, Any] | None]:
     }
 
 
-def _one_seed(plan: Plan, data: Digits, seed: int, progress: Progress) -> list[Row]:
+def _one_seed(plan: Continuation, data: DigitsSplits, seed: int, progress: Progress) -> list[Row]:
     setting = plan.setting
     rows: list[Row] = []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = setting.model()
-        training = Training(model, setting.optimizer(model), torch.get_rng_state())
+        training = Continued(model, setting.optimizer(model), torch.get_rng_state())
         before = training.run(data.batches(setting.batch, seed=seed), setting.steps)[-plan.shown :]
         progress(f"seed {seed}: {setting.steps} steps, loss {before[-1]:.4f}")
         for way, options in ways(data, setting.batch).items():
@@ -105,7 +109,7 @@ def _one_seed(plan: Plan, data: Digits, seed: int, progress: Progress) -> list[R
     return rows
 
 
-def _cut(training: Training, step: int, options: Mapping[str, Any] | None) -> tuple[int, int]:
+def _cut(training: Continued, step: int, options: Mapping[str, Any] | None) -> tuple[int, int]:
     """The states of all layers together, before and after."""
     before = _states(training.model)
     if options is not None:

@@ -11,16 +11,16 @@ from torch import nn
 from command import Progress, run, silent
 from compressm.compression import PAPER, Random, TargetOrder, WhiteNoise, compress_
 from compressm_lab.runs.measurement import Measurement, Row
-from digits import Digits, Setting, evaluate, load_digits, trained
+from digits import DigitsSetting, DigitsSplits, evaluate, load_digits, trained
 
 SETTINGS = (
-    Setting("two blocks, 64 steps", side=8, depth=2, width=32, order=64, steps=2000, learning_rate=1e-3),
-    Setting("two blocks, 196 steps", side=14, depth=2, width=32, order=64, steps=2000, learning_rate=1e-3),
-    Setting(
+    DigitsSetting("two blocks, 64 steps", side=8, depth=2, width=32, order=64, steps=2000, learning_rate=1e-3),
+    DigitsSetting("two blocks, 196 steps", side=14, depth=2, width=32, order=64, steps=2000, learning_rate=1e-3),
+    DigitsSetting(
         "one block, 784 steps", side=28, depth=1, width=8, order=256, steps=6000, learning_rate=1e-3, weight_decay=0.0
     ),
 )
-QUICK = (Setting("one block, 64 steps", side=8, depth=1, width=8, order=32, steps=60, learning_rate=1e-2),)
+QUICK = (DigitsSetting("one block, 64 steps", side=8, depth=1, width=8, order=32, steps=60, learning_rate=1e-2),)
 # n/2, n/4, n/8, and n/16 where that is the 16 of 256 states of an earlier study.
 SHARES = (2, 4, 8, 16)
 _LEAST_RANK = 8
@@ -28,7 +28,7 @@ _CALIBRATION_BATCHES = 4
 
 
 def measure_one_shot(
-    *, seeds: int = 3, quick: bool = False, progress: Progress = silent, settings: Iterable[Setting] | None = None
+    *, seeds: int = 3, quick: bool = False, progress: Progress = silent, settings: Iterable[DigitsSetting] | None = None
 ) -> Measurement:
     """One row a model, way and order: test accuracy and loss right after the cut, and before it."""
     rows: list[Row] = []
@@ -42,7 +42,7 @@ def measure_one_shot(
     return Measurement("one_shot", "Test accuracy right after one cut", seeds, rows)
 
 
-def ways(data: Digits, batch: int, seed: int) -> dict[str, Mapping[str, Any]]:
+def ways(data: DigitsSplits, batch: int, seed: int) -> dict[str, Mapping[str, Any]]:
     """How to cut: the keywords of `compress_`."""
 
     def calibrate(model: nn.Module) -> None:
@@ -57,7 +57,7 @@ def ways(data: Digits, batch: int, seed: int) -> dict[str, Mapping[str, Any]]:
     }
 
 
-def cut_in_every_way(setting: Setting, model: nn.Module, data: Digits, seed: int) -> list[Row]:
+def cut_in_every_way(setting: DigitsSetting, model: nn.Module, data: DigitsSplits, seed: int) -> list[Row]:
     """Copies of one model, each cut once."""
     full_accuracy, full_loss = evaluate(model, data.test_x, data.test_y)
     rows: list[Row] = []
@@ -70,7 +70,7 @@ def cut_in_every_way(setting: Setting, model: nn.Module, data: Digits, seed: int
     return [row | {"full_accuracy": full_accuracy, "full_loss": full_loss} for row in rows]
 
 
-def _row(setting: Setting, seed: int, way: str, rank: int) -> Row:
+def _row(setting: DigitsSetting, seed: int, way: str, rank: int) -> Row:
     return {
         "setting": setting.name,
         "seed": seed,

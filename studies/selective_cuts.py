@@ -37,7 +37,7 @@ from compressm_lab.training.steps import Learner, task_objective
 
 
 @dataclass(frozen=True)
-class Setting:
+class TrainedModel:
     """A model, its data, and how long it is trained before the cut and after it."""
 
     name: str
@@ -80,11 +80,11 @@ class Setting:
 
 
 SETTINGS = (
-    Setting("delayed copy, 24 steps", DelayedCopy(copied=8, delay=8, examples=4000), "steps", steps=1500),
-    Setting("digits, 64 steps", Digits(), "last", steps=600),
+    TrainedModel("delayed copy, 24 steps", DelayedCopy(copied=8, delay=8, examples=4000), "steps", steps=1500),
+    TrainedModel("digits, 64 steps", Digits(), "last", steps=600),
 )
 QUICK = (
-    Setting(
+    TrainedModel(
         "delayed copy, 12 steps",
         DelayedCopy(copied=4, delay=4, examples=400, held_out=100),
         "steps",
@@ -120,7 +120,7 @@ def measure_selective_cuts(
     seeds: int = 3,
     quick: bool = False,
     progress: Progress = silent,
-    settings: Iterable[Setting] | None = None,
+    settings: Iterable[TrainedModel] | None = None,
     processes: int = 1,
 ) -> Measurement:
     """One row a model, way and order: the change of outputs, test accuracy right after the cut and some steps later."""
@@ -137,12 +137,12 @@ def measure_selective_cuts(
     return Measurement("selective_cuts", "Mamba layers right after one cut, and later", seeds, rows)
 
 
-def measure_model(setting: Setting, seed: int, progress: Progress = silent) -> list[Row]:
+def measure_model(setting: TrainedModel, seed: int, progress: Progress = silent) -> list[Row]:
     """All rows of one model."""
     return cut_in_every_way(setting, trained(setting, _task(setting.data), seed), seed, progress)
 
 
-def trained(setting: Setting, task: Task, seed: int) -> Learner:
+def trained(setting: TrainedModel, task: Task, seed: int) -> Learner:
     """After all steps before the cut; random numbers elsewhere go on as if it had not been."""
     with torch.random.fork_rng(devices=[]):
         learner = setting.learner(task, seed)
@@ -158,7 +158,7 @@ def learn(learner: Learner, first: int, last: int) -> Score:
     return score(learner.model, learner.task, learner.task.test)
 
 
-def cut_in_every_way(setting: Setting, learner: Learner, seed: int, progress: Progress = silent) -> list[Row]:
+def cut_in_every_way(setting: TrainedModel, learner: Learner, seed: int, progress: Progress = silent) -> list[Row]:
     """Copies of one model and its optimizer, each cut once and trained on, on the same batches as one without a cut."""
     steps = (setting.steps + 1, setting.steps + setting.more)
     before = score(learner.model, learner.task, learner.task.test)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from compressm_lab.experiments.arms import Arm
-from compressm_lab.experiments.engine import Plan
+from compressm_lab.experiments.engine import Campaign
 from compressm_lab.experiments.recipes import BASELINE
 from compressm_lab.experiments.rows import ResultFile, options, train_and_write
 from compressm_lab.runs.directory import RunDirectory
@@ -37,10 +37,10 @@ VARIANTS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
 }
 
 
-def plan(out: Path, variants: Iterable[str], seeds: int, steps: int) -> Plan:
+def plan(out: Path, variants: Iterable[str], seeds: int, steps: int) -> Campaign:
     """All trainings; folders have the number of steps in their names."""
     arms = tuple(_arm(variant, order, steps) for variant in variants for order in VARIANTS[variant][1])
-    return Plan(arms, range(seeds), out / "runs")
+    return Campaign(arms, range(seeds), out / "runs")
 
 
 def _arm(variant: str, order: int, steps: int) -> Arm:
@@ -58,7 +58,7 @@ def _arm(variant: str, order: int, steps: int) -> Arm:
     return Arm("", variant, f"n = {order}", "smnist", folder, settings, order=order)
 
 
-def file(out: Path, wanted: Plan) -> ResultFile:
+def file(out: Path, wanted: Campaign) -> ResultFile:
     """One row a training that is done: accuracies of the last two evaluations in percent."""
     title = "sMNIST without compression: test accuracy of the last two evaluations"
     return ResultFile(out / "smnist_settings.json", title, wanted.trainings(), _last_two)

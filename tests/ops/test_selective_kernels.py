@@ -95,12 +95,12 @@ def test_segments_and_blocks_are_what_is_tested(sized):
     from compressm.ops.selective import gpu as programs
 
     sized(segments=True, most=4)
-    shape = programs.Shape(1, 35, 3, 9, own=False, complex=False)
+    shape = programs.ScanSizes(1, 35, 3, 9, own=False, complex=False)
     assert len(programs.blocks_of(shape, None)) == 3
     sized(few=8)
     assert len(programs.blocks_of(shape, None)) == 2
     sized(segments=True, most=4)
-    assert all(programs.Tile.of(shape, 4, back=back).segments > 1 for back in (False, True))
+    assert all(programs.ProgramTile.of(shape, 4, back=back).segments > 1 for back in (False, True))
 
 
 @pytest.mark.skipif(not GPU, reason="the interpreter takes minutes")

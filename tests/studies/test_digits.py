@@ -4,9 +4,9 @@ import itertools
 
 import torch
 
-from digits import TEST_SAMPLES, Setting, evaluate, load_digits, trained
+from digits import TEST_SAMPLES, DigitsSetting, evaluate, load_digits, trained
 
-TINY = Setting("tiny", side=8, depth=1, width=4, order=6, steps=4, learning_rate=1e-2)
+TINY = DigitsSetting("tiny", side=8, depth=1, width=4, order=6, steps=4, learning_rate=1e-2)
 
 
 def test_every_image_is_a_sequence_and_in_one_half_of_the_split():

@@ -10,13 +10,12 @@ import imdb_mamba
 from compressm.compression import Baked, PerChannel, SharedIndex, load_model
 from compressm_lab.experiments import rows
 from compressm_lab.experiments.arms import Arm
-from compressm_lab.experiments.engine import Plan
+from compressm_lab.experiments.engine import Campaign
 from compressm_lab.experiments.recipes import find_recipe
 from compressm_lab.reports.measurements import grids
 from compressm_lab.runs.directory import Status
 from compressm_lab.runs.measurement import Measurement
-from compressm_lab.training import Plan as Schedule
-from compressm_lab.training import train
+from compressm_lab.training import Plan, train
 from compressm_lab.training.building import build_method
 from imdb_mamba import VARIANTS, Scale, file, plan
 from tests.lab.experiments.tiny import answering
@@ -42,10 +41,10 @@ def test_every_variant_is_the_recipe_cut_in_its_way():
     assert build_method(baked.compression.selective) == Baked()
     assert build_method(chance.compression.selective) == SharedIndex()
     assert (baked.compression.select, chance.compression.select) == ("largest", "random")
-    assert all(Schedule.of(found).cuts == [150, 300, 450, 600] for found in (paper, baked, chance))
-    assert (once.compression.order, Schedule.of(once).cuts) == (16, [50])
-    assert Schedule.of(whole).evaluations == [500, 1000, 1500, 2000, 2500, 3000]
-    assert Schedule.of(recipe_of("baked", steps=20)).cuts == [1, 2, 3, 4]
+    assert all(Plan.of(found).cuts == [150, 300, 450, 600] for found in (paper, baked, chance))
+    assert (once.compression.order, Plan.of(once).cuts) == (16, [50])
+    assert Plan.of(whole).evaluations == [500, 1000, 1500, 2000, 2500, 3000]
+    assert Plan.of(recipe_of("baked", steps=20)).cuts == [1, 2, 3, 4]
     assert recipe_of("small", size=8).label == "8 states"
     folders = [arm.folder for arm in plan(Path("f"), VARIANTS, 1, Scale(20, 1, 8)).arms]
     assert folders == ["whole-20", "small-8-20", "paper-20", "baked-8-20", "once-8-20", "random-8-20"]
@@ -69,7 +68,7 @@ def small(variant):
 
 def small_plan(folder, *variants, seeds=1):
     arms = (Arm("", variant, "", "imdb-mamba", variant, small(variant)) for variant in variants)
-    return Plan(tuple(arms), range(seeds), folder, by_seed=True)
+    return Campaign(tuple(arms), range(seeds), folder, by_seed=True)
 
 
 @pytest.fixture(scope="module")

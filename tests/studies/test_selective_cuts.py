@@ -13,7 +13,7 @@ from compressm_lab.runs.measurement import Measurement
 from selective_cuts import (
     QUICK,
     SHARES,
-    Setting,
+    TrainedModel,
     _copied,
     _task,
     cut,
@@ -24,7 +24,7 @@ from selective_cuts import (
 )
 
 DATA = DelayedCopy(symbols=4, copied=3, delay=2, examples=16, held_out=8)
-SETTING = Setting("tiny", DATA, "steps", steps=3, more=1, depth=1, width=4, order=8, batch=8)
+SETTING = TrainedModel("tiny", DATA, "steps", steps=3, more=1, depth=1, width=4, order=8, batch=8)
 
 
 @pytest.fixture(scope="module")

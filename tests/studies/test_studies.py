@@ -6,12 +6,12 @@ import pytest
 
 import command
 from compressm_lab.runs.measurement import Measurement
-from digits import Setting, load_digits
-from hidden_system import Task, measure_hidden_system
+from digits import DigitsSetting, load_digits
+from hidden_system import HiddenSystem, measure_hidden_system
 from loss_continuity import QUICK, measure_loss_continuity
 from one_shot import cut_in_every_way, measure_one_shot
 
-FEW_POLES = Task(
+FEW_POLES = HiddenSystem(
     order=3, states=12, width=2, length=48, batch=8, phases=((80, 1e-2), (80, 1e-4), (80, 1e-6)), more=(5, 0.0)
 )
 
@@ -26,7 +26,7 @@ def test_the_bound_finds_the_order_of_a_hidden_system_and_the_student_stays_as_g
 
 
 def test_one_shot_has_every_way_at_every_order():
-    setting = Setting("tiny", side=8, depth=1, width=4, order=32, steps=2, learning_rate=1e-2)
+    setting = DigitsSetting("tiny", side=8, depth=1, width=4, order=32, steps=2, learning_rate=1e-2)
     rows = measure_one_shot(seeds=1, settings=[setting]).rows
     cells = {(row["seed"], row["way"], row["rank"]) for row in rows}
     assert cells == set(itertools.product([0], ("paper", "folded", "measured", "random"), (16, 8)))
@@ -35,7 +35,7 @@ def test_one_shot_has_every_way_at_every_order():
 
 
 def test_cutting_in_every_way_leaves_the_model_as_it_was():
-    setting = Setting("tiny", side=8, depth=1, width=4, order=16, steps=2, learning_rate=1e-2)
+    setting = DigitsSetting("tiny", side=8, depth=1, width=4, order=16, steps=2, learning_rate=1e-2)
     model = setting.model()
     rows = cut_in_every_way(setting, model, load_digits(), seed=0)
     assert model.blocks[0].ssm.order == 16

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from compressm.adapters.base import Adapter, SSMAdapter, adapter_for, linear_adapter
 from compressm.adapters.mamba import SelectiveAdapter
-from compressm.adapters.promises import PROMISES, Finding, Run, Trial, make_seeded
+from compressm.adapters.promises import PROMISES, Finding, Simulation, Trial, make_seeded
 from compressm.adapters.selective_promises import SELECTIVE_PROMISES, SelectiveTrial
 from compressm.errors import AdapterError, ConformanceError
 from compressm.layers import SSMLayer
@@ -25,8 +25,8 @@ def check_adapter(
     make_module: Callable[[], nn.Module],
     *,
     adapter: Adapter[Any, Any] | None = None,
-    run: Run | None = None,
-    stream: Run | None = None,
+    run: Simulation | None = None,
+    stream: Simulation | None = None,
     dtype: torch.dtype = torch.float64,
     tolerance: float = 1e-8,
     length: int = 100,
@@ -80,8 +80,8 @@ def _trial(
     make: Callable[[], nn.Module],
     module: nn.Module,
     adapter: SSMAdapter[Any],
-    run: Run | None,
-    stream: Run | None,
+    run: Simulation | None,
+    stream: Simulation | None,
     *rest: Any,
 ) -> Trial:
     """With what was not given filled in."""

@@ -17,7 +17,7 @@ from compressm.adapters.base import SSMAdapter, parameter_of, state_axes, write
 from compressm.control import DiagonalSystem, ShapeError, Truncation, balanced_truncation, fold
 from compressm.errors import AdapterError
 
-Run = Callable[[nn.Module, Tensor], Tensor]
+Simulation = Callable[[nn.Module, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Trial:
     make: Callable[[], nn.Module]
     prototype: nn.Module
     adapter: SSMAdapter[Any]
-    run: Run
-    stream: Run | None
+    run: Simulation
+    stream: Simulation | None
     dtype: torch.dtype
     tolerance: float
     length: int

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from compressm.adapters.base import parameter_of, write
 from compressm.adapters.mamba import SelectiveAdapter
-from compressm.adapters.promises import Finding, Run, difference
+from compressm.adapters.promises import Finding, Simulation, difference
 from compressm.control.selective import SelectiveSystem
 
 
@@ -22,7 +22,7 @@ class SelectiveTrial:
 
     prototype: nn.Module
     adapter: SelectiveAdapter[Any]
-    run: Run
+    run: Simulation
     dtype: torch.dtype
     tolerance: float
     length: int

@@ -27,7 +27,7 @@ Found: TypeAlias = Mapping[str, tuple[nn.Module, Adapter[Any, Any]]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class CutPlan:
     """The cuts of one moment, and how long it took to find them."""
 
     cuts: list[PlannedCut]
@@ -74,7 +74,7 @@ class Cutter:
             _require_alike(f"follow[{k}]", model, {name: layer.module for name, layer in layers.items()})
         return layers
 
-    def plan(self, *, salt: int, layers: dict[str, Layer] | None = None) -> Plan:
+    def plan(self, *, salt: int, layers: dict[str, Layer] | None = None) -> CutPlan:
         """What the policy wants now; nothing is changed. `layers` are those that `check` has just read."""
         start, processes = time.perf_counter(), self.processes
         with torch.no_grad():
@@ -84,9 +84,9 @@ class Cutter:
             with processes.together("planning the cut"):
                 cuts = plan_cuts(layers, self.options, salt=salt) if processes.is_first else []
             cuts = _as_first(processes, cuts, layers)
-        return Plan(cuts, time.perf_counter() - start)
+        return CutPlan(cuts, time.perf_counter() - start)
 
-    def apply(self, plan: Plan, step: int) -> list[Cut]:
+    def apply(self, plan: CutPlan, step: int) -> list[Cut]:
         """Make all cuts of a plan, or with an error none of them."""
         if not plan.cuts:
             return []
@@ -108,7 +108,7 @@ class Cutter:
         """After parameters have changed their shapes."""
         renew_wrappers_(self.model, [module for module, _ in find(self.inner, self.options.filter_fn).values()])
 
-    def describe(self, plan: Plan, step: int) -> list[Cut]:
+    def describe(self, plan: CutPlan, step: int) -> list[Cut]:
         """The records of a plan; each cut counts an equal share of the time."""
         return [
             Cut(
@@ -124,7 +124,7 @@ class Cutter:
             for cut in plan.cuts
         ]
 
-    def _prepared(self, plan: Plan) -> tuple[list[PreparedCut], list[PreparedCut]]:
+    def _prepared(self, plan: CutPlan) -> tuple[list[PreparedCut], list[PreparedCut]]:
         """Of the model, and of those that follow."""
         modules = {cut.layer.name: cut.layer.module for cut in plan.cuts}
         copies = [_require_alike(f"follow[{k}]", model, modules) for k, model in enumerate(self.follow)]

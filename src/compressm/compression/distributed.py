@@ -40,8 +40,8 @@ class Processes:
         return self.count == 1 or dist.get_rank(self.group) == 0
 
     @property
-    def rank(self) -> int:
-        """The number of this one, from 0."""
+    def index(self) -> int:
+        """The number of this process, from 0."""
         return 0 if self.count == 1 else dist.get_rank(self.group)
 
     def total(self, tensor: Tensor) -> Tensor:

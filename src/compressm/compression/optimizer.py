@@ -231,7 +231,7 @@ _INITIAL = {"sum": "initial_accumulator_value", "step_size": "lr"}
 # Optimizers whose state mixes the entries of a parameter, or of several: there is nothing to carry entry by entry.
 _REFUSED = ("LBFGS", "Adafactor", "Shampoo", "SOAP", "CAME", "SM3", "GaLore", "KFAC")
 
-State = Mapping[str, Any]
+ParameterState = Mapping[str, Any]
 
 
 def parameter_state(optimizer: Any, parameter: nn.Parameter) -> dict[str, Any] | None:
@@ -314,14 +314,14 @@ def carried_states(change: Change, optimizer: Any, moments: Moments) -> dict[str
     return new
 
 
-def _pairs(states: Mapping[str, State]) -> Iterator[tuple[str, str, Any]]:
+def _pairs(states: Mapping[str, ParameterState]) -> Iterator[tuple[str, str, Any]]:
     for name, state in states.items():
         for key, value in state.items():
             yield name, key, value
 
 
 def _entries(
-    change: Change, optimizer: Any, parameters: Mapping[str, nn.Parameter], states: Mapping[str, State]
+    change: Change, optimizer: Any, parameters: Mapping[str, nn.Parameter], states: Mapping[str, ParameterState]
 ) -> dict[str, Entry]:
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     values: dict[str, dict[str, Tensor]] = {}
@@ -336,7 +336,7 @@ def _entries(
     return {key: Entry(_role(key, states[next(iter(values[key]))]), values[key], initial[key]) for key in values}
 
 
-def _role(key: str, state: State) -> Role | None:
+def _role(key: str, state: ParameterState) -> Role | None:
     # RMSprop's is made of gradients that were divided by their sizes already.
     if key == "momentum_buffer" and "square_avg" in state:
         return Role.UPDATE

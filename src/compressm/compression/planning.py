@@ -90,9 +90,9 @@ class Options:
 
 STAGES = ("calibrate", "read", "spectra", "reduce", "encode", "optimizer", "write")
 
-Watch: TypeAlias = Callable[[str], AbstractContextManager[object]]
+StageWatch: TypeAlias = Callable[[str], AbstractContextManager[object]]
 
-_watch: ContextVar[Watch] = ContextVar("watch", default=lambda name: nullcontext())
+_watch: ContextVar[StageWatch] = ContextVar("watch", default=lambda name: nullcontext())
 
 
 def stage(name: str) -> AbstractContextManager[object]:
@@ -101,7 +101,7 @@ def stage(name: str) -> AbstractContextManager[object]:
 
 
 @contextmanager
-def watching(watch: Watch) -> Iterator[None]:
+def watching(watch: StageWatch) -> Iterator[None]:
     """Within it every stage of a cut runs inside `watch(name)`."""
     token = _watch.set(watch)
     try:

@@ -25,14 +25,14 @@ from compressm.ops.selective.conv_and_gate import causal_conv
 OF_MAPS = ("B_map", "C_map", "orders", "A_imag")
 
 
-class Form(NamedTuple):
+class MapForm(NamedTuple):
     """Maps from how many entries of B and C, None where there are no maps; and whether rates are complex."""
 
     projected: int | None = None
     complex: bool = False
 
     @classmethod
-    def of(cls, shapes: Mapping[str, Sequence[int]]) -> Form:
+    def of(cls, shapes: Mapping[str, Sequence[int]]) -> MapForm:
         """That of a layer whose tensors have these shapes."""
         B_map = shapes.get("B_map")
         return cls() if B_map is None or len(B_map) < 3 else cls(B_map[-1], len(B_map) == 4)
@@ -150,9 +150,9 @@ class Mamba(SSMLayer):
         return (self.x_proj.weight.shape[0] - self.dt_rank) // 2
 
     @property
-    def form(self) -> Form:
+    def form(self) -> MapForm:
         """Whether channels have states of their own, and complex ones."""
-        return Form() if self.B_map is None else Form(self.projected, self.A_imag is not None)
+        return MapForm() if self.B_map is None else MapForm(self.projected, self.A_imag is not None)
 
     def shape_at(self, name: str, order: int) -> tuple[int, ...]:
         shapes = self._shapes(self.form, order)
@@ -160,7 +160,7 @@ class Mamba(SSMLayer):
 
     def shapes_at(self, order: int, like: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
         rest = {name: tuple(value.shape) for name, value in self.tensors().items() if name not in OF_MAPS}
-        return rest | self._shapes(Form.of(like), order)
+        return rest | self._shapes(MapForm.of(like), order)
 
     def require_values(self, tensors: Mapping[str, Tensor]) -> None:
         orders, rates = tensors.get("orders"), tensors.get("A_log")
@@ -169,7 +169,7 @@ class Mamba(SSMLayer):
 
     def take_form_(self, shapes: Mapping[str, Sequence[int]]) -> None:
         order = self.order_at("A_log", shapes.get("A_log", ()))
-        wanted = {} if order is None else self._shapes(Form.of(shapes), order)
+        wanted = {} if order is None else self._shapes(MapForm.of(shapes), order)
         if order is not None and all(tuple(shapes.get(name, ())) == shape for name, shape in wanted.items()):
             self._reshape_(wanted)
 
@@ -189,7 +189,7 @@ class Mamba(SSMLayer):
         given = {"B_map": B_map, "C_map": C_map, "orders": orders, "A_log": A_log}
         given |= {} if A_imag is None else {"A_imag": A_imag}
         order = A_log.shape[-1] if isinstance(A_log, Tensor) and A_log.ndim else 0
-        wanted = self._shapes(Form(self.projected, A_imag is not None), max(order, 1))
+        wanted = self._shapes(MapForm(self.projected, A_imag is not None), max(order, 1))
         require_maps(given, wanted)
         self._reshape_(wanted)
         for name, value in given.items():
@@ -323,12 +323,12 @@ class Mamba(SSMLayer):
                 setattr(self, name, held.to(now.device, _wide(now.dtype)))
         return self
 
-    def _shapes(self, form: Form, order: int) -> dict[str, tuple[int, ...]]:
+    def _shapes(self, form: MapForm, order: int) -> dict[str, tuple[int, ...]]:
         return form.shapes(inner=self.inner, dt_rank=self.dt_rank, order=order)
 
     def _reshape_(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Hold tensors of these shapes, and of those that not every form has no others; what they held is gone."""
-        if self.form != Form.of(shapes):
+        if self.form != MapForm.of(shapes):
             refuse_to_train_([self])
         for name in OF_MAPS:
             held, shape = getattr(self, name), shapes.get(name)

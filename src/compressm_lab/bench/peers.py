@@ -28,7 +28,7 @@ from compressm_lab.bench.timing import capture, median_seconds, threads_for
 from compressm_lab.runs.measurement import Measurement, Row
 from compressm_lab.training.building import DTYPES
 
-Scan = Callable[[Tensor, Tensor], Tensor]
+PeerScan = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Peer(ABC):
     precisions: ClassVar[tuple[str, ...]] = ("float32",)
 
     @abstractmethod
-    def scan(self, problem: Problem) -> Scan:
+    def scan(self, problem: Problem) -> PeerScan:
         """From (poles, inputs) in its layout to every h; raises ImportError where its package is not here."""
 
     @abstractmethod
@@ -77,7 +77,7 @@ class Ours(Peer):
     name: str = "compressm"
     precisions: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")
 
-    def scan(self, problem: Problem) -> Scan:
+    def scan(self, problem: Problem) -> PeerScan:
         return lambda log_poles, x: linear_recurrence(x, log_poles)[0]
 
     def poles(self, problem: Problem) -> Tensor:
@@ -96,12 +96,12 @@ class ComplexPeer(Peer):
     """(batch, length, n), or (batch, n, length) where `time_last`; λ at every step, or once where `constant`."""
 
     name: str
-    load: Callable[[], Scan]
+    load: Callable[[], PeerScan]
     time_last: bool = False
     constant: bool = False
     gpu_only: bool = False
 
-    def scan(self, problem: Problem) -> Scan:
+    def scan(self, problem: Problem) -> PeerScan:
         return self.load()
 
     def poles(self, problem: Problem) -> Tensor:
@@ -120,12 +120,12 @@ class PairPeer(Peer):
     """(2, batch, n, length): real and imaginary parts as two real channels, λ at every step."""
 
     name: str
-    load: Callable[[], Scan]
+    load: Callable[[], PeerScan]
     gpu_only: bool = True
     longest: int | None = None
     precisions: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")
 
-    def scan(self, problem: Problem) -> Scan:
+    def scan(self, problem: Problem) -> PeerScan:
         return self.load()
 
     def poles(self, problem: Problem) -> Tensor:
@@ -144,10 +144,10 @@ class RotatedPeer(Peer):
     """A scan with real λ: (log |λ|, z) of shape (batch, length, n, 2), where z[t] = e^{−iθt} x[t]."""
 
     name: str
-    load: Callable[[], Scan]
+    load: Callable[[], PeerScan]
     gpu_only: bool = False
 
-    def scan(self, problem: Problem) -> Scan:
+    def scan(self, problem: Problem) -> PeerScan:
         real_scan = self.load()
         steps = torch.arange(problem.x.shape[1], dtype=torch.float64, device=problem.x.device)[:, None]
         angles = steps * problem.log_poles[1].double()
@@ -169,7 +169,7 @@ class RotatedPeer(Peer):
         return own
 
 
-def _loop_peer() -> Scan:
+def _loop_peer() -> PeerScan:
     def scan(poles: Tensor, x: Tensor) -> Tensor:
         h, history = torch.zeros_like(x[:, 0]), []
         for step in x.unbind(1):
@@ -180,7 +180,7 @@ def _loop_peer() -> Scan:
     return scan
 
 
-def _torch_tree() -> Scan:
+def _torch_tree() -> PeerScan:
     from torch._higher_order_ops.associative_scan import associative_scan
 
     def then(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -189,7 +189,7 @@ def _torch_tree() -> Scan:
     return lambda poles, x: associative_scan(then, (poles, x), 1, combine_mode="generic")[1]
 
 
-def _torch_compiled() -> Scan:
+def _torch_compiled() -> PeerScan:
     import torch._dynamo
     from torch._higher_order_ops.associative_scan import associative_scan
 
@@ -206,26 +206,26 @@ def _torch_compiled() -> Scan:
     return torch.compile(scan, dynamic=False)
 
 
-def _accelerated_scan() -> Scan:
+def _accelerated_scan() -> PeerScan:
     from accelerated_scan.complex import scan
 
     return scan
 
 
-def _assoc_scan() -> Scan:
+def _assoc_scan() -> PeerScan:
     from assoc_scan import AssocScan
 
     return AssocScan()
 
 
-def _s5() -> Scan:
+def _s5() -> PeerScan:
     from s5.jax_compat import associative_scan
     from s5.s5_model import binary_operator
 
     return lambda poles, x: associative_scan(binary_operator, (poles, x), axis=1)[1]
 
 
-def _philtorch() -> Scan:
+def _philtorch() -> PeerScan:
     from philtorch.lti import linear_recurrence as recurrence
 
     def scan(poles: Tensor, x: Tensor) -> Tensor:
@@ -235,14 +235,14 @@ def _philtorch() -> Scan:
     return scan
 
 
-def _mambapy() -> Scan:
+def _mambapy() -> PeerScan:
     from mambapy.pscan import pscan
 
     return lambda log_modulus, x: pscan(torch.exp(log_modulus), x)
 
 
-def _hgrn(name: str) -> Callable[[], Scan]:
-    def load() -> Scan:
+def _hgrn(name: str) -> Callable[[], PeerScan]:
+    def load() -> PeerScan:
         from fla.ops import hgrn
 
         kernel = getattr(hgrn, name)

@@ -58,7 +58,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Leg:
     """Training at one order: so many gradient steps and evaluations."""
 
     order: float
@@ -85,7 +85,7 @@ class Prediction:
         return self.whole / self.reduced
 
 
-def predict(costs: Costs, stretches: Sequence[Stretch]) -> Prediction:
+def predict(costs: Costs, stretches: Sequence[Leg]) -> Prediction:
     """Of a training whose orders fall from stretch to stretch."""
     first = stretches[0].order
     steps = sum(stretch.steps for stretch in stretches)
@@ -99,14 +99,14 @@ def predict(costs: Costs, stretches: Sequence[Stretch]) -> Prediction:
     )
 
 
-def stretches_of(path: Sequence[tuple[int, float]], steps: int, evaluations: Sequence[int]) -> list[Stretch]:
+def stretches_of(path: Sequence[tuple[int, float]], steps: int, evaluations: Sequence[int]) -> list[Leg]:
     """From (step, order from there on), the first at step 0; at the step of a cut the evaluation comes after it."""
     ends = [step for step, _ in path[1:]] + [steps]
     found = []
     for (begin, order), end in zip(path, ends, strict=True):
         last = end == steps
         inside = [step for step in evaluations if begin <= step and (step <= end if last else step < end)]
-        found.append(Stretch(order, end - begin, len(inside)))
+        found.append(Leg(order, end - begin, len(inside)))
     return found
 
 
@@ -124,7 +124,7 @@ class NotChecked(Exception):  # noqa: N818 - read as a sentence
         self.measurement, self.stopped = measurement, stopped
 
 
-class Sample(NamedTuple):
+class TurnSeconds(NamedTuple):
     """Seconds of one turn."""
 
     train: float
@@ -181,7 +181,7 @@ def measure_costs(
     """At every order, in turns: what else a machine does falls on all alike. A cut from the smallest leaves half."""
     task, rising = placed(task, device), sorted(set(orders))
     below = dict(zip(rising, [max(1, rising[0] // 2), *rising], strict=False))
-    found: dict[int, list[Sample]] = {order: [] for order in rising}
+    found: dict[int, list[TurnSeconds]] = {order: [] for order in rising}
     with products_in(recipe.training.precision):
         _cut_seconds(recipe, task, rising[0], below[rising[0]], device)  # what libraries load at a first cut
         benches = {order: Bench.of(recipe, task, order, device) for order in rising}
@@ -191,9 +191,9 @@ def measure_costs(
             progress(f"{recipe.name}, n = {', '.join(map(str, rising))}, turn {turn + 1} of {repeats}")
             for order, bench in benches.items():
                 cut = _cut_seconds(recipe, task, order, below[order], device)
-                found[order].append(Sample(bench.step_seconds(), bench.evaluation_seconds(), cut))
+                found[order].append(TurnSeconds(bench.step_seconds(), bench.evaluation_seconds(), cut))
         recapture = statistics.median(_recapture(bench) for bench in benches.values())
-    middle = [Sample(*map(statistics.median, zip(*samples, strict=True))) for samples in found.values()]
+    middle = [TurnSeconds(*map(statistics.median, zip(*samples, strict=True))) for samples in found.values()]
     steps, evaluations, cuts = zip(*middle, strict=True)
     return Costs(tuple(map(float, rising)), steps, evaluations, cuts, recapture)
 
@@ -303,7 +303,7 @@ def _cost_row(recipe: Recipe, costs: Costs, k: int, device: str) -> Row:
     }
 
 
-def _schedule_row(recipe: Recipe, device: str, stretches: Sequence[Stretch], found: Prediction) -> Row:
+def _schedule_row(recipe: Recipe, device: str, stretches: Sequence[Leg], found: Prediction) -> Row:
     return {
         "what": "schedule",
         "recipe": recipe.name,

@@ -83,7 +83,7 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
-class Precision(StrEnum):
+class PrecisionChoice(StrEnum):
     """Of the activations; parameters are float32, as is everything in tf32 but products on a GPU."""
 
     float32 = "float32"
@@ -145,8 +145,8 @@ def cut(
         typer.Option(parser=count, metavar="INTEGER", help="States to keep in every layer. Default: as in the paper."),
     ] = None,
     precision: Annotated[
-        Precision, typer.Option(help="Of the activations, where --task is given.")
-    ] = Precision.float32,
+        PrecisionChoice, typer.Option(help="Of the activations, where --task is given.")
+    ] = PrecisionChoice.float32,
     repeats: RepeatsOption = 5,
     out: OutOption = OUT,
 ) -> None:
@@ -181,7 +181,7 @@ def growth(
     device: DeviceOption = Device.cpu,
     axis: Annotated[list[Axis] | None, typer.Option(help="What grows; again for more. Default: all three.")] = None,
     precision: Annotated[
-        list[Precision] | None,
+        list[PrecisionChoice] | None,
         typer.Option(help="Of the activations; again for more. Default: float32, on a GPU bfloat16 too."),
     ] = None,
     compiled: CompileOption = False,
@@ -449,8 +449,8 @@ def step(
         ),
     ] = None,
     precision: Annotated[
-        Precision, typer.Option(help="Of the activations, where --task or --order is given.")
-    ] = Precision.float32,
+        PrecisionChoice, typer.Option(help="Of the activations, where --task or --order is given.")
+    ] = PrecisionChoice.float32,
     compiled: CompileOption = False,
     repeats: RepeatsOption = 9,
     out: OutOption = OUT,

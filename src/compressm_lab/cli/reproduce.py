@@ -16,8 +16,8 @@ from rich.table import Table
 from compressm.cli import INTERRUPTED
 from compressm.cli.options import PathError, count, number, require_writable
 from compressm_lab.experiments.catalogue import Experiment, exhibit, experiment_names, find_experiment
-from compressm_lab.experiments.engine import Outcome, Plan, conduct, require_ready, require_same_recipes
-from compressm_lab.experiments.executors import Executor, Processes, Slurm, SlurmOptions, heard_as_ctrl_c
+from compressm_lab.experiments.engine import Campaign, Outcome, conduct, require_ready, require_same_recipes
+from compressm_lab.experiments.executors import Executor, LocalExecutor, SlurmExecutor, SlurmOptions, heard_as_ctrl_c
 from compressm_lab.runs.measurement import Measurement, MeasurementError
 from compressm_lab.runs.paper import paper_labels, read_paper
 from compressm_lab.runs.records import RunError
@@ -94,10 +94,10 @@ def command(
 
 
 def _executor(where: Where, processes: int, folder: Path, options: SlurmOptions, data: Path | None) -> Executor:
-    return Processes(processes, data) if where is Where.local else Slurm(folder / "slurm", options, data)
+    return LocalExecutor(processes, data) if where is Where.local else SlurmExecutor(folder / "slurm", options, data)
 
 
-def _train(name: str, plan: Plan, executor: Executor, data: Path | None) -> Outcome:
+def _train(name: str, plan: Campaign, executor: Executor, data: Path | None) -> Outcome:
     trainings = plan.trainings()
     done = sum(training.state == "done" for training in trainings)
     _say(f"{name}: {len(trainings)} training{'' if len(trainings) == 1 else 's'}, {done} done")
@@ -113,7 +113,7 @@ def _train(name: str, plan: Plan, executor: Executor, data: Path | None) -> Outc
         return conduct(plan, executor, say)
 
 
-def _report(wanted: Experiment, plan: Plan, out: Path, quick: bool) -> None:
+def _report(wanted: Experiment, plan: Campaign, out: Path, quick: bool) -> None:
     from compressm_lab.reports.reproduction import write_reproduction  # matplotlib takes a second to import
 
     shown = exhibit(wanted, plan, quick=quick)
@@ -122,7 +122,7 @@ def _report(wanted: Experiment, plan: Plan, out: Path, quick: bool) -> None:
     _say(f"report: {path}{' and report.html' if shown.runs else ', without a page: no run has begun'}")
 
 
-def _end(plan: Plan, outcome: Outcome) -> None:
+def _end(plan: Campaign, outcome: Outcome) -> None:
     trainings = plan.trainings(outcome.failed)
     left = [training for training in trainings if training.state != "done"]
     _say(f"{len(trainings) - len(left)} of {len(trainings)} trainings are done")
@@ -135,7 +135,7 @@ def _end(plan: Plan, outcome: Outcome) -> None:
         raise typer.Exit(1)
 
 
-def _show(wanted: Experiment, plan: Plan, data: Path | None) -> None:
+def _show(wanted: Experiment, plan: Campaign, data: Path | None) -> None:
     words = {"done": "done", "begun": "goes on", "new": "begins"}
     if wanted.measures:
         _say(f"{wanted.label}: compressm bench {wanted.measures}")

@@ -36,7 +36,7 @@ from compressm_lab.experiments.comparisons import Comparison, comparison
 from compressm_lab.experiments.recipes import BASELINE, find_recipe, recipe_names
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.records import Evaluation, PenaltyRecord, RunError, TruncationRecord
-from compressm_lab.training import ConfigError, Diverged, Interrupted, Listener, Plan, Recipe, Silent, train
+from compressm_lab.training import ConfigError, Diverged, Interrupted, Plan, Recipe, RunLogger, Silent, train
 from compressm_lab.training.loggers import Several, TensorBoard
 from compressm_lab.training.parallel import process_group
 from compressm_lab.training.reading import make_recipe
@@ -151,7 +151,7 @@ def _train(
         train(recipe, task, folder, device=device, resume=resume, **parts)
         return
     with spoken() as listener:
-        listeners: list[Listener] = [listener, TensorBoard(folder / "tensorboard") if tensorboard else Silent()]
+        listeners: list[RunLogger] = [listener, TensorBoard(folder / "tensorboard") if tensorboard else Silent()]
         train(recipe, task, folder, device=device, resume=resume, listener=Several(*listeners), **parts)
     _say(f"run: {folder}; `compressm report {shlex.quote(str(folder))}` shows it")
 

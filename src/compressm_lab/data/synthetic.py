@@ -69,7 +69,7 @@ class DelayedCopy(DataSet):
         return found[torch.randperm(len(found), generator=generator)[:count]]
 
 
-class Teacher(NamedTuple):
+class TeacherSystem(NamedTuple):
     """h[t] = λ ⊙ h[t−1] + B u[t], y[t] = Re(C h[t])."""
 
     poles: Complex[Tensor, " n"]
@@ -110,7 +110,7 @@ class LTITeacher(DataSet):
     def form(self) -> Form:
         return Form(length=self.length, classes=self.outputs, kind=TaskKind.REGRESS, channels=self.inputs)
 
-    def teacher(self) -> Teacher:
+    def teacher(self) -> TeacherSystem:
         """The system that the targets come from; scaled so that white noise gives outputs of variance 1."""
         generator = seeded("lti teacher", self.seed)
         low, high = self.smallest_radius, self.largest_radius
@@ -119,7 +119,7 @@ class LTITeacher(DataSet):
         angle = self.angle * torch.rand(self.order, generator=generator, dtype=torch.float64)
         B = torch.randn(self.order, self.inputs, generator=generator, dtype=torch.complex128)
         C = torch.randn(self.outputs, self.order, generator=generator, dtype=torch.complex128)
-        teacher = Teacher(torch.polar(radius, angle), B, C)
+        teacher = TeacherSystem(torch.polar(radius, angle), B, C)
         # ‖G‖₂² of each output, summed to where every mode has decayed below 1e-16.
         steps = math.ceil(37 / -math.log(high)) + 1 if high > 0 else 1
         power = impulse_response(teacher, min(steps, 100_000)).square().sum(dim=(0, 2))
@@ -139,7 +139,7 @@ class LTITeacher(DataSet):
         return Splits(*splits)
 
 
-def impulse_response(teacher: Teacher, length: int) -> Float[Tensor, "{length} outputs inputs"]:
+def impulse_response(teacher: TeacherSystem, length: int) -> Float[Tensor, "{length} outputs inputs"]:
     """Re(C Λᵗ B)."""
     powers = teacher.poles[None] ** torch.arange(length)[:, None]
     return torch.einsum("on,tn,ni->toi", teacher.C, powers, teacher.B).real

@@ -14,7 +14,7 @@ from compressm_lab.training.config import Recipe
 
 ORDER, TOTAL, TEACHER = "ORDER", "TOTAL", "TEACHER"
 # "begun": a process was stopped, or is at it; "waits": for the order of other runs, or for its teacher.
-State = Literal["done", "begun", "new", "waits"]
+TrainingState = Literal["done", "begun", "new", "waits"]
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Training:
         return self.run.finished
 
     @property
-    def state(self) -> State:
+    def state(self) -> TrainingState:
         """As the disk has it now."""
         if not self.arm.known:
             return "waits"

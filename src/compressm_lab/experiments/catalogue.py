@@ -10,7 +10,7 @@ from typing import Any, Literal
 from compressm.errors import did_you_mean
 from compressm_lab.experiments import paper
 from compressm_lab.experiments.arms import Arm
-from compressm_lab.experiments.engine import Plan
+from compressm_lab.experiments.engine import Campaign
 from compressm_lab.experiments.paper import QUICK, QUICK_DEEP, QUICK_MAMBA, SMNIST, Setting
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.paper import Compared, Exhibit, paper_labels, read_paper
@@ -43,12 +43,12 @@ class Experiment:
     measures: str = ""
     head: float = 1.0
 
-    def plan(self, folder: Path, seeds: int | None = None) -> Plan:
+    def plan(self, folder: Path, seeds: int | None = None) -> Campaign:
         """Its trainings below `folder`/runs; others may share them."""
-        return Plan(self.arms, range(seeds or self.seeds), folder / "runs")
+        return Campaign(self.arms, range(seeds or self.seeds), folder / "runs")
 
 
-def exhibit(shown: Experiment, plan: Plan, *, quick: bool) -> Exhibit:
+def exhibit(shown: Experiment, plan: Campaign, *, quick: bool) -> Exhibit:
     """All runs that are there, finished or not, in the cells of the paper."""
     cells = []
     for arm, resolved in plan.resolved():

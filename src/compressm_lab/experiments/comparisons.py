@@ -18,7 +18,7 @@ from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.training import ConfigError, DistillationConfig, Recipe, RegulariserConfig
 from compressm_lab.training.building import batch_on
 from compressm_lab.training.penalty import Penalty
-from compressm_lab.training.steps import Objective, Outcome
+from compressm_lab.training.steps import Objective, StepResult
 
 _ASKED_AT_ONCE = 500  # examples
 
@@ -81,7 +81,7 @@ class Distilled:
             with autocast:
                 self.teacher.keep((batch.inputs, batch.lengths) for batch in batches)
 
-    def __call__(self, model: nn.Module, batch: Batch) -> Outcome:
+    def __call__(self, model: nn.Module, batch: Batch) -> StepResult:
         logits = model(batch.inputs, batch.lengths).float()
         asked = batch.targets != IGNORED
         loss = distillation_loss(
@@ -92,7 +92,7 @@ class Distilled:
             alpha=self.config.alpha,
             ignored=IGNORED,
         )
-        return Outcome(loss, (logits.detach().argmax(-1) == batch.targets).sum(), asked.sum())
+        return StepResult(loss, (logits.detach().argmax(-1) == batch.targets).sum(), asked.sum())
 
     def _answers(self, batch: Batch) -> Tensor:
         if self.teacher.keeps:

@@ -13,7 +13,7 @@ import torch
 
 from compressm_lab.data import Store, make
 from compressm_lab.experiments.arms import Arm, Training
-from compressm_lab.experiments.engine import Plan
+from compressm_lab.experiments.engine import Campaign
 from compressm_lab.runs.directory import find_runs
 from compressm_lab.runs.measurement import Measurement, Row
 from compressm_lab.runs.run import read_run
@@ -30,13 +30,13 @@ MODELS: dict[str, tuple[str, ...]] = {
 Progress = Callable[[str, int, int], None]
 
 
-def plan(out: Path, seeds: int, settings: Sequence[str] = ()) -> Plan:
+def plan(out: Path, seeds: int, settings: Sequence[str] = ()) -> Campaign:
     """All trainings, seed by seed: what else the machine does falls on all models alike."""
     arms = (
         Arm("", label, "", "digits", label.replace(" ", "-"), (*settings, *differs, f"label={label!r}"))
         for label, differs in MODELS.items()
     )
-    return Plan(tuple(arms), range(seeds), out / "runs", by_seed=True)
+    return Campaign(tuple(arms), range(seeds), out / "runs", by_seed=True)
 
 
 def collect(out: Path) -> Measurement:
@@ -61,7 +61,7 @@ def collect(out: Path) -> Measurement:
     return Measurement("demo", "Digits: large, small and compressed", 1, rows)
 
 
-def run(wanted: Plan, *, processes: int, progress: Progress) -> None:
+def run(wanted: Campaign, *, processes: int, progress: Progress) -> None:
     """Train all of it, `processes` at a time; the first error ends it.
 
     In one pool of processes, since trainings of seconds would take longer to load each in its own than to train.

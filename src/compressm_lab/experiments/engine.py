@@ -25,7 +25,7 @@ UnderWay = dict[tuple[str, int], tuple[Training, Started]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class Campaign:
     """Arms × seeds below one folder, read from the disk each time; arm by arm, or seed by seed."""
 
     arms: tuple[Arm, ...]
@@ -148,7 +148,7 @@ class Outcome:
     interrupted: bool = False
 
 
-def conduct(plan: Plan, executor: Executor, say: Say = lambda line: None) -> Outcome:
+def conduct(plan: Campaign, executor: Executor, say: Say = lambda line: None) -> Outcome:
     """Train what is not done; Ctrl-C has every training save and end, and the outcome says so."""
     before = _done(plan, ())
     outcome = Outcome(before, before)
@@ -171,11 +171,11 @@ def conduct(plan: Plan, executor: Executor, say: Say = lambda line: None) -> Out
     return outcome
 
 
-def _done(plan: Plan, failed: Collection[tuple[str, int]]) -> int:
+def _done(plan: Campaign, failed: Collection[tuple[str, int]]) -> int:
     return sum(training.finished for training in plan.trainings(failed) if training.arm.known)
 
 
-def _submit(plan: Plan, executor: Executor, outcome: Outcome, under_way: UnderWay) -> None:
+def _submit(plan: Campaign, executor: Executor, outcome: Outcome, under_way: UnderWay) -> None:
     """Whatever is ready and was not begun yet."""
     for training in plan.trainings(outcome.failed):
         asked = training.key in under_way or training.key in outcome.failed

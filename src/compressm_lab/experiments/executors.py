@@ -60,7 +60,7 @@ class Executor(ABC):
 
 
 @final
-class Processes(Executor):
+class LocalExecutor(Executor):
     """So many at a time on this machine. A signal reaches a training once: a second would keep it from saving."""
 
     def __init__(self, count: int, data: Path | None = None) -> None:
@@ -166,7 +166,7 @@ class SlurmOptions:
 
 
 @final
-class Slurm(Executor):
+class SlurmExecutor(Executor):
     """One job a training, by submitit; it writes the same records as a process of this machine."""
 
     patience = 10.0

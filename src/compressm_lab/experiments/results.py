@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from compressm_lab.experiments.arms import TEACHER, Arm
-from compressm_lab.experiments.engine import Plan
+from compressm_lab.experiments.engine import Campaign
 from compressm_lab.experiments.recipes import BASELINE
 from compressm_lab.experiments.rows import ResultFile, concurrency, count, options, outcome, train_and_write
 from compressm_lab.runs.directory import RunDirectory
@@ -103,12 +103,12 @@ class Lineup:
         place = (variant.recipe or self.recipe, f"{self.name}-{name}-{steps}")
         return Arm(task, variant.label, "", *place, settings, teacher=teacher, once=variant.once)
 
-    def plan(self, out: Path, names: Sequence[str], seeds: range, steps: int | None = None, task: str = "") -> Plan:
+    def plan(self, out: Path, names: Sequence[str], seeds: range, steps: int | None = None, task: str = "") -> Campaign:
         """All trainings of these variants, seed by seed."""
         arms = tuple(self.arm(name, steps or self.steps, task) for name in dict.fromkeys(names))
-        return Plan(arms, seeds, out / "runs", by_seed=True)
+        return Campaign(arms, seeds, out / "runs", by_seed=True)
 
-    def file(self, out: Path, plan: Plan, steps: int | None = None) -> ResultFile:
+    def file(self, out: Path, plan: Campaign, steps: int | None = None) -> ResultFile:
         """Where the rows of the plan go."""
         path = out / f"results-{self.name}.json"
         return ResultFile(path, self.title, plan.trainings(), _found, steps or self.steps)

@@ -18,8 +18,8 @@ from statistics import median
 from compressm.errors import SavingError
 from compressm.files import replacing
 from compressm_lab.experiments.arms import Training
-from compressm_lab.experiments.engine import Plan, conduct, require_ready, require_same_recipes
-from compressm_lab.experiments.executors import Processes, heard_as_ctrl_c
+from compressm_lab.experiments.engine import Campaign, conduct, require_ready, require_same_recipes
+from compressm_lab.experiments.executors import LocalExecutor, heard_as_ctrl_c
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.measurement import Environment, Measurement, MeasurementError, Row
 from compressm_lab.runs.records import RunError
@@ -253,7 +253,7 @@ def options(parser: argparse.ArgumentParser, *, seeds: int, steps: str, processe
 
 
 def train_and_write(
-    parser: argparse.ArgumentParser, given: argparse.Namespace, plan: Plan, files: Sequence[ResultFile]
+    parser: argparse.ArgumentParser, given: argparse.Namespace, plan: Campaign, files: Sequence[ResultFile]
 ) -> list[Path]:
     """Train what is not done yet and write every file; then an error where trainings are missing in them."""
     try:
@@ -276,12 +276,12 @@ def train_and_write(
     return [file.path for file in files]
 
 
-def train(plan: Plan, processes: int, data: Path | None) -> None:
+def train(plan: Campaign, processes: int, data: Path | None) -> None:
     """What is not done yet, `processes` at a time; how each ended is printed.
 
     After Ctrl-C, or what ends a process politely, trainings save; exit 130.
     """
-    executor, wanted = Processes(processes, data), plan.trainings()
+    executor, wanted = LocalExecutor(processes, data), plan.trainings()
     require_ready(wanted, executor, data, _said)
     for training in wanted:
         if training.finished:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from compressm_lab.runs.groups import Sample
+from compressm_lab.runs.groups import Statistic
 from compressm_lab.runs.measurement import Row
 
 _Key = TypeVar("_Key")
@@ -55,7 +55,7 @@ NOTHING = "–"
 _UNITS = ((2 * 3600.0, 3600.0, "h"), (120.0, 60.0, "min"), (1.0, 1.0, "s"), (0.0, 1e-3, "ms"))
 
 
-def plus_minus(sample: Sample | None, *, factor: float = 1.0, digits: int = 2) -> str:
+def plus_minus(sample: Statistic | None, *, factor: float = 1.0, digits: int = 2) -> str:
     """Mean ± standard deviation with so many digits after the point; no ± for one seed."""
     if sample is None:
         return NOTHING
@@ -63,7 +63,7 @@ def plus_minus(sample: Sample | None, *, factor: float = 1.0, digits: int = 2) -
     return centre if sample.spread is None else f"{centre} ± {factor * sample.spread:.{digits}f}"
 
 
-def rounded(sample: Sample | None, *, figures: int = 3) -> str:
+def rounded(sample: Statistic | None, *, figures: int = 3) -> str:
     """Mean ± standard deviation, so that the mean shows `figures` digits."""
     if sample is None or not sample.centre or not math.isfinite(sample.centre):
         return NOTHING if sample is None else number(sample.centre)
@@ -77,20 +77,20 @@ def rounded(sample: Sample | None, *, figures: int = 3) -> str:
     return plus_minus(sample, digits=digits + fine)
 
 
-def order(sample: Sample | None) -> str:
+def order(sample: Statistic | None) -> str:
     """A whole number where it is one in every seed."""
     if sample is not None and not sample.spread and sample.centre == round(sample.centre):
         return f"{sample.centre:.0f}"
     return plus_minus(sample, digits=1)
 
 
-def clock(sample: Sample | None) -> str:
+def clock(sample: Statistic | None) -> str:
     """In the unit that suits it, from milliseconds to hours."""
     if sample is None:
         return NOTHING
     _, size, unit = next(entry for entry in _UNITS if sample.centre >= entry[0])
     spread = None if sample.spread is None else sample.spread / size
-    return f"{rounded(Sample(sample.centre / size, spread, sample.count))} {unit}"
+    return f"{rounded(Statistic(sample.centre / size, spread, sample.count))} {unit}"
 
 
 def number(value: float | None, *, figures: int = 3) -> str:

@@ -41,7 +41,7 @@ SNAPSHOTS = 150
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Episode:
     """Snapshots between two restorations, over which orders only fall; values[k, j] is state j at steps[k].
 
     `resolved`: snapshots are close enough to follow states through crossings; otherwise none cross.
@@ -81,7 +81,7 @@ class History:
             found.append(float(bottom_shares(sigma)[math.floor(part * len(sigma))]))
         return found
 
-    def stretches(self) -> list[Stretch]:
+    def stretches(self) -> list[Episode]:
         """States followed by linear assignment, or by rank, anew after every restoration."""
         parts: list[list[Spectrum]] = []
         for found in self.snapshots:
@@ -113,12 +113,12 @@ def _thinned(spectra: Sequence[Spectrum]) -> list[Spectrum]:
     return [found for k, found in enumerate(spectra) if k in kept]
 
 
-def _followed(part: Sequence[Spectrum]) -> Stretch:
+def _followed(part: Sequence[Spectrum]) -> Episode:
     spectra = [torch.tensor(found.sigma, dtype=torch.float64) for found in part]
     margins = [math.nan if found.weyl_bound is None else float(found.weyl_bound) for found in part]
     steps = [found.step for found in part]
     paths = trajectories(spectra)
-    return Stretch(steps, paths.values, margins, int(paths.crossings.sum()), paths.resolved)
+    return Episode(steps, paths.values, margins, int(paths.crossings.sum()), paths.resolved)
 
 
 # More values or lines in one panel could not be told apart, and a page with many layers would weigh megabytes.
@@ -158,7 +158,7 @@ def hankel_chart(group: Group, *, folded: bool = False) -> Chart | str:
 
 
 def _rows(
-    run: Run, history: History, stretches: Sequence[Stretch], *, deep: bool, bounded: bool
+    run: Run, history: History, stretches: Sequence[Episode], *, deep: bool, bounded: bool
 ) -> list[tuple[Panel, ...]]:
     """Without the panel of bounds where no layer has one."""
     prefix = f"{short_names(run.modules)[history.module]}: " if len(run.modules) > 1 else ""
@@ -171,7 +171,7 @@ def _rows(
     return [panels] if deep or not bounded else [panels[:2], panels[2:]]
 
 
-def _caption(run: Run, found: Sequence[History], followed: Sequence[Sequence[Stretch]]) -> str:
+def _caption(run: Run, found: Sequence[History], followed: Sequence[Sequence[Episode]]) -> str:
     resolved = all(stretch.resolved for stretches in followed for stretch in stretches)
     largest = max(len(snapshot.sigma) for history in found for snapshot in history.snapshots)
     bounded = any(history.bounds for history in found)
@@ -240,7 +240,7 @@ def _bound_panel(run: Run, history: History, prefix: str) -> Panel:
     return Panel(f"{prefix}max |eig δH|", words, draw, pad=title_pad(run))
 
 
-def _path_panel(run: Run, history: History, stretches: Sequence[Stretch], prefix: str) -> Panel:
+def _path_panel(run: Run, history: History, stretches: Sequence[Episode], prefix: str) -> Panel:
     def draw(axes: Axes) -> None:
         for stretch in stretches:
             draw_paths(axes, stretch)
@@ -255,7 +255,7 @@ def _path_panel(run: Run, history: History, stretches: Sequence[Stretch], prefix
     return Panel(f"{prefix}states followed", words, draw, pad=title_pad(run))
 
 
-def draw_paths(axes: Axes, stretch: Stretch) -> None:
+def draw_paths(axes: Axes, stretch: Episode) -> None:
     """States over steps, each in the colour of its rank, with the bound on its change as a margin."""
     values = stretch.values.numpy()
     states = _chosen(values)

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from compressm_lab.reports.panels import BLUE, GREY, ORANGE, PAPER, RAMP, RED, Chart, Panel, legend_below, shades
-from compressm_lab.runs.groups import Group, Sample, machines, reference, speed_up
+from compressm_lab.runs.groups import Group, Statistic, machines, reference, speed_up
 from compressm_lab.runs.paper import Compared, Exhibit
 
 _SHOWN = "Circles are the mean of the three best seeds by validation, or of all where there are fewer than three; bars \
@@ -57,7 +57,7 @@ def named(group: Group, groups: Sequence[Group]) -> str:
     return f"{group.name}, {group.label}" if len({other.name for other in groups}) > 1 else group.label
 
 
-def best_known(group: Group) -> Sample | None:
+def best_known(group: Group) -> Statistic | None:
     """Top 3 where there are three."""
     return group.top(3) or group.top()
 

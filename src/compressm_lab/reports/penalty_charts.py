@@ -24,7 +24,7 @@ from compressm_lab.reports.panels import (
     plain_ticks,
     positive_heights,
 )
-from compressm_lab.runs.groups import Group, Sample
+from compressm_lab.runs.groups import Group, Statistic
 
 _COLOURS = (BLUE, ORANGE, GREEN, PURPLE, RED)
 _PENALTY = (
@@ -147,7 +147,7 @@ def _ends(group: Group) -> tuple[float, float]:
 
 def _penalty_row(group: Group, groups: Sequence[Group]) -> tuple[str, ...]:
     records = [run.penalties[-1] for run in group.runs if run.penalties]
-    each = Sample.of(record.seconds / max(record.evaluations, 1) for record in records)
+    each = Statistic.of(record.seconds / max(record.evaluations, 1) for record in records)
     steps = [max((e.step_seconds for e in run.evaluations), default=0.0) for run in group.runs if run.penalties]
     shares = [record.seconds / spent for record, spent in zip(records, steps, strict=True) if spent]
     first, last = _ends(group)
@@ -159,7 +159,7 @@ def _penalty_row(group: Group, groups: Sequence[Group]) -> tuple[str, ...]:
         number(last),
         f"{max(record.evaluations for record in records)} times",
         clock(each),
-        plus_minus(Sample.of(shares), factor=100.0) + " %" if shares else NOTHING,
+        plus_minus(Statistic.of(shares), factor=100.0) + " %" if shares else NOTHING,
     )
 
 
@@ -169,10 +169,10 @@ def _truncation_rows(group: Group, groups: Sequence[Group]) -> list[tuple[str, .
     return rows + [_truncation_row("", cut, whole) for cut in _truncated(group)]
 
 
-def _truncation_row(name: str, group: Group, whole: Sample | None) -> tuple[str, ...]:
+def _truncation_row(name: str, group: Group, whole: Statistic | None) -> tuple[str, ...]:
     sample, order = best_known(group), group.order
     records = [r for run in group.finished for r in run.truncations if r.order == group.truncated]
-    bound = Sample.of(record.error_bound for record in records if record.split == "test")
+    bound = Statistic.of(record.error_bound for record in records if record.split == "test")
     loss = None if sample is None or whole is None else scale(group, sample.centre - whole.centre)
     shown = plus_minus(sample, factor=100.0) if group.metric == "accuracy" else rounded(sample)
     return (

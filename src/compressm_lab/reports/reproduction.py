@@ -14,7 +14,7 @@ from compressm_lab.reports.measurements import draw, markdown
 from compressm_lab.reports.outcome_charts import seeds_chart
 from compressm_lab.reports.panels import Chart
 from compressm_lab.reports.run_report import Section, write_report
-from compressm_lab.runs.groups import Sample
+from compressm_lab.runs.groups import Statistic
 from compressm_lab.runs.measurement import Measurement
 from compressm_lab.runs.paper import Compared, Exhibit, PaperItem, Quantity
 
@@ -75,7 +75,7 @@ def _both(exhibit: Exhibit, cell: Compared | None, quantity: Quantity) -> str:
     return ours if theirs is None else f"{ours}\n({show(theirs)})"
 
 
-def shown(quantity: Quantity) -> Callable[[Sample | None], str]:
+def shown(quantity: Quantity) -> Callable[[Statistic | None], str]:
     """As many digits as the paper gives."""
     if quantity == "order":
         return order

@@ -25,14 +25,14 @@ from compressm_lab.reports.outcome_charts import missing_references, named, outc
 from compressm_lab.reports.panels import Chart, inline_svg, write_files
 from compressm_lab.reports.penalty_charts import penalty_chart, penalty_grid, truncation_grid
 from compressm_lab.reports.time_charts import time_chart, timer_chart
-from compressm_lab.runs.directory import State
-from compressm_lab.runs.groups import Group, Sample, flat, group_runs, reference, speed_up
+from compressm_lab.runs.directory import RunState
+from compressm_lab.runs.groups import Group, Statistic, flat, group_runs, reference, speed_up
 from compressm_lab.runs.measurement import Environment
 from compressm_lab.runs.records import CutRecord, RunError
 from compressm_lab.runs.run import Run
 
 FORMATS = ("png", "pdf")
-_STATES: dict[State, str] = {
+_STATES: dict[RunState, str] = {
     "running": "running, or ended without a word",
     "interrupted": "interrupted",
     "failed": "failed",
@@ -51,7 +51,7 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class RecipeSection:
     """What a reader needs to train a group again."""
 
     title: str
@@ -176,8 +176,8 @@ def _counted(count: int, thing: str) -> str:
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
-def _recipe(group: Group) -> Recipe:
-    return Recipe(
+def _recipe(group: Group) -> RecipeSection:
+    return RecipeSection(
         f"{group.name}, {group.label}",
         tuple(command(run) for run in group.runs),
         json.dumps(dict(group.shown.config), indent=2, ensure_ascii=False),
@@ -312,7 +312,7 @@ def _bounds(group: Group) -> str:
     return rounded(group.summed_bound) + (f"\n{' + '.join(parts)}" if len(parts) > 1 else "")
 
 
-def _score(group: Group, sample: Sample | None) -> str:
+def _score(group: Group, sample: Statistic | None) -> str:
     return plus_minus(sample, factor=100.0) if group.metric == "accuracy" else rounded(sample)
 
 
@@ -332,7 +332,7 @@ def _run(run: Run, above: Path) -> tuple[str, ...]:
         NOTHING if score is None else steps(score.step),
         NOTHING if score is None else show(score.validation),
         NOTHING if score is None else show(score.test),
-        clock(Sample.of([run.seconds])),
+        clock(Statistic.of([run.seconds])),
         ", ".join(map(str, orders)) or NOTHING,
         str(Path(run.path).absolute().relative_to(above)),
     )
@@ -346,7 +346,7 @@ def _cut(cut: CutRecord, *, undone: bool) -> tuple[str, ...]:
         number(cut.error_bound),
         percent(cut.measured_error),
         percent(cut.energy_lost),
-        clock(Sample.of([cut.seconds])),
+        clock(Statistic.of([cut.seconds])),
     )
 
 

@@ -31,7 +31,7 @@ from compressm_lab.runs.records import (
     TruncationRecord,
 )
 
-State = Literal["running", "finished", "interrupted", "failed"]
+RunState = Literal["running", "finished", "interrupted", "failed"]
 _Kind = TypeVar("_Kind", bound=Record)
 
 _FILES: dict[type[Record], str] = {
@@ -49,7 +49,7 @@ _FILES: dict[type[Record], str] = {
 class Status:
     """How far a run is; `message` says why where it failed."""
 
-    state: State
+    state: RunState
     step: int
     steps: int
     message: str = ""
@@ -128,7 +128,7 @@ class RunDirectory:
 
     def status(self) -> Status:
         stored = self._read("status.json")
-        known = set(stored) == {"state", "step", "steps", "message"} and stored["state"] in get_args(State)
+        known = set(stored) == {"state", "step", "steps", "message"} and stored["state"] in get_args(RunState)
         if not known or not all(type(stored[count]) is int for count in ("step", "steps")):
             raise RunError(f"{self.path / 'status.json'} holds {stored!r:.80}, expected state, step, steps and message")
         return Status(**stored)

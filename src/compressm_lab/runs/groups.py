@@ -13,7 +13,7 @@ from typing import Any
 
 from compressm_lab.runs.directory import RunDirectory, find_runs
 from compressm_lab.runs.records import RunError
-from compressm_lab.runs.run import Metric, Run, Score, read_run
+from compressm_lab.runs.run import BestScore, Metric, Run, read_run
 
 # None of these changes what is trained.
 _INCIDENTAL = ("spectra", "description", "training.checkpoint_every", "training.keep_checkpoints")
@@ -24,7 +24,7 @@ _READABLE = 3
 
 
 @dataclass(frozen=True)
-class Sample:
+class Statistic:
     """Mean and standard deviation (of a sample, n − 1) over seeds; `spread` is None for one seed."""
 
     centre: float
@@ -32,7 +32,7 @@ class Sample:
     count: int
 
     @classmethod
-    def of(cls, values: Iterable[float | None]) -> Sample | None:
+    def of(cls, values: Iterable[float | None]) -> Statistic | None:
         """None without any value."""
         found = [float(value) for value in values if value is not None]
         if not found:
@@ -80,12 +80,12 @@ class Group:
         return self.runs[0].mean_initial_order
 
     @property
-    def order(self) -> Sample | None:
+    def order(self) -> Statistic | None:
         if self.truncated is not None:
-            return Sample.of(run.truncated_order(self.truncated) for run in self.finished)
-        return Sample.of(run.mean_order for run in self.finished)
+            return Statistic.of(run.truncated_order(self.truncated) for run in self.finished)
+        return Statistic.of(run.mean_order for run in self.finished)
 
-    def score(self, run: Run) -> Score | None:
+    def score(self, run: Run) -> BestScore | None:
         """Of one of its runs."""
         return run.score if self.truncated is None else run.truncated_score(self.truncated)
 
@@ -96,12 +96,12 @@ class Group:
         scored = [(score.rank, run) for score, run in found if score and score.test is not None]
         return [run for _, run in sorted(scored, key=lambda pair: -pair[0])]
 
-    def top(self, count: int | None = None) -> Sample | None:
+    def top(self, count: int | None = None) -> Statistic | None:
         """Test values of the `count` runs that are best by validation, by default of all; None with fewer than that."""
         ranked = self.ranked[:count]
         if count is not None and len(ranked) < count:
             return None
-        return Sample.of(score.test for run in ranked if (score := self.score(run)))
+        return Statistic.of(score.test for run in ranked if (score := self.score(run)))
 
     @property
     def shown(self) -> Run:
@@ -109,13 +109,13 @@ class Group:
         return self.ranked[0] if self.ranked else max(self.runs, key=lambda run: (run.finished, run.status.step))
 
     @property
-    def seconds(self) -> Sample | None:
-        return Sample.of(run.seconds for run in self.finished)
+    def seconds(self) -> Statistic | None:
+        return Statistic.of(run.seconds for run in self.finished)
 
     @property
-    def summed_bound(self) -> Sample | None:
+    def summed_bound(self) -> Statistic | None:
         """Σ over layers and lasting cuts; None where a cut came without a bound, or there was none."""
-        return Sample.of(_summed(run) for run in self.finished)
+        return Statistic.of(_summed(run) for run in self.finished)
 
     @property
     def bounds_by_cut(self) -> list[float]:
@@ -161,12 +161,12 @@ def speed_ups(group: Group, groups: Sequence[Group]) -> list[float]:
     return [base.seconds.centre / run.seconds for run in group.finished if run.seconds]
 
 
-def speed_up(group: Group, groups: Sequence[Group]) -> Sample | None:
+def speed_up(group: Group, groups: Sequence[Group]) -> Statistic | None:
     """Mean seconds of the reference over those of the group: a mean of ratios would put the reference above 1."""
-    base, spread = reference(group, groups), Sample.of(speed_ups(group, groups))
+    base, spread = reference(group, groups), Statistic.of(speed_ups(group, groups))
     if base is None or base.seconds is None or group.seconds is None or spread is None:
         return None
-    return Sample(base.seconds.centre / group.seconds.centre, spread.spread, spread.count)
+    return Statistic(base.seconds.centre / group.seconds.centre, spread.spread, spread.count)
 
 
 def machines(runs: Iterable[Run]) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from compressm.errors import did_you_mean
-from compressm_lab.runs.groups import Group, Sample, group_runs, speed_up
+from compressm_lab.runs.groups import Group, Statistic, group_runs, speed_up
 from compressm_lab.runs.records import RunError
 from compressm_lab.runs.run import Run
 
@@ -31,13 +31,13 @@ class PaperItem:
     origin: str
     title: str
     says: str
-    values: Mapping[Key, Sample]
+    values: Mapping[Key, Statistic]
 
     @property
     def kind(self) -> str:
         return "table" if self.origin.startswith("tab:") else "figure"
 
-    def value(self, task: str, method: str, column: str, quantity: str) -> Sample | None:
+    def value(self, task: str, method: str, column: str, quantity: str) -> Statistic | None:
         """None where the paper has no such number."""
         return self.values.get((task, method, column, quantity))
 
@@ -54,12 +54,12 @@ def read_paper(label: str) -> PaperItem:
         hint = did_you_mean(label, paper_labels())
         raise RunError(f"{label!r} is not a label of the paper; expected one of {', '.join(paper_labels())}{hint}")
     stored = json.loads((FOLDER / f"{label}.json").read_text(encoding="utf-8"))
-    values: dict[Key, Sample] = {}
+    values: dict[Key, Statistic] = {}
     for row in stored.pop("rows"):
         spreads = row.get("spreads", [None] * len(row["means"]))
         for column, mean, spread in zip(row["columns"], row["means"], spreads, strict=True):
             # How many seeds a mean is of is not always said.
-            values[row["task"], row["method"], column, row["quantity"]] = Sample(float(mean), spread, 0)
+            values[row["task"], row["method"], column, row["quantity"]] = Statistic(float(mean), spread, 0)
     return PaperItem(**stored, values=values)
 
 
@@ -87,10 +87,10 @@ class Compared:
         return Group(self.column, self.runs, self.truncated) if self.runs else None
 
     @property
-    def seconds(self) -> Sample | None:
+    def seconds(self) -> Statistic | None:
         """Of a run, with what had to be trained before it."""
-        own, before = (self.group.seconds if self.group else None), Sample.of(run.seconds for run in self.before)
-        return own if own is None or before is None else Sample(own.centre + before.centre, own.spread, own.count)
+        own, before = (self.group.seconds if self.group else None), Statistic.of(run.seconds for run in self.before)
+        return own if own is None or before is None else Statistic(own.centre + before.centre, own.spread, own.count)
 
     @property
     def title(self) -> str:
@@ -137,7 +137,7 @@ class Exhibit:
     def of_task(self, task: str) -> list[Compared]:
         return [cell for cell in self.cells if cell.task == task]
 
-    def ours(self, cell: Compared, quantity: Quantity) -> Sample | None:
+    def ours(self, cell: Compared, quantity: Quantity) -> Statistic | None:
         """Accuracies in per cent: of the three best seeds by validation, or of all where there are fewer."""
         if cell.group is None:
             return None
@@ -148,11 +148,11 @@ class Exhibit:
         found = cell.group.top(1) if quantity == "best" else cell.group.top(3) or cell.group.top()
         return None if found is None else _scaled(found, 100.0 if cell.group.metric == "accuracy" else 1.0)
 
-    def theirs(self, cell: Compared, quantity: Quantity) -> Sample | None:
+    def theirs(self, cell: Compared, quantity: Quantity) -> Statistic | None:
         """Of the paper, in its own units."""
         return None if self.paper is None else self.paper.value(cell.task, cell.method, cell.column, quantity)
 
-    def _speed_up(self, cell: Compared, group: Group) -> Sample | None:
+    def _speed_up(self, cell: Compared, group: Group) -> Statistic | None:
         """With the time of teachers; as if their training had been part of each run."""
         found = speed_up(group, self._groups)
         if found is None or not cell.before or cell.seconds is None or group.seconds is None:
@@ -164,5 +164,5 @@ class Exhibit:
         return group_runs(self.runs)
 
 
-def _scaled(sample: Sample, factor: float) -> Sample:
-    return Sample(factor * sample.centre, sample.spread and factor * sample.spread, sample.count)
+def _scaled(sample: Statistic, factor: float) -> Statistic:
+    return Statistic(factor * sample.centre, sample.spread and factor * sample.spread, sample.count)

@@ -23,11 +23,11 @@ from compressm_lab.runs.records import (
 )
 
 Metric = Literal["accuracy", "loss"]
-Event = CutRecord | RestoredRecord
+RunEvent = CutRecord | RestoredRecord
 
 
 @dataclass(frozen=True)
-class Score:
+class BestScore:
     """`test` at the step where `validation` was best; None where the task has no such split."""
 
     metric: Metric
@@ -51,7 +51,7 @@ class Run:
     environment: Environment
     status: Status
     evaluations: tuple[Evaluation, ...] = ()
-    events: tuple[Event, ...] = ()
+    events: tuple[RunEvent, ...] = ()
     timings: tuple[Timing, ...] = ()
 
     @property
@@ -131,12 +131,12 @@ class Run:
         """The mean over layers of the copy cut to `order`, None where there is no such."""
         return next((record.mean_order for record in self.truncations if record.order == order), None)
 
-    def truncated_score(self, order: int) -> Score | None:
+    def truncated_score(self, order: int) -> BestScore | None:
         """Of that copy."""
         found = {record.split: record for record in self.truncations if record.order == order}
         values = {split: r.accuracy if self.metric == "accuracy" else r.loss for split, r in found.items()}
         steps = [record.step for record in found.values()]
-        return Score(self.metric, max(steps), values.get("validation"), values.get("test")) if steps else None
+        return BestScore(self.metric, max(steps), values.get("validation"), values.get("test")) if steps else None
 
     @property
     def cut_records(self) -> tuple[CutRecord, ...]:
@@ -192,7 +192,7 @@ class Run:
         return _mean(self.initial_orders.values(), default=float(self.config["model"]["order"]))
 
     @cached_property
-    def score(self) -> Score | None:
+    def score(self) -> BestScore | None:
         """Test at the best validation since the orders last changed: of a model with the orders that are reported."""
         # At the step of a cut the evaluation comes after it.
         since = max((event.step for event in self.events), default=0)
@@ -203,10 +203,10 @@ class Run:
             # Where the test split is evaluated less often, only steps with both can be reported.
             both = {step: value for step, value in validation.items() if step in test} or validation
             step = best(both, key=both.__getitem__)
-            return Score(self.metric, step, both[step], test.get(step))
+            return BestScore(self.metric, step, both[step], test.get(step))
         if test:
             step = max(test)
-            return Score(self.metric, step, None, test[step])
+            return BestScore(self.metric, step, None, test[step])
         return None
 
 
@@ -218,7 +218,7 @@ def read_run(directory: RunDirectory) -> Run:
         environment = directory.environment()
     except TypeError as error:
         raise RunError(f"{directory.path / 'environment.json'} is not an environment: {error}") from None
-    events: list[Event] = [*directory.records(CutRecord), *directory.records(RestoredRecord)]
+    events: list[RunEvent] = [*directory.records(CutRecord), *directory.records(RestoredRecord)]
     return Run(
         path=str(directory.path),
         config=config,

@@ -14,7 +14,7 @@ from compressm_lab.training.config import (
     TruncationConfig,
     WhenConfig,
 )
-from compressm_lab.training.loggers import Listener, Silent
+from compressm_lab.training.loggers import RunLogger, Silent
 from compressm_lab.training.loop import Diverged, Interrupted, train
 from compressm_lab.training.plan import Plan
 
@@ -24,12 +24,12 @@ __all__ = [
     "DistillationConfig",
     "Diverged",
     "Interrupted",
-    "Listener",
     "ModelConfig",
     "Plan",
     "Recipe",
     "RegulariserConfig",
     "RollbackConfig",
+    "RunLogger",
     "SelectiveConfig",
     "Silent",
     "SpectraConfig",

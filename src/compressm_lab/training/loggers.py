@@ -12,7 +12,7 @@ from compressm_lab.training.plan import Plan
 
 
 @runtime_checkable
-class Listener(Protocol):
+class RunLogger(Protocol):
     """Every method is called on the first process only."""
 
     def begins(self, recipe: Recipe, plan: Plan, step: int) -> None:
@@ -53,7 +53,7 @@ class Silent:
 class Several:
     """Tells all of them, in their order."""
 
-    def __init__(self, *listeners: Listener) -> None:
+    def __init__(self, *listeners: RunLogger) -> None:
         self.listeners = listeners
 
     def begins(self, recipe: Recipe, plan: Plan, step: int) -> None:

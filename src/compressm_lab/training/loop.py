@@ -41,7 +41,7 @@ from compressm_lab.training.building import (
 from compressm_lab.training.clock import Clock
 from compressm_lab.training.config import ConfigError, Recipe
 from compressm_lab.training.evaluation import evaluate, truncations
-from compressm_lab.training.loggers import Listener, Silent
+from compressm_lab.training.loggers import RunLogger, Silent
 from compressm_lab.training.parallel import any_of, distributed, join
 from compressm_lab.training.penalty import HeldPenalty, Penalty
 from compressm_lab.training.plan import Plan
@@ -101,7 +101,7 @@ def train(
     *,
     device: str | torch.device = "cpu",
     resume: bool = False,
-    listener: Listener | None = None,
+    listener: RunLogger | None = None,
     objective: Objective | None = None,
     penalty: Penalty | None = None,
 ) -> RunDirectory:
@@ -121,7 +121,7 @@ def train(
     with products_in(recipe.training.precision), heard() as stop:
         # What cannot be built leaves no folder behind.
         state = _build(recipe, task, torch.device(device), processes, objective, penalty)
-        run = Run(recipe, plan, directory, listener or Silent(), state)
+        run = Trainer(recipe, plan, directory, listener or Silent(), state)
         if processes.is_first:
             _open(directory, recipe, resume)
         try:
@@ -180,13 +180,13 @@ def _require_parts(recipe: Recipe, objective: Objective | None, penalty: Penalty
 
 
 @dataclass
-class Run:
+class Trainer:
     """A recipe under way."""
 
     recipe: Recipe
     plan: Plan
     directory: RunDirectory
-    listener: Listener
+    listener: RunLogger
     state: Resumable
     step: int = 0
     timed: int = 0  # the last step whose time is in a record

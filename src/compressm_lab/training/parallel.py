@@ -50,5 +50,5 @@ def any_of(processes: Processes, flag: bool) -> bool:
 
 def join(processes: Processes, seed: int, step: int) -> None:
     """Different random numbers, for dropout, in every process but the first, which goes on with its own."""
-    if processes.rank:
-        torch.manual_seed(hash((seed, step, processes.rank)) % 2**31)
+    if processes.index:
+        torch.manual_seed(hash((seed, step, processes.index)) % 2**31)

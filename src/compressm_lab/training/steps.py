@@ -21,7 +21,7 @@ from compressm_lab.training.parallel import any_of
 from compressm_lab.training.penalty import HeldPenalty
 
 
-class Outcome(NamedTuple):
+class StepResult(NamedTuple):
     """Of one batch: the mean loss, how many answers were right, and of how many."""
 
     loss: Tensor
@@ -30,7 +30,7 @@ class Outcome(NamedTuple):
 
 
 # From a model and a batch to what is minimised: a comparison with other methods brings its own.
-Objective = Callable[[nn.Module, Batch], Outcome]
+Objective = Callable[[nn.Module, Batch], StepResult]
 
 
 @runtime_checkable
@@ -46,21 +46,21 @@ def task_objective(kind: TaskKind) -> Objective:
     return {TaskKind.CLASSIFY: _classify, TaskKind.LABEL_STEPS: _label_steps, TaskKind.REGRESS: _regress}[kind]
 
 
-def _classify(model: nn.Module, batch: Batch) -> Outcome:
+def _classify(model: nn.Module, batch: Batch) -> StepResult:
     logits = model(batch.inputs, batch.lengths).float()
     count = torch.full((), len(logits), device=logits.device)
-    return Outcome(functional.cross_entropy(logits, batch.targets), _hits(logits, batch.targets), count)
+    return StepResult(functional.cross_entropy(logits, batch.targets), _hits(logits, batch.targets), count)
 
 
-def _label_steps(model: nn.Module, batch: Batch) -> Outcome:
+def _label_steps(model: nn.Module, batch: Batch) -> StepResult:
     logits = model(batch.inputs, batch.lengths).float()
     loss = functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED)
-    return Outcome(loss, _hits(logits, batch.targets), (batch.targets != IGNORED).sum())
+    return StepResult(loss, _hits(logits, batch.targets), (batch.targets != IGNORED).sum())
 
 
-def _regress(model: nn.Module, batch: Batch) -> Outcome:
+def _regress(model: nn.Module, batch: Batch) -> StepResult:
     loss = functional.mse_loss(model(batch.inputs, batch.lengths).float(), batch.targets)
-    return Outcome(loss, torch.zeros((), device=loss.device), torch.full((), len(batch.targets), device=loss.device))
+    return StepResult(loss, torch.zeros((), device=loss.device), torch.full((), len(batch.targets), device=loss.device))
 
 
 def _hits(logits: Tensor, targets: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ class Learner:
 
     def share(self, rows: Tensor) -> Tensor:
         """The examples of a batch that this process learns from."""
-        return rows[..., self.processes.rank :: self.processes.count]
+        return rows[..., self.processes.index :: self.processes.count]
 
 
 class Steps(ABC):

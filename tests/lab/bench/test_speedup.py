@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from compressm_lab.bench.speedup import Costs, NotChecked, Stretch, measure_speedup, predict, stretches_of
+from compressm_lab.bench.speedup import Costs, Leg, NotChecked, measure_speedup, predict, stretches_of
 from compressm_lab.data import Store, make
 from compressm_lab.experiments.recipes import find_recipe
 from compressm_lab.reports.measurements import draw, grids
@@ -21,7 +21,7 @@ PAPER = Costs(
 def test_the_example_of_the_paper_is_predicted_as_it_computes_it():
     """app:time: s = 5000, E = 1, 1, 1, 1, 36, n = 256, 216, 176, 136, 96."""
     epochs = zip((256, 216, 176, 136, 96), (1, 1, 1, 1, 36), strict=True)
-    found = predict(PAPER, [Stretch(order, 5_000 * count, count) for order, count in epochs])
+    found = predict(PAPER, [Leg(order, 5_000 * count, count) for order, count in epochs])
     assert found.whole == pytest.approx(680.144)
     assert found.training == pytest.approx(5 * (3.4 + 2.4 + 1.9 + 1.6 + 36 * 1.4))
     assert found.training + found.evaluation == pytest.approx(298.6251)
@@ -31,7 +31,7 @@ def test_the_example_of_the_paper_is_predicted_as_it_computes_it():
 
 
 def test_without_a_cut_there_is_no_speed_up():
-    found = predict(PAPER, [Stretch(256, 1_000, 2)])
+    found = predict(PAPER, [Leg(256, 1_000, 2)])
     assert found.speed_up == 1
     assert (found.cuts, found.recapture) == (0, 0)
 
@@ -45,7 +45,7 @@ def test_between_two_orders_costs_lie_on_a_line_and_outside_at_the_end():
 
 def test_a_cut_comes_before_the_evaluation_of_its_step():
     found = stretches_of([(0, 8.0), (10, 4.0)], 30, [10, 20, 30])
-    assert found == [Stretch(8.0, 10, 0), Stretch(4.0, 20, 3)]
+    assert found == [Leg(8.0, 10, 0), Leg(4.0, 20, 3)]
 
 
 def small(tmp_path, monkeypatch):

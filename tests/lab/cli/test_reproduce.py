@@ -116,7 +116,7 @@ def test_a_benchmark_that_is_only_reported_is_not_measured_again(tmp_path):
 
 
 def test_missing_data_are_named_once_before_any_training_begins(monkeypatch, tmp_path):
-    monkeypatch.setattr(reproduce.Processes, "submit", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr(reproduce.LocalExecutor, "submit", lambda *_: pytest.fail("trained"))
     done = run("results", "--data", tmp_path / "none", "--processes", 4)
     assert done.exit_code == 2
     said = plain(done)

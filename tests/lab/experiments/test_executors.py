@@ -6,7 +6,7 @@ import time
 import pytest
 
 from compressm_lab.experiments.arms import Arm, Training
-from compressm_lab.experiments.executors import Processes, Slurm, SlurmOptions
+from compressm_lab.experiments.executors import LocalExecutor, SlurmExecutor, SlurmOptions
 from compressm_lab.experiments.recipes import BASELINE
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.training.config import ConfigError
@@ -33,7 +33,7 @@ def training(folder, *settings):
 def test_a_job_of_a_cluster_writes_the_records_of_a_run(tmp_path):
     pytest.importorskip("submitit")
     wanted = training(tmp_path / "run")
-    started = Slurm(tmp_path / "slurm", SlurmOptions(cluster="debug", gpus=0)).submit(wanted)
+    started = SlurmExecutor(tmp_path / "slurm", SlurmOptions(cluster="debug", gpus=0)).submit(wanted)
     assert started.done()
     assert started.result().message == ""
     assert wanted.finished
@@ -44,7 +44,7 @@ def test_a_job_of_a_cluster_writes_the_records_of_a_run(tmp_path):
 @leaves_files_open
 def test_a_job_that_fails_says_why(tmp_path):
     pytest.importorskip("submitit")
-    started = Slurm(tmp_path / "slurm", SlurmOptions(cluster="debug", gpus=0)).submit(
+    started = SlurmExecutor(tmp_path / "slurm", SlurmOptions(cluster="debug", gpus=0)).submit(
         Training(Arm("", "name", "", "nonsense", "folder"), 0, tmp_path / "run")
     )
     assert "'nonsense' is not a recipe" in started.result().message.replace("│", " ")
@@ -53,13 +53,13 @@ def test_a_job_that_fails_says_why(tmp_path):
 def test_without_submitit_the_error_says_how_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(ConfigError, match=r"pip install 'compressm\[slurm\]'"):
-        Slurm(tmp_path, SlurmOptions())
+        SlurmExecutor(tmp_path, SlurmOptions())
 
 
 @pytest.mark.slow
 def test_processes_that_are_stopped_save_and_can_go_on(tmp_path):
     wanted = training(tmp_path / "run", "training.steps=1000000", "training.evaluate_every=1000000")
-    executor = Processes(1)
+    executor = LocalExecutor(1)
     running, waiting = executor.submit(wanted), executor.submit(training(tmp_path / "other"))
     begin = time.monotonic()
     while not (wanted.folder / "status.json").exists() and time.monotonic() - begin < 60:

@@ -9,14 +9,14 @@ from compressm_lab.data import Store
 from compressm_lab.data.task import DataError
 from compressm_lab.experiments import results
 from compressm_lab.experiments.arms import Arm
-from compressm_lab.experiments.engine import Plan, require_ready
-from compressm_lab.experiments.executors import Processes
+from compressm_lab.experiments.engine import Campaign, require_ready
+from compressm_lab.experiments.executors import LocalExecutor
 from compressm_lab.training.config import ConfigError
 from tests.lab.experiments.tiny import Inline, arms, plan
 
 
 def wanted(folder, *recipes, seeds=2):
-    return Plan(tuple(Arm("", name, "", name, name) for name in recipes), range(seeds), folder / "runs").trainings()
+    return Campaign(tuple(Arm("", name, "", name, name) for name in recipes), range(seeds), folder / "runs").trainings()
 
 
 def refused(trainings, data, executor=None):
@@ -40,7 +40,7 @@ def test_what_can_be_made_or_is_done_is_not_asked_for(tmp_path, monkeypatch):
     monkeypatch.setattr(Store, "get", lambda *_: pytest.fail("asked for"))
     require_ready(wanted(tmp_path, "digits", "delayed-copy"), Inline(), tmp_path)
     generated = Arm("", "lists", "", "listops", "lists", ("task.generated=true",))
-    require_ready(Plan((generated,), range(1), tmp_path).trainings(), Inline(), tmp_path)
+    require_ready(Campaign((generated,), range(1), tmp_path).trainings(), Inline(), tmp_path)
     trainings = wanted(tmp_path, "scifar", seeds=1)
     for training in trainings:
         training.run.begin({})
@@ -81,14 +81,14 @@ def test_a_gpu_that_cannot_be_used_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     ended = subprocess.CompletedProcess([], 1, "", "RuntimeError: all CUDA-capable devices are busy\n")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: ended)
-    (said,) = refused(wanted(tmp_path, "digits"), tmp_path, Processes(1))
+    (said,) = refused(wanted(tmp_path, "digits"), tmp_path, LocalExecutor(1))
     assert "the GPU of this machine cannot be used: RuntimeError: all CUDA-capable devices are busy" in said
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    require_ready(wanted(tmp_path, "digits"), Processes(1), tmp_path)
+    require_ready(wanted(tmp_path, "digits"), LocalExecutor(1), tmp_path)
 
 
 def test_results_without_their_data_begin_nothing(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(Processes, "submit", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr(LocalExecutor, "submit", lambda *_: pytest.fail("trained"))
     with pytest.raises(SystemExit) as end:
         results.main(["scifar", "smnist", "--out", str(tmp_path / "out"), "--data", str(tmp_path)])
     assert end.value.code == 2

@@ -9,13 +9,12 @@ import pytest
 
 from compressm_lab.experiments import results, rows
 from compressm_lab.experiments.arms import Arm
-from compressm_lab.experiments.engine import Plan
+from compressm_lab.experiments.engine import Campaign
 from compressm_lab.experiments.recipes import find_recipe
 from compressm_lab.experiments.results import LINEUPS
 from compressm_lab.experiments.rows import missing
 from compressm_lab.runs.measurement import Measurement
-from compressm_lab.training import Plan as Schedule
-from compressm_lab.training import train
+from compressm_lab.training import Plan, train
 from tests.lab.experiments.result_rows import row
 from tests.lab.training.tiny import digits, recipe
 
@@ -39,17 +38,17 @@ def test_variants_of_smnist_are_the_recipe_cut_in_their_ways():
     assert (paper.compression.gramian, paper.compression.fold, paper.compression.moments) == (
         *("white_noise", False, "slice"),
     )
-    assert Schedule.of(ours).cuts == list(range(5_000, 150_001, 5_000))
-    assert Schedule.of(paper).cuts[-1] == 195_000
+    assert Plan.of(ours).cuts == list(range(5_000, 150_001, 5_000))
+    assert Plan.of(paper).cuts[-1] == 195_000
     assert (gentle.compression.rho, gentle.compression.at_least, gentle.compression.gate) == (0.9, 13, 1.0)
-    assert Schedule.of(gentle).cuts[:2] == [2_000, 4_000]
-    assert Schedule.of(recipe_of("smnist", "to-13", 400)).cuts[:2] == [4, 8]
+    assert Plan.of(gentle).cuts[:2] == [2_000, 4_000]
+    assert Plan.of(recipe_of("smnist", "to-13", 400)).cuts[:2] == [4, 8]
 
 
 def test_four_cuts_of_scifar_lead_to_57_states():
     recipe, order = recipe_of("scifar", "to-57"), 384
     assert [order := int(recipe.compression.rho * order + 0.5) for _ in range(4)][-1] == 57
-    assert len(Schedule.of(recipe).cuts) == 4
+    assert len(Plan.of(recipe).cuts) == 4
 
 
 def test_a_penalty_and_a_teacher_are_tried_once():
@@ -70,11 +69,11 @@ def test_a_penalty_and_a_teacher_are_tried_once():
 def test_what_is_kept_differs_alone_and_ends_at_32():
     found = [recipe_of("smnist-selection", name) for name in ("largest", "random", "smallest")]
     assert [recipe.compression.select for recipe in found] == ["largest", "random", "smallest"]
-    assert all(Schedule.of(recipe).cuts == [5_000, 10_000, 15_000, 20_000] for recipe in found)
+    assert all(Plan.of(recipe).cuts == [5_000, 10_000, 15_000, 20_000] for recipe in found)
     order = 256
     assert [order := int(found[0].compression.rho * order + 0.5) for _ in range(4)][-1] == 32
-    assert Schedule.of(recipe_of("smnist-selection", "largest", 400)).cuts == [10, 20, 30, 40]
-    assert Schedule.of(recipe_of("smnist-selection", "largest", 30)).cuts == [1, 2, 3, 4]
+    assert Plan.of(recipe_of("smnist-selection", "largest", 400)).cuts == [10, 20, 30, 40]
+    assert Plan.of(recipe_of("smnist-selection", "largest", 30)).cuts == [1, 2, 3, 4]
 
 
 def test_a_rate_that_falls_is_all_that_differs():
@@ -88,13 +87,13 @@ def test_a_rate_that_falls_is_all_that_differs():
 
 def test_choices_differ_in_what_their_names_say():
     late = recipe_of("smnist-choices", "late-falling-28")
-    assert Schedule.of(late).cuts[:2] == [50_000, 52_000]
+    assert Plan.of(late).cuts[:2] == [50_000, 52_000]
     plain = recipe_of("smnist-falling", "to-28")
     assert late.training == plain.training
     white, paper = (recipe_of("smnist-choices", name) for name in ("white-28", "paper-to-28"))
     assert (white.training, white.compression.gramian, white.compression.fold) == (plain.training, "white_noise", True)
     assert (paper.training, paper.compression.fold, paper.compression.moments) == (plain.training, False, "slice")
-    assert Schedule.of(paper).cuts == Schedule.of(plain).cuts
+    assert Plan.of(paper).cuts == Plan.of(plain).cuts
     circle = recipe_of("smnist-choices", "circle-02")
     assert circle.compression == recipe_of("smnist", "paper-02").compression
     assert circle.model.layer_options["max_phase"] == pytest.approx(6.2832, abs=1e-4)
@@ -229,7 +228,7 @@ def test_a_row_that_cannot_be_is_refused(tmp_path, monkeypatch, capsys, wrong):
 
 def collected(runs, *names, seeds=1):
     """What is collected of arms whose runs are below a folder, and the trainings."""
-    wanted = Plan(tuple(Arm("", name, "", "smnist", name) for name in names), range(seeds), runs)
+    wanted = Campaign(tuple(Arm("", name, "", "smnist", name) for name in names), range(seeds), runs)
     file = LINEUPS["smnist"].file(Path("f"), wanted)
     return file.collect(), file.trainings
 

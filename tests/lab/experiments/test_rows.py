@@ -12,7 +12,7 @@ import pytest
 
 from compressm_lab.experiments import rows
 from compressm_lab.experiments.arms import Arm
-from compressm_lab.experiments.engine import Plan
+from compressm_lab.experiments.engine import Campaign
 from compressm_lab.experiments.rows import concurrency, joined, train
 from compressm_lab.runs.directory import RunDirectory, Status
 from compressm_lab.runs.measurement import Measurement
@@ -34,7 +34,7 @@ def arm(name, recipe="digits", *settings):
 
 
 def test_a_training_begins_goes_on_and_is_left_alone(tmp_path, monkeypatch, capsys):
-    wanted = Plan((arm("new", "digits", "label='a b'"), arm("stopped"), arm("done")), range(1, 2), tmp_path)
+    wanted = Campaign((arm("new", "digits", "label='a b'"), arm("stopped"), arm("done")), range(1, 2), tmp_path)
     new, stopped, done = wanted.trainings()
     for training, state in ((stopped, "interrupted"), (done, "finished")):
         run = training.run
@@ -77,7 +77,7 @@ time.sleep(60)
     threading.Thread(target=stop).start()
     try:
         with pytest.raises(SystemExit) as end:
-            train(Plan((arm("a"), arm("b")), range(1), tmp_path), processes=1, data=None)
+            train(Campaign((arm("a"), arm("b")), range(1), tmp_path), processes=1, data=None)
     finally:
         signal.signal(signal.SIGINT, before)
     assert (end.value.code, len(asked)) == (130, 1)
@@ -86,7 +86,7 @@ time.sleep(60)
 
 
 def test_trainings_say_how_many_ran_at_a_time(tmp_path, monkeypatch, trained):
-    wanted = Plan((arm("a"), arm("b")), range(1), tmp_path)
+    wanted = Campaign((arm("a"), arm("b")), range(1), tmp_path)
     new, done = (shutil.copytree(trained, training.folder) for training in wanted.trainings())
     (new / "status.json").rename(new / "kept.json")
     (done / "together.json").write_text(json.dumps({"together": 3}))

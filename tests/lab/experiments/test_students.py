@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from compressm_lab.experiments import paper
-from compressm_lab.experiments.engine import Plan, conduct, require_same_recipes
+from compressm_lab.experiments.engine import Campaign, conduct, require_same_recipes
 from compressm_lab.experiments.paper import Setting
 from compressm_lab.reports import run_report
 from compressm_lab.reports.reproduction import write_reproduction
@@ -66,7 +66,7 @@ def test_students_of_several_seeds_are_one_group_and_a_moved_folder_is_the_same_
     assert sorted(len(group.runs) for group in groups) == [2, 2, 2, 2]
     moved = tmp_path / "moved"
     moved.symlink_to(wanted.runs)
-    jobs = Plan(wanted.arms, range(2), moved).trainings()
+    jobs = Campaign(wanted.arms, range(2), moved).trainings()
     require_same_recipes(jobs)
     assert {job.state for job in jobs} == {"done"}
 

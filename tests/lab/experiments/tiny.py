@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from compressm.cli.app import app
 from compressm_lab.experiments.arms import Training
 from compressm_lab.experiments.catalogue import Experiment, exhibit
-from compressm_lab.experiments.engine import Plan
+from compressm_lab.experiments.engine import Campaign
 from compressm_lab.experiments.executors import Ended, Executor
 from compressm_lab.experiments.paper import Setting
 
@@ -28,7 +28,7 @@ def arms(setting=TINY):
 
 
 def plan(folder, *, seeds=2, chosen=None):
-    return Plan(chosen or arms(), range(seeds), folder / "runs")
+    return Campaign(chosen or arms(), range(seeds), folder / "runs")
 
 
 def shown(wanted, *, quick=False, **options):

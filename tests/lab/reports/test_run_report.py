@@ -20,7 +20,7 @@ from compressm_lab.reports.run_report import (
     write_report,
 )
 from compressm_lab.runs.directory import RunDirectory
-from compressm_lab.runs.groups import Sample
+from compressm_lab.runs.groups import Statistic
 from compressm_lab.runs.records import RunError
 from compressm_lab.runs.run import read_run
 from tests.lab.reports.made_runs import Made, write
@@ -140,18 +140,18 @@ def test_the_command_trains_the_run_again_from_what_it_wrote_down(shallow):
 @pytest.mark.parametrize(
     ("said", "text"),
     [
-        (plus_minus(Sample(0.97214, 0.0015, 3), factor=100.0), "97.21 ± 0.15"),
-        (plus_minus(Sample(0.5, None, 1)), "0.50"),
+        (plus_minus(Statistic(0.97214, 0.0015, 3), factor=100.0), "97.21 ± 0.15"),
+        (plus_minus(Statistic(0.5, None, 1)), "0.50"),
         (plus_minus(None), "–"),
-        (rounded(Sample(18.2, 0.04, 3)), "18.20 ± 0.04"),
-        (rounded(Sample(1234.5, 20.0, 3)), "1234 ± 20"),
-        (rounded(Sample(1.2e-5, 3e-6, 3)), "1.20e-05 ± 3.0e-06"),
-        (order(Sample(64.0, 0.0, 3)), "64"),
-        (order(Sample(57.4, 1.52, 3)), "57.4 ± 1.5"),
-        (clock(Sample(0.04, None, 1)), "40.0 ms"),
-        (clock(Sample(44.8, 0.1, 3)), "44.8 ± 0.1 s"),
-        (clock(Sample(600.0, 6.0, 3)), "10.0 ± 0.1 min"),
-        (clock(Sample(36_000.0, 360.0, 3)), "10.0 ± 0.1 h"),
+        (rounded(Statistic(18.2, 0.04, 3)), "18.20 ± 0.04"),
+        (rounded(Statistic(1234.5, 20.0, 3)), "1234 ± 20"),
+        (rounded(Statistic(1.2e-5, 3e-6, 3)), "1.20e-05 ± 3.0e-06"),
+        (order(Statistic(64.0, 0.0, 3)), "64"),
+        (order(Statistic(57.4, 1.52, 3)), "57.4 ± 1.5"),
+        (clock(Statistic(0.04, None, 1)), "40.0 ms"),
+        (clock(Statistic(44.8, 0.1, 3)), "44.8 ± 0.1 s"),
+        (clock(Statistic(600.0, 6.0, 3)), "10.0 ± 0.1 min"),
+        (clock(Statistic(36_000.0, 360.0, 3)), "10.0 ± 0.1 h"),
         (number(float("nan")), "no number"),
         (number(None), "–"),
         (percent(0.1234), "12.34 %"),

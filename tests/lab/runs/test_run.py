@@ -5,7 +5,7 @@ from statistics import mean, stdev
 import pytest
 
 from compressm_lab.runs.directory import RunDirectory, Status, find_runs
-from compressm_lab.runs.groups import Sample, group_runs, reference, speed_up, speed_ups
+from compressm_lab.runs.groups import Statistic, group_runs, reference, speed_up, speed_ups
 from compressm_lab.runs.records import CutRecord, Evaluation, RestoredRecord, RunError, Timing
 from compressm_lab.runs.run import read_run
 
@@ -147,7 +147,7 @@ def seeds(tmp_path, values, **changes):
 
 def test_top_runs_are_chosen_by_validation_not_by_test(tmp_path):
     group = seeds(tmp_path, [(0.5, 0.99), (0.9, 0.7), (0.8, 0.6), (0.7, 0.5)])
-    assert group.top(1) == Sample(0.7, None, 1)
+    assert group.top(1) == Statistic(0.7, None, 1)
     assert isclose(group.top(3).centre, mean([0.7, 0.6, 0.5]))
     assert isclose(group.top(3).spread, stdev([0.7, 0.6, 0.5]))
     assert isclose(group.top().centre, mean([0.99, 0.7, 0.6, 0.5]))

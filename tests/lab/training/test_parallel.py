@@ -101,7 +101,7 @@ def test_a_batch_that_cannot_be_shared_evenly_is_refused(monkeypatch):
 def test_random_numbers_differ_between_processes_and_steps(monkeypatch):
     def drawn(rank, seed, step):
         torch.manual_seed(0)
-        monkeypatch.setattr(Processes, "rank", rank)
+        monkeypatch.setattr(Processes, "index", rank)
         join(Processes(), seed, step)
         return torch.rand(1).item()
 

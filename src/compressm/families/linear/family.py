@@ -19,7 +19,7 @@ from compressm.families.choices import Choices, Largest
 from compressm.families.linear.observer import InputObserver, Observations, relative_change, squared_change
 from compressm.families.linear.reduction import (
     BasisChange,
-    Reduction,
+    LinearReduction,
     Triple,
     drop_modes,
     reduce_system,
@@ -183,7 +183,7 @@ def _plan_group(
     return cuts
 
 
-def _reduced(group: list[LinearLayer], rank: int, states: Tensor | None, choices: Choices) -> Reduction:
+def _reduced(group: list[LinearLayer], rank: int, states: Tensor | None, choices: Choices) -> LinearReduction:
     systems = _stacked([layer.system for layer in group])
     if choices.is_modal:
         return drop_modes(systems, rank, states)

@@ -104,7 +104,7 @@ class BasisChange:
 
 @final
 @dataclass(frozen=True)
-class Reduction:
+class LinearReduction:
     """A smaller system, how its coordinates come from the old ones, all σ, and 2 Σ of the dropped (None for a given P).
 
     Axes in front are those of the system that was given; `error_bound` has one value for each of its members.
@@ -123,7 +123,7 @@ def reduce_system(
     states: Sequence[int] | Int[Tensor, "..."] | None = None,
     fold: bool = True,
     P: Complex[Tensor, "*bank n n"] | Float[Tensor, "*bank n n"] | None = None,
-) -> Reduction:
+) -> LinearReduction:
     """Balance, keep `order` states (or those that `states` names) and diagonalise; batched over all axes in front.
 
     The error of Re(C h) is at most `error_bound`. A measured `P` is that of the states of `fold(system)`, or with
@@ -143,7 +143,7 @@ def reduce_system(
     )
     mirrored = lower_half(turned) if fold else nothing[..., : turned.order]
     change = BasisChange(right, left, lower_half(system) if fold else nothing, mirrored)
-    return Reduction(fold_modes(turned) if fold else turned, change, truncation.sigma, truncation.error_bound)
+    return LinearReduction(fold_modes(turned) if fold else turned, change, truncation.sigma, truncation.error_bound)
 
 
 def _turn(right: Complex[Tensor, "*bank n r"]) -> Complex[Tensor, "*bank 1 r"]:
@@ -172,7 +172,7 @@ def sorted_sizes(system: DiagonalSystem) -> Float[Tensor, "*bank n"]:
     return mode_sizes(system).sort(dim=-1, descending=True).values
 
 
-def drop_modes(system: DiagonalSystem, order: int, states: Int[Tensor, "*bank r"] | None = None) -> Reduction:
+def drop_modes(system: DiagonalSystem, order: int, states: Int[Tensor, "*bank r"] | None = None) -> LinearReduction:
     """Keep the `order` largest modes, or those at the places `states` of the falling sizes; no basis changes."""
     system = system.detach()
     sizes = mode_sizes(system)
@@ -189,4 +189,4 @@ def drop_modes(system: DiagonalSystem, order: int, states: Int[Tensor, "*bank r"
     nothing = torch.zeros_like(poles.real, dtype=torch.bool)
     change = BasisChange(columns, columns, nothing, nothing[..., : kept.shape[-1]])
     bound = 2 * sizes.scatter(-1, kept, 0).sum(-1)
-    return Reduction(smaller, change, sizes.gather(-1, places), bound)
+    return LinearReduction(smaller, change, sizes.gather(-1, places), bound)

@@ -20,7 +20,7 @@ from compressm.families.choices import Choices, Selection
 from compressm.families.observing import ratio_of
 from compressm.families.selective.methods import Calibrated, SelectiveMethod
 from compressm.families.selective.observer import Averages, SelectiveObservations, SelectiveObserver
-from compressm.families.selective.reduction import Reduction
+from compressm.families.selective.reduction import SelectiveReduction
 from compressm.families.selective.simulation import squared_change
 
 
@@ -88,7 +88,7 @@ class SelectiveCut(PlannedCut):
     """How the states of one layer become fewer; no bound holds for all that its input may choose."""
 
     layer: SelectiveLayer
-    reduction: Reduction
+    reduction: SelectiveReduction
     measured_error: float | None
     energy_lost: float
     error_bound: float | None = None

@@ -27,7 +27,7 @@ from compressm.control.selective import SelectiveSystem
 from compressm.errors import CompressionError
 from compressm.families.choices import Gramian, Measured
 from compressm.families.selective.observer import SelectiveObservations
-from compressm.families.selective.reduction import ChannelReduction, Reduction, SharedReduction
+from compressm.families.selective.reduction import ChannelReduction, SelectiveReduction, SharedReduction
 from compressm.families.selective.simulation import refitted_readout
 
 
@@ -94,7 +94,7 @@ class SelectiveMethod(ABC):
         """Falling values, one a state."""
 
     @abstractmethod
-    def reduce(self, layer: Calibrated, kept: Sequence[Int[Tensor, " _"]]) -> Reduction:
+    def reduce(self, layer: Calibrated, kept: Sequence[Int[Tensor, " _"]]) -> SelectiveReduction:
         """Onto the states at these places of the spectrum: one list for all channels, or one for each."""
 
 

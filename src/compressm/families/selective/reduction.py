@@ -95,7 +95,7 @@ class SharedChange(Change):
         return rows[:rank], rows[rank : rank + n], rows[rank + n :]
 
 
-class Reduction(ABC):
+class SelectiveReduction(ABC):
     """A change of basis, which also other layers of the same shapes can go through."""
 
     @property
@@ -112,13 +112,13 @@ class Reduction(ABC):
         """Of the module that is this system now."""
 
     @abstractmethod
-    def to(self, device: torch.device | str) -> Reduction:
+    def to(self, device: torch.device | str) -> SelectiveReduction:
         """On another device."""
 
 
 @final
 @dataclass(frozen=True)
-class SharedReduction(Reduction):
+class SharedReduction(SelectiveReduction):
     """B ← E_B B, C ← C E_C and a ← M a in all channels, with E_B E_C = I; each row of M sums to 1."""
 
     E_B: Float[Tensor, "r n"]
@@ -150,7 +150,7 @@ class SharedReduction(Reduction):
 
 @final
 @dataclass(frozen=True)
-class ChannelReduction(Reduction):
+class ChannelReduction(SelectiveReduction):
     """B ← E_Bⁱ B, C ← C E_Cⁱ in channel i, whose old rates become `rates`; the first `count[i]` states are its own.
 
     `twice`: which complex modes stand for a pair of conjugates, and are doubled in E_C.

@@ -35,7 +35,7 @@ class Link(NamedTuple):
 _NAME = "_compressm_moments"
 
 
-class Moments(NamedTuple):
+class ColumnStatistics(NamedTuple):
     """Of the rows that each program wrote: their mean, the sum of squared deviations from it, and their number."""
 
     parts: Float[Tensor, "programs 3 width"]
@@ -44,13 +44,13 @@ class Moments(NamedTuple):
 
 def leave_moments(x: Tensor, parts: Float[Tensor, "programs 3 width"]) -> None:
     """For as long as x is this very tensor and nothing is written into it."""
-    setattr(x, _NAME, Moments(parts, x._version))
+    setattr(x, _NAME, ColumnStatistics(parts, x._version))
 
 
 def moments_of(x: Tensor) -> Float[Tensor, "programs 3 width"] | None:
     """What was left with x, if it is still true."""
     moments = getattr(x, _NAME, None)
-    return moments.parts if isinstance(moments, Moments) and moments.version == x._version else None
+    return moments.parts if isinstance(moments, ColumnStatistics) and moments.version == x._version else None
 
 
 class RunningStatistics(NamedTuple):

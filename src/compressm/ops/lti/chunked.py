@@ -22,7 +22,7 @@ from compressm.ops.lti.recurrence import (
 )
 
 
-class Modes(NamedTuple):
+class ModePowers(NamedTuple):
     """Powers of the poles, and what drives and reads them."""
 
     powers: Complex[Tensor, "T1 n"]  # λ⁰ … λᵀ
@@ -38,7 +38,7 @@ class ChunkMatrices(NamedTuple):
     emit: Float[Tensor, "Tq n2"]  # C Λᵗ⁺¹, conjugated: Re(C h) is the product of [re, −im] of C with [re, im] of h
 
 
-def chunk_matrices(modes: Modes, D: Float[Tensor, " q"] | None) -> ChunkMatrices:
+def chunk_matrices(modes: ModePowers, D: Float[Tensor, " q"] | None) -> ChunkMatrices:
     """Of T steps where there are T + 1 powers."""
     powers, B, C = modes
     T, p, q = len(powers) - 1, len(B), len(C)
@@ -53,7 +53,7 @@ def chunk_matrices(modes: Modes, D: Float[Tensor, " q"] | None) -> ChunkMatrices
     return ChunkMatrices(collect, own, read[1:].flatten(0, 1))
 
 
-def pulled_back(modes: Modes, grads: ChunkMatrices) -> tuple[Modes, Float[Tensor, "p q"]]:
+def pulled_back(modes: ModePowers, grads: ChunkMatrices) -> tuple[ModePowers, Float[Tensor, "p q"]]:
     """∂L/∂(powers, B, C) and ∂L/∂K[0], whose diagonal is ∂L/∂D, from the gradients of the matrices."""
     powers, B, C = modes
     T, p, q = len(powers) - 1, len(B), len(C)
@@ -69,7 +69,7 @@ def pulled_back(modes: Modes, grads: ChunkMatrices) -> tuple[Modes, Float[Tensor
     grad_powers = (reading * C.conj()).sum(1)
     grad_powers[:-1] += (collected * B.conj()).sum(1)
     grad_B = (collected * powers[:-1, None].conj()).sum(0) + from_interleaved(from_responses)
-    return Modes(grad_powers, grad_B, (reading * powers[:, None].conj()).sum(0)), responses[0]
+    return ModePowers(grad_powers, grad_B, (reading * powers[:, None].conj()).sum(0)), responses[0]
 
 
 def chunked(
@@ -107,7 +107,7 @@ class ChunkedLayer(torch.autograd.Function):
         chunk: int,
     ) -> Tensor:
         driven, read = to_complex(B, 0).mT.contiguous(), to_complex(C, 0)
-        modes = Modes(powers(log_poles, chunk + 1, dtype=read.dtype), driven, read)
+        modes = ModePowers(powers(log_poles, chunk + 1, dtype=read.dtype), driven, read)
         matrices = chunk_matrices(modes, D)
         blocks = u.reshape(-1, len(matrices.own))
         states = _one_row_more(blocks, matrices.collect)
@@ -126,7 +126,7 @@ class ChunkedLayer(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         blocks, before, table, *rest = ctx.saved_tensors
-        modes, matrices = Modes(*rest[:3]), ChunkMatrices(*rest[3:])
+        modes, matrices = ModePowers(*rest[:3]), ChunkMatrices(*rest[3:])
         dy = grads[0].reshape(len(blocks), -1)
         pulls = _one_row_more(dy, matrices.emit)
         torch.mm(dy, matrices.emit, out=pulls[:-1])

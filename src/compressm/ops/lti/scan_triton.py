@@ -23,7 +23,7 @@ from compressm.ops.memory import product_in
 from compressm.ops.sums_triton import column_sums
 
 
-class Launch(NamedTuple):
+class ScanLaunch(NamedTuple):
     """Modes of a program, steps that are loaded before the first of them is used, and warps."""
 
     MODES: int
@@ -33,9 +33,9 @@ class Launch(NamedTuple):
 
 # Up to `_FEW` modes, and beyond; more steps ahead take registers, and with them programs that run at once.
 _FEW = 64
-_FORWARD = {True: Launch(64, 8, 2), False: Launch(64, 8, 2)}
-_ENDS = {True: Launch(64, 8, 2), False: Launch(64, 4, 2)}
-_BACKWARD = {True: Launch(64, 4, 2), False: Launch(64, 4, 2)}
+_FORWARD = {True: ScanLaunch(64, 8, 2), False: ScanLaunch(64, 8, 2)}
+_ENDS = {True: ScanLaunch(64, 8, 2), False: ScanLaunch(64, 4, 2)}
+_BACKWARD = {True: ScanLaunch(64, 4, 2), False: ScanLaunch(64, 4, 2)}
 _SPAN = 64  # steps between two states in float64: at most 64 · 6e-8 is lost inside
 _THREADS = 160_000  # that a launch should have where the sequence is long enough
 _SEGMENTS = 128  # at most: each looks back at all before it
@@ -350,7 +350,7 @@ class Walk:
             _ends[grid](*given, SIGN=sign, FLIP=flip, HAS_LAST=last is not None, **sizes)
         return ends
 
-    def _plan(self, launches: dict[bool, Launch], segments: int) -> tuple[tuple[int, int, int], dict[str, int]]:
+    def _plan(self, launches: dict[bool, ScanLaunch], segments: int) -> tuple[tuple[int, int, int], dict[str, int]]:
         launch = launches[self.n <= _FEW]
         return (triton.cdiv(self.n, launch.MODES), segments, self.batch), {**launch._asdict(), "SPAN": _SPAN}
 

@@ -60,9 +60,9 @@ def step_sizes(
 ) -> Float[Tensor, "batch length channels"]:
     """Δ = softplus(delta + bias) in float32 or better, 0 at and after `lengths`."""
     if kernels_serve(delta):
-        from compressm.ops.selective.conv_and_gate_triton import Steps
+        from compressm.ops.selective.conv_and_gate_triton import StepSizes
 
-        return Steps.apply(delta, bias, lengths, softplus)
+        return StepSizes.apply(delta, bias, lengths, softplus)
     return plain_steps(delta, bias, lengths, soft=softplus)
 
 

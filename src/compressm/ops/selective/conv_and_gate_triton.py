@@ -252,7 +252,7 @@ def _gate_back(y, z, dout, dy, dz, total, width, y_row, z_row, ROWS: tl.constexp
     tl.store(dz + at, (given * value * slope).to(dz.dtype.element_ty), mask=live)
 
 
-class Steps(torch.autograd.Function):
+class StepSizes(torch.autograd.Function):
     """Δ in float32, after bias and softplus, 0 at and after `lengths`."""
 
     @staticmethod

@@ -17,13 +17,13 @@ from torch.autograd.function import once_differentiable
 from compressm.ops.memory import empty_in_large_pages, keep_freed_memory
 from compressm.ops.selective.conv_and_gate import plain_steps
 from compressm.ops.selective.cpu_tiles import (
-    Group,
     Matrix,
     Own,
     Parts,
-    Run,
     Shared,
     Signal,
+    Slab,
+    Span,
     Tile,
     add_,
     along,
@@ -76,7 +76,7 @@ class Inputs(NamedTuple):
     def own(self) -> bool:
         return self.B[0].ndim == 4
 
-    def of_group(self, group: Group) -> Inputs:
+    def of_group(self, group: Slab) -> Inputs:
         u, step = (x[group.rows, :, group.channels] for x in (self.u, self.step))
         A = tuple(part[group.channels] for part in self.A)
         where = (group.rows, slice(None), group.channels) if self.own else (group.rows,)
@@ -87,7 +87,7 @@ class Inputs(NamedTuple):
 class Passes:
     """Both ways through a run."""
 
-    def __init__(self, run: Run, group: GroupScan, into: Inputs | None) -> None:
+    def __init__(self, run: Span, group: GroupScan, into: Inputs | None) -> None:
         given, self.rates, self.present, self.own = group.given, group.rates, group.present, group.given.own
         self.u, self.step = run.of(given.u), self._signal(run.of(given.step))
         self.drive = self._signal(self.u * self.step.all)
@@ -180,7 +180,7 @@ class Passes:
 class GroupScan:
     """All of time for some rows and channels; `present` is 0 at the states that a channel does not have."""
 
-    def __init__(self, inputs: Inputs, group: Group, present: Tensor | None) -> None:
+    def __init__(self, inputs: Inputs, group: Slab, present: Tensor | None) -> None:
         self.group, self.given = group, inputs.of_group(group)
         self.present = None if present is None else self._turned(present[group.channels]).contiguous()
         self.rates = self._of_those(tuple(self._turned(part).contiguous() for part in self.given.A))

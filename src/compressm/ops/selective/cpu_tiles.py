@@ -20,14 +20,14 @@ STEP = 2**13
 FEW = 2**10
 
 
-class Group(NamedTuple):
+class Slab(NamedTuple):
     """Some rows of the batch and some channels."""
 
     rows: slice
     channels: slice
 
 
-class Run(NamedTuple):
+class Span(NamedTuple):
     """Stretches of time of the same shape, one after the other: chunks side by side, each of so many steps."""
 
     start: int
@@ -44,22 +44,22 @@ class Run(NamedTuple):
         return x[:, self.start : self.stop].unflatten(1, self[1:]).movedim((1, 3), (0, 1))
 
 
-def groups(batch: int, length: int, channels: int, n: int) -> Iterator[Group]:
+def groups(batch: int, length: int, channels: int, n: int) -> Iterator[Slab]:
     """All of the batch and all channels of n states each, as many together as make a step of a tile."""
     most = max(STEP, TILE // length)
     for chosen in _evenly(channels, max(1, most // n)):
         for rows in _evenly(batch, max(1, most // ((chosen.stop - chosen.start) * n))):
-            yield Group(rows, chosen)
+            yield Slab(rows, chosen)
 
 
-def runs(length: int, numbers: int) -> list[Run]:
+def runs(length: int, numbers: int) -> list[Span]:
     """All of time, where a step has so many numbers: whole stretches, a shorter one, and what is left."""
     most = min(length, max(1, TILE // numbers))
     # A stretch of K chunks of T steps takes T calls to find their ends, K to join them and T for all states.
     steps = most if numbers > FEW else max(1, round((most / 2) ** 0.5))
-    found = [Run(0, length // (most // steps * steps), most // steps, steps)]
-    found.append(Run(found[-1].stop, 1, (length - found[-1].stop) // steps, steps))
-    found.append(Run(found[-1].stop, 1, 1, length - found[-1].stop))
+    found = [Span(0, length // (most // steps * steps), most // steps, steps)]
+    found.append(Span(found[-1].stop, 1, (length - found[-1].stop) // steps, steps))
+    found.append(Span(found[-1].stop, 1, 1, length - found[-1].stop))
     return [run for run in found if run.start < run.stop]
 
 

@@ -38,7 +38,7 @@ _LANES = 32
 _BUSY = {False: 2048, True: 4096}
 
 
-class Shape(NamedTuple):
+class ScanSizes(NamedTuple):
     """The sizes of a scan, as its kernels take them."""
 
     batch: int
@@ -66,7 +66,7 @@ class Shape(NamedTuple):
         return {"OWN": self.own, "COMPLEX": self.complex}
 
 
-class Tile(NamedTuple):
+class ProgramTile(NamedTuple):
     """Channels and states of a program, steps at a time, and segments of time of so many steps."""
 
     BD: int
@@ -84,7 +84,7 @@ class Tile(NamedTuple):
         return self.BN == _STATES
 
     @classmethod
-    def of(cls, shape: Shape, most: int, *, back: bool) -> Tile:
+    def of(cls, shape: ScanSizes, most: int, *, back: bool) -> ProgramTile:
         """At most so many states; as many segments as make enough programs, each of whole spans."""
         states = min(shape.n, most)
         narrow = states <= _NARROW
@@ -102,24 +102,24 @@ class Tile(NamedTuple):
         segments = -(-spans // per_segment)
         return cls(BD, BN, tiles, steps, SPANS[narrow], registers, segments, per_segment * SPANS[narrow])
 
-    def grid(self, shape: Shape) -> tuple[int, int]:
+    def grid(self, shape: ScanSizes) -> tuple[int, int]:
         """Programs: channels of a sequence, and segments."""
         return shape.batch * -(-shape.channels // self.BD), self.segments
 
-    def spans(self, shape: Shape) -> int:
+    def spans(self, shape: ScanSizes) -> int:
         """How many states of a sequence are kept for the backward pass."""
         return -(-shape.length // self.SPAN)
 
-    def walk(self, shape: Shape, first: int) -> dict[str, int | None]:
+    def walk(self, shape: ScanSizes, first: int) -> dict[str, int | None]:
         """What kernels are compiled for that walk through whole segments, from this state on."""
         walk = {"T": self.T, "SPAN": self.SPAN, "ADD": first > 0, "JOINED": self.segments > 1}
         return self.sizes() | shape.kind() | walk
 
-    def kept(self, shape: Shape, *places: int) -> tuple[int, ...]:
+    def kept(self, shape: ScanSizes, *places: int) -> tuple[int, ...]:
         """(*places, [2,] tiles, channels, states of a tile): whole tiles, as kernels keep them."""
         return (*places, *shape.pair, self.TILES, shape.channels, self.BN)
 
-    def rows_of(self, M: Tensor, shape: Shape, blocks: range) -> tuple[Tensor, int]:
+    def rows_of(self, M: Tensor, shape: ScanSizes, blocks: range) -> tuple[Tensor, int]:
         """B or C, and the distance of its steps; rows that all channels share as long as all tiles, zeros behind."""
         if shape.own:
             return rows(M)
@@ -130,7 +130,7 @@ class Tile(NamedTuple):
             M = M.clone(memory_format=torch.contiguous_format)
         return M, M.stride(1)
 
-    def sums_over_lanes(self, shape: Shape) -> bool:
+    def sums_over_lanes(self, shape: ScanSizes) -> bool:
         """Whether sums over channels are sums over lanes."""
         return self.narrow and self.BD >= _LANES and not (shape.own or shape.complex)
 
@@ -138,7 +138,7 @@ class Tile(NamedTuple):
         return {"BD": self.BD, "BN": self.BN, "TILES": self.TILES, "num_warps": 1, "maxnreg": self.registers}
 
 
-def blocks_of(shape: Shape, orders: Tensor | None) -> range:
+def blocks_of(shape: ScanSizes, orders: Tensor | None) -> range:
     """The first states of the blocks that programs take one after the other."""
     most = _MOST if orders is None else _MOST_OF_ORDERS
     return range(0, shape.n, _NARROW if _NARROW < shape.n <= 2 * _NARROW else most)
@@ -189,9 +189,9 @@ class Scan(torch.autograd.Function):
         wanted: tuple[bool, bool],
     ) -> tuple[Tensor, Tensor | None]:
         batch, length, channels = u.shape
-        shape = Shape(batch, length, channels, A.shape[-1], B.ndim == 4 + (A.ndim == 3), A.ndim == 3)
+        shape = ScanSizes(batch, length, channels, A.shape[-1], B.ndim == 4 + (A.ndim == 3), A.ndim == 3)
         blocks = blocks_of(shape, orders)
-        tile = Tile.of(shape, blocks.step, back=False)
+        tile = ProgramTile.of(shape, blocks.step, back=False)
         (u, u_row), (B, B_row), (C, C_row) = rows(u), tile.rows_of(B, shape, blocks), tile.rows_of(C, shape, blocks)
         A = A.float().contiguous()
         state = None if state is None else state.float().contiguous()
@@ -222,7 +222,7 @@ class Scan(torch.autograd.Function):
         dy = dy.contiguous()
         dlast = None if dlast is None else dlast.float().contiguous()
         blocks = blocks_of(shape, orders)
-        tile = Tile.of(shape, blocks.step, back=True)
+        tile = ProgramTile.of(shape, blocks.step, back=True)
         has = (ctx.delta[1] is not None, D is not None, ctx.has_state)
         room = Room.of(tile, shape, len(blocks), (u, ctx.delta[0], B), has, ragged=orders is not None)
         for place, first in enumerate(blocks):
@@ -269,8 +269,8 @@ class Room(NamedTuple):
     @classmethod
     def of(
         cls,
-        tile: Tile,
-        shape: Shape,
+        tile: ProgramTile,
+        shape: ScanSizes,
         blocks: int,
         like: tuple[Tensor, torch.dtype, Tensor],
         has: tuple[bool, bool, bool],
@@ -297,8 +297,8 @@ class Room(NamedTuple):
 
 
 def _starts(
-    tile: Tile,
-    shape: Shape,
+    tile: ProgramTile,
+    shape: ScanSizes,
     first: int,
     u: Tensor,
     u_row: int,
@@ -328,8 +328,8 @@ def _starts(
 
 
 def _starts_back(
-    tile: Tile,
-    shape: Shape,
+    tile: ProgramTile,
+    shape: ScanSizes,
     first: int,
     step: Tensor,
     A: Tensor,
@@ -355,8 +355,8 @@ def _starts_back(
 
 
 def _joined(
-    tile: Tile,
-    shape: Shape,
+    tile: ProgramTile,
+    shape: ScanSizes,
     first: int,
     A: Tensor,
     orders: Tensor | None,
@@ -378,7 +378,7 @@ def _joined(
     return starts
 
 
-def _room_for_sums(B: Tensor, shape: Shape, n: int, *, ragged: bool) -> tuple[Tensor, int]:
+def _room_for_sums(B: Tensor, shape: ScanSizes, n: int, *, ragged: bool) -> tuple[Tensor, int]:
     """Where dB and dC are gathered, one behind the other, and the numbers of a step: sums over channels begin with 0.
 
     Rows hold n states, which may be some more than there are.
