@@ -1,6 +1,6 @@
 """Control theory on tensors: systems, Gramians, Hankel singular values, balanced truncation with its error bound.
 
-Pure functions, float64 inside, no `nn`. Axes in front of the named ones are a bank of systems.
+All functions are pure, compute in float64 and know no `nn`. Axes before the named ones form a bank of systems.
 """
 
 from compressm.control.balancing import bottom_shares, error_bounds, numerical_rank

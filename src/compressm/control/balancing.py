@@ -1,7 +1,8 @@
 """Square-root balancing: T = Lc V Σ^{-1/2} and W = Lo U Σ^{-1/2} with Loᴴ Lc = U Σ Vᴴ, so that Wᴴ T = I.
 
-Then Wᴴ P W = Σ = Tᴴ Q T. No inverse of a large matrix is taken, and only the columns that are kept are formed. Two
-routes give the same numbers: the SVD of Loᴴ Lc, always accurate, and the eigenvectors of Lcᴴ Q Lc, twice as fast.
+Then Wᴴ P W = Σ = Tᴴ Q T. No large matrix is inverted, and only the kept columns are formed. Two routes give the same
+numbers: the SVD of Loᴴ Lc, always accurate, and the eigenvectors of Lcᴴ Q Lc, twice as fast. Error bounds, shares and
+the numerical rank of a spectrum follow below.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from compressm.control.linear_algebra import eigh, eigvalsh, largest_part, squar
 from compressm.control.system import DiagonalSystem
 from compressm.control.validation import NonFiniteError, OrderError, ShapeError
 
-# Lcᴴ Q Lc holds σ², so that small σ drown in the rounding of large ones. With states sorted as in `GramianPair`, values
-# above 1e-4 σ₁ stay within 1e-14 σ₁ of the SVD's on LRU systems (5e-14 σ₁ and more unsorted); below, an SVD takes over.
+# Lcᴴ Q Lc holds σ², so small σ drown in the rounding of large ones. With states sorted as in `GramianPair`, values
+# above 1e-4 σ₁ stay within 1e-14 σ₁ of the SVD's on LRU systems (5e-14 σ₁ and more unsorted); smaller ones use an SVD.
 _TRUSTED = 1e-4
 
 
@@ -35,11 +36,11 @@ class Balancing:
 
 @dataclass(frozen=True)
 class GramianPair:
-    """P and Q with the states sorted by falling Pᵢᵢ Qᵢᵢ: `eigh` then loses far less of the small values.
+    """P and Q with states sorted by falling Pᵢᵢ Qᵢᵢ: `eigh` then loses far less of the small values.
 
-    `order` says which state stands where. `system`, sorted too, is the diagonal system whose Gramians they are, if it
-    is one, for when they are singular; Q is always the system's own, P may be a measured one. B and C were divided by
-    `input_scale` and `output_scale`, powers of two: P holds squares, which leave float64 where B is below 1e-154.
+    `order[i]` is the original index of sorted state i. `system` is the diagonal system of these Gramians, sorted too,
+    or None; it helps where they are singular. Q is always exact, P may be measured. B and C were divided by the powers
+    of two `input_scale` and `output_scale`: P holds squares, which underflow in float64 for B below 1e-154.
     """
 
     P: Inexact[Tensor, "m n n"]
@@ -54,7 +55,7 @@ class GramianPair:
     def of(
         cls, P: Inexact[Tensor, "m n n"], Q: Inexact[Tensor, "m n n"], system: DiagonalSystem | None = None
     ) -> GramianPair:
-        """From unsorted Gramians; if the system is given, P is a measured one and Q the system's."""
+        """Sort the given Gramians; with a `system`, P is measured and Q is the system's own."""
         weight = P.diagonal(dim1=-2, dim2=-1).real * Q.diagonal(dim1=-2, dim2=-1).real
         order = weight.detach().argsort(dim=-1, descending=True, stable=True)
         index = (torch.arange(len(order), device=order.device)[:, None, None], order[:, :, None], order[:, None, :])
@@ -63,7 +64,7 @@ class GramianPair:
 
     @classmethod
     def of_system(cls, system: DiagonalSystem) -> GramianPair:
-        """The exact Gramians of a diagonal system, sorted before they are formed: n numbers to move instead of n²."""
+        """The exact Gramians of a diagonal system, sorted before they are formed: this moves n numbers, not n²."""
         input_scale, output_scale = power_of_two(system.B), power_of_two(system.C)
         B, C = system.B / input_scale[:, None, None], system.C / output_scale[:, None, None]
         system = DiagonalSystem._unchecked(system.poles, system.log_poles, B, C)
@@ -75,11 +76,11 @@ class GramianPair:
         return cls(P, Q, order, system.detach(), input_scale=input_scale, output_scale=output_scale)
 
     def controllability_factor(self) -> tuple[Inexact[Tensor, "m n n"], bool]:
-        """Lc, and whether it is lower triangular."""
+        """Lc, and True if it is lower triangular."""
         return gramian_factor(self.P, None if self.P_is_measured else self.system, "P")
 
     def observability_factor(self) -> Inexact[Tensor, "m n n"]:
-        """Lo, by the adjoint."""
+        """Lo, the controllability factor of the adjoint."""
         return gramian_factor(self.Q, None if self.system is None else self.system.adjoint(), "Q")[0]
 
     def __getitem__(self, members: Bool[Tensor, " m"]) -> GramianPair:
@@ -88,21 +89,21 @@ class GramianPair:
 
     @property
     def sigma_scale(self) -> Tensor | float:
-        """What a σ of these Gramians is to be multiplied by."""
+        """The factor that turns σ of these scaled Gramians into σ of the system."""
         scale = self.input_scale * self.output_scale
         return scale[:, None] if isinstance(scale, Tensor) else scale
 
 
 def power_of_two(matrix: Inexact[Tensor, "m i j"]) -> Float[Tensor, " m"]:
-    """The one just above the largest real or imaginary part of each member; 1 for zeros."""
+    """The next power of two above the largest real or imaginary part of each member; 1 for zeros."""
     largest = largest_part(matrix.detach())
     return torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent), 1)
 
 
 def hankel_values(pair: GramianPair) -> Float[Tensor, "m n"]:
-    """σ of the pair as it stands (`sigma_scale` is the caller's), falling.
+    """σ of the scaled pair, falling; the caller multiplies by `sigma_scale`.
 
-    Within 1e-14 σ₁ on LRU systems; at worst the fast route is off by ε σ₁²/σₙ, 1e-12 σ₁.
+    The error is within 1e-14 σ₁ on LRU systems; at worst the fast route is off by ε σ₁²/σₙ, 1e-12 σ₁.
     """
     Lc, triangular = pair.controllability_factor()
     if not triangular or bool((_smallest_value_guess(pair, Lc) <= _TRUSTED).any()):
@@ -116,9 +117,9 @@ def hankel_values(pair: GramianPair) -> Float[Tensor, "m n"]:
 
 
 def _smallest_value_guess(pair: GramianPair, Lc: Tensor) -> Float[Tensor, " m"]:
-    """About σₙ/σ₁, within a factor 3 on LRU systems: which route to try first hangs on it, and nothing else.
+    """Estimate σₙ/σ₁, within a factor 3 on LRU systems; the estimate only decides which route to try first.
 
-    σₙ ≈ min |Lcᵢᵢ Loᵢᵢ|, with Loᵢᵢ²/Qᵢᵢ taken to be Lcᵢᵢ²/Pᵢᵢ, and σ₁ ≥ ‖Loᴴ l‖ for the first column l of Lc.
+    σₙ ≈ min |Lcᵢᵢ Loᵢᵢ|, assuming Loᵢᵢ²/Qᵢᵢ = Lcᵢᵢ²/Pᵢᵢ, and σ₁ ≥ ‖Loᴴ l‖ for the first column l of Lc.
     """
     P, Q = (gramian.diagonal(dim1=-2, dim2=-1).real for gramian in (pair.P, pair.Q))
     smallest = (square_modulus(Lc.diagonal(dim1=-2, dim2=-1)) * torch.sqrt(Q / P)).amin(-1)
@@ -138,7 +139,7 @@ def balance(pair: GramianPair, states: Int[Tensor, "m r"]) -> Balancing:
 
 
 def balance_sorted(pair: GramianPair, states: Int[Tensor, "m r"]) -> Balancing:
-    """The same in the order and scale of the pair."""
+    """Balance like `balance`, but keep the order and scale of the pair."""
     Lc, triangular = pair.controllability_factor()
     squares, V = eigh(_squared_hankel(Lc, pair.Q, triangular))
     sigma, V = torch.sqrt(squares.clamp_min(0)).flip(-1), V.flip(-1)
@@ -155,7 +156,7 @@ def balance_sorted(pair: GramianPair, states: Int[Tensor, "m r"]) -> Balancing:
 def balance_factors(
     Lc: Inexact[Tensor, "m n n"], Lo: Inexact[Tensor, "m n n"], states: Int[Tensor, "m r"]
 ) -> Balancing:
-    """By the SVD of Loᴴ Lc, P = Lc Lcᴴ and Q = Lo Loᴴ. States whose σ is rounding noise get zero columns, not noise."""
+    """Balance by the SVD of Loᴴ Lc, P = Lc Lcᴴ, Q = Lo Loᴴ; states whose σ is rounding noise get zero columns."""
     U, sigma, Vh = svd(Lo.mH @ Lc)
     noise = torch.arange(sigma.shape[-1], device=sigma.device) >= numerical_rank(sigma)[:, None]
     scale = torch.rsqrt(sigma).masked_fill(noise, 0).gather(-1, states)[:, None, :]
@@ -164,7 +165,7 @@ def balance_factors(
 
 
 def _biorthogonal(left: Tensor, right: Tensor, empty: Bool[Tensor, "m r"] | None = None) -> Tensor:
-    """W (Wᴴ T)^{-ᴴ}: Wᴴ T = I to the last bit, and W keeps the range of Q T, so that A stays a contraction."""
+    """W (Wᴴ T)^{-ᴴ}: Wᴴ T = I to the last bit, and W keeps the range of Q T, so A stays a contraction."""
     gram = left.mH @ right
     if empty is not None:
         gram = gram + torch.diag_embed(empty.to(gram.dtype))
@@ -172,7 +173,7 @@ def _biorthogonal(left: Tensor, right: Tensor, empty: Bool[Tensor, "m r"] | None
 
 
 def _from_eigenvectors(pair: GramianPair, sigma: Tensor, V: Tensor, Lc: Tensor, states: Tensor) -> Balancing:
-    """By the eigenvectors V of Lcᴴ Q Lc."""
+    """Balance by the eigenvectors V of Lcᴴ Q Lc."""
     kept = sigma.gather(-1, states)[:, None, :]
     right = Lc @ (_columns(V, states) * torch.rsqrt(kept))
     left = _biorthogonal(pair.Q @ right / kept, right)
@@ -180,7 +181,7 @@ def _from_eigenvectors(pair: GramianPair, sigma: Tensor, V: Tensor, Lc: Tensor, 
 
 
 def _with_accurate_tail(pair: GramianPair, sigma: Tensor, V: Tensor, Lc: Tensor) -> Tensor:
-    """Replace the σᵢ that squaring has blurred by the singular values of Loᴴ Lc on their subspace."""
+    """Replace the small σᵢ, which squaring has blurred, by the singular values of Loᴴ Lc on their subspace."""
     tail = int((sigma <= _TRUSTED * sigma[:, :1]).sum(-1).amax())
     if tail == 0:
         return sigma
@@ -190,7 +191,7 @@ def _with_accurate_tail(pair: GramianPair, sigma: Tensor, V: Tensor, Lc: Tensor)
 
 
 def _squared_hankel(Lc: Tensor, Q: Tensor, triangular: bool) -> Inexact[Tensor, "m n n"]:
-    """Lcᴴ Q Lc, of which eigh reads the lower triangle; a triangular Lc halves the work (8 of 16 half-size blocks)."""
+    """Lcᴴ Q Lc, its lower triangle, which eigh reads; a triangular Lc halves the work (8 of 16 half-size blocks)."""
     if not triangular:
         return Lc.mH @ (Q @ Lc)
     half = Lc.shape[-1] // 2
@@ -204,7 +205,7 @@ def _squared_hankel(Lc: Tensor, Q: Tensor, triangular: bool) -> Inexact[Tensor, 
 
 
 def _merge(first: Bool[Tensor, " m"], yes: Balancing, no: Balancing) -> Balancing:
-    """One bank again: `yes` holds the members where `first` is True, `no` the others."""
+    """Merge two results into one bank: `yes` holds the members where `first` is True, `no` the others."""
     place = torch.argsort(torch.cat([torch.nonzero(first), torch.nonzero(~first)]).flatten())
     return Balancing(*(torch.cat([getattr(yes, f.name), getattr(no, f.name)])[place] for f in fields(Balancing)))
 
@@ -213,7 +214,7 @@ def _columns(matrix: Tensor, states: Tensor) -> Tensor:
     return matrix.gather(-1, states[:, None, :].expand(*matrix.shape[:-1], states.shape[-1]))
 
 
-# Of σ₁: singular values computed by different routes are sorted up to rounding.
+# A share of σ₁: singular values computed by different routes are sorted up to rounding.
 _RISE = 1e-12
 
 
@@ -221,12 +222,12 @@ def error_bounds(sigma: Float[Tensor, "*bank n"]) -> Float[Tensor, "*bank n+1"]:
     """bounds[r] = 2 Σ_{i>r} σᵢ bounds the H∞ error of keeping r states, r = 0 … n (Enns 1984; Glover 1984)."""
     _require_spectrum(sigma)
     _require_falling(sigma.detach())
-    tails = sigma.flip(-1).cumsum(-1).flip(-1)  # smallest first, so that small tails keep their digits
+    tails = sigma.flip(-1).cumsum(-1).flip(-1)  # smallest first: small tails keep their digits
     return 2 * torch.cat([tails, torch.zeros_like(tails[..., :1])], dim=-1)
 
 
 def bottom_shares(sigma: Float[Tensor, "*bank n"]) -> Float[Tensor, "*bank n+1"]:
-    """shares[r] = the part of Σσ that the r smallest values hold, r = 0 … n; all zero for a spectrum of zeros."""
+    """shares[r] = the sum of the r smallest values over Σσ, r = 0 … n; all zero for a spectrum of zeros."""
     _require_spectrum(sigma)
     smallest_first = sigma.sort(dim=-1).values.cumsum(-1)
     total = smallest_first[..., -1:]
@@ -235,7 +236,7 @@ def bottom_shares(sigma: Float[Tensor, "*bank n"]) -> Float[Tensor, "*bank n+1"]
 
 
 def numerical_rank(sigma: Float[Tensor, "*bank n"]) -> Int[Tensor, "*bank"]:
-    """How many σᵢ stand above rounding, σᵢ > n ε σ₁."""
+    """The number of σᵢ above rounding noise, σᵢ > n ε σ₁."""
     _require_spectrum(sigma)
     floor = sigma.shape[-1] * torch.finfo(torch.float64).eps * sigma.amax(-1, keepdim=True)
     return (sigma > floor).sum(-1)
@@ -249,7 +250,7 @@ def _require_spectrum(sigma: Tensor) -> None:
     validation.require_real("sigma", sigma)
     if sigma.shape[-1] == 0 or not bool((sigma >= 0).all()) or not bool(torch.isfinite(sigma).all()):
         raise NonFiniteError(
-            f"sigma must hold at least one value, all finite and >= 0; got {sigma.detach().cpu().tolist()!r:.200}"
+            f"sigma is {sigma.detach().cpu().tolist()!r:.200}, expected at least one value, all finite and >= 0"
         )
 
 
@@ -260,5 +261,5 @@ def _require_falling(sigma: Tensor) -> None:
         *member, i = (int(k) for k in rising[0])
         values = sigma[tuple(member)]
         raise OrderError(
-            f"sigma{[*member, i + 1]} is {values[i + 1]:.6g} after {values[i]:.6g}: expected falling values, sort them"
+            f"sigma{[*member, i + 1]} is {values[i + 1]:.6g} after {values[i]:.6g}, expected falling values: sort them"
         )

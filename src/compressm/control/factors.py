@@ -1,4 +1,4 @@
-"""Factors L of positive semi-definite matrices, P = L Lᴴ, that stay accurate where P is singular."""
+"""Factors L of positive semi-definite matrices, P = L Lᴴ, accurate even where P is singular."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from compressm.control.poles import one_minus_products
 from compressm.control.system import DiagonalSystem
 from compressm.control.validation import IndefiniteGramianError
 
-# Rounding leaves eigenvalues of a singular unit-diagonal matrix above −n·1e-15; beyond this it is not a Gramian.
+# Rounding keeps eigenvalues of a singular unit-diagonal matrix above −n·1e-15; below this it is not a Gramian.
 _INDEFINITE = -1e-8
 
 # A Cholesky pivot relative to its diagonal entry; at 1e-10 the rounding of P moves σ by up to ε/√1e-10 = 2e-11 σ₁.
@@ -19,7 +19,7 @@ _WEAKEST_PIVOT = 1e-10
 
 
 def psd_factor(gramian: Inexact[Tensor, "*bank n n"], name: str = "gramian") -> Inexact[Tensor, "*bank n n"]:
-    """Cholesky where it succeeds; for the members of the bank where it does not, `eigh` after scaling to unit diagonal.
+    """The Cholesky factor; for members of the bank where it fails, a factor by `eigh` after scaling to unit diagonal.
 
     The scaling lowers the floor of the resulting Hankel singular values from 1e-12 σ₁ to 1e-16 σ₁ on LRU systems.
     """
@@ -34,10 +34,10 @@ def require_semidefinite(name: str, matrix: Inexact[Tensor, "*bank n n"]) -> Non
 def gramian_factor(
     gramian: Inexact[Tensor, "*bank n n"], exact: DiagonalSystem | None, name: str
 ) -> tuple[Inexact[Tensor, "*bank n n"], bool]:
-    """The factor, and whether it is lower triangular for every member of the bank.
+    """The factor, and True if it is lower triangular for every member of the bank.
 
-    Where the Gramian is the closed form of the diagonal system `exact` and nearly singular, forming it has cost what
-    its factor is to tell: `cauchy_factor` then starts again from the poles.
+    A nearly singular Gramian of the diagonal system `exact` has lost, when it was formed, the digits that its factor
+    needs: `cauchy_factor` then starts again from the poles.
     """
     factor, failed, weak = cholesky_strength(gramian)
     weak = failed if exact is None else weak
@@ -50,7 +50,7 @@ def gramian_factor(
 def cholesky_strength(
     gramian: Inexact[Tensor, "*bank n n"],
 ) -> tuple[Inexact[Tensor, "*bank n n"], Bool[Tensor, "*bank"], Bool[Tensor, "*bank"]]:
-    """The Cholesky factor, where it failed, and where it failed or has a pivot that is rounding noise."""
+    """The Cholesky factor, the members where it failed, and those where it failed or a pivot is rounding noise."""
     factor, info = torch.linalg.cholesky_ex(gramian)
     pivots = square_modulus(factor.diagonal(dim1=-2, dim2=-1)) / gramian.diagonal(dim1=-2, dim2=-1).real
     failed = info != 0
@@ -66,17 +66,17 @@ def _scaled_eigh_factor(gramian: Inexact[Tensor, "m n n"], name: str) -> Inexact
     worst = torch.minimum(values.amin(), (diagonal / size).amin()).item()
     if worst < _INDEFINITE * gramian.shape[-1]:
         raise IndefiniteGramianError(
-            f"{name} has eigenvalue {worst:.3g} (scaled to unit diagonal), expected none below 0"
+            f"{name} has the eigenvalue {worst:.3g} (scaled to unit diagonal), expected none below 0"
         )
-    # What rounding leaves of a zero would come back as its root, 1e-8 instead of 0.
+    # The root of a zero that rounding turned into 1e-16 would be 1e-8.
     noise = gramian.shape[-1] * torch.finfo(torch.float64).eps * values.amax(-1, keepdim=True)
     return scale[..., :, None] * vectors * torch.sqrt(torch.where(values > noise, values, 0))[..., None, :]
 
 
 def cauchy_factor(system: DiagonalSystem) -> Inexact[Tensor, "*bank n n"]:
-    """L with L Lᴴ = P to high relative accuracy, P never formed, in O(n²p).
+    """L with L Lᴴ = P to high relative accuracy in O(n²p), without forming P.
 
-    Schur's algorithm with pivoting: the Gramian's displacement P − A P Aᴴ = B Bᴴ has rank p, each Cholesky column
+    Schur's algorithm with pivoting: the Gramian's displacement P − A P Aᴴ = B Bᴴ has rank p. Each Cholesky column
     costs a Householder reflection of the generator and a Blaschke factor (λ − λᵢ)/(1 − λ λ̄ᵢ) of modulus at most one
     (Gohberg, Kailath and Olshevsky 1995). Columns come by falling pivot.
     """
@@ -97,10 +97,10 @@ def cauchy_factor(system: DiagonalSystem) -> Inexact[Tensor, "*bank n n"]:
 
 
 def _reflect_row(generator: Tensor, member: Tensor, pivot: Tensor) -> Tensor:
-    """The generator times the Householder reflection that turns row `pivot` into a multiple of the first unit row."""
+    """Reflect the generator (Householder) so that row `pivot` becomes a multiple of the first unit row."""
     row = generator[member, pivot].conj()
     length = torch.linalg.vector_norm(row, dim=-1)
-    # `sgn` is 0 at 0, where any direction serves.
+    # `sgn` is 0 at 0, where any direction will do.
     direction = torch.where(row[:, 0] == 0, torch.ones_like(row[:, 0]), torch.sgn(row[:, 0]))
     normal = torch.cat([(row[:, 0] + direction * length)[:, None], row[:, 1:]], dim=-1)
     square = square_modulus(normal).sum(-1).clamp_min(torch.finfo(torch.float64).tiny)

@@ -1,4 +1,4 @@
-"""Layers read y = Re(C h) from real inputs. What that allows: fold conjugate modes, or write out the real system."""
+"""Folding of conjugate modes, and the real system with its balanced truncation: layers read y = Re(C h), u is real."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from compressm.control.system import DenseSystem, DiagonalSystem
 from compressm.control.truncation import diagonalise
 from compressm.control.validation import PrecisionError
 
-# 2π is this much more than its float64.
+# The difference between 2π and its float64 value.
 _TWO_PI_REST = 2.4492935982947064e-16
 
 
 def fold(system: DiagonalSystem) -> DiagonalSystem:
-    """Every mode (λ, b, c) with Im λ < 0 replaced by (λ̄, b̄, c̄): Re(C h) is the same for every real input.
+    """Replace every mode (λ, b, c) with Im λ < 0 by (λ̄, b̄, c̄): Re(C h) is the same for every real input.
 
-    The poles then crowd in the upper half disc, where fewer balanced states carry the same real output, and an
-    optimizer's relative step on θ near 0 is small where near 2π it is large.
+    All poles then lie in the upper half disc, where fewer balanced states give the same real output. An optimizer's
+    relative step on θ is small near 0; near 2π it would be large.
     """
     _require_diagonal("fold", system)
     if not system.poles.is_complex():
@@ -42,7 +42,7 @@ def fold(system: DiagonalSystem) -> DiagonalSystem:
     B = torch.where(below[..., :, None], system.B.conj(), system.B)
     C = torch.where(below[..., None, :], system.C.conj(), system.C)
     folded = DiagonalSystem._unchecked(poles, log_poles, B, C)
-    folded._assign(_decay=system.decay)  # conjugates have the same
+    folded._assign(_decay=system.decay)  # conjugate poles have the same decay
     return folded
 
 
@@ -54,9 +54,9 @@ def lower_half(system: DiagonalSystem) -> Bool[Tensor, "*bank n"]:
 
 
 def _folded_logarithms(log_poles: Tensor) -> tuple[Tensor, Tensor]:
-    """Phases in [0, π], and where they were not: −θ for θ in [−π, 0), 2π − θ for θ in (π, 2π), where layers store it.
+    """Phases folded into [0, π], and a mask of the changed ones: −θ for θ in [−π, 0), 2π − θ for θ in (π, 2π).
 
-    2π − (θ + 2π) in place of −θ would cost 2e-16, which at |log λ| = 1e-4 is 2e-12 of the output.
+    Layers store phases in (π, 2π). 2π − (θ + 2π) instead of −θ would cost 2e-16, at |log λ| = 1e-4 2e-12 of the output.
     """
     phase = log_poles.imag
     size = phase.detach().abs()
@@ -72,11 +72,11 @@ def _require_diagonal(function: str, system: object) -> None:
 
 
 def conjugate_pairs(system: DiagonalSystem) -> DiagonalSystem:
-    """The complex system of order 2n whose output is Re(C h) itself: modes (λ, b, c/2) and (λ̄, b̄, c̄/2)."""
+    """The complex system of order 2n with the output Re(C h): its modes are (λ, b, c/2) and (λ̄, b̄, c̄/2)."""
     _require_diagonal("conjugate_pairs", system)
     if not system.poles.is_complex():
         raise PrecisionError(
-            f"a {system.poles.dtype} system is real already; conjugate pairs are made of complex modes"
+            f"conjugate_pairs got a {system.poles.dtype} system, expected complex poles: it is real already"
         )
     log_poles = None if system.log_poles is None else torch.cat([system.log_poles, system.log_poles.conj()], dim=-1)
     poles = torch.cat([system.poles, system.poles.conj()], dim=-1)
@@ -90,7 +90,7 @@ def real_form(system: DiagonalSystem) -> DenseSystem:
     _require_diagonal("real_form", system)
     poles, B, C = system.poles, system.B, system.C
     if not poles.is_complex():
-        raise PrecisionError(f"a {poles.dtype} system is real already")
+        raise PrecisionError(f"real_form got a {poles.dtype} system, expected complex poles: it is real already")
     re, im = torch.diag_embed(poles.real), torch.diag_embed(poles.imag)
     A = torch.cat([torch.cat([re, -im], dim=-1), torch.cat([im, re], dim=-1)], dim=-2)
     return DenseSystem._unchecked(A, torch.cat([B.real, B.imag], dim=-2), torch.cat([C.real, -C.imag], dim=-1))
@@ -98,7 +98,7 @@ def real_form(system: DiagonalSystem) -> DenseSystem:
 
 @dataclass(frozen=True)
 class RealTruncation:
-    """Complex modes, a conjugate pair counting as one; σ and the bound are those of the real system."""
+    """A reduced system of complex modes, one for each conjugate pair; σ and the bound belong to the real system."""
 
     system: DiagonalSystem
     sigma: Float[Tensor, "*bank n2"]
@@ -109,7 +109,7 @@ class RealTruncation:
 def real_balanced_truncation(system: DiagonalSystem, order: SupportsIndex) -> RealTruncation:
     """Keep the largest real order whose conjugate pairs and real poles fit into `order` complex modes.
 
-    ‖Re G − Re G_r‖∞ ≤ `error_bound` for real inputs. A mode of a bank member that is not needed is left at zero.
+    ‖Re G − Re G_r‖∞ ≤ `error_bound` for real inputs. Modes that a member of the bank does not need are zero.
     """
     validation.require_kind("real_balanced_truncation", system, DiagonalSystem, hint="call diagonalise first")
     order = validation.require_order(order, system.order)
@@ -130,7 +130,7 @@ def real_balanced_truncation(system: DiagonalSystem, order: SupportsIndex) -> Re
 
 
 def _balance(system: DiagonalSystem, states: Tensor) -> Balancing:
-    """By the real Gramians, or, where they are nearly singular, by factors made from the poles."""
+    """Balance by the real Gramians or, if they are nearly singular, by factors computed from the poles."""
     P, Q = _real_gramians(system)
     if not bool((cholesky_strength(P)[2] | cholesky_strength(Q)[2]).any()):
         return balance(GramianPair.of(P, Q), states)
@@ -139,14 +139,14 @@ def _balance(system: DiagonalSystem, states: Tensor) -> Balancing:
 
 
 def _real_factor(pairs: DiagonalSystem, scale: float) -> Float[Tensor, "m n2 n2"]:
-    """L with L Lᵀ the Gramian of (Re h, Im h) for scale ½, of their adjoints for 1, from the factor of (h, h̄)."""
+    """L from the factor of (h, h̄); L Lᵀ is the Gramian of (Re h, Im h) for scale ½, of the adjoint for scale 1."""
     upper, lower = cauchy_factor(pairs).chunk(2, dim=-2)
     mixed = scale * torch.cat([upper + lower, (upper - lower) / 1j], dim=-2)
     return torch.linalg.qr(torch.cat([mixed.real, mixed.imag], dim=-1).mT, mode="r").R.mT
 
 
 def _real_gramians(system: DiagonalSystem) -> tuple[Tensor, Tensor]:
-    """Of the states (Re h, Im h), from the closed form of the conjugate pairs (h, h̄) = S (Re h, Im h)."""
+    """P and Q of the states (Re h, Im h), from the closed form for the conjugate pairs (h, h̄) = S (Re h, Im h)."""
     n = system.order
     P, Q = gramians(conjugate_pairs(system))
     (Phh, Phc), (Qhh, Qhc) = ((matrix[..., :n, :n], matrix[..., :n, n:]) for matrix in (P, Q))
@@ -166,7 +166,7 @@ def _reduced(real: DenseSystem, balancing: Balancing, member: int) -> DenseSyste
 
 
 def _fit(balanced: DenseSystem, order: int, sigma: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
-    """The largest leading part with (pairs + real poles) ≤ order, as modes padded with zeros to `order`."""
+    """The modes, padded with zeros to `order`, of the largest leading part with (pairs + real poles) ≤ order."""
     size = max(1, min(balanced.order, int(numerical_rank(sigma))))
     while True:
         A, B, C = balanced.A[:size, :size], balanced.B[:size], balanced.C[:, :size]
@@ -177,7 +177,7 @@ def _fit(balanced: DenseSystem, order: int, sigma: Tensor) -> tuple[tuple[Tensor
             break
         size -= 1
     kept = torch.cat([torch.nonzero(upper), torch.nonzero(real)]).flatten()
-    weight = torch.where(upper[kept], 2.0, 1.0)  # Re(2c h) carries a pair
+    weight = torch.where(upper[kept], 2.0, 1.0)  # Re(2c h) is the output of a conjugate pair
     missing = order - len(kept)
     pad = torch.nn.functional.pad
     modes = (

@@ -1,6 +1,7 @@
 """Gramians: how strongly inputs drive each state (P), and how strongly each state drives outputs (Q).
 
-In closed form for diagonal systems, by doubling for dense ones (the discrete Lyapunov equation), or measured on data.
+Diagonal systems have a closed form; dense ones need the discrete Lyapunov equation, solved by doubling. A Gramian can
+also be measured on data.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ def controllability_gramian(
 ) -> Inexact[Tensor, "*bank n n"]:
     """P = A P Aᴴ + B Σᵤ Bᴴ; for diagonal A, Pᵢⱼ = (B Σᵤ Bᴴ)ᵢⱼ / (1 − λᵢ λ̄ⱼ).
 
-    The paper's closed form (app:lyapunov-sol) has λᵢ λⱼ, which holds for real poles alone. Σᵤ is the identity, that is
-    white noise at the input, unless a covariance of shape (p, p) or (*bank, p, p) is given.
+    The paper's closed form (app:lyapunov-sol) has λᵢ λⱼ, which holds for real poles only. Σᵤ has shape (p, p) or
+    (*bank, p, p); by default it is the identity, white noise at the input.
     """
     covariance = None if input_covariance is None else _covariance(system, input_covariance)
     B = system.B if covariance is None else system.B.to(covariance.dtype)
@@ -38,7 +39,7 @@ def observability_gramian(system: LinearSystem) -> Inexact[Tensor, "*bank n n"]:
 
 
 def gramians(system: LinearSystem) -> tuple[Inexact[Tensor, "*bank n n"], Inexact[Tensor, "*bank n n"]]:
-    """P and Q at once, Hermitian up to rounding: for diagonal A they share the expensive part, 1/(1 − λᵢ λ̄ⱼ)."""
+    """P and Q, Hermitian up to rounding; for a diagonal A they share the expensive part, 1/(1 − λᵢ λ̄ⱼ)."""
     if not isinstance(system, DiagonalSystem):
         return controllability_gramian(system), observability_gramian(system)
     weights, conjugates = reciprocal_products(system.poles, system.log_poles)
@@ -50,7 +51,7 @@ def _hermitian(matrix: Tensor) -> Tensor:
 
 
 def _covariance(system: LinearSystem, covariance: Tensor) -> Tensor:
-    """Checked, and complex if the system or itself is."""
+    """Check the covariance; return it in double precision, complex if it or the system is."""
     covariance = validation.require_tensor("input_covariance", covariance, "p p")
     p, bank = system.inputs, covariance.shape[:-2]
     if covariance.shape[-2:] != (p, p) or bank not in ((), system.bank):
@@ -67,11 +68,11 @@ _MOST_DOUBLINGS = 64
 
 
 def solve_lyapunov(A: Inexact[Tensor, "*bank n n"], M: Inexact[Tensor, "*bank n n"]) -> Inexact[Tensor, "*bank n n"]:
-    """X = A X Aᴴ + M for stable A and Hermitian M."""
+    """Solve X = A X Aᴴ + M for X, with stable A and Hermitian M."""
     for name, matrix in (("A", A), ("M", M)):
         validation.require_tensor(name, matrix, "n n")
     if A.shape != M.shape or A.shape[-1] != A.shape[-2]:
-        raise ShapeError(f"M has shape {tuple(M.shape)}, A {tuple(A.shape)}, expected (*bank, n, n) of both")
+        raise ShapeError(f"M has shape {tuple(M.shape)} and A {tuple(A.shape)}, expected (*bank, n, n) for both")
     validation.require_one_precision(A=A, M=M)
     validation.require_one_device(A=A, M=M)
     validation.require_finite("A", A)
@@ -79,7 +80,7 @@ def solve_lyapunov(A: Inexact[Tensor, "*bank n n"], M: Inexact[Tensor, "*bank n 
     A = validation.to_double(A)
     radius = torch.linalg.eigvals(A.detach()).abs().max().item()
     if not radius < 1:
-        raise UnstableSystemError(f"spectral radius {radius:.9g}, expected < 1")
+        raise UnstableSystemError(f"spectral radius of A is {radius:.9g}, expected < 1")
     dtype = torch.promote_types(A.dtype, M.dtype)
     return lyapunov_by_doubling(A.to(dtype), M.to(dtype))
 
@@ -87,7 +88,7 @@ def solve_lyapunov(A: Inexact[Tensor, "*bank n n"], M: Inexact[Tensor, "*bank n 
 def lyapunov_by_doubling(
     A: Inexact[Tensor, "*bank n n"], M: Inexact[Tensor, "*bank n n"]
 ) -> Inexact[Tensor, "*bank n n"]:
-    """X = Σₖ Aᵏ M (Aᴴ)ᵏ, summed by X ← X + Aᵢ X Aᵢᴴ, Aᵢ ← Aᵢ² (Smith 1968), then refined once on its own residual."""
+    """X = Σₖ Aᵏ M (Aᴴ)ᵏ, summed by X ← X + Aᵢ X Aᵢᴴ, Aᵢ ← Aᵢ² (Smith 1968), then refined once with its residual."""
     X = _doubling(A, M)
     residual = M - (X - A @ X @ A.mH)
     X = X + _doubling(A, residual)
@@ -95,15 +96,15 @@ def lyapunov_by_doubling(
 
 
 def lyapunov_factor(A: Inexact[Tensor, "*bank n n"], B: Inexact[Tensor, "*bank n p"]) -> Inexact[Tensor, "*bank n n"]:
-    """L with L Lᴴ = Σₖ Aᵏ B Bᴴ (Aᴴ)ᵏ, without ever forming the sum.
+    """L with L Lᴴ = Σₖ Aᵏ B Bᴴ (Aᴴ)ᵏ, computed without forming the sum.
 
-    Singular values of Loᴴ Lc then have a floor of 1e-16 σ₁, where factors of the sums themselves stop at 1e-8 σ₁ if
-    both are singular; and ‖C L‖ keeps the digits that C X Cᴴ loses.
+    Singular values of Loᴴ Lc then have a floor of 1e-16 σ₁; factors of the sums themselves stop at 1e-8 σ₁ if both are
+    singular. ‖C L‖ keeps the digits that C X Cᴴ loses.
     """
     factor = B
     for _ in range(_MOST_DOUBLINGS):
         added = A @ factor
-        # Row by row: members of a bank, and states of a badly scaled basis, must not hide behind larger ones.
+        # Tested row by row: a small member of a bank, or a state of small scale, must not hide behind a larger one.
         if bool((torch.linalg.vector_norm(added, dim=-1) <= 1e-17 * torch.linalg.vector_norm(factor, dim=-1)).all()):
             return _square(factor)
         stacked = torch.cat([factor, added], dim=-1)
@@ -113,7 +114,7 @@ def lyapunov_factor(A: Inexact[Tensor, "*bank n n"], B: Inexact[Tensor, "*bank n
 
 
 def _square(factor: Tensor) -> Tensor:
-    """With exactly n columns: more are compressed by QR, missing ones are zero."""
+    """Give the factor exactly n columns: QR compresses more, zeros fill up fewer."""
     n, columns = factor.shape[-2:]
     if columns > n:
         return torch.linalg.qr(factor.mH, mode="r").R.mH
@@ -146,12 +147,12 @@ def _not_converged(power: Tensor) -> str:
 def measured_gramian(
     states: Inexact[Tensor, "*bank samples n"], mask: Bool[Tensor, "*bank samples"] | None = None
 ) -> Inexact[Tensor, "*bank n n"]:
-    """E[h hᴴ] over `samples` (flatten batch and time into that axis first); `mask` is True where a sample counts."""
+    """E[h hᴴ] over `samples` (first flatten batch and time into that axis); `mask` is True for samples that count."""
     return StateCovariance().add(states, mask).gramian()
 
 
 class StateCovariance:
-    """A streaming sum of h hᴴ in float64; two of them `merge`, so that batches and processes can be added up."""
+    """A streaming sum of h hᴴ in float64; `merge` adds up the sums of several batches or processes."""
 
     def __init__(self) -> None:
         self.total: Inexact[Tensor, "*bank n n"] | None = None
@@ -167,7 +168,7 @@ class StateCovariance:
             raise PrecisionError(f"mask has dtype {mask.dtype}, expected bool")
         if mask is not None and mask.shape != states.shape[:-1]:
             raise ShapeError(f"mask has shape {tuple(mask.shape)}, expected {tuple(states.shape[:-1])}")
-        if mask is not None:  # before the check for NaN: padding may hold anything
+        if mask is not None:  # before the check for NaN, because padding may hold anything
             states = torch.where(mask[..., None], states, 0)
         validation.require_finite("states", states)
         states = validation.to_double(states.detach())
@@ -181,7 +182,7 @@ class StateCovariance:
 
     def gramian(self) -> Inexact[Tensor, "*bank n n"]:
         if self.total is None or self.count is None or bool((self.count == 0).any()):
-            raise ShapeError("no states were added: E[h hᴴ] needs at least one sample for every member of the bank")
+            raise ShapeError("no states were added: add at least one sample for every member of the bank")
         mean = self.total / self.count[..., None, None]
         return (mean + mean.mH) / 2
 
@@ -191,7 +192,7 @@ class StateCovariance:
             return self
         if total.shape != self.total.shape:
             raise ShapeError(
-                f"states of shape {tuple(total.shape[:-1])} added to an accumulator of {tuple(self.total.shape[:-1])}"
+                f"added states have (*bank, n) {tuple(total.shape[:-1])}, expected {tuple(self.total.shape[:-1])}"
             )
         self.total, self.count = self.total + total, self.count + count
         return self

@@ -1,4 +1,4 @@
-"""Hankel singular values: how much each state matters, whatever the basis."""
+"""Hankel singular values: how much each state matters, independent of the basis."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from compressm.control.system import DenseSystem, DiagonalSystem, LinearSystem
 def hankel_singular_values(
     system: LinearSystem, *, P: Inexact[Tensor, "*bank n n"] | None = None
 ) -> Float[Tensor, "*bank n"]:
-    """σ = sort↓ √spec(P Q), as the singular values of Loᴴ Lc; differentiable by a closed form (`HankelValues`).
+    """σ = sort↓ √spec(P Q), computed as the singular values of Loᴴ Lc; gradients have a closed form (`HankelValues`).
 
-    `P` replaces the exact controllability Gramian, by a measured one for instance.
+    `P`, a measured Gramian for instance, replaces the exact controllability Gramian.
     """
     if P is None and isinstance(system, DenseSystem):
         return _dense_values(system)
@@ -31,7 +31,7 @@ def hankel_singular_values(
 
 
 def _dense_values(system: DenseSystem) -> Float[Tensor, "*bank n"]:
-    """From factors found without the Gramians, which enter only as what the gradient flows through."""
+    """σ of a dense system, from factors found without its Gramians; only the gradient flows through the Gramians."""
     n = system.order
     Lc, Lo = (factor.reshape(-1, n, n) for factor in dense_factors(system.detach()))
     if not (system.requires_grad and torch.is_grad_enabled()):
@@ -42,12 +42,12 @@ def _dense_values(system: DenseSystem) -> Float[Tensor, "*bank n"]:
 
 
 def dense_factors(system: DenseSystem) -> tuple[Inexact[Tensor, "*bank n n"], Inexact[Tensor, "*bank n n"]]:
-    """Lc and Lo of a dense system, found without its Gramians."""
+    """Lc and Lo of a dense system, computed without its Gramians."""
     return lyapunov_factor(system.A, system.B), lyapunov_factor(system.A.mH, system.C.mH)
 
 
 def gramian_pair(system: LinearSystem, P: Inexact[Tensor, "*bank n n"] | None) -> GramianPair:
-    """P, checked if it is given and exact if not, and the exact Q, sorted, with the bank axes as one."""
+    """The sorted pair of P (the given one, checked, or the exact one) and the exact Q; bank axes become one axis."""
     n = system.order
     source = system.flat() if isinstance(system, DiagonalSystem) else None
     if P is None and source is not None:
@@ -64,10 +64,10 @@ def gramian_pair(system: LinearSystem, P: Inexact[Tensor, "*bank n n"] | None) -
 class HankelValues(torch.autograd.Function):
     """(P, Q) ↦ σ with dσᵢ = ½ (wᵢᴴ dP wᵢ + tᵢᴴ dQ tᵢ), t and w the columns of the balancing T and W.
 
-    How σ, T and W are found is the caller's: P and Q are only what the gradient flows to. Second derivatives raise.
+    The caller's functions compute σ, T and W; P and Q only receive the gradient. Second derivatives raise an error.
 
-    The derivative of an SVD divides by differences of σ and fails at ties; this form has none. Within a cluster of
-    equal σ it is exact for losses that treat the cluster alike, as a sum does; where σᵢ is rounding noise it is 0, a
+    The derivative of an SVD divides by differences of σ and fails at ties; this form divides by none. In a cluster of
+    equal σ it is exact for losses that treat them alike, such as a sum. Where σᵢ is rounding noise it is 0, a
     subgradient.
     """
 

@@ -1,6 +1,6 @@
-"""Decompositions of many matrices at once, and complex functions by real and imaginary parts.
+"""Complex functions computed from real and imaginary parts, and decompositions of many matrices at once.
 
-A GPU compiles PyTorch's complex kernels when they are first used, and decomposes one matrix at a time.
+Both avoid slow paths: a GPU compiles PyTorch's complex kernels at their first use, and decomposes one matrix at a time.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def square_modulus(z: Inexact[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def largest_part(z: Inexact[Tensor, "*bank i j"]) -> Float[Tensor, "*bank"]:
-    """The largest real or imaginary part of each matrix, by size."""
+    """The largest absolute real or imaginary part in each matrix."""
     if not z.is_complex():
         return z.abs().amax((-2, -1))
     return torch.maximum(z.real.abs().amax((-2, -1)), z.imag.abs().amax((-2, -1)))
 
 
 def exponential(z: Inexact[Tensor, "*shape"]) -> Inexact[Tensor, "*shape"]:
-    """exp z, 0 where Re z is −∞."""
+    """exp z; 0 where Re z is −∞."""
     if not z.is_complex():
         return torch.exp(z)
     size = torch.exp(z.real)
@@ -46,54 +46,54 @@ def logarithm(z: Complex[Tensor, "*shape"]) -> tuple[Float[Tensor, "*shape"], Fl
 
 
 def row_norms(z: Inexact[Tensor, "*bank i j"]) -> Float[Tensor, "*bank i"]:
-    """Of each row its Euclidean length."""
+    """The Euclidean norm of each row."""
     parts = torch.view_as_real(z.resolve_conj()).flatten(-2) if z.is_complex() else z
     return torch.linalg.vector_norm(parts, dim=-1)
 
 
 def column_norms(z: Inexact[Tensor, "*bank i j"]) -> Float[Tensor, "*bank j"]:
-    """Of each column its Euclidean length."""
+    """The Euclidean norm of each column."""
     if not z.is_complex():
         return torch.linalg.vector_norm(z, dim=-2)
     return torch.linalg.vector_norm(torch.view_as_real(z.resolve_conj()), dim=(-3, -1))
 
 
-_SMALL = 32  # up to this order the GPU's batched solvers win
-_FEW = 16  # up to as many matrices, and above _SMALL, its eigh does
-_ALONE = 512  # one matrix of a higher order gets all threads
+_SMALL = 32  # up to this order the GPU's batched solvers are faster
+_FEW = 16  # above _SMALL, the GPU's eigh is faster for at most this many matrices
+_ALONE = 512  # a single matrix of a higher order gets all threads
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 def eig(A: Inexact[Tensor, "*bank n n"]) -> tuple[Complex[Tensor, "*bank n"], Complex[Tensor, "*bank n n"]]:
-    """`torch.linalg.eig`."""
+    """`torch.linalg.eig`, on CPU threads."""
     values, vectors = _on_threads(torch.linalg.eig, A)
     return values, vectors
 
 
 def eigh(A: Inexact[Tensor, "*bank n n"]) -> tuple[Float[Tensor, "*bank n"], Inexact[Tensor, "*bank n n"]]:
-    """`torch.linalg.eigh`."""
+    """`torch.linalg.eigh`, on the GPU or on CPU threads, whichever is faster."""
     here = A.is_cuda and (A.shape[-1] <= _SMALL or A.shape[:-2].numel() <= _FEW)
     values, vectors = _solved(torch.linalg.eigh, A, here=here)
     return values, vectors
 
 
 def eigvalsh(A: Inexact[Tensor, "*bank n n"]) -> Float[Tensor, "*bank n"]:
-    """`torch.linalg.eigvalsh`."""
+    """`torch.linalg.eigvalsh`, on the GPU or on CPU threads, whichever is faster."""
     here = A.is_cuda and (A.shape[-1] <= _SMALL or A.shape[:-2].numel() <= _FEW)
     return _solved(lambda part: (torch.linalg.eigvalsh(part),), A, here=here)[0]
 
 
 def svd(A: Inexact[Tensor, "*bank m n"]) -> tuple[Inexact[Tensor, "..."], Float[Tensor, "..."], Inexact[Tensor, "..."]]:
-    """`torch.linalg.svd`, thin."""
+    """The thin `torch.linalg.svd`, on the GPU or on CPU threads, whichever is faster."""
     here = A.is_cuda and max(A.shape[-2:]) <= _SMALL
     U, sigma, Vh = _solved(lambda part: torch.linalg.svd(part, full_matrices=False), A, here=here)
     return U, sigma, Vh
 
 
 def svdvals(A: Inexact[Tensor, "*bank m n"]) -> Float[Tensor, "*bank k"]:
-    """`torch.linalg.svdvals`."""
+    """`torch.linalg.svdvals`, on the GPU or on CPU threads, whichever is faster."""
     here = A.is_cuda and max(A.shape[-2:]) <= _SMALL
     return _solved(lambda part: (torch.linalg.svdvals(part),), A, here=here)[0]
 
@@ -101,7 +101,7 @@ def svdvals(A: Inexact[Tensor, "*bank m n"]) -> Float[Tensor, "*bank k"]:
 def each(
     function: Callable[[Item], Result], items: Sequence[Item], *, alone_on_one_thread: bool = False
 ) -> list[Result]:
-    """`function` of every item, several at a time if torch may use several threads, with one BLAS thread each."""
+    """Apply `function` to every item, on as many threads as torch may use, each with one BLAS thread."""
     threads = torch.get_num_threads()
     workers = min(threads, len(items))
     if threads == 1 or workers < (1 if alone_on_one_thread else 2):
@@ -109,7 +109,7 @@ def each(
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         _load_solvers()
     try:
-        # Each worker must say so itself: new threads start with as many BLAS threads as there are cores.
+        # Each worker must set this itself: a new thread starts with as many BLAS threads as there are cores.
         with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             return list(pool.map(function, items))
     finally:
@@ -118,12 +118,12 @@ def each(
 
 @cache
 def _load_solvers() -> None:
-    """Torch loads those of a GPU when they are first called, and fails where two threads are the first."""
+    """Load the GPU's solvers; torch loads them at the first call, which fails if two threads make it at once."""
     torch.linalg.cholesky_ex(torch.eye(1, dtype=torch.float64, device="cuda"))
 
 
 def _on_threads(solve: Callable[[Tensor], tuple[Tensor, ...]], A: Tensor) -> tuple[Tensor, ...]:
-    """`solve` on as many parts of the bank as torch may use threads; results go back to the device of A."""
+    """Solve the bank in one chunk per torch thread; results go back to the device of A."""
     members = A.reshape(-1, *A.shape[-2:]).cpu()
     chunks = members.chunk(min(torch.get_num_threads(), len(members)))
     parts = each(solve, chunks, alone_on_one_thread=A.shape[-1] <= _ALONE)
@@ -132,7 +132,7 @@ def _on_threads(solve: Callable[[Tensor], tuple[Tensor, ...]], A: Tensor) -> tup
 
 
 def _solved(solve: Callable[[Tensor], tuple[Tensor, ...]], A: Tensor, *, here: bool) -> tuple[Tensor, ...]:
-    """`solve` where A is; on CPU threads if not `here`, or if it does not converge here."""
+    """Solve on A's own device if `here` is True; otherwise, or if that does not converge, on CPU threads."""
     if here:
         try:
             return solve(A)

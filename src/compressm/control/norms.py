@@ -17,10 +17,11 @@ from compressm.control.validation import DefectiveSystemError, DeviceError, Shap
 
 _UNIFORM_POINTS = 128
 _PEAKS = 8
-# Eight points a quarter of the width apart, then 0.3 of the width: 18 rounds place a peak to 4e-10 of a grid interval.
+# Each round tries eight points a quarter of the width apart, then shrinks the width to 0.3 of it: 18 rounds place a
+# peak to 4e-10 of a grid interval.
 _SHRINK = 0.3
 _ROUNDS = 18
-_CHUNK = 2**22  # complex numbers held at once while evaluating
+_CHUNK = 2**22  # complex numbers in memory at once
 
 
 def h_infinity_error(first: LinearSystem, second: LinearSystem) -> Float[Tensor, "*bank"]:
@@ -35,16 +36,15 @@ def h_infinity_error(first: LinearSystem, second: LinearSystem) -> Float[Tensor,
 
 
 def h_infinity_norm(system: LinearSystem) -> Float[Tensor, "*bank"]:
-    """max over ω of ‖G(e^{iω})‖₂: the largest gain from the energy of the input to that of the output."""
+    """max over ω of ‖G(e^{iω})‖₂: the largest ratio of output norm to input norm, ‖y‖₂ / ‖u‖₂."""
     (modal,), scale = _normalised(_modal(system))
     return scale * _peak_gain(modal.frequency_response, _resonances(modal), system)
 
 
 def h2_error(first: LinearSystem, second: LinearSystem) -> Float[Tensor, "*bank"]:
-    """‖G − G'‖₂ = ‖[C, −C'] L‖_F, L Lᴴ the controllability Gramian of both side by side.
+    """‖G − G'‖₂ = ‖[C, −C'] L‖_F, where L Lᴴ is the controllability Gramian of both systems side by side.
 
-    The factor comes without forming the Gramian, so that differences down to 1e-13 of the norm are seen, where
-    tr(C P Cᴴ) would stop at 1e-8.
+    L is computed without the Gramian: this resolves differences down to 1e-13 of the norm, tr(C P Cᴴ) only to 1e-8.
     """
     _require_comparable(first, second)
     (one, two), scale = _normalised(_modal(first), _modal(second))
@@ -57,7 +57,7 @@ def h2_error(first: LinearSystem, second: LinearSystem) -> Float[Tensor, "*bank"
 
 
 def h2_norm(system: LinearSystem) -> Float[Tensor, "*bank"]:
-    """The root of Σₖ ‖g[k]‖²_F: the size of the output under white noise."""
+    """√(Σₖ ‖g[k]‖²_F): the root mean square of the output for white noise at the input."""
     (modal,), scale = _normalised(_modal(system))
     if isinstance(modal, DiagonalSystem):
         return scale * _h2_norm_of(modal)
@@ -65,7 +65,7 @@ def h2_norm(system: LinearSystem) -> Float[Tensor, "*bank"]:
 
 
 def _normalised(*systems: LinearSystem) -> tuple[tuple[LinearSystem, ...], Float[Tensor, "*bank"]]:
-    """The systems with B and C of size one, and what a norm is to be multiplied by: squares then cannot underflow."""
+    """The systems with B and C scaled to size one, so that squares cannot underflow, and the factor for their norms."""
     largest = [
         torch.stack([getattr(system, name).abs().amax((-2, -1)) for system in systems]).amax(0) for name in ("B", "C")
     ]
@@ -99,7 +99,7 @@ def _block_diagonal(one: Tensor, two: Tensor) -> Tensor:
 
 
 def _modal(system: LinearSystem) -> LinearSystem:
-    """With a diagonal A where the eigenvectors allow it: a frequency then costs O(npq) instead of O(n³)."""
+    """The system with a diagonal A, if the eigenvectors allow it: a frequency then costs O(npq) instead of O(n³)."""
     if isinstance(system, DiagonalSystem):
         return system
     try:
@@ -109,7 +109,7 @@ def _modal(system: LinearSystem) -> LinearSystem:
 
 
 def _resonances(system: LinearSystem) -> Float[Tensor, "*bank m"]:
-    """The angle of every pole, and one half-width 1 − |λ| to either side: where a gain can peak."""
+    """The frequencies where a gain can peak: the angle of every pole, and one half-width 1 − |λ| to either side."""
     poles = system.poles if isinstance(system, DiagonalSystem) else torch.linalg.eigvals(system.A)
     width = 1 - poles.abs()
     angle = torch.angle(poles)
@@ -136,10 +136,10 @@ def _peak_gain(
 
 
 def _highest_peaks(omega: Tensor, gains: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the highest local maxima stand, how far the next other frequency is, and how high they are."""
+    """The frequencies of the highest local maxima, the distance to the nearest other frequency, and their heights."""
     edge = torch.full_like(gains[..., :1], -torch.inf)
     before, after = torch.cat([edge, gains[..., :-1]], dim=-1), torch.cat([gains[..., 1:], edge], dim=-1)
-    # Poles of two systems coincide: a repeated frequency must neither fill a second place nor give a width of zero.
+    # Poles of two systems may coincide: a repeated frequency must neither count twice nor give a width of zero.
     repeated = torch.cat([torch.zeros_like(edge, dtype=torch.bool), omega[..., 1:] == omega[..., :-1]], dim=-1)
     height = torch.where((gains >= before) & (gains >= after) & ~repeated, gains, -1.0)
     best, peaks = height.topk(_PEAKS, dim=-1)
@@ -168,6 +168,6 @@ def _require_comparable(first: LinearSystem, second: LinearSystem) -> None:
     for what in ("bank", "inputs", "outputs"):
         a, b = getattr(first, what), getattr(second, what)
         if a != b:
-            raise ShapeError(f"systems differ in {what}: {a} and {b}")
+            raise ShapeError(f"systems differ in {what}: {a} and {b}, expected the same")
     if first.device != second.device:
-        raise DeviceError(f"systems live on {first.device} and {second.device}")
+        raise DeviceError(f"systems are on {first.device} and {second.device}; move them to one device first")

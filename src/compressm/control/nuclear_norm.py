@@ -1,4 +1,7 @@
-"""The sum of the Hankel singular values as a differentiable penalty (app:hnn_det)."""
+"""The sum of the Hankel singular values as a differentiable penalty (app:hnn_det).
+
+Its fast form needs X, the geometric mean of P and Q⁻¹, by matrix products on a GPU and by low-rank factors on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -17,38 +20,38 @@ from compressm.control.poles import reciprocal_products
 from compressm.control.system import DiagonalSystem, LinearSystem
 from compressm.control.validation import ControlError
 
-# σ² is known to ε σ₁², so that below it σ and its directions are rounding noise.
+# σ² has an error of ε σ₁²: smaller σ and their directions are rounding noise.
 _LEAST_FLOOR = 1e-6
 
 
 def hankel_nuclear_norm(system: LinearSystem, *, floor: float = 0.0) -> Float[Tensor, "*bank"]:
-    """Σσᵢ, the penalty of Hankel-nuclear-norm regularisation; finite gradients at ties and at zero.
+    """Σσᵢ, the penalty of Hankel-nuclear-norm regularisation; its gradients are finite at ties and at zero.
 
-    With a floor, from 1e-6 on, states of a diagonal system below floor·σ₁ count for less in value and gradient. That
-    takes a tenth of the time where the Gramians are nearly singular, and products alone on a GPU.
+    With a floor of at least 1e-6, states of a diagonal system below floor·σ₁ count less in value and gradient. This
+    takes a tenth of the time where the Gramians are nearly singular, and only matrix products on a GPU.
     """
     if floor == 0:
         return hankel_singular_values(system).sum(-1)
     validation.require_kind("a floor", system, DiagonalSystem, hint="call diagonalise first")
     if not _LEAST_FLOOR <= floor < 1:
-        raise ControlError(f"floor is {floor}, expected 0, or at least {_LEAST_FLOOR:g} and below 1")
+        raise ControlError(f"floor is {floor}, expected 0, or a number from {_LEAST_FLOOR:g} to below 1")
     assert isinstance(system, DiagonalSystem)
     flat = system.flat()
     return FlooredNorm.apply(flat.poles, flat.B, flat.C, flat.decay.detach(), float(floor)).reshape(system.bank)  # type: ignore[no-untyped-call]
 
 
 def hankel_nuclear_norm_majoriser(system: DiagonalSystem) -> Float[Tensor, "*bank"]:
-    """Σᵢ √(Pᵢᵢ Qᵢᵢ) = Σᵢ ‖bᵢ‖ ‖cᵢ‖ / (1 − |λᵢ|²) ≥ Σσᵢ, in O(n(p + q)) and without a Gramian."""
+    """Σᵢ √(Pᵢᵢ Qᵢᵢ) = Σᵢ ‖bᵢ‖ ‖cᵢ‖ / (1 − |λᵢ|²) ≥ Σσᵢ, in O(n(p + q)) without a Gramian."""
     validation.require_kind("hankel_nuclear_norm_majoriser", system, DiagonalSystem, hint="call diagonalise first")
     return (row_norms(system.B) * column_norms(system.C) / system.decay).sum(-1)
 
 
 class FlooredNorm(torch.autograd.Function):
-    """(λ, B, C) ↦ Σσ with the gradient in closed form: that of P and Q by X⁻¹ and X, and on to λ, B and C.
+    """(λ, B, C) ↦ Σσ with a closed-form gradient: X⁻¹ for P and X for Q, then by the chain rule for λ, B and C.
 
     With V = 1/(1 − λᵢλ̄ⱼ), P = (B Bᴴ)∘V and Q = (Cᴴ C)∘V̄: g_B = (X⁻¹∘V̄) B, g_C = C (X∘V), and
-    g_λ = (V̄∘(X⁻¹∘P̄ + X̄∘Q)) λ. All of it is found at once with the value, where a gradient is wanted. `decay` is
-    1 − |λ|², which a system knows: in doubled precision it takes forty operations.
+    g_λ = (V̄∘(X⁻¹∘P̄ + X̄∘Q)) λ. If a gradient is needed, it is computed together with the value. `decay` is
+    1 − |λ|², which the system has: in doubled precision it takes forty operations.
     """
 
     @staticmethod
@@ -60,7 +63,7 @@ class FlooredNorm(torch.autograd.Function):
         decay: Float[Tensor, "m n"],
         floor: float,
     ) -> Float[Tensor, " m"]:
-        # The scales of single modes are free: with Pᵢᵢ = Qᵢᵢ rounding is least.
+        # The scale of each mode is free: Pᵢᵢ = Qᵢᵢ gives the least rounding.
         scale = _balanced_scale(B, C)
         B, C = B * scale[:, :, None], C / scale[:, None, :]
         weights, conjugates = reciprocal_products(poles, None, decay)
@@ -77,7 +80,7 @@ class FlooredNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Float[Tensor, " m"]) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            # What is saved is constant: a second derivative through it would be wrong.
+            # The saved tensors are constants: a second derivative through them would be wrong.
             raise RuntimeError("the Hankel nuclear norm has first derivatives only: leave out create_graph=True")
         poles, B, C = ctx.saved_tensors
         weight = grads[0][:, None]
@@ -85,18 +88,18 @@ class FlooredNorm(torch.autograd.Function):
 
 
 def _balanced_scale(B: Tensor, C: Tensor) -> Float[Tensor, "m n"]:
-    """s with ‖s b‖ = ‖c/s‖ for every mode; 1 for modes that do nothing."""
+    """The scale s with ‖s b‖ = ‖c/s‖ for every mode; 1 where b or c is zero."""
     b, c = row_norms(B), column_norms(C)
     both = (b > 0) & (c > 0)
     return torch.where(both, torch.where(both, c, 1) / torch.where(both, b, 1), 1).sqrt()
 
 
-# Where σ is below this share of the floor, rounding has taken its directions: σ² is known to ε σ₁².
+# Below this share of the floor the directions of σ are rounding noise: σ² has an error of ε σ₁².
 _LOST = 1e-2
 
 
 class Mean(NamedTuple):
-    """X, X⁻¹ and Σσ = tr(Q X) = tr(P X⁻¹), each member's own, with the small states damped."""
+    """X, X⁻¹ and Σσ = tr(Q X) = tr(P X⁻¹) of each member, with small states damped."""
 
     mean: Inexact[Tensor, "m n n"]
     inverse: Inexact[Tensor, "m n n"]
@@ -104,9 +107,9 @@ class Mean(NamedTuple):
 
 
 def geometric_mean(P: Inexact[Tensor, "m n n"], Q: Inexact[Tensor, "m n n"], floor: float) -> Mean:
-    """By products alone on a GPU, where nothing waits for anything, and by factors of low rank on a CPU.
+    """Compute X, X⁻¹ and Σσ: by products alone on a GPU, which then never waits, and by low-rank factors on a CPU.
 
-    Modes are best scaled so that Pᵢᵢ = Qᵢᵢ.
+    Accuracy is best with modes scaled to Pᵢᵢ = Qᵢᵢ.
     """
     if P.is_cuda:
         return mean_by_products(P, Q, floor)
@@ -115,19 +118,19 @@ def geometric_mean(P: Inexact[Tensor, "m n n"], Q: Inexact[Tensor, "m n n"], flo
 
 
 def mean_by_products(P: Inexact[Tensor, "m n n"], Q: Inexact[Tensor, "m n n"], floor: float) -> Mean:
-    """The sign of [[0, P], [Q, 0]] is [[0, X], [X⁻¹, 0]]: odd polynomials of degree 5 take all of [floor, 1] to 1.
+    """Find [[0, X], [X⁻¹, 0]] as the sign of [[0, P], [Q, 0]]: odd polynomials of degree 5 map [floor, 1] to 1.
 
-    Four products a step, and twelve steps for a floor of 1e-5. Polynomials keep Y = T f(Σ) Tᴴ and Z = W f(Σ) Wᴴ, so
-    that what has not yet come to 1 is damped and nothing divides.
+    A step takes four products; a floor of 1e-5 takes twelve steps. Polynomials keep the forms Y = T f(Σ) Tᴴ and
+    Z = W f(Σ) Wᴴ: values that have not reached 1 are damped, and nothing is divided.
     """
     product = Q @ P
-    # (Σσ⁴)^¼, at least σ₁ and on LRU systems at most 1.5 σ₁.
+    # (Σσ⁴)^¼ is at least σ₁, and at most 1.5 σ₁ on LRU systems.
     scale = (product * product.mT).sum((-2, -1)).real.clamp_min(torch.finfo(torch.float64).tiny).pow(0.25)
     Y, Z = P / scale[:, None, None], Q / scale[:, None, None]
     for linear, cubic, quintic in sign_polynomials(floor):
         square = Z @ Y
-        # linear + cubic S + quintic S² = rest + quintic (S + shift)²: two sums on diagonals in the place of four on
-        # whole matrices, each of which a GPU launches.
+        # linear + cubic S + quintic S² = rest + quintic (S + shift)²: two sums on diagonals replace four on whole
+        # matrices, each of which is a kernel launch.
         shift = cubic / (2 * quintic)
         square.diagonal(dim1=-2, dim2=-1).add_(shift)
         change = torch.baddbmm(square, square, square, beta=0, alpha=quintic)
@@ -139,14 +142,14 @@ def mean_by_products(P: Inexact[Tensor, "m n n"], Q: Inexact[Tensor, "m n n"], f
 
 @cache
 def sign_polynomials(floor: float) -> tuple[tuple[float, float, float], ...]:
-    """Coefficients of x, x³ and x⁵, step by step, that are best on what the steps before made of [floor, 1]."""
+    """Coefficients of x, x³ and x⁵ for every step, each optimal on the image of [floor, 1] under the steps before."""
     low, high = floor, 1.0
     steps: list[tuple[float, float, float]] = []
     while high - low > 1e-2:
         linear, cubic, quintic, error = _equioscillating(low, high)
         steps.append((linear, cubic, quintic))
         low, high = 1 - error, 1 + error
-    # Cubic from here, 1e-2 → 3e-6 → 1e-16: the Taylor polynomial of x (x²)^{-1/2} at 1.
+    # From here convergence is cubic, 1e-2 → 3e-6 → 1e-16, with the Taylor polynomial of x (x²)^{-1/2} at 1.
     return (*steps, (1.875, -1.25, 0.375), (1.875, -1.25, 0.375))
 
 
@@ -156,7 +159,7 @@ def _equioscillating(low: float, high: float) -> tuple[float, float, float, floa
     for _ in range(100):
         powers = np.stack([points, points**3, points**5, [1, -1, 1, -1]], axis=1)
         linear, cubic, quintic, error = np.linalg.solve(powers, np.ones(4))
-        turns = np.roots([5 * quintic, 3 * cubic, linear]).real  # of the derivative, in x²
+        turns = np.roots([5 * quintic, 3 * cubic, linear]).real  # roots of the derivative, in x²
         found = np.array([low, *np.sort(np.sqrt(np.clip(turns, low**2, high**2))), high])
         if np.abs(found - points).max() < 1e-14:
             break
@@ -165,7 +168,7 @@ def _equioscillating(low: float, high: float) -> tuple[float, float, float, floa
 
 
 def _mean_by_factors(P: Inexact[Tensor, "n n"], Q: Inexact[Tensor, "n n"], floor: float) -> Mean:
-    """From Lc and Lo of as many columns as the Gramians have rank: σ² are the eigenvalues of (Loᴴ Lc)ᴴ (Loᴴ Lc)."""
+    """Compute the mean from Lc and Lo, with one column per rank: σ² are the eigenvalues of (Loᴴ Lc)ᴴ (Loᴴ Lc)."""
     Lc, Lo = _pivoted_factor(P, floor), _pivoted_factor(Q, floor)
     cross = Lo.mH @ Lc
     squares, V = torch.linalg.eigh(cross.mH @ cross)
@@ -179,14 +182,14 @@ def _mean_by_factors(P: Inexact[Tensor, "n n"], Q: Inexact[Tensor, "n n"], floor
 
 
 def _pivoted_factor(gramian: Inexact[Tensor, "n n"], floor: float) -> Inexact[Tensor, "n r"]:
-    """Cholesky's with complete pivoting, up to pivots of floor²: what is left moves only σ of the order of floor·σ₁."""
+    """Cholesky with complete pivoting, down to pivots of floor²: the rest only changes σ of about floor·σ₁."""
     from scipy.linalg import lapack  # takes a while to import
 
     factorise = lapack.zpstrf if gramian.is_complex() else lapack.dpstrf
     largest = float(gramian.diagonal().real.max())
     if not largest > 0:
         return gramian[:, :1] * 0
-    # What LAPACK reads by columns is the transpose, that is the conjugate.
+    # LAPACK reads by columns, so it gets the transpose, which is the conjugate.
     factor, order, rank, _ = factorise(gramian.resolve_conj().numpy().T, tol=floor**2 * largest, lower=1)
     lower = np.zeros((len(factor), rank), dtype=factor.dtype)
     lower[order - 1] = np.tril(factor)[:, :rank].conj()

@@ -1,6 +1,7 @@
 """1 − λᵢ λ̄ⱼ, the denominators of every closed-form Gramian, without cancellation.
 
-The plain difference loses log₁₀ 1/(1 − |λ|) digits, six of them at |λ| = 1 − 1e-6. Both forms below keep all.
+The plain difference loses log₁₀ 1/(1 − |λ|) digits, six at |λ| = 1 − 1e-6. The forms below, from poles or from their
+logarithms, keep all digits.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ _SPLIT = 134217729.0
 
 
 def decay(poles: Inexact[Tensor, "*bank n"], log_poles: Inexact[Tensor, "*bank n"] | None) -> Float[Tensor, "*bank n"]:
-    """1 − |λ|², to the last bit of what the poles (or their logarithms) say."""
+    """1 − |λ|², accurate to the last bit of the given poles (or their logarithms)."""
     if log_poles is not None:
         return -torch.expm1(2 * _real(log_poles))
     re, im = _real(poles), _imag(poles)
     plain = 1 - re * re - im * im
-    # The correction carries no gradient: the derivative of the plain formula is already exact.
+    # The correction has no gradient: the derivative of the plain formula is already exact.
     return plain + (_one_minus_squares(re.detach(), im.detach()) - plain.detach())
 
 
@@ -36,9 +37,9 @@ def reciprocal_products(
     log_poles: Inexact[Tensor, "*bank n"] | None,
     known: Float[Tensor, "*bank n"] | None = None,
 ) -> tuple[Inexact[Tensor, "*bank n n"], Inexact[Tensor, "*bank n n"]]:
-    """1/(1 − λᵢ λ̄ⱼ) and its conjugate; in real arithmetic, several times as fast as complex division.
+    """1/(1 − λᵢ λ̄ⱼ) and its conjugate, in real arithmetic, which is several times as fast as complex division.
 
-    `known` is 1 − |λ|² where it is at hand.
+    `known` is 1 − |λ|², if the caller has it.
     """
     re, im = _denominators(poles, log_poles, known)
     if im is None:
@@ -49,11 +50,11 @@ def reciprocal_products(
 
 
 def _denominators(poles: Tensor, log_poles: Tensor | None, known: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Real and imaginary parts, apart; no imaginary part for real poles."""
+    """The real and imaginary parts of 1 − λᵢ λ̄ⱼ; the imaginary part is None for real poles."""
     if log_poles is not None:
         return _from_logarithms(log_poles)
-    # = (1 − |λⱼ|²) − (λᵢ − λⱼ) λ̄ⱼ, and |1 − λᵢλ̄ⱼ|² = |λᵢ − λⱼ|² + (1 − |λᵢ|²)(1 − |λⱼ|²), so that each term is at
-    # most twice the result: nothing cancels.
+    # 1 − λᵢλ̄ⱼ = (1 − |λⱼ|²) − (λᵢ − λⱼ) λ̄ⱼ, and |1 − λᵢλ̄ⱼ|² = |λᵢ − λⱼ|² + (1 − |λᵢ|²)(1 − |λⱼ|²): each term is
+    # at most twice the result, so nothing cancels.
     own = (decay(poles, None) if known is None else known)[..., None, :]
     if not poles.is_complex():
         columns = poles[..., None, :]
@@ -65,23 +66,23 @@ def _denominators(poles: Tensor, log_poles: Tensor | None, known: Tensor | None 
 
 
 def _from_logarithms(log_poles: Tensor) -> tuple[Tensor, Tensor | None]:
-    """−expm1(log λᵢ + conj log λⱼ), with expm1 of the real parts from n instead of n² exponentials."""
+    """−expm1(log λᵢ + conj log λⱼ); expm1 of the real parts takes n instead of n² exponentials."""
     shrink = torch.expm1(_real(log_poles))
     rows, columns = shrink[..., :, None], shrink[..., None, :]
-    modulus = rows + columns + rows * columns  # |λᵢ||λⱼ| − 1; all terms of one sign while |λᵢ| ≤ 1
+    modulus = rows + columns + rows * columns  # |λᵢ||λⱼ| − 1; all terms have one sign while |λᵢ| ≤ 1
     if not log_poles.is_complex():
         return -modulus, None
     phase = log_poles.imag.contiguous() / 2
     sine = torch.sin(phase[..., :, None] - phase[..., None, :])
     versine = 2 * sine * sine
-    # The sine must be right relative to itself, the cosine only absolutely: outer products will do.
+    # The sine needs a small relative error, the cosine only a small absolute one: outer products will do.
     cos, sin = torch.cos(phase), torch.sin(phase)
     cosine = cos[..., :, None] * cos[..., None, :] + sin[..., :, None] * sin[..., None, :]
     return versine - modulus * (1 - versine), -2 * (1 + modulus) * sine * cosine
 
 
 def _one_minus_squares(x: Float[Tensor, "*bank n"], y: Float[Tensor, "*bank n"]) -> Float[Tensor, "*bank n"]:
-    """1 − x² − y² in doubled precision (Dekker 1971: products and sums with their rounding errors)."""
+    """1 − x² − y² in doubled precision: products and sums are computed with their rounding errors (Dekker 1971)."""
     (xx, xx_error), (yy, yy_error) = _exact_square(x), _exact_square(y)
     first, first_error = _exact_sum(torch.ones_like(x), -xx)
     second, second_error = _exact_sum(first, -yy)

@@ -1,6 +1,7 @@
-"""Projections for selective layers: real, contractive for every step size, one per channel or one shared by all.
+"""Projections for selective layers, contractive for every step size, one per channel or one shared by all.
 
-A reduced layer has B ← E_B B, C ← C E_C and rates a_r, so that exp(Δ a_r) stays a diagonal real recurrence.
+A reduced layer has B ← E_B B, C ← C E_C and rates a_r: exp(Δ a_r) stays a diagonal recurrence. `Modes` diagonalise any
+projection, with complex modes where needed.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def galerkin_projection(
     """Project symmetrically onto the leading eigenvectors V of the sum of both Gramians.
 
     Scaling by s = (Qᵢᵢ/Pᵢᵢ)^¼ makes the diagonals of P and Q equal. V is orthonormal, so A_r = Vᵀ diag(a) V is
-    symmetric and negative: its poles are real and exp(Δ A_r) is a contraction for every Δ > 0. `states` names other
-    eigenvectors to keep than the first ones, for all members of the bank or for each.
+    symmetric and negative: its poles are real and exp(Δ A_r) is a contraction for every Δ > 0. `states` names the
+    eigenvectors to keep, for all members of the bank or for each; by default the first ones.
     """
     rates = require_negative_rates(rates)
     kept = _kept(order, states, rates)
@@ -61,12 +62,12 @@ def shared_projection(
     states: Int[Tensor, " r"] | None = None,
     two_sided: bool = False,
 ) -> Projection:
-    """One pair E_B, E_C for all channels, which multiplies into the layer's own projections: nothing stays at run time.
+    """One pair E_B, E_C for all channels, multiplied into the layer's own projections: no extra work at run time.
 
     Gramians are averaged over the channels at equal trace, the rates geometrically; channel i then has the rates
     diag(E_B diag(aⁱ) E_C), convex combinations of its own and so still negative. `two_sided` balances instead of
     projecting symmetrically: often more accurate, but its rates can turn complex or positive, which is refused.
-    `states` names other directions to keep than the first ones.
+    `states` names the directions to keep; by default the first ones.
     """
     rates = require_negative_rates(rates)
     if rates.ndim != 2:
@@ -79,7 +80,7 @@ def shared_projection(
     channel_rates = torch.einsum("rn,cn,nr->cr", shared.E_B, rates, shared.E_C)
     if bool((channel_rates >= 0).any()):
         raise DefectiveSystemError(
-            f"the projection gives a rate of {channel_rates.max().item():.3g}, expected < 0; use the symmetric one"
+            f"the projection gives a rate of {channel_rates.max().item():.3g}, expected < 0; use two_sided=False"
         )
     return Projection(shared.E_B, shared.E_C, channel_rates)
 
@@ -87,13 +88,13 @@ def shared_projection(
 def shared_gramians(
     rates: Float[Tensor, "channels n"], P: Float[Tensor, "channels n n"], Q: Float[Tensor, "channels n n"]
 ) -> tuple[Float[Tensor, "n n"], Float[Tensor, "n n"]]:
-    """The means of P and of Q over the channels at equal trace: loud channels do not drown the others."""
+    """The means of P and of Q over the channels, each scaled to trace 1: no channel dominates."""
     P, Q = (_checked_gramian(name, matrix, rates) for name, matrix in (("P", P), ("Q", Q)))
     return _unit_trace(P).mean(0), _unit_trace(Q).mean(0)
 
 
 def _kept(order: SupportsIndex, states: Tensor | None, rates: Tensor) -> Int[Tensor, "*each r"]:
-    """Which directions stay, by their rank from 0."""
+    """The indices of the directions to keep, checked; 0 is the strongest direction."""
     n = rates.shape[-1]
     order = validation.require_order(order, n)
     if states is None:
@@ -101,12 +102,12 @@ def _kept(order: SupportsIndex, states: Tensor | None, rates: Tensor) -> Int[Ten
     if states.shape not in ((order,), (*rates.shape[:-1], order)) or not bool(
         (states >= 0).all() and (states < n).all()
     ):
-        raise OrderError(f"states are {states.tolist()}, expected {order} numbers from 0 to {n - 1}")
+        raise OrderError(f"states are {states.tolist()}, expected {order} indices from 0 to {n - 1}")
     return states.to(rates.device)
 
 
 def _checked_gramian(name: str, matrix: Tensor, rates: Tensor) -> Tensor:
-    """Real and semi-definite member by member: a mean over channels could hide one that is not."""
+    """Require a real semi-definite Gramian for each member: a mean over channels could hide an indefinite one."""
     matrix = validation.require_gramian(name, matrix, rates.shape[:-1], rates.shape[-1], rates.device)
     validation.require_real(name, matrix)
     require_semidefinite(name, matrix)
@@ -128,7 +129,7 @@ def _two_sided(rates: Tensor, P: Tensor, Q: Tensor, order: int, *, states: Tenso
     reduced, X = torch.linalg.eig(left.mT @ (rates[:, None] * right))
     if bool((reduced.imag != 0).any()) or bool((reduced.real >= 0).any()):
         raise DefectiveSystemError(
-            f"two-sided balancing gives rates {reduced.tolist()}, expected real and < 0; use the symmetric one"
+            f"two-sided balancing gives rates {reduced.tolist()}, expected real and < 0; use two_sided=False"
         )
     X = X.real
     return Projection(torch.linalg.solve(X, left.mT), right @ X, reduced.real)
@@ -141,10 +142,9 @@ def _unit_trace(matrix: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Modes:
-    """Values on the diagonal, E_B and E_C, of which the first `count` of every member are modes and the rest zeros.
+    """The diagonal values, E_B and E_C; the first `count` of every member are modes, the rest are zeros.
 
-    E_B A E_C is diagonal on the modes. Of a pair of conjugates one mode stands for both: y = Re(C E_C h) counts it
-    `twice`, in E_C.
+    E_B A E_C is diagonal on the modes. One mode stands for a conjugate pair: E_C counts it `twice` in y = Re(C E_C h).
     """
 
     values: Inexact[Tensor, "*bank r"]
@@ -157,9 +157,9 @@ class Modes:
 def diagonal_modes(
     A: Inexact[Tensor, "*bank r r"], left: Inexact[Tensor, "*bank n r"], right: Inexact[Tensor, "*bank n r"]
 ) -> Modes:
-    """The projection on `right` along `left` in which the projected A = leftᴴ A right is diagonal.
+    """The projection onto `right` along `left`, in the basis that makes the projected A = leftᴴ A right diagonal.
 
-    Real systems stay real where all eigenvalues are; rows of E_B are as long as columns of E_C.
+    A real system with real eigenvalues stays real. Each row of E_B has the same norm as its column of E_C.
     """
     values, X = eig(A)
     require_eigenvectors(X)

@@ -1,4 +1,7 @@
-"""Selective layers as systems: rates that are fixed, and a step, B and C that the input chooses at every moment."""
+"""Selective layers as systems: the rates are fixed, and the input selects the step Δ, B and C at every time step.
+
+Averages over their choices give time-invariant surrogates and Gramians.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +20,23 @@ from compressm.control.validation import ShapeError, UnstableSystemError
 
 @dataclass(frozen=True)
 class ChannelMaps:
-    """B and C of every channel from those of all: E_Bⁱ B and C E_Cⁱ, of which the first `orders[i]` states count."""
+    """Maps from the shared B and C to those of channel i: E_Bⁱ B and C E_Cⁱ; the first `orders[i]` states count."""
 
     B: Inexact[Tensor, "channels n m"]
     C: Inexact[Tensor, "channels m n"]
     orders: Int[Tensor, " channels"]
 
     def to(self, device: torch.device | str) -> ChannelMaps:
-        """On another device."""
+        """Copy the maps to another device."""
         return ChannelMaps(self.B.to(device), self.C.to(device), self.orders.to(device))
 
 
 @dataclass(frozen=True)
 class SelectiveSystem:
-    """h[t] = exp(Δ a) h[t−1] + Δ B u[t], y[t] = Re(C h[t]) for every channel, a bank whose B and C all channels share.
+    """h[t] = exp(Δ a) h[t−1] + Δ B u[t], y[t] = Re(C h[t]) for every channel; all channels share B and C.
 
     Δ = softplus(W_Δ u + bias) with W_Δ = `step_out` `step_in`, B = W_B u, C = W_C u, from the inputs u[t] of all
-    channels. With `maps` each channel has a B and a C of its own, and rates may be complex.
+    channels. With `maps` each channel has its own B and C, and rates may be complex.
     """
 
     rates: Inexact[Tensor, "channels n"]
@@ -59,7 +62,7 @@ class SelectiveSystem:
     def selected(
         self, u: Float[Tensor, "*steps channels"]
     ) -> tuple[Float[Tensor, "*steps channels"], Float[Tensor, "*steps m"], Float[Tensor, "*steps m"]]:
-        """Δ, B and C that these inputs choose."""
+        """Δ, B and C that these inputs select."""
         delta = softplus(u @ self.step_in.mT @ self.step_out.mT + self.step_bias)
         return delta, u @ self.W_B.mT, u @ self.W_C.mT
 
@@ -69,11 +72,11 @@ class SelectiveSystem:
         E_C: Float[Tensor, "n r"],
         rates: Float[Tensor, "channels r"],
     ) -> SelectiveSystem:
-        """With B ← E_B B and C ← C E_C in all channels."""
+        """The system with B ← E_B B and C ← C E_C in all channels, and new rates."""
         return replace(self, rates=rates, W_B=E_B @ self.W_B, W_C=E_C.mT @ self.W_C)
 
     def detach(self) -> SelectiveSystem:
-        """Without a graph."""
+        """Detach all tensors from the autograd graph."""
         parts = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "maps"}
         return replace(self, **{name: part.detach() for name, part in parts.items()})
 
@@ -87,8 +90,8 @@ def mean_dynamics(
 ) -> LinearSystem:
     """(E[A], E[B], E[C]) over the samples (app:tv); A of shape (*bank, samples, n) is diagonal, (…, n, n) dense.
 
-    A mean need not be stable. As regularisation, a diagonal A has each pole of modulus above `largest_radius` pulled
-    back to it, a dense one is scaled as a whole.
+    A mean need not be stable. For a diagonal A, each pole of modulus above `largest_radius` is pulled back to it; a
+    dense A is scaled as a whole.
     """
     _require_radius(largest_radius)
     _check_samples(A, B, C)
@@ -109,14 +112,14 @@ def _check_samples(A: Tensor, B: Tensor, C: Tensor) -> None:
     validation.require_one_device(**given)
     if A.ndim not in (B.ndim, B.ndim - 1):
         raise ShapeError(
-            f"A has shape {tuple(A.shape)}, not (*bank, samples, n) or (*bank, samples, n, n); B has {tuple(B.shape)}"
+            f"A has shape {tuple(A.shape)}, expected (*bank, samples, n) or (*bank, samples, n, n); B {tuple(B.shape)}"
         )
     if A.ndim == B.ndim and A.shape[-1] != A.shape[-2]:
         raise ShapeError(f"A has shape {tuple(A.shape)}, expected (*bank, samples, n, n)")
     for name, axes in (("A", A.shape[: B.ndim - 2]), ("C", C.shape[:-2])):
         if axes != B.shape[:-2]:
             raise ShapeError(
-                f"{name} has shape {tuple(given[name].shape)}, B {tuple(B.shape)}: bank or samples disagree"
+                f"{name} has shape {tuple(given[name].shape)}, B {tuple(B.shape)}: expected the same bank and samples"
             )
     for name, tensor in given.items():
         validation.require_finite(name, tensor)
@@ -132,8 +135,8 @@ def mean_selective_system(
 ) -> DiagonalSystem:
     """The paper's surrogate of a selective channel (app:mamba): exp(E[Δ] a), E[Δ] E[B], E[C].
 
-    Poles above `largest_radius` are pulled back to it. Averaging B and C before balancing loses their variation:
-    `second_moment_gramians` keeps it.
+    Poles above `largest_radius` are pulled back to it. Averages of B and C lose their variation, which
+    `second_moment_gramians` keeps.
     """
     _require_radius(largest_radius)
     rates = require_negative_rates(rates)
@@ -146,14 +149,14 @@ def mean_selective_system(
 
 
 def _check_means(rates: Tensor, mean_step: Tensor, mean_B: Tensor, mean_C: Tensor) -> None:
-    """The step of shape (*bank), positive; B and C of that of the rates."""
+    """Require a positive step of shape (*bank), and B and C of the shape of the rates."""
     means = {"mean_step": (mean_step, ""), "mean_B": (mean_B, "n"), "mean_C": (mean_C, "n")}
     given = {name: validation.require_tensor(name, *rest) for name, rest in means.items()}
     for name, tensor in given.items():
         expected = rates.shape[:-1] if name == "mean_step" else rates.shape
         if tensor.shape != expected:
             raise ShapeError(
-                f"{name} has shape {tuple(tensor.shape)}, expected {tuple(expected)} beside rates {tuple(rates.shape)}"
+                f"{name} has shape {tuple(tensor.shape)}, expected {tuple(expected)} for rates {tuple(rates.shape)}"
             )
     validation.require_one_precision(**given)
     validation.require_one_device(rates=rates, **given)
@@ -167,7 +170,7 @@ def _check_means(rates: Tensor, mean_step: Tensor, mean_B: Tensor, mean_C: Tenso
 def second_moment_system(
     poles: Inexact[Tensor, "*bank n"], moment_B: Inexact[Tensor, "*bank n n"], moment_C: Inexact[Tensor, "*bank n n"]
 ) -> DiagonalSystem:
-    """The LTI system with B Bᴴ = E[B Bᴴ] and Cᴴ C = E[Cᴴ C]: exact for time-varying B and C that are white in time."""
+    """The LTI system with B Bᴴ = E[B Bᴴ] and Cᴴ C = E[Cᴴ C]: exact if B and C vary and are white in time."""
     validation.require_one_precision(poles=validation.require_tensor("poles", poles, "n"))
     n, bank = poles.shape[-1], poles.shape[:-1]
     moments = (
@@ -181,7 +184,7 @@ def second_moment_system(
 def second_moment_gramians(
     rates: Float[Tensor, "*bank n"], moment_B: Float[Tensor, "*bank n n"], moment_C: Float[Tensor, "*bank n n"]
 ) -> tuple[Float[Tensor, "*bank n n"], Float[Tensor, "*bank n n"]]:
-    """Continuous-time P = E[BBᵀ] / −(aᵢ + aⱼ) and Q = E[CᵀC] / −(aᵢ + aⱼ), which do not depend on the step Δ."""
+    """Continuous-time P = E[BBᵀ] / −(aᵢ + aⱼ) and Q = E[CᵀC] / −(aᵢ + aⱼ), both independent of the step Δ."""
     rates = require_negative_rates(rates)
     bank, n = rates.shape[:-1], rates.shape[-1]
     total = -(rates[..., :, None] + rates[..., None, :])
@@ -199,12 +202,12 @@ def _require_radius(largest_radius: float) -> None:
 
 
 def require_negative_rates(rates: Float[Tensor, "*bank n"]) -> Float[Tensor, "*bank n"]:
-    """Continuous-time poles, in double precision."""
+    """Require rates, the continuous-time poles, that are real and < 0; return them in double precision."""
     validation.require_tensor("rates", rates, "n")
     validation.require_one_precision(rates=rates)
     validation.require_finite("rates", rates)
     if rates.is_complex() or bool((rates >= 0).any()):
         raise UnstableSystemError(
-            f"rates must be real and < 0, got {rates.dtype} with largest {rates.real.max().item():.6g}"
+            f"rates are {rates.dtype} with largest {rates.real.max().item():.6g}, expected real and < 0"
         )
     return validation.to_double(rates)

@@ -1,7 +1,7 @@
 """Discrete linear systems h[k] = A h[k−1] + B u[k], y[k] = C h[k], alone or in banks.
 
-The paper writes h[k+1] = A h[k] + B u[k]: the same system with the output one step later, so that Gramians, Hankel
-singular values and both norms are the same. D is left out on purpose: no reduction touches it.
+The paper writes h[k+1] = A h[k] + B u[k]. That is the same system with the output one step later: Gramians, Hankel
+singular values and both norms are equal. D is left out on purpose: no reduction changes it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ System = TypeVar("System", bound="LinearSystem")
 
 
 class LinearSystem(ABC):
-    """What systems with a diagonal and a dense A have in common; axes in front of the named ones are a bank."""
+    """The common base of systems with a diagonal and with a dense A; axes before the named ones form a bank."""
 
     B: Inexact[Tensor, "*bank n p"]
     C: Inexact[Tensor, "*bank q n"]
@@ -59,11 +59,11 @@ class LinearSystem(ABC):
     @property
     @abstractmethod
     def A(self) -> Inexact[Tensor, "*bank n n"]:
-        """The state matrix, written out."""
+        """The state matrix as a full n × n matrix."""
 
     @abstractmethod
     def adjoint(self) -> LinearSystem:
-        """(Aᴴ, Cᴴ, Bᴴ): its controllability Gramian is this system's observability Gramian."""
+        """The system (Aᴴ, Cᴴ, Bᴴ): its controllability Gramian is this system's observability Gramian."""
 
     @abstractmethod
     def frequency_response(self, omega: Float[Tensor, "... f"]) -> Complex[Tensor, "*bank f q p"]:
@@ -71,7 +71,7 @@ class LinearSystem(ABC):
 
     @abstractmethod
     def _generator(self) -> Tensor:
-        """A, in the form `_propagate` and `_square` understand."""
+        """A, in the form that `_propagate` and `_square` take."""
 
     @abstractmethod
     def _propagate(self, power: Tensor, columns: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class LinearSystem(ABC):
         raise AttributeError(f"a system is immutable: build a new one instead of setting {name}")
 
     def _map(self: System, function: Callable[[Tensor], Tensor]) -> System:
-        """The system with `function` applied to each of its tensors; nothing is checked again."""
+        """Apply `function` to every tensor of the system, without checking the result."""
         image = object.__new__(type(self))
         image._assign(**{name: None if tensor is None else function(tensor) for name, tensor in vars(self).items()})
         return image
@@ -99,7 +99,7 @@ class LinearSystem(ABC):
         return f"{type(self).__name__}(order={self.order}, inputs={self.inputs}, outputs={self.outputs}{bank})"
 
     def __getitem__(self: System, member: Any) -> System:
-        """A member, or several, of the bank: any index of its axes, never of the axes of a system."""
+        """One or more members of the bank; the index applies to the bank axes only."""
         if not self.bank:
             raise ShapeError("a single system has no bank axes to index")
         axes = len(self.bank)
@@ -114,9 +114,9 @@ class LinearSystem(ABC):
         return self._map(select)
 
     def to(self: System, device: torch.device | str | int) -> System:
-        """On another device; the precision is always double."""
+        """Move the system to another device; the precision stays double."""
         if isinstance(device, torch.dtype | Tensor):
-            raise PrecisionError(f"to({device}): a system stays {self.dtype}, only a device is allowed")
+            raise PrecisionError(f"to() got {device}, expected only a device: a system always stays {self.dtype}")
         return self._map(lambda tensor: tensor.to(device))
 
     def detach(self: System) -> System:
@@ -125,9 +125,9 @@ class LinearSystem(ABC):
     def states(
         self, inputs: Inexact[Tensor, "... length p"], initial_state: Inexact[Tensor, "... n"] | None = None
     ) -> Inexact[Tensor, "... length n"]:
-        """h[1..length]; axes of `inputs` before the bank's are a batch of signals.
+        """The states h[1..length]; axes of `inputs` before the bank axes are a batch of signals.
 
-        Complex if the system, the inputs or the initial state are.
+        The result is complex if the system, the inputs or the initial state are.
         """
         batch, dtype = self._check_signal(inputs, initial_state)
         columns = (self.B.to(dtype) @ inputs.to(dtype).mT).expand(*batch, -1, -1)
@@ -143,11 +143,11 @@ class LinearSystem(ABC):
         return columns.mT
 
     def _check_signal(self, inputs: Tensor, initial_state: Tensor | None) -> tuple[torch.Size, torch.dtype]:
-        """The axes in front of those of one signal, and the dtype to work in."""
+        """The axes before those of one signal, and the dtype to compute in."""
         given = {"inputs": validation.require_tensor("inputs", inputs, "length p")}
         if inputs.shape[-1] != self.inputs:
             raise ShapeError(
-                f"inputs have {inputs.shape[-1]} channels (shape {tuple(inputs.shape)}), the system {self.inputs}"
+                f"inputs have {inputs.shape[-1]} channels (shape {tuple(inputs.shape)}), expected {self.inputs}"
             )
         batches = {"bank": self.bank, "inputs": inputs.shape[:-2]}
         if initial_state is not None:
@@ -164,7 +164,7 @@ class LinearSystem(ABC):
     def simulate(
         self, inputs: Inexact[Tensor, "... length p"], initial_state: Inexact[Tensor, "... n"] | None = None
     ) -> Inexact[Tensor, "... length q"]:
-        """y[1..length], complex for a complex system; a layer that reads the real part takes `.real`."""
+        """The outputs y[1..length], complex for a complex system; take `.real` for a layer that reads Re(C h)."""
         states = self.states(inputs, initial_state)
         return states @ self.C.mT.to(states.dtype)
 
@@ -180,7 +180,7 @@ class LinearSystem(ABC):
         return self.C[..., None, :, :] @ blocks[..., :steps, :].transpose(-3, -2)
 
     def _frequencies(self, omega: Tensor) -> Float[Tensor, "... f"]:
-        """In double precision, of shape (f,) or (*bank, f)."""
+        """Check that `omega` is real and has shape (f,) or (*bank, f); return it in float64."""
         validation.require_real("omega", validation.require_tensor("omega", omega, "f"))
         if omega.shape[:-1] not in ((), self.bank):
             raise ShapeError(f"omega has shape {tuple(omega.shape)}, expected ('f',) or {(*self.bank, 'f')}")
@@ -188,20 +188,20 @@ class LinearSystem(ABC):
         return omega.to(torch.float64)
 
     def h_infinity_error(self, other: LinearSystem) -> Float[Tensor, "*bank"]:
-        """max over ω of ‖G(e^{iω}) − G'(e^{iω})‖₂, from below, on a grid refined around its peaks."""
+        """max over ω of ‖G(e^{iω}) − G'(e^{iω})‖₂, approached from below on a grid refined around the peaks."""
         from compressm.control.norms import h_infinity_error  # norms are built on systems
 
         return h_infinity_error(self, other)
 
     def h2_error(self, other: LinearSystem) -> Float[Tensor, "*bank"]:
-        """The root of Σₖ ‖g[k] − g'[k]‖²_F, in closed form."""
+        """√(Σₖ ‖g[k] − g'[k]‖²_F), in closed form."""
         from compressm.control.norms import h2_error
 
         return h2_error(self, other)
 
 
 class DiagonalSystem(LinearSystem):
-    """A = diag(poles), the form of LRU, S4D, S5 and Mamba layers; float64 if all of it is real, else complex128."""
+    """A system with A = diag(poles), as in LRU, S4D, S5 and Mamba; float64 if all tensors are real, else complex128."""
 
     poles: Inexact[Tensor, "*bank n"]
     log_poles: Inexact[Tensor, "*bank n"] | None
@@ -219,7 +219,7 @@ class DiagonalSystem(LinearSystem):
     def from_log_poles(
         cls, log_poles: Inexact[Tensor, "*bank n"], B: Inexact[Tensor, "*bank n p"], C: Inexact[Tensor, "*bank q n"]
     ) -> DiagonalSystem:
-        """From log λ, where a layer has it: 1 − |λ|² then keeps all its digits however close |λ| is to 1."""
+        """Build a system from log λ, if the layer stores it: 1 − |λ|² keeps all digits however close |λ| is to 1."""
         _check_shapes(log_poles=(log_poles, "n"), B=(B, "n p"), C=(C, "q n"))
         _check_values(log_poles=_bounded(log_poles), B=B, C=C)
         log_poles, B, C = _common_dtype(log_poles, B, C)
@@ -230,9 +230,9 @@ class DiagonalSystem(LinearSystem):
     def _require_stability(self) -> None:
         if not validation.values_are_read():
             return
-        # Kept: some forty operations, which a GPU waits for.
+        # The decay is kept: it takes about forty operations, and a GPU waits for them.
         self._assign(_decay=decay(self.poles, self.log_poles))
-        # Not `decay <= 0`: squares of poles above 1e146 overflow on the way, and a decay of NaN is not stable either.
+        # Not `decay <= 0`: squares of poles above 1e146 overflow to NaN, and a decay of NaN is not stable either.
         unstable = ~(self.decay.detach() > 0)
         if bool(unstable.any()):
             worst = modulus(self.poles.detach()).max().item()
@@ -273,7 +273,7 @@ class DiagonalSystem(LinearSystem):
         return self._unchecked(self.poles.gather(-1, order), log_poles, B, C)
 
     def flat(self) -> DiagonalSystem:
-        """With the bank axes as one."""
+        """The same systems with all bank axes merged into one."""
         axes = len(self.bank)
         return self._map(lambda tensor: tensor.reshape(-1, *tensor.shape[axes:]))
 
@@ -288,14 +288,14 @@ class DiagonalSystem(LinearSystem):
 
     @classmethod
     def _unchecked(cls, poles: Tensor, log_poles: Tensor | None, B: Tensor, C: Tensor) -> DiagonalSystem:
-        """From tensors that come out of a system already checked."""
+        """Build a system from tensors of a system that has been checked."""
         system = cls.__new__(cls)
         system._assign(poles=poles, log_poles=log_poles, B=B, C=C)
         return system
 
 
 class DenseSystem(LinearSystem):
-    """A of any form: what balancing gives, or a system from elsewhere."""
+    """A system with any matrix A, such as the result of balancing."""
 
     _A: Inexact[Tensor, "*bank n n"]
 
@@ -308,7 +308,7 @@ class DenseSystem(LinearSystem):
         self._assign(_A=A, B=B, C=C)
         radius = torch.linalg.eigvals(A.detach()).abs().max().item()
         if not radius < 1:
-            raise UnstableSystemError(f"spectral radius {radius:.9g} >= 1")
+            raise UnstableSystemError(f"spectral radius of A is {radius:.9g}, expected < 1")
 
     @property
     def A(self) -> Inexact[Tensor, "*bank n n"]:
@@ -342,7 +342,7 @@ class DenseSystem(LinearSystem):
 
 
 def _check_shapes(**given: tuple[Tensor, str]) -> None:
-    """Named trailing axes agree in size across the tensors, and so do the bank axes."""
+    """Require that named trailing axes, and the bank axes, have the same sizes in all tensors."""
     sizes: dict[str, tuple[int, str]] = {}
     for name, (value, axes) in given.items():
         tensor = validation.require_tensor(name, value, axes)
@@ -358,7 +358,7 @@ def _check_shapes(**given: tuple[Tensor, str]) -> None:
 
 
 def _bounded(log_poles: Tensor) -> Tensor:
-    """Without the log poles of −∞, which are poles at 0."""
+    """Replace log poles of −∞, which are poles at 0, by finite numbers for the check of finite values."""
     if not isinstance(log_poles, Tensor) or validation.is_finite(log_poles):
         return log_poles
     vanishing = torch.isneginf(log_poles.real if log_poles.is_complex() else log_poles)
@@ -374,6 +374,6 @@ def _check_values(**given: Tensor) -> None:
 
 
 def _common_dtype(*tensors: Tensor) -> list[Tensor]:
-    """Copies in double precision, complex if one of them is: a parameter that changes later leaves the system alone."""
+    """Copy all tensors to float64, or complex128 if one is complex; later changes of a parameter have no effect."""
     dtype = torch.complex128 if any(tensor.is_complex() for tensor in tensors) else torch.float64
     return [tensor.to(dtype, copy=True) for tensor in tensors]

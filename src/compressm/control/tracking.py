@@ -1,4 +1,4 @@
-"""How Hankel singular values move while a layer trains (sec:why of the paper)."""
+"""Changes of Hankel singular values while a layer trains (sec:why of the paper)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from compressm.control.gramians import gramians
 from compressm.control.system import LinearSystem
 from compressm.control.validation import OrderChangedError, ShapeError
 
-# Of the distance between neighbours: what values may move between snapshots to be followed through crossings.
+# A share of the distance between neighbours: if values move less between snapshots, crossings can be followed.
 _RESOLVED = 0.25
 
 
@@ -24,14 +24,14 @@ def hankel_hermitian(system: LinearSystem) -> Inexact[Tensor, "*bank n n"]:
     """H = (P^½ Q P^½)^½, a Hermitian matrix whose eigenvalues are the Hankel singular values."""
     P, Q = gramians(system)
     root = _hermitian_root(P)
-    # P^½ Q P^½ = M Mᴴ with M = P^½ Lo, so that its root follows from the SVD without squaring anything.
+    # P^½ Q P^½ = M Mᴴ with M = P^½ Lo: the SVD of M gives its root, and nothing is squared.
     U, sigma, _ = torch.linalg.svd(root @ psd_factor((Q + Q.mH) / 2, "Q"))
     return (U * sigma[..., None, :].to(U.dtype)) @ U.mH
 
 
 @dataclass(frozen=True)
 class HankelChange:
-    """Between two snapshots: |σᵢ' − σᵢ| ≤ `weyl_bound` = max |eig(H' − H)| for every i (lem:hsv_cont)."""
+    """σ of two snapshots, with |σᵢ' − σᵢ| ≤ `weyl_bound` = max |eig(H' − H)| for every i (lem:hsv_cont)."""
 
     sigma_before: Float[Tensor, "*bank n"]
     sigma_after: Float[Tensor, "*bank n"]
@@ -43,7 +43,7 @@ class HankelChange:
 
 
 def hankel_change(before: LinearSystem, after: LinearSystem) -> HankelChange:
-    """Compare two snapshots of one layer between cuts; δH has no meaning across a cut, which is refused."""
+    """Compare two snapshots of one layer; a cut between them is refused, because δH is undefined across a cut."""
     if before.order != after.order:
         raise OrderChangedError(f"order {before.order} before and {after.order} after: δH is undefined across a cut")
     validation.require_one_device(before=before.B, after=after.B)
@@ -56,9 +56,9 @@ def hankel_change(before: LinearSystem, after: LinearSystem) -> HankelChange:
 
 @dataclass(frozen=True)
 class Trajectories:
-    """values[k, j]: state j at snapshot k, NaN once a cut removed it; crossings[k]: pairs that changed order at k.
+    """values[k, j]: σ of state j at snapshot k, NaN after its removal; crossings[k]: pairs that changed order at k.
 
-    `resolved`: snapshots are close enough to see crossings; otherwise states are followed by rank, and none cross.
+    `resolved`: snapshots are close enough to detect crossings; otherwise states are followed by rank, and none cross.
     """
 
     values: Float[Tensor, "steps n"]
@@ -67,12 +67,12 @@ class Trajectories:
 
 
 def trajectories(spectra: Sequence[Float[Tensor, " _"]]) -> Trajectories:
-    """Follow each σ through a sequence of falling spectra by linear assignment to where its motion points.
+    """Follow each σ through a sequence of falling spectra, by linear assignment to its extrapolated value.
 
-    State j is expected at σⱼ + (σⱼ − its value before): assigning nearest values alone could never see two cross,
-    because the cheapest matching of two sorted lists is the sorted one. Where values typically move further than a
-    quarter of the distance to their neighbours, which became which cannot be told: they are followed by rank. Spectra
-    may get shorter, at a cut, not longer.
+    State j is expected at σⱼ + (σⱼ − its value before). Assignment to the nearest values could never find a crossing,
+    because the cheapest matching of two sorted lists is the sorted one. If values typically move by more than a quarter
+    of the distance to their neighbours, states cannot be told apart and are followed by rank. A spectrum may be shorter
+    than the one before, after a cut, but not longer.
     """
     from scipy.optimize import linear_sum_assignment  # SciPy takes longer to import than the rest of the package
 
@@ -90,15 +90,15 @@ def trajectories(spectra: Sequence[Float[Tensor, " _"]]) -> Trajectories:
             raise OrderChangedError(
                 f"spectrum {k} has {len(spectrum)} values after {len(alive)}: an order can only fall"
             )
-        # Squared: with |·| every matching of a list to itself shifted past its neighbours costs the same.
+        # Squared: with |·| every matching of a list to itself, shifted past its neighbours, costs the same.
         distance = (expected[alive, None] - spectrum[None, :]) ** 2
         rows, columns = (torch.from_numpy(index) for index in linear_sum_assignment(distance.numpy()))
         current = torch.full_like(values[0], torch.nan)
         current[alive[rows]] = spectrum[columns]
         now = _order(current)
         crossings.append(int((above * now < 0).sum()) // 2)
-        above = torch.where(now == 0, above, now)  # two that meet keep the order they had until they part
-        # Across a cut a change of basis moves every σ: no velocity to trust.
+        above = torch.where(now == 0, above, now)  # equal values keep their order until they part
+        # A cut changes the basis and so every σ: the velocity across it means nothing.
         trusted = resolved and len(spectrum) == len(alive)
         expected = (2 * current - values[-1]).clamp_min(0) if trusted else current
         values.append(current)
@@ -106,7 +106,7 @@ def trajectories(spectra: Sequence[Float[Tensor, " _"]]) -> Trajectories:
 
 
 def _are_resolved(spectra: Sequence[Float[Tensor, " _"]]) -> bool:
-    """Whether a value typically moves little beside the distance to its nearest neighbour."""
+    """True if values typically move little compared with the distance to their nearest neighbour."""
     moves = []
     for before, after in pairwise(spectra):
         if len(before) == len(after) > 1:
@@ -117,7 +117,7 @@ def _are_resolved(spectra: Sequence[Float[Tensor, " _"]]) -> bool:
 
 
 def _order(values: Tensor) -> Tensor:
-    """sign(σᵢ − σⱼ), 0 where one has ended."""
+    """sign(σᵢ − σⱼ), 0 if a cut has removed one of them."""
     return torch.sign(values[:, None] - values[None, :]).nan_to_num(0)
 
 
@@ -125,7 +125,7 @@ def _checked_spectrum(k: int, spectrum: Tensor) -> Float[Tensor, " n"]:
     validation.require_tensor(f"spectra[{k}]", spectrum, "n")
     if spectrum.ndim != 1:
         raise ShapeError(
-            f"spectra[{k}] has shape {tuple(spectrum.shape)}, expected one axis: follow a bank member by member"
+            f"spectra[{k}] has shape {tuple(spectrum.shape)}, expected (n,): follow each member of a bank separately"
         )
     validation.require_real(f"spectra[{k}]", spectrum)
     validation.require_finite(f"spectra[{k}]", spectrum)

@@ -1,4 +1,4 @@
-"""Balanced truncation: the smaller system, the two projections, and what it can cost."""
+"""Balanced truncation: the smaller system, the two projections, the error bound; and diagonal forms by eigenvectors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Truncation:
         return self.system.order
 
     def diagonalise(self) -> Truncation:
-        """The same reduction with diagonal A: `right` becomes Φ = T X, `left` Ψ = W X⁻ᴴ, still Ψᴴ Φ = I."""
+        """The same reduction with a diagonal A: `right` becomes Φ = T X, `left` Ψ = W X⁻ᴴ, still Ψᴴ Φ = I."""
         like = self.original if isinstance(self.original, DiagonalSystem) else None
         X, poles = eigenbasis(self.system, like)
         left = torch.linalg.solve(X, self.left.mH.to(X.dtype)).mH
@@ -49,12 +49,12 @@ def balanced_truncation(
     states: Sequence[int] | Int[Tensor, "..."] | None = None,
     P: Inexact[Tensor, "*bank n n"] | None = None,
 ) -> Truncation:
-    """Keep `order` balanced states, the largest in σ, or those that `states` names.
+    """Keep the `order` balanced states with the largest σ, or the states named in `states`.
 
-    The error is at most `error_bound` = 2 Σ of the dropped σ in the H∞ norm, whichever states are dropped, and the
-    result is stable. With a measured `P` and the exact Q it is stable too: W = Q T S⁻¹ makes A_r the Q-orthogonal
-    projection of A, a contraction; but there is no bound, `error_bound` is None. An order above the numerical rank
-    #{σ > n ε σ₁} keeps that many states only (one at least): what lies beyond is rounding noise.
+    The H∞ error is at most `error_bound` = 2 Σ of the dropped σ, whichever states are dropped, and the result is
+    stable. With a measured `P` and the exact Q it is stable too, because W = Q T S⁻¹ makes A_r the Q-orthogonal
+    projection of A, a contraction; but there is no bound, and `error_bound` is None. An order above the numerical
+    rank #{σ > n ε σ₁} keeps only that many states (at least one): the others are rounding noise.
     """
     n, bank = system.order, system.bank
     indices = _kept_states(order, states, system)
@@ -81,7 +81,7 @@ def _kept_states(
 ) -> Int[Tensor, "*bank r"]:
     if states is None:
         if order is None:
-            raise OrderError(f"neither order nor states given; order is an integer from 1 to {system.order}")
+            raise OrderError(f"neither order nor states given; pass order, an integer from 1 to {system.order}")
         kept = torch.arange(validation.require_order(order, system.order))
     else:
         size = None if order is None else validation.require_order(order, system.order)
@@ -111,11 +111,11 @@ def _check_states(states: Tensor, order: int | None, system: LinearSystem) -> No
         raise OrderError(f"states {states.tolist()} are outside 0..{n - 1}")
     ordered = states.sort(dim=-1).values
     if bool((ordered[..., 1:] == ordered[..., :-1]).any()):
-        raise OrderError(f"states {states.tolist()} name a state twice")
+        raise OrderError(f"states {states.tolist()} name a state twice, expected each at most once")
 
 
 def _within_rank(flat: Balancing, indices: Tensor) -> tuple[Balancing, Tensor]:
-    """Drop the columns that no member of the bank can fill."""
+    """Drop the columns beyond the numerical rank of every member of the bank."""
     rank = max(1, int(numerical_rank(flat.sigma).amax()))
     if rank >= indices.shape[-1]:
         return flat, indices
@@ -123,7 +123,7 @@ def _within_rank(flat: Balancing, indices: Tensor) -> tuple[Balancing, Tensor]:
 
 
 def _dropped(sigma: Tensor, kept: Tensor) -> Float[Tensor, "*bank"]:
-    """2 Σ of the σ that are not kept; the zeros of kept ones are added exactly."""
+    """2 Σ of the dropped σ; kept ones are set to 0, which adds no rounding error."""
     return 2 * sigma.scatter(-1, kept, 0).sort(dim=-1).values.sum(-1)
 
 
@@ -132,7 +132,7 @@ def _project(system: LinearSystem, left: Tensor, right: Tensor) -> DenseSystem:
     return DenseSystem._unchecked(left.mH @ moved, left.mH @ system.B.to(left.dtype), system.C.to(right.dtype) @ right)
 
 
-# Balanced systems stay below 223 in 1500 random cases; at 1e8 half the digits of float64 are gone.
+# Balanced systems stayed below 223 in 1500 random cases; at 1e8 half the digits of float64 are lost.
 _LARGEST_CONDITION = 1e8
 
 
@@ -145,17 +145,17 @@ def diagonalise(system: LinearSystem, like: DiagonalSystem | None = None) -> Dia
 def in_eigenbasis(
     system: LinearSystem, X: Complex[Tensor, "*bank n n"], poles: Complex[Tensor, "*bank n"]
 ) -> DiagonalSystem:
-    """(diag(poles), X⁻¹ B, C X)."""
+    """The system (diag(poles), X⁻¹ B, C X)."""
     return DiagonalSystem(poles, torch.linalg.solve(X, system.B.to(X.dtype)), system.C.to(X.dtype) @ X)
 
 
 def eigenbasis(
     system: LinearSystem, like: DiagonalSystem | None = None
 ) -> tuple[Complex[Tensor, "*bank n n"], Complex[Tensor, "*bank n"]]:
-    """Eigenvectors X and poles of A, with the one freedom left, the length of each column, fixed.
+    """Eigenvectors X and poles of A, with the length of each column, which is free, fixed as follows.
 
-    Column i gives mode i the ratio ρ = ‖bᵢ‖/(γᵢ‖cᵢ‖), γ = √(1 − |λ|²), that the layer `like` had on the average (1
-    without it): products are kept, and an optimizer meets B and C of the sizes it knew.
+    Column i gives mode i the ratio ρ = ‖bᵢ‖/(γᵢ‖cᵢ‖), γ = √(1 − |λ|²), that the layer `like` had on average (1
+    without `like`). Products of B and C do not change, and B and C keep the sizes that the optimizer knows.
     """
     poles, X = eig(system.A)
     require_eigenvectors(X)
@@ -168,7 +168,7 @@ def eigenbasis(
 
 
 def require_eigenvectors(X: Complex[Tensor, "*bank n n"]) -> None:
-    """Refuse eigenvectors that are nearly dependent."""
+    """Refuse eigenvectors that are nearly linearly dependent."""
     condition = _condition(X)
     if not bool((condition < _LARGEST_CONDITION).all()):
         worst = condition.max().item()
@@ -178,7 +178,7 @@ def require_eigenvectors(X: Complex[Tensor, "*bank n n"]) -> None:
 
 
 def _condition(X: Tensor) -> Float[Tensor, "*bank"]:
-    """‖X‖_F ‖X⁻¹‖_F, which is no smaller than the condition number and needs no SVD; infinite where X is singular."""
+    """‖X‖_F ‖X⁻¹‖_F, an upper bound of the condition number that needs no SVD; infinite where X is singular."""
     inverse, info = torch.linalg.inv_ex(X)
     product = torch.linalg.matrix_norm(X) * torch.linalg.matrix_norm(inverse)
     return torch.where((info == 0) & torch.isfinite(product), product, torch.inf)

@@ -1,4 +1,4 @@
-"""Named errors, and checks that refuse bad tensors before any work is done."""
+"""The errors of `compressm.control`, and checks that refuse bad tensors before any work is done."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ from torch import Tensor
 
 
 class ControlError(ValueError):
-    """Anything `compressm.control` refuses."""
+    """The base class of all errors of `compressm.control`."""
 
 
 class ShapeError(ControlError):
-    """Axes are missing, empty or disagree."""
+    """Axes are missing or empty, or their sizes disagree."""
 
 
 class PrecisionError(ControlError):
-    """A dtype that is not floating point, or several precisions in one system."""
+    """A dtype is not floating point, or one system mixes several precisions."""
 
 
 class DeviceError(ControlError):
-    """Tensors of one system live on different devices."""
+    """Tensors of one system are on different devices."""
 
 
 class NonFiniteError(ControlError):
-    """NaN or infinity among the entries."""
+    """A tensor holds NaN or infinity."""
 
 
 class UnstableSystemError(ControlError):
-    """A pole on or outside the unit circle: Gramians do not exist."""
+    """A pole lies on or outside the unit circle: Gramians do not exist."""
 
 
 class OrderError(ControlError):
-    """An order, or an index of a state, outside the system."""
+    """An order or a state index is out of range."""
 
 
 class IndefiniteGramianError(ControlError):
-    """A Gramian that is not Hermitian positive semi-definite."""
+    """A Gramian is not Hermitian positive semi-definite."""
 
 
 class DefectiveSystemError(ControlError):
-    """No usable basis of eigenvectors: the system cannot be written with a diagonal A."""
+    """The eigenvectors form no usable basis: the system cannot be written with a diagonal A."""
 
 
 class OrderChangedError(ControlError):
-    """Two snapshots of different order: δH is undefined across a cut."""
+    """Two snapshots have different orders: δH is undefined across a cut."""
 
 
 _SINGLE = (torch.float32, torch.complex64)
@@ -63,9 +63,9 @@ _UNREAD: ContextVar[bool] = ContextVar("_UNREAD", default=False)
 
 @contextmanager
 def values_unread() -> Iterator[None]:
-    """Within it shapes and dtypes are checked and values are not: whoever looks at one waits for the GPU.
+    """Check shapes and dtypes but no values inside this context: reading a value waits for the GPU.
 
-    A CUDA graph cannot be recorded of work that looks. What is not finite then shows in the result.
+    A CUDA graph cannot record code that reads values. NaN and infinity then show up in the result.
     """
     token = _UNREAD.set(True)
     try:
@@ -75,33 +75,31 @@ def values_unread() -> Iterator[None]:
 
 
 def values_are_read() -> bool:
-    """Not within `values_unread`."""
+    """True outside of `values_unread`."""
     return not _UNREAD.get()
 
 
 def require_kind(what: str, value: object, kind: type[Kind], hint: str = "") -> Kind:
-    """An instance of `kind`; `hint` says how to get one."""
+    """Require an instance of `kind`; the error adds `hint`, which says how to get one."""
     if not isinstance(value, kind):
         raise ShapeError(f"{what} takes a {kind.__name__}, got a {type(value).__name__}{hint and '; '}{hint}")
     return value
 
 
 def require_tensor(name: str, tensor: object, axes: str) -> Tensor:
-    """`axes` names the trailing axes, as in "n p"; any bank axes stand before them."""
+    """Require a tensor with the trailing `axes`, such as "n p", none empty; bank axes may come before them."""
     expected = f"({', '.join(['*bank', *axes.split()])})"
     if not isinstance(tensor, Tensor):
         raise ShapeError(f"{name} is a {type(tensor).__name__}, expected a tensor {expected}")
     if tensor.ndim < len(axes.split()):
         raise ShapeError(f"{name} has shape {tuple(tensor.shape)}, expected {expected}")
     if 0 in tensor.shape:
-        raise ShapeError(
-            f"{name} has shape {tuple(tensor.shape)}: an empty bank, order or channel axis; sizes must be >= 1"
-        )
+        raise ShapeError(f"{name} has shape {tuple(tensor.shape)} with an empty axis, expected all sizes >= 1")
     return tensor
 
 
 def require_one_precision(**tensors: Tensor) -> None:
-    """Real and complex may mix, single and double precision may not."""
+    """Require one precision, single or double; real and complex tensors may mix."""
     for name, tensor in tensors.items():
         if tensor.dtype not in _SINGLE + _DOUBLE:
             raise PrecisionError(f"{name} has dtype {tensor.dtype}, expected float32, float64, complex64 or complex128")
@@ -110,34 +108,34 @@ def require_one_precision(**tensors: Tensor) -> None:
 
 
 def require_real(name: str, tensor: Tensor) -> Tensor:
-    """Not complex: an imaginary part would be dropped."""
+    """Refuse a complex tensor, because its imaginary part would be lost."""
     if tensor.is_complex():
-        raise PrecisionError(f"{name} has dtype {tensor.dtype}, expected a real one, float32 or float64")
+        raise PrecisionError(f"{name} has dtype {tensor.dtype}, expected a real dtype such as float64")
     return tensor
 
 
 def require_one_device(**tensors: Tensor) -> None:
-    """All on one device."""
+    """Require that all tensors are on one device."""
     if len({tensor.device for tensor in tensors.values()}) > 1:
         raise DeviceError(f"mixed devices: {_listing(tensors, 'device')}; move them to one first")
 
 
 def require_one_bank(**banks: torch.Size) -> None:
-    """All of one shape."""
+    """Require that all bank shapes are equal."""
     if len(set(banks.values())) > 1:
         raise ShapeError("bank axes disagree: " + ", ".join(f"{name} {tuple(bank)}" for name, bank in banks.items()))
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Neither NaN nor infinite, any of it; taken for granted within `values_unread`."""
+    """True if no entry is NaN or infinite; always True within `values_unread`."""
     if not values_are_read():
         return True
-    # A sum is finite only if its terms are, at a tenth of the time; that of huge numbers may overflow all the same.
+    # A finite sum proves finite terms in a tenth of the time; a sum of huge numbers can overflow, so terms come next.
     return cmath.isfinite(tensor.detach().sum().item()) or bool(torch.isfinite(tensor).all())
 
 
 def require_finite(name: str, tensor: Tensor) -> None:
-    """Neither NaN nor infinite; the first offender is named."""
+    """Refuse NaN and infinity; the error names the first such entry."""
     if not is_finite(tensor):
         finite = torch.isfinite(tensor)
         where = tuple(int(i) for i in torch.nonzero(~finite)[0])
@@ -147,7 +145,7 @@ def require_finite(name: str, tensor: Tensor) -> None:
 
 
 def require_broadcast(**shapes: torch.Size) -> torch.Size:
-    """The shape that all of them broadcast to."""
+    """The common shape that all shapes broadcast to."""
     try:
         return torch.broadcast_shapes(*shapes.values())  # type: ignore[no-untyped-call]
     except RuntimeError:
@@ -156,7 +154,7 @@ def require_broadcast(**shapes: torch.Size) -> torch.Size:
 
 
 def require_order(order: object, n: int) -> int:
-    """An integer from 1 to n."""
+    """Require an integer from 1 to n."""
     number = as_integer(order)
     if number is None:
         raise OrderError(f"order is {order!r}, expected an integer from 1 to {n}")
@@ -166,7 +164,7 @@ def require_order(order: object, n: int) -> int:
 
 
 def as_integer(value: Any) -> int | None:
-    """A Python, NumPy or tensor integer; None for anything else, a truth value too."""
+    """Convert a Python, NumPy or tensor integer to int; None for anything else, including bool."""
     if isinstance(value, bool) or (isinstance(value, Tensor) and (value.ndim > 0 or value.dtype == torch.bool)):
         return None
     try:
@@ -176,13 +174,13 @@ def as_integer(value: Any) -> int | None:
 
 
 def require_gramian(name: str, gramian: object, bank: torch.Size, n: int, device: torch.device) -> Tensor:
-    """A finite Hermitian (*bank, n, n) tensor in double precision; definiteness shows when it is factored."""
+    """Require a finite Hermitian (*bank, n, n) tensor; return it in double precision. Its factors test definiteness."""
     gramian = require_tensor(name, gramian, "n n")
     if gramian.shape != (*bank, n, n):
         raise ShapeError(f"{name} has shape {tuple(gramian.shape)}, expected {(*bank, n, n)}")
     require_one_precision(**{name: gramian})
     if gramian.device != device:
-        raise DeviceError(f"{name} is on {gramian.device}, the system on {device}")
+        raise DeviceError(f"{name} is on {gramian.device}, expected {device}, the device of the system")
     require_finite(name, gramian)
     gramian = to_double(gramian)
     _require_hermitian(name, gramian.detach())
@@ -190,7 +188,7 @@ def require_gramian(name: str, gramian: object, bank: torch.Size, n: int, device
 
 
 def _require_hermitian(name: str, matrix: Tensor) -> None:
-    """Each member of a bank by its own scale."""
+    """Require Hermitian matrices, each member of a bank relative to its own largest entry."""
     scale, skew = (part.abs().amax((-2, -1)) for part in (matrix, matrix - matrix.mH))
     if bool((skew > 1e-6 * scale).any()):
         share = (skew / torch.where(scale > 0, scale, 1)).amax().item()
@@ -200,7 +198,7 @@ def _require_hermitian(name: str, matrix: Tensor) -> None:
 
 
 def to_double(tensor: Tensor) -> Tensor:
-    """As float64 or complex128."""
+    """Convert to float64 or complex128."""
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 

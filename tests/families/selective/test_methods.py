@@ -236,7 +236,7 @@ def test_complex_rates_of_two_sided_balancing_are_refused_with_the_name_of_the_l
             assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
             break
     assert found[0].startswith("0: two-sided balancing gives rates")
-    assert "use the symmetric one" in found[0]
+    assert "use two_sided=False" in found[0]
 
 
 def test_a_silent_layer_is_left_alone():
