@@ -1,4 +1,4 @@
-"""What the library refuses: its errors, and the known name nearest to one that is not known."""
+"""The errors of adapters, compression and saving, and suggestions for names that are not known."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from difflib import get_close_matches
 
 
 def did_you_mean(given: object, known: Iterable[str]) -> str:
-    """The end of a sentence that refuses `given`; empty where nothing that is known is near."""
+    """The ending "; did you mean ...?" of an error that refuses `given`; empty if no known name is close."""
     names = {name.lower(): name for name in known}
     near = get_close_matches(str(given).lower(), names, n=1)
     return f"; did you mean {names[near[0]]!r}?" if near else ""
 
 
 class AdapterError(ValueError):
-    """A class, module or set of parameter values that cannot be adapted; it says what came and what is allowed."""
+    """A class, a module or parameter values cannot be adapted; the message says what came and what is allowed."""
 
 
 class ConformanceError(AssertionError):
-    """An adapter does not do what every adapter promises; the message says which promise, and by how much."""
+    """An adapter breaks a promise that every adapter makes; the message says which one, and by how much."""
 
 
 class CompressionError(ValueError):
-    """A choice, a model or an optimizer that cannot be compressed as asked; it says what came and what is allowed."""
+    """A choice, a model or an optimizer does not allow the cut; the message says what came and what is allowed."""
 
 
 class StaleWrapperError(CompressionError, RuntimeError):
-    """A DistributedDataParallel that was made before a cut, and does not know the shapes of now."""
+    """A DistributedDataParallel was made before a cut and does not know the present shapes."""
 
 
 class SavingError(ValueError):
-    """A model that cannot be saved or a file that cannot be loaded; it says what was found and what is allowed."""
+    """A model cannot be saved or a file cannot be loaded; the message says what was found and what is allowed."""
 
 
 class NoSuchFileError(SavingError, FileNotFoundError):
-    """There is nothing to load where it was looked for."""
+    """The file to load does not exist."""

@@ -1,4 +1,4 @@
-"""Files that are either whole or not there, also after a crash of the machine."""
+"""Atomic writing of files: a file is complete or absent, even after a crash of the machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path | str) -> Iterator[Path]:
-    """A scratch path beside `path` whose file takes its place if, and only if, the block ends without an error."""
+    """Yield a scratch path next to `path`; its file replaces `path` only if the block ends without an error."""
     target = Path(path).resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = target.with_name(f".{target.stem}.{uuid.uuid4().hex}{target.suffix}")
@@ -25,9 +25,9 @@ def replacing(path: Path | str) -> Iterator[Path]:
 
 
 def _to_disk(path: Path) -> None:
-    """A renamed file whose contents are still in memory would be empty after a power cut."""
+    """Write a file's contents to disk: after a power cut, a renamed file still in memory would be empty."""
     if path.is_dir() and os.name == "nt":
-        return  # where a directory cannot be opened
+        return  # Windows cannot open a directory
     handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(handle)

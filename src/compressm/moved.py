@@ -1,6 +1,6 @@
-"""Modules that have moved: importing one by its earlier name says where it is now.
+"""Modules that have moved: importing one by its old name raises an error that says the new name.
 
-What stood below a package that has moved, such as compressm.data.task, is answered for the package.
+A module inside a moved package, such as compressm.data.task, gets the answer for its package.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from types import ModuleType
 
-# The new place, below compressm, and what had a module of its own before.
+# New names and old names of modules, both below compressm.
 _IN_THE_LIBRARY = {
     "adapters.base": "adapters.validation adapters.writing",
     "adapters.mamba": "adapters.selective",
@@ -80,7 +80,7 @@ _COMMANDS_OF_THE_LABORATORY = {
     "cli.train": "cli.progress cli.train",
 }
 
-# By full names, the old one and the new one.
+# Full old names and full new names.
 MOVED = {
     **{f"compressm.{old}": f"compressm.{new}" for new, names in _IN_THE_LIBRARY.items() for old in names.split()},
     **{f"compressm.{name}": f"compressm_lab.{name}" for name in _PACKAGES_OF_THE_LABORATORY},
@@ -93,11 +93,11 @@ MOVED = {
 
 
 class MovedModuleError(ModuleNotFoundError):
-    """A module by its earlier name; it says the new one."""
+    """A module was imported by its old name; the message says the new name."""
 
 
 def moved(name: str) -> str | None:
-    """A sentence that says where the module of that name is now; None where it has not moved."""
+    """A sentence that says the new name of a module; None if it has not moved."""
     place = MOVED.get(name)
     if place is None:
         return None
@@ -109,14 +109,14 @@ class _MovedModules(MetaPathFinder):
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         sentence = moved(name)
         if sentence is not None:
-            # Without `name`: `from compressm import data` would take the error for its own and lose the sentence.
+            # Without the argument `name`: with it `from compressm import data` would hide this error and its sentence.
             raise MovedModuleError(sentence)
 
 
 def refuse_moved_modules() -> None:
-    """Let every import of a module that has moved say so.
+    """Make every import of a moved module raise `MovedModuleError`.
 
-    This comes before the search in folders: a folder that held the module may be there still, with old bytecode.
+    The check runs before the search in folders: a folder of the old module may still exist, with old bytecode.
     """
     if not any(isinstance(finder, _MovedModules) for finder in sys.meta_path):
         sys.meta_path.insert(0, _MovedModules())

@@ -50,7 +50,7 @@ def test_a_subclass_keeps_its_own():
 
 
 def test_arguments_without_names_are_refused():
-    with pytest.raises(SequenceError, match=r"Rows takes 'sizes' by position alone"):
+    with pytest.raises(SequenceError, match=r"Rows takes 'sizes' by position only"):
 
         @keeps_arguments
         class Rows(nn.Module):

@@ -1,7 +1,7 @@
-"""SSM layers: final `nn.Module`s that know nothing of compression.
+"""SSM layers: final `nn.Module`s that know nothing about compression.
 
 Each maps (batch, length, width) to the same shape: `forward(x, state, lengths) -> (y, state)` for sequences,
-`step(x, state) -> (y, state)` for streams; `.order` is the number of states.
+`step(x, state) -> (y, state)` for streams. `.order` is the number of states.
 """
 
 from compressm.layers.base import LTILayer, SSMLayer

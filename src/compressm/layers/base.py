@@ -1,4 +1,4 @@
-"""What all SSM layers share: arguments kept for saving, checks, checkpoints of another order, and the skip D·x."""
+"""Base classes of SSM layers: stored constructor arguments, checks, checkpoints of another order, and the skip D·x."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _WITHOUT_NAMES = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSIT
 
 
 def keeps_arguments(kind: Kind) -> Kind:
-    """Let every instance keep the arguments of its constructor, defaults included; `arguments_of` returns them."""
+    """Store the constructor's arguments, with defaults, in every instance; `arguments_of` returns them."""
     build = kind.__init__
     signature = inspect.signature(build)
     nameless = [p.name for p in list(signature.parameters.values())[1:] if p.kind in _WITHOUT_NAMES]
     if nameless:
-        raise SequenceError(f"{kind.__name__} takes {nameless[0]!r} by position alone: give it a name to keep it by")
+        raise SequenceError(f"{kind.__name__} takes {nameless[0]!r} by position only: make it a named parameter")
 
     @functools.wraps(build)
     def build_and_keep(self: nn.Module, *args: Any, **options: Any) -> None:
         build(self, *args, **options)
-        # Afterwards, so that a subclass overwrites what its base class kept; a tuple, which nobody can change.
+        # After `build`, so that a subclass overwrites the arguments of its base class; a tuple, so nobody changes them.
         vars(self)[_KEPT] = tuple(_by_name(signature, self, *args, **options).items())
 
     kind.__init__ = build_and_keep  # type: ignore[method-assign]
@@ -42,7 +42,7 @@ def keeps_arguments(kind: Kind) -> Kind:
 
 
 def arguments_of(module: nn.Module) -> dict[str, Any] | None:
-    """What the module was built with, by name; None where its class does not keep it."""
+    """The arguments that the module was built with, by name; None if its class does not store them."""
     kept = vars(module).get(_KEPT)
     return None if kept is None else dict(kept)
 
@@ -60,9 +60,9 @@ def _by_name(signature: inspect.Signature, *args: Any, **options: Any) -> dict[s
 
 
 class SSMLayer(nn.Module, ABC):
-    """A recurrence over time between `width` input and output channels, whose order may change."""
+    """A recurrence over time with `width` input and output channels, whose order may change."""
 
-    # Whether a block has to add activation and gate; layers like Mamba have their own.
+    # True if a block must add an activation and a gate; layers like Mamba have their own.
     needs_gate: ClassVar[bool] = False
 
     def __init__(self, width: int, order: int) -> None:
@@ -73,11 +73,11 @@ class SSMLayer(nn.Module, ABC):
     @property
     @abstractmethod
     def order(self) -> int:
-        """States kept."""
+        """The number of states."""
 
     @abstractmethod
     def shape_at(self, name: str, order: int) -> tuple[int, ...]:
-        """The shape that the tensor of this name has at that order; one axis at most grows with it, linearly."""
+        """The shape of the named tensor at the given order; at most one axis grows with the order, linearly."""
 
     @abstractmethod
     def forward(
@@ -88,7 +88,7 @@ class SSMLayer(nn.Module, ABC):
         *,
         keep_state: bool = True,
     ) -> tuple[Float[Tensor, "batch length width"], Tensor | None]:
-        """The whole sequence; steps at and after `lengths` change nothing. Without `keep_state` the state is None."""
+        """The outputs and the last state (None without `keep_state`); steps at and after `lengths` change nothing."""
 
     @abstractmethod
     def step(self, x: Float[Tensor, "batch width"], state: Tensor) -> tuple[Float[Tensor, "batch width"], Tensor]:
@@ -96,18 +96,18 @@ class SSMLayer(nn.Module, ABC):
 
     @abstractmethod
     def initial_state(self, batch: int) -> Tensor:
-        """Zeros: what a stream begins with."""
+        """The state at the start of a stream: zeros."""
 
     @abstractmethod
     def dynamics(self) -> Iterator[nn.Parameter]:
-        """What says how states move, poles, steps and the like: it wants no weight decay and often a smaller rate."""
+        """Parameters of the dynamics, such as poles and steps: train them without weight decay, often more slowly."""
 
     def grows(self, name: str) -> bool:
-        """Whether the shape of the tensor depends on the order."""
+        """True if the shape of the tensor depends on the order."""
         return self.shape_at(name, 1) != self.shape_at(name, 2)
 
     def order_at(self, name: str, shape: Sequence[int]) -> int | None:
-        """The inverse of `shape_at`: the order at which the tensor has this shape, None where there is none."""
+        """The inverse of `shape_at`: the order at which the tensor has this shape, or None."""
         first, second = self.shape_at(name, 1), self.shape_at(name, 2)
         axis = next((k for k in range(len(first)) if first[k] != second[k]), None)
         if axis is None or len(shape) != len(first):
@@ -119,66 +119,66 @@ class SSMLayer(nn.Module, ABC):
         return f"width={self.width}, order={self.order}"
 
     def _check(self, x: Tensor, state: Tensor | None, *, axes: str) -> None:
-        """`x` against its axes, and a state against this layer's order."""
+        """Check `x` against its axes, and the state against this layer's order."""
         shape = (*axes.split(), "width")
         if not isinstance(x, Tensor) or x.ndim != len(shape) or x.shape[-1] != self.width:
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise SequenceError(f"x is {got}, expected ({', '.join(shape)}) with width = {self.width}")
         if 0 in x.shape:
-            raise SequenceError(f"x has shape {tuple(x.shape)}: batch and length must be at least 1")
+            raise SequenceError(f"x has shape {tuple(x.shape)}, expected batch and length of at least 1")
         if state is not None:
             self._check_state(state, x.shape[0])
         reference = next(self.parameters())
-        if not reference.is_cuda:  # on a GPU it would wait for the device, which a captured graph cannot
+        if not reference.is_cuda:  # on a GPU this would wait for the device, which a captured graph cannot do
             require_finite_parameters(self)
 
     def _check_state(self, state: object, batch: int) -> None:
         expected = tuple(self.initial_state(batch).shape)
         if not isinstance(state, Tensor) or tuple(state.shape) != expected:
             got = tuple(state.shape) if isinstance(state, Tensor) else type(state).__name__
-            raise SequenceError(f"state is {got}, expected {expected}: order {self.order}, batch {batch}")
+            raise SequenceError(f"state is {got}, expected {expected} for order {self.order} and batch {batch}")
 
     def _check_step(self, x: Tensor, state: object) -> None:
-        """A step needs a state, and its input where and as precise as the parameters are."""
+        """Require a state, and an input on the device and in the dtype of the parameters."""
         self._check(x, None, axes="batch")
         self._check_state(state, x.shape[0])
         self._check_kind(x, (torch.bfloat16, torch.float16))
 
     def _check_kind(self, x: Tensor, cast: tuple[torch.dtype, ...]) -> None:
-        """Where and as precise as the parameters, or in a dtype that autocast, where it is on, casts."""
+        """Require the device and dtype of the parameters, or, under autocast, a dtype from `cast`."""
         reference = next(self.parameters())
         castable = x.dtype in cast and torch.is_autocast_enabled(reference.device.type)
         if (x.dtype != reference.dtype and not castable) or x.device != reference.device:
             raise SequenceError(f"x is {x.dtype} on {x.device}, expected {reference.dtype} on {reference.device}")
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a state dict holds of the layer, themselves, by name."""
+        """The layer's own tensors, not copies, under their names in the state dict."""
         return {name: value for name, value in self.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
 
     def shapes_at(self, order: int, like: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
-        """Of all tensors at that order, in the form, where a layer has several, that has tensors `like` these."""
+        """The shapes of all tensors at the given order; a layer with several forms takes the form of `like`."""
         return {name: self.shape_at(name, order) for name in self.tensors()}
 
     def require_values(self, tensors: Mapping[str, Tensor]) -> None:
-        """Refuse, by what is wrong, tensors to be loaded whose values make no layer of this kind; shapes come later."""
+        """Refuse tensors from a checkpoint whose values this layer cannot take; shapes are checked later."""
 
     def take_form_(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Make room for tensors of these shapes; nothing changes unless all that arrive are of one order."""
+        """Resize parameters to load tensors of these shapes; nothing changes unless all have one order."""
         arriving = {name: shapes.get(name, ()) for name in self.tensors() if self.grows(name)}
         orders = {self.order_at(name, shape) for name, shape in arriving.items()}
         if len(orders) == 1 and None not in orders:
             self._resize_(arriving)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Take the order of the checkpoint: a model that was cut loads into the module it came from."""
+        """Load tensors and take the checkpoint's order: a cut model loads into the module it was made from."""
         inside = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
         self.require_values({name: value for name, value in inside.items() if isinstance(value, Tensor)})
-        # Only a whole checkpoint of one order; anything else is for torch's own error, with nothing changed.
+        # Only a complete checkpoint of one order changes shapes; for anything else torch raises its own error.
         self.take_form_({name: value.shape for name, value in inside.items() if isinstance(value, Tensor)})
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _resize_(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Give parameters other shapes; what they held is gone."""
+        """Give parameters new shapes; their values are lost."""
         resized = {name: shape for name, shape in shapes.items() if self.get_parameter(name).shape != tuple(shape)}
         for name, shape in resized.items():
             parameter = self.get_parameter(name)
@@ -188,16 +188,16 @@ class SSMLayer(nn.Module, ABC):
 
 
 def require_sizes(**given: int) -> None:
-    """Integers of at least 1."""
+    """Require integers of at least 1."""
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise SequenceError(f"{name} is {value!r}, expected an integer of at least 1")
 
 
 def require_finite_parameters(layer: nn.Module) -> None:
-    """Name the first parameter that holds NaN or infinity."""
+    """Refuse NaN and infinity; the error names the first parameter that holds one."""
     with torch.no_grad():
-        # Both stay in a sum: one over all small parameters takes a third of the time of a look at each.
+        # NaN and infinity survive a sum: one sum over all small parameters takes a third of the time of one for each.
         small = [parameter.flatten() for parameter in layer.parameters() if parameter.numel() < 2**16]
         large = [parameter.sum() for parameter in layer.parameters() if parameter.numel() >= 2**16]
         if torch.stack([*large, torch.cat(small).sum() if small else large[0]]).sum().isfinite():
@@ -208,25 +208,25 @@ def require_finite_parameters(layer: nn.Module) -> None:
 
 
 class LTILayer(SSMLayer):
-    """A linear recurrence over time between `width` input and output channels."""
+    """A linear recurrence over time with `width` input and output channels."""
 
     needs_gate = True
-    # For every parameter that grows with the order: the axis on which the states stand.
+    # The axis of the states in every parameter that grows with the order.
     STATE_AXES: ClassVar[Mapping[str, int]]
     D: nn.Parameter
 
     @property
     def order(self) -> int:
-        """States kept: complex modes, a conjugate pair counting as one."""
+        """The number of complex modes; a conjugate pair counts as one."""
         name, axis = next(iter(self.STATE_AXES.items()))
-        return getattr(self, name).shape[axis]  # a plain tensor inside `functional_call`
+        return getattr(self, name).shape[axis]  # inside `functional_call` this is a plain tensor
 
     def shape_at(self, name: str, order: int) -> tuple[int, ...]:
         shape, axis = tuple(attrgetter(name)(self).shape), self.STATE_AXES.get(name)
         return shape if axis is None else (*shape[:axis], order, *shape[axis + 1 :])
 
     def dynamics(self) -> Iterator[nn.Parameter]:
-        """Poles, step sizes, normalisation and B: not the readout C, nor the skip D."""
+        """The poles, step sizes, normalisation and B, but not the readout C or the skip D."""
         for name, parameter in self.named_parameters(recurse=False):
             if name.split("_")[0] not in ("C", "D"):
                 yield parameter
@@ -241,14 +241,14 @@ class LTILayer(SSMLayer):
         skip: bool = True,
         drive: Link | None = None,
     ) -> tuple[Float[Tensor, "batch length width"], Tensor | None]:
-        """The whole sequence; steps at and after `lengths` change nothing.
+        """The outputs and the last state of a sequence; steps at and after `lengths` change nothing.
 
-        Without `keep_state` the state is None; without `skip` D·x is left to the caller. A norm that gave x takes its
-        gradient through `drive`.
+        Without `keep_state` the state is None; without `skip` the caller adds D·x. `drive` passes the gradient of x
+        straight to the norm that computed x.
         """
-        # Off a GPU D is added to the first response, which costs nothing; in padding D·x stays as it was.
+        # On a CPU D is added to the first response, which costs nothing; in padding D·x stays as it was.
         inside = skip and lengths is None and isinstance(x, Tensor) and not x.is_cuda
-        # A hook may have changed x: then its gradient goes the common way.
+        # A hook may have changed x: then its gradient takes the ordinary path.
         drive = drive if drive is not None and drive.u is x else None
         y, state = self._mix(x, state, lengths, keep_state, self.D if inside else None, drive)
         return torch.addcmul(y, self.D.to(x.dtype), x) if skip and not inside else y, state
@@ -263,8 +263,8 @@ class LTILayer(SSMLayer):
         D: Tensor | None,
         drive: Link | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The recurrence, with the skip D·x where D is given.
+        """The recurrence, plus the skip D·x if D is given.
 
-        Everything whose shape holds the order is in here, behind `torch.compiler.disable`: what is compiled around it
-        is never compiled again after a cut.
+        All code whose shapes contain the order is in here, behind `torch.compiler.disable`: the compiled code around it
+        is not compiled again after a cut.
         """

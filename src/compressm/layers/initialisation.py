@@ -1,4 +1,4 @@
-"""Spectra that remember: poles, as pairs (Re a, Im a) in float64, of matrices that project a signal on polynomials."""
+"""Initial poles with a long memory, those of HiPPO matrices and their relatives, as pairs (Re a, Im a) in float64."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def legs_matrix(size: int) -> Float[Tensor, "size size"]:
 
 
 def legs_normal_part(size: int) -> Float[Tensor, "size size"]:
-    """A + ½ √((2i+1)(2j+1)) = −½ I + S with S skew: normal, so that it has orthogonal eigenvectors."""
+    """A + ½ √((2i+1)(2j+1)) = −½ I + S with S skew: a normal matrix, which has orthogonal eigenvectors."""
     return legs_matrix(size) + _rank_one(size) / 2
 
 
 def legs_modes(n: int) -> tuple[Float[Tensor, "2 n"], Complex[Tensor, "size n"]]:
     """Eigenvalues −½ + iω, ω > 0 ascending, of the normal part of size 2n, and their unit eigenvectors.
 
-    The other n are the conjugates: the matrix is 2 Re(V diag(a) Vᴴ).
+    The other n eigenvalues are their conjugates: the matrix is 2 Re(V diag(a) Vᴴ).
     """
     normal = legs_normal_part(2 * n)
     frequencies, vectors = torch.linalg.eigh(-0.5j * (normal - normal.mT))
@@ -34,7 +34,7 @@ def legs_modes(n: int) -> tuple[Float[Tensor, "2 n"], Complex[Tensor, "size n"]]
 
 
 def legs_poles(n: int) -> Float[Tensor, "2 n"]:
-    """The n eigenvalues of `legs_modes` alone."""
+    """The n eigenvalues of `legs_modes`, without eigenvectors."""
     return legs_modes(n)[0]
 
 
@@ -44,7 +44,7 @@ def lin_poles(n: int) -> Float[Tensor, "2 n"]:
 
 
 def inv_poles(n: int) -> Float[Tensor, "2 n"]:
-    """aₖ = −½ + i (N/π) (N/(2k+1) − 1) with N = 2n (S4D-Inv of the same paper): near LegS, in closed form."""
+    """aₖ = −½ + i (N/π) (N/(2k+1) − 1) with N = 2n (S4D-Inv, same paper): a closed form close to LegS."""
     size = 2 * n
     odd = 2 * torch.arange(n, dtype=torch.float64) + 1
     return _on_the_line(size / math.pi * (size / odd - 1))
@@ -62,7 +62,7 @@ def _on_the_line(frequencies: Float[Tensor, " n"]) -> Float[Tensor, "2 n"]:
 
 
 class Initialisation(ABC):
-    """A choice of n poles in the left half plane."""
+    """A rule that chooses n poles in the left half plane."""
 
     @abstractmethod
     def __call__(self, n: int) -> Float[Tensor, "2 n"]:
@@ -81,7 +81,7 @@ class Lin(Initialisation):
 @final
 @dataclass(frozen=True)
 class Inv(Initialisation):
-    """Frequencies that fall like 1/k, from N²/π: aₖ = −½ + i (N/π) (N/(2k+1) − 1), N = 2n."""
+    """Frequencies that fall like 1/k from N²/π: aₖ = −½ + i (N/π) (N/(2k+1) − 1), N = 2n."""
 
     def __call__(self, n: int) -> Float[Tensor, "2 n"]:
         return inv_poles(n)

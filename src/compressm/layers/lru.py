@@ -22,8 +22,8 @@ from compressm.ops.lti.lru_system import lru_system, plain_system
 class LRU(LTILayer):
     """h[t] = λ h[t−1] + γ B u[t], y[t] = Re(C h[t]) + D u[t], λ = exp(−exp(ν) + i exp(θ)).
 
-    |λ| starts uniform in area on the ring [r_min, r_max] and the phase uniform up to max_phase; γ = √(1 − |λ|²) at
-    first makes every mode equally loud, and is learned.
+    At the start λ is uniform in area on the ring r_min ≤ |λ| ≤ r_max, with a phase up to max_phase. γ starts at
+    √(1 − |λ|²), which makes all modes equally strong, and is learned.
     """
 
     STATE_AXES: ClassVar[Mapping[str, int]] = {
@@ -65,7 +65,7 @@ class LRU(LTILayer):
         return plain_system(*self._parameters_of_system())[0]
 
     def matrices(self) -> tuple[Float[Tensor, "2 n width"], Float[Tensor, "2 width n"]]:
-        """γ B and C, as pairs."""
+        """γ B and C, as real pairs."""
         return plain_system(*self._parameters_of_system())[1:]
 
     def _parameters_of_system(self) -> tuple[Tensor, ...]:

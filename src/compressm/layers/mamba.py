@@ -1,4 +1,4 @@
-"""Mamba with states of its own in every channel: what such a layer holds beside its parameters, and in which shapes."""
+"""Mamba (Gu and Dao 2023), a selective layer; after a cut every channel may have its own states, by stored maps."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from compressm.ops.dispatch import kernels_serve, require_lengths
 from compressm.ops.selective import ScanPath, selective_scan, selective_step
 from compressm.ops.selective.conv_and_gate import causal_conv
 
-# What only a layer with maps has; A_imag where its rates are complex.
+# Tensors that only a layer with maps has; A_imag only with complex rates.
 OF_MAPS = ("B_map", "C_map", "orders", "A_imag")
 
 
 class MapForm(NamedTuple):
-    """Maps from how many entries of B and C, None where there are no maps; and whether rates are complex."""
+    """The form of a layer: the entries of B and of C that maps read (None without maps), and if rates are complex."""
 
     projected: int | None = None
     complex: bool = False
 
     @classmethod
     def of(cls, shapes: Mapping[str, Sequence[int]]) -> MapForm:
-        """That of a layer whose tensors have these shapes."""
+        """The form of a layer whose tensors have these shapes."""
         B_map = shapes.get("B_map")
         return cls() if B_map is None or len(B_map) < 3 else cls(B_map[-1], len(B_map) == 4)
 
     def shapes(self, *, inner: int, dt_rank: int, order: int) -> dict[str, tuple[int, ...]]:
-        """Of all tensors that depend on order and form."""
+        """The shapes of all tensors that depend on order and form."""
         shapes: dict[str, tuple[int, ...]] = {"A_log": (inner, order)}
         rows = order if self.projected is None else self.projected
         shapes["x_proj.weight"] = (dt_rank + 2 * rows, inner)
@@ -52,22 +52,22 @@ class MapForm(NamedTuple):
 
 
 def require_maps(given: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """Finite tensors of these shapes, and orders of which there are so many states."""
+    """Require finite real tensors of the `wanted` shapes, and orders within the number of states."""
     for name, value in given.items():
         if not isinstance(value, Tensor) or tuple(value.shape) != wanted[name]:
             got = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise SequenceError(f"{name} is {got}, expected a tensor of shape {wanted[name]}")
         if value.is_complex() or not bool(torch.isfinite(value).all()):
             raise SequenceError(
-                f"{name} is {value.dtype} with entries that are complex or not finite, expected numbers"
+                f"{name} is {value.dtype} with complex or non-finite entries, expected finite real numbers"
             )
     require_channel_orders(given["orders"], *wanted["A_log"])
 
 
 def require_channel_orders(orders: Tensor, inner: int, most: int) -> None:
-    """One for each of so many channels, none above the states that there are; a channel may have none."""
+    """Require one order from 0 to `most` for each of the `inner` channels."""
     if tuple(orders.shape) != (inner,):
-        raise SequenceError(f"orders have shape {tuple(orders.shape)}, expected ({inner},), one a channel")
+        raise SequenceError(f"orders have shape {tuple(orders.shape)}, expected ({inner},), one per channel")
     if orders.dtype not in (torch.int32, torch.int64):
         raise SequenceError(f"orders are {orders.dtype}, expected torch.int64 or torch.int32")
     low, high = torch.stack(orders.aminmax()).tolist()
@@ -78,8 +78,8 @@ def require_channel_orders(orders: Tensor, inner: int, most: int) -> None:
 def mapped(rows: Tensor, x: Tensor) -> Tensor:
     """M x for M of shape (channels, …, n) and x of shape (batch, length, n): (batch, length, channels, …).
 
-    In float32 at least, whatever autocast says: entries of a hundred may nearly cancel, of which bfloat16 leaves
-    nothing.
+    It is computed in float32 at least, even under autocast: entries of about 100 may nearly cancel, and bfloat16 would
+    lose the result.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     with torch.autocast(x.device.type, enabled=False):
@@ -96,14 +96,14 @@ class Mamba(SSMLayer):
     """h[t] = exp(Δ[t] a) h[t−1] + Δ[t] B[t] u[t], y[t] = (C[t] h[t] + D u[t]) silu(z[t]) for every inner channel.
 
     in_proj gives v and z from the input, u = silu(conv1d(v)), x_proj gives B, C and, through dt_proj, Δ from u, and
-    out_proj reads y; a = −exp(A_log). Names and numbers at the start are those of the authors. The order counts real
-    states a channel. A stream carries the last inputs of the convolution and the states in one tensor, in float32 at
-    least: (batch, inner, conv_width − 1 + n).
+    out_proj reads y; a = −exp(A_log). Names and initial values are the authors'. The order counts real states per
+    channel. A stream carries the last inputs of the convolution and the states in one tensor, in float32 at least:
+    (batch, inner, conv_width − 1 + n).
 
-    After `keep_maps_` every channel has states of its own, and rates that may be complex.
+    After `keep_maps_` every channel has its own states, and rates may be complex.
     """
 
-    # Of a layer whose channels have states of their own; None in others.
+    # Set only if every channel has its own states; otherwise None.
     B_map: Tensor | None
     C_map: Tensor | None
     orders: Tensor | None
@@ -141,17 +141,17 @@ class Mamba(SSMLayer):
 
     @property
     def order(self) -> int:
-        """Real states a channel, complex ones where rates are complex; the most that any channel has."""
+        """The largest number of states of any channel: real states, or complex ones if rates are complex."""
         return self.A_log.shape[1]
 
     @property
     def projected(self) -> int:
-        """Entries of B, and of C, that x_proj gives."""
+        """The number of entries of B, and of C, that x_proj gives."""
         return (self.x_proj.weight.shape[0] - self.dt_rank) // 2
 
     @property
     def form(self) -> MapForm:
-        """Whether channels have states of their own, and complex ones."""
+        """The layer's form: if channels have their own states, and if these are complex."""
         return MapForm() if self.B_map is None else MapForm(self.projected, self.A_imag is not None)
 
     def shape_at(self, name: str, order: int) -> tuple[int, ...]:
@@ -181,10 +181,10 @@ class Mamba(SSMLayer):
         A_log: Float[Tensor, "inner n"],
         A_imag: Float[Tensor, "inner n"] | None = None,
     ) -> None:
-        """From now on channel i has the rates −exp(A_log[i]) + i A_imag[i], and B_map[i] B[t] and C[t] C_map[i].
+        """Give channel i the rates −exp(A_log[i]) + i A_imag[i], B_map[i] B[t] as its B and C[t] C_map[i] as its C.
 
-        B[t] and C[t] are what x_proj gives, as before. Of the n states the first orders[i] are the channel's. With
-        A_imag maps are pairs (re, im), and y = Re(C h). Maps stay as they are; A_log stays the parameter it is.
+        x_proj gives B[t] and C[t] as before. Channel i uses the first orders[i] of the n states. With A_imag maps are
+        pairs (re, im), and y = Re(C h). Maps are not trained; A_log stays the same parameter.
         """
         given = {"B_map": B_map, "C_map": C_map, "orders": orders, "A_log": A_log}
         given |= {} if A_imag is None else {"A_imag": A_imag}
@@ -201,14 +201,14 @@ class Mamba(SSMLayer):
                 setattr(self, name, data)
 
     def dynamics(self) -> Iterator[nn.Parameter]:
-        """Rates and the bias of the steps."""
+        """The rates and the bias of the steps."""
         yield self.A_log
         if self.A_imag is not None:
             yield self.A_imag
         yield self.dt_proj.bias
 
     def rates(self) -> Float[Tensor, "*pair inner n"]:
-        """a = −exp(A_log) + i A_imag, in float32 or better; as pairs where there is an imaginary part."""
+        """a = −exp(A_log) + i A_imag, in float32 or better; pairs (re, im) if there is an imaginary part."""
         wide = _wide(self.A_log.dtype)
         decay = -torch.exp(self.A_log.to(wide))
         return decay if self.A_imag is None else torch.stack([decay, self.A_imag.to(wide)])
@@ -250,15 +250,15 @@ class Mamba(SSMLayer):
         return self.A_log.new_zeros(batch, self.inner, kept, dtype=_wide(self.A_log.dtype))
 
     def selected(self, u: Float[Tensor, "batch length inner"]) -> tuple[Tensor, Tensor, Tensor]:
-        """What the input of the recurrence chooses: Δ before its bias and softplus, B and C."""
+        """Δ (before its bias and softplus), B and C that the input of the recurrence selects."""
         dt, B, C = self.x_proj(u).split([self.dt_rank, self.projected, self.projected], dim=-1)
-        # The bias is added in float32 by the scan: −4.6 in bfloat16 is a step that is 1 % off.
+        # The scan adds the bias in float32: in bfloat16 a bias of −4.6 gives a step that is 1 % off.
         delta = linear(dt, self.dt_proj.weight)
         if self.B_map is None or self.C_map is None:
             return delta, B, C
         return delta, mapped(self.B_map, B), mapped(self.C_map.mT, C)
 
-    # Everything whose shape holds the order is in here: what is compiled around it is never compiled again after a cut.
+    # All code whose shapes contain the order is in here: the compiled code around it is not compiled again after a cut.
     @torch.compiler.disable
     def _mix(
         self, vz: Tensor, state: Tensor | None, lengths: Tensor | None, keep_state: bool
@@ -280,14 +280,14 @@ class Mamba(SSMLayer):
     def _convolved(
         self, v: Float[Tensor, "batch length inner"], before: Float[Tensor, "batch inner past"] | None
     ) -> Float[Tensor, "batch length inner"]:
-        """u, after what the convolution has read before."""
+        """u = silu(conv1d(v)), where `before` holds the inputs before v."""
         if not kernels_serve(v):
             before = v.new_zeros(v.shape[0], self.inner, self.conv_width - 1) if before is None else before.to(v.dtype)
             return silu(self.conv1d(torch.cat([before, v.mT], dim=-1))).mT
         return causal_conv(v, self.conv1d.weight, self.conv1d.bias, None if before is None else before.mT)
 
     def _split(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The last inputs of the convolution, and the states as the scan has them."""
+        """The last inputs of the convolution, and the states in the layout of the scan."""
         before, h = state.split([self.conv_width - 1, state.shape[-1] - self.conv_width + 1], dim=-1)
         return before, h if self.A_imag is None else h.unflatten(-1, (2, -1)).movedim(-2, 1)
 
@@ -306,7 +306,7 @@ class Mamba(SSMLayer):
         h = h if self.A_imag is None else h.movedim(1, -2).flatten(-2)
         return torch.cat([last.to(h.dtype), h], dim=-1)
 
-    # Values are read from the device here: no compiler can trace this.
+    # This reads values from the device, which no compiler can trace.
     @torch.compiler.disable
     def _check_sequence(self, x: Tensor, state: Tensor | None, lengths: Tensor | None) -> None:
         self._check(x, state, axes="batch length")
@@ -314,7 +314,7 @@ class Mamba(SSMLayer):
         require_lengths(lengths, *x.shape[:2])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Mamba:
-        """What `to`, `half` and others do to all tensors; maps stay in float32 at least, see `mapped`."""
+        """Convert all tensors, for `to`, `half` and others; maps stay in float32 at least, see `mapped`."""
         maps = {name: held for name in ("B_map", "C_map") if (held := getattr(self, name)) is not None}
         super()._apply(fn, recurse)
         for name, held in maps.items():
@@ -327,7 +327,7 @@ class Mamba(SSMLayer):
         return form.shapes(inner=self.inner, dt_rank=self.dt_rank, order=order)
 
     def _reshape_(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Hold tensors of these shapes, and of those that not every form has no others; what they held is gone."""
+        """Resize tensors to these shapes, drop those of `OF_MAPS` without a shape; old values are lost."""
         if self.form != MapForm.of(shapes):
             refuse_to_train_([self])
         for name in OF_MAPS:
@@ -356,7 +356,7 @@ class Mamba(SSMLayer):
 
 @final
 class RowsAsStored(nn.Linear):
-    """A linear map with as many outputs as its weight has rows now: a cut, or a checkpoint, changes them."""
+    """A linear map whose `out_features` follow its weight: a cut or a checkpoint changes the number of rows."""
 
     @property
     def out_features(self) -> int:
@@ -364,11 +364,11 @@ class RowsAsStored(nn.Linear):
 
     @out_features.setter
     def out_features(self, count: int) -> None:
-        """What torch's constructor says before there is a weight."""
+        """Ignore the value that torch's constructor sets before there is a weight."""
 
 
 def _step_projection(rank: int, log_steps: Float[Tensor, " inner"]) -> nn.Linear:
-    """Such that softplus(bias) are the steps, and what comes from the input is small beside it."""
+    """A projection whose softplus(bias) gives the steps; the part from the input is small at the start."""
     projection = nn.Linear(rank, len(log_steps))
     nn.init.uniform_(projection.weight, -(rank**-0.5), rank**-0.5)
     steps = torch.exp(log_steps).clamp_min(_SHORTEST_STEP)
@@ -377,7 +377,7 @@ def _step_projection(rank: int, log_steps: Float[Tensor, " inner"]) -> nn.Linear
 
 
 def _without_decay(parameter: nn.Parameter) -> nn.Parameter:
-    """Marked as the authors do, for optimizers that look."""
+    """Mark a parameter for optimizers, as the authors do, to exclude it from weight decay."""
     vars(parameter)["_no_weight_decay"] = True
     return parameter
 

@@ -1,4 +1,4 @@
-"""S4D (Gu et al. 2022): a bank of continuous-time diagonal systems, one a channel, each with a learned step."""
+"""S4D (Gu et al. 2022): a bank of continuous-time diagonal systems, one per channel, each with a learned step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from compressm.ops.block.norm import Link
 class S4D(LTILayer):
     """hᵢ' = aᵢ hᵢ + uᵢ, yᵢ = 2 Re(Cᵢ hᵢ) + Dᵢ uᵢ for every channel i, a = −exp(log_A_real) + i A_imag.
 
-    Each mode stands for a conjugate pair. Only the product of C and the input matrix matters, so that the latter is 1.
+    Each mode stands for a conjugate pair. Only the product of C and the input matrix matters, so the input matrix is 1.
     """
 
     STATE_AXES: ClassVar[Mapping[str, int]] = {"log_A_real": 1, "A_imag": 1, "C_re": 1, "C_im": 1}
@@ -59,8 +59,8 @@ class S4D(LTILayer):
         self.D = nn.Parameter(torch.randn(width))
 
     def discrete(self) -> tuple[Float[Tensor, "2 width n"], Float[Tensor, "2 width n"], Float[Tensor, "2 width n"]]:
-        """(log λ, s, 2 C), of which channel i is h[t] = λ h[t−1] + s u[t], y[t] = Re(2 C h[t]) + D u[t]."""
-        # In float64: an error of 6e-8 in Δ Im a is one of 1e-2 in the phase after a lifetime of the mode Im a = 1e5.
+        """(log λ, s, 2 C) of the recurrence h[t] = λ h[t−1] + s u[t], y[t] = Re(2 C h[t]) + D u[t] in each channel."""
+        # In float64: for Im a = 1e5, an error of 6e-8 in Δ Im a grows to 1e-2 in the phase over the mode's lifetime.
         a = torch.stack([-torch.exp(self.log_A_real.double()), self.A_imag.double()])
         step = torch.exp(self.log_step.double())[:, None].expand_as(a[0])
         log_poles, scale = self.discretisation(a, step)
@@ -71,7 +71,7 @@ class S4D(LTILayer):
         return self.discrete()[0]
 
     def matrices(self) -> tuple[Float[Tensor, "2 width n"], Float[Tensor, "2 width n"]]:
-        """s and 2 C, as pairs."""
+        """s and 2 C, as real pairs."""
         return self.discrete()[1:]
 
     @torch.compiler.disable

@@ -1,4 +1,4 @@
-"""S5 (Smith et al. 2022): one continuous-time diagonal system for all channels, sampled by a learned step a mode."""
+"""S5 (Smith et al. 2022): one continuous-time diagonal system for all channels, with one learned step per mode."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from compressm.ops.block.norm import Link
 class S5(LTILayer):
     """h' = a h + B u, y = 2 Re(C h) + D u, a = −exp(log_A_real) + i A_imag; each mode stands for a conjugate pair.
 
-    The poles start as those of the normal part of HiPPO-LegS of size 2n; B and C are real and random at first and
-    then expressed in its eigenvectors: Vᴴ B, C V.
+    The poles start as the eigenvalues of the normal part of HiPPO-LegS of size 2n; B and C start as real random
+    matrices, expressed in its eigenvectors: Vᴴ B, C V.
     """
 
     STATE_AXES: ClassVar[Mapping[str, int]] = {
@@ -70,8 +70,8 @@ class S5(LTILayer):
         self.D = nn.Parameter(torch.randn(width))
 
     def discrete(self) -> tuple[Float[Tensor, "2 n"], Float[Tensor, "2 n width"], Float[Tensor, "2 width n"]]:
-        """(log λ, s B, 2 C), of which the layer is h[t] = λ h[t−1] + s B u[t], y[t] = Re(2 C h[t]) + D u[t]."""
-        # In float64: an error of 6e-8 in Δ Im a is one of 1e-2 in the phase after a lifetime of the mode Im a = 1e5.
+        """(log λ, s B, 2 C) of the recurrence h[t] = λ h[t−1] + s B u[t], y[t] = Re(2 C h[t]) + D u[t]."""
+        # In float64: for Im a = 1e5, an error of 6e-8 in Δ Im a grows to 1e-2 in the phase over the mode's lifetime.
         a = torch.stack([-torch.exp(self.log_A_real.double()), self.A_imag.double()])
         log_poles, scale = self.discretisation(a, torch.exp(self.log_step.double()))
         B = times(scale.to(self.B_re.dtype)[..., None], torch.stack([self.B_re, self.B_im]))
@@ -82,7 +82,7 @@ class S5(LTILayer):
         return self.discrete()[0]
 
     def matrices(self) -> tuple[Float[Tensor, "2 n width"], Float[Tensor, "2 width n"]]:
-        """s B and 2 C, as pairs."""
+        """s B and 2 C, as real pairs."""
         return self.discrete()[1:]
 
     @torch.compiler.disable
