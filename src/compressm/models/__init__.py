@@ -1,6 +1,6 @@
 """Models built on the SSM layers: a residual block, a sequence classifier and a small language model.
 
-The order of an SSM layer shows in no shape outside it: what is compiled around the layers outlives a cut.
+No shape outside an SSM layer depends on its order: the compiled code around the layers stays valid after a cut.
 """
 
 from compressm.models.block import Block, Blocks, Dropout, MixerBlock, OneMask, PerElement, ResidualBlock

@@ -1,4 +1,4 @@
-"""Dropout of a block: small frozen choices that build the module which does the work."""
+"""Residual blocks around SSM layers, stacks of them, and their dropout, chosen by small frozen objects."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from compressm.ops.dispatch import is_watched, kernels_serve
 
 @dataclass(frozen=True)
 class Dropout(ABC):
-    """Entries are zeroed with probability `rate` in training, the others divided by 1 − rate."""
+    """A choice of dropout: training zeroes entries with probability `rate` and divides the others by 1 − rate."""
 
     rate: float
 
@@ -31,13 +31,13 @@ class Dropout(ABC):
 
     @abstractmethod
     def build(self) -> RandomMask:
-        """A module called on (batch, length, width)."""
+        """Build the module, which is called on (batch, length, width)."""
 
 
 @final
 @dataclass(frozen=True)
 class PerElement(Dropout):
-    """Every element is drawn on its own."""
+    """Dropout with an independent draw for every element."""
 
     def build(self) -> RandomMask:
         return RandomMask(self.rate, shared=False)
@@ -46,7 +46,7 @@ class PerElement(Dropout):
 @final
 @dataclass(frozen=True)
 class OneMask(Dropout):
-    """One draw of (1, length, width) for the whole batch, as in the paper's own code."""
+    """Dropout with one mask of shape (1, length, width) for the whole batch, as in the paper's own code."""
 
     def build(self) -> RandomMask:
         return RandomMask(self.rate, shared=True)
@@ -54,7 +54,7 @@ class OneMask(Dropout):
 
 @final
 class RandomMask(nn.Module):
-    """Dropout by masks that can be drawn beforehand; `shared` by all sequences of a batch or one for each."""
+    """Dropout by masks that can be drawn in advance; all sequences of a batch use one mask if `shared`."""
 
     def __init__(self, rate: float, *, shared: bool) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class RandomMask(nn.Module):
     def keep(
         self, x: Float[Tensor, "batch length width"], count: int
     ) -> Bool[Tensor, "{count} rows length width"] | None:
-        """True for what stays, in one draw for `count` uses; None where everything does."""
+        """Draw `count` masks at once, True for entries that stay; None if all entries stay."""
         if not self.training or self.rate == 0:
             return None
         shape = (count, 1 if self.shared else x.shape[0], *x.shape[1:])
@@ -78,7 +78,7 @@ class RandomMask(nn.Module):
 
 
 class ResidualBlock(nn.Module, ABC):
-    """x + f(mixer(norm(x)))."""
+    """A residual block x + f(mixer(norm(x))) around an SSM layer, the mixer."""
 
     def __init__(self, mixer: SSMLayer, *, norm: Norm = BatchNorm(), dropout: Dropout = PerElement(0.0)) -> None:
         super().__init__()
@@ -96,10 +96,10 @@ class ResidualBlock(nn.Module, ABC):
         keep_state: bool = True,
         before: nn.Module | None = None,
     ) -> tuple[Float[Tensor, "batch length width"], Tensor | None]:
-        """The output and the last state; `before` names the norm, if any, that reads the output next."""
+        """The output and the last state; `before` is the norm, if any, that reads the output next."""
 
     def step(self, x: Float[Tensor, "batch width"], state: Tensor) -> tuple[Float[Tensor, "batch width"], Tensor]:
-        """One step of a stream: in evaluation mode, what `forward` computes there."""
+        """One step of a stream; in evaluation mode it equals the same step of `forward`."""
         mixed, state = self.ssm.step(self.norm(x[:, None]).squeeze(1), state)
         return self._after(mixed[:, None], x[:, None]).squeeze(1), state
 
@@ -107,12 +107,12 @@ class ResidualBlock(nn.Module, ABC):
     def _after(
         self, y: Float[Tensor, "batch length width"], x: Float[Tensor, "batch length width"]
     ) -> Float[Tensor, "batch length width"]:
-        """What becomes of the layer's output y and the input x."""
+        """The block's output, from the layer's output y and the block's input x."""
 
 
 @final
 class MixerBlock(ResidualBlock):
-    """x + dropout(mixer(norm(x))), for layers that bring a gate of their own."""
+    """x + dropout(mixer(norm(x))), for layers with their own gate."""
 
     def forward(
         self,
@@ -138,15 +138,15 @@ class MixerBlock(ResidualBlock):
 class Block(ResidualBlock):
     """x + dropout(GLU(dropout(GELU(mixer(norm(x)))))) with GLU(z) = W₁z ⊙ sigmoid(W₂z), for linear layers.
 
-    What stands around the mixer is two operations with gradients of their own, on a GPU a few kernels; the mixer is
-    called as a module, while of the gate only weight and bias are read.
+    The code around the mixer is two operations with their own gradients, a few kernels on a GPU. The mixer is called as
+    a module; of the gate only weight and bias are read.
     """
 
     ssm: LTILayer
 
     def __init__(self, mixer: SSMLayer, *, norm: Norm = BatchNorm(), dropout: Dropout = PerElement(0.0)) -> None:
         if not mixer.needs_gate:
-            raise SequenceError(f"the mixer is a {type(mixer).__name__}, expected a linear layer; others: MixerBlock")
+            raise SequenceError(f"the mixer is a {type(mixer).__name__}, expected a linear layer; use MixerBlock")
         super().__init__(mixer, norm=norm, dropout=dropout)
         self.gate = nn.Linear(mixer.width, 2 * mixer.width)
 
@@ -160,8 +160,8 @@ class Block(ResidualBlock):
         before: nn.Module | None = None,
     ) -> tuple[Float[Tensor, "batch length width"], Tensor | None]:
         u, x, link, drive = forked(self.norm, x, lengths, self.ssm.D)
-        # Kernels and compilers take D ⊙ u on their way through what follows; elsewhere the layer has it for nothing,
-        # and hooks are shown, and may change, the whole layer.
+        # Kernels and compilers compute D ⊙ u as part of the operation that follows. Elsewhere the layer computes it at
+        # no cost, and so it does for hooks, which get and may change the output of the whole layer.
         fused = torch.compiler.is_compiling() or kernels_serve(u)
         inside = not fused or is_watched(self.ssm)
         y, state = self.ssm(u, state, lengths, keep_state=keep_state, skip=inside, drive=drive)
@@ -184,7 +184,7 @@ class Block(ResidualBlock):
 
 @final
 class Blocks(nn.ModuleList):
-    """Blocks one after the other; the state of the stack is the tuple of their states."""
+    """A stack of blocks; its state is the tuple of their states."""
 
     def __iter__(self) -> Iterator[ResidualBlock]:
         return cast("Iterator[ResidualBlock]", super().__iter__())
@@ -216,7 +216,7 @@ class Blocks(nn.ModuleList):
         return x, tuple(kept)
 
     def initial_state(self, batch: int) -> tuple[Tensor, ...]:
-        """Zeros: what a stream begins with."""
+        """The state at the start of a stream: zeros for every block."""
         return tuple(block.ssm.initial_state(batch) for block in self)
 
     def _each(self, state: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -235,10 +235,10 @@ def build_blocks(
     norm: Norm,
     dropout: Dropout,
 ) -> Blocks:
-    """`depth` of them, each around a layer of its own; what has no gate gets one."""
+    """Build `depth` blocks, each around its own layer; a layer without a gate gets one."""
     require_counts(depth=depth)
     if not (isinstance(layer, type) and issubclass(layer, SSMLayer)):
-        raise SequenceError(f"layer is {layer!r}, expected a class of SSM layers")
+        raise SequenceError(f"layer is {layer!r}, expected a class of SSM layers, such as LRU")
     kind: type[ResidualBlock] = Block if layer.needs_gate else MixerBlock
     mixers = [layer(width, order=order, **(options or {})) for _ in range(depth)]
     return Blocks(kind(mixer, norm=norm, dropout=dropout) for mixer in mixers)

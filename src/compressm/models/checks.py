@@ -1,4 +1,4 @@
-"""Refuse what a model cannot mean, where it enters."""
+"""Checks of a model's sizes, tensors and lengths, where they enter; and padding set to zero."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from compressm.ops.block.pooling import valid_rows
 
 
 def require_counts(*, at_least: int = 1, **given: int) -> None:
-    """Integers, none smaller than `at_least`."""
+    """Require integers, none smaller than `at_least`."""
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
             raise SequenceError(f"{name} is {value!r}, expected an integer of at least {at_least}")
 
 
 def require_tensor(name: str, tensor: Tensor, axes: tuple[str | int, ...], like: Tensor) -> None:
-    """As many axes as named, none empty, a numbered one of that size, on the device of `like`."""
+    """Require a tensor with these axes, none empty, on the device of `like`; a number in `axes` is a fixed size."""
     expected = f"({', '.join(map(str, axes))}{',' if len(axes) == 1 else ''})"
     if not isinstance(tensor, Tensor) or tensor.ndim != len(axes):
         got = f"of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
@@ -29,11 +29,11 @@ def require_tensor(name: str, tensor: Tensor, axes: tuple[str | int, ...], like:
         if size == 0:
             raise SequenceError(f"{name} is of shape {tuple(tensor.shape)}: {axis} is 0, expected at least 1")
     if tensor.device != like.device:
-        raise SequenceError(f"{name} is on {tensor.device}, expected {like.device}, where the parameters are")
+        raise SequenceError(f"{name} is on {tensor.device}, expected {like.device}, the device of the parameters")
 
 
 def require_lengths(lengths: Tensor | None, x: Tensor, axes: tuple[str | int, ...]) -> None:
-    """An integer from 1 to the length for each sequence of `x`, whose axes end with the length."""
+    """Require an integer from 1 to the length for each sequence of `x`; the last of `axes` is the length."""
     if lengths is None:
         return
     *sequences, length = x.shape[: len(axes)]
@@ -43,10 +43,10 @@ def require_lengths(lengths: Tensor | None, x: Tensor, axes: tuple[str | int, ..
     require_within("lengths", lengths, 1, length)
 
 
-# Values are read from the device here: no compiler can trace this.
+# This reads values from the device, which no compiler can trace.
 @torch.compiler.disable
 def require_within(name: str, values: Tensor, low: int, high: int) -> None:
-    """All values from `low` to `high`; nothing is read while a CUDA graph is recorded, when nothing can be."""
+    """Require all values from `low` to `high`; not checked while a CUDA graph is recorded, which cannot read values."""
     if values.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     least, most = torch.stack(torch.aminmax(values)).tolist()
@@ -57,5 +57,5 @@ def require_within(name: str, values: Tensor, low: int, high: int) -> None:
 def without_padding(
     x: Shaped[Tensor, "batch *rest"], lengths: Int[Tensor, " batch"] | None
 ) -> Shaped[Tensor, "batch *rest"]:
-    """Zeros at and after `lengths`, where there are any."""
+    """Set x to zero at and after `lengths`, if lengths are given."""
     return x if lengths is None else valid_rows(x, lengths)

@@ -19,7 +19,7 @@ from compressm.models.pooling import EveryStep, MeanPooling, Pooling
 
 
 class ClassifierState(NamedTuple):
-    """A stream so far: the state of every layer, the pooled features and how many steps they are of."""
+    """The state of a stream: the state of every layer, the pooled features and the number of steps so far."""
 
     layers: tuple[Tensor, ...]
     pooled: Float[Tensor, "batch width"]
@@ -31,7 +31,7 @@ class ClassifierState(NamedTuple):
 class SequenceClassifier(nn.Module):
     """Logits of `classes` for sequences of `inputs` real channels, or of tokens below `vocabulary`.
 
-    With two towers one encoder and one stack of blocks read both sequences of a pair, (batch, 2, length, ...), and a
+    With two towers, one encoder and one stack of blocks read both sequences of a pair, (batch, 2, length, ...), and a
     multilayer perceptron compares the pooled vectors a and b by [a, b, a ⊙ b, a − b].
     """
 
@@ -55,7 +55,7 @@ class SequenceClassifier(nn.Module):
         every_step = isinstance(pooling, EveryStep)
         require_counts(classes=classes, at_least=1 if every_step else 2)
         if towers not in ((1,) if every_step else (1, 2)):
-            raise SequenceError(f"towers is {towers!r}, expected 1 or 2, and 1 where every step is answered")
+            raise SequenceError(f"towers is {towers!r}, expected 1 or 2, and 1 with EveryStep pooling")
         self.width, self.towers, self.pooling = width, towers, pooling
         self.encoder = _encoder(inputs, vocabulary, width)
         self.blocks = build_blocks(layer, depth, width, order, layer_options, norm=norm, dropout=dropout)
@@ -66,7 +66,7 @@ class SequenceClassifier(nn.Module):
         x: Float[Tensor, "batch *towers length inputs"] | Integer[Tensor, "batch *towers length"],
         lengths: Int[Tensor, "batch *towers"] | None = None,
     ) -> Float[Tensor, "batch *steps classes"]:
-        """Steps at and after `lengths` change nothing; with `EveryStep` pooling there are logits at each step."""
+        """The logits, at each step with `EveryStep` pooling; steps at and after `lengths` change nothing."""
         axes = ("batch", "length") if self.towers == 1 else ("batch", 2, "length")
         self.encoder.check(x, axes)
         require_lengths(lengths, x, axes)
@@ -82,7 +82,7 @@ class SequenceClassifier(nn.Module):
     def step(
         self, x: Float[Tensor, "batch inputs"] | Integer[Tensor, " batch"], state: ClassifierState
     ) -> tuple[Float[Tensor, "batch classes"], ClassifierState]:
-        """Logits after one more step: in evaluation mode, those of `forward` on all steps so far."""
+        """Logits after one more step; in evaluation mode they equal `forward` on all steps so far."""
         self._require_one_tower()
         self.encoder.check(x, ("batch",))
         features, layers = self.blocks.step(self.encoder(x), state.layers)
@@ -91,7 +91,7 @@ class SequenceClassifier(nn.Module):
         return self.head(pooled), ClassifierState(layers, pooled, steps)
 
     def initial_state(self, batch: int) -> ClassifierState:
-        """What a stream begins with."""
+        """The state at the start of a stream: zeros."""
         self._require_one_tower()
         require_counts(batch=batch)
         parameter = next(self.parameters())
@@ -100,14 +100,14 @@ class SequenceClassifier(nn.Module):
 
     def _require_one_tower(self) -> None:
         if self.towers != 1:
-            raise SequenceError(f"towers is {self.towers}, expected 1: a pair of sequences is not a stream")
+            raise SequenceError(f"towers is {self.towers}, expected 1: a pair of sequences cannot be streamed")
 
     def extra_repr(self) -> str:
         return f"towers={self.towers}, pooling={self.pooling}"
 
 
 def pair_features(a: Float[Tensor, "batch width"], b: Float[Tensor, "batch width"]) -> Float[Tensor, "batch features"]:
-    """[a, b, a ⊙ b, a − b]."""
+    """The features [a, b, a ⊙ b, a − b] that compare a pair."""
     return torch.cat([a, b, a * b, a - b], dim=-1)
 
 

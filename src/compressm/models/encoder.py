@@ -1,4 +1,4 @@
-"""What a model reads, as features: real inputs by a linear map, tokens by an embedding."""
+"""Encoders from inputs to features: a linear map for real inputs, an embedding for tokens."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from compressm.ops.block.encoder import linear_of_few, token_features
 
 
 class Encoder(nn.Module, ABC):
-    """From inputs with any leading axes to features of `width` channels."""
+    """A map from inputs with any leading axes to features of `width` channels."""
 
     @abstractmethod
     def check(self, x: Tensor, leading: tuple[str | int, ...]) -> None:
-        """Refuse inputs whose shape, dtype or device is not this encoder's."""
+        """Refuse inputs of the wrong shape, dtype or device."""
 
     @abstractmethod
     def forward(self, x: Tensor, lengths: Int[Tensor, " batch"] | None = None) -> Float[Tensor, "*leading width"]:
-        """Features; what stands in padding is never read."""
+        """The features of the inputs; padding is never read."""
 
 
 @final
@@ -39,7 +39,7 @@ class LinearEncoder(Encoder):
         weight = self.linear.weight
         require_tensor("x", x, (*leading, self.linear.in_features), weight)
         if not x.is_floating_point() or (x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type)):
-            raise SequenceError(f"x has dtype {x.dtype}, expected {weight.dtype} as the parameters have")
+            raise SequenceError(f"x has dtype {x.dtype}, expected {weight.dtype}, the dtype of the parameters")
 
     def forward(
         self, x: Float[Tensor, "*leading inputs"], lengths: Int[Tensor, " batch"] | None = None
@@ -49,7 +49,7 @@ class LinearEncoder(Encoder):
 
 @final
 class EmbeddingEncoder(Encoder):
-    """One learned vector a token; `scale` is the standard deviation of its entries at first."""
+    """One learned vector per token; `scale` is the initial standard deviation of its entries."""
 
     def __init__(self, vocabulary: int, width: int, *, scale: float = 1.0) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A small causal language model."""
+"""A small causal language model, with generation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from compressm.models.pooling import LastStep
 @final
 @keeps_arguments
 class LanguageModel(nn.Module):
-    """Logits of the next token at every step; `tied`: they are products with the tokens' own embeddings."""
+    """Logits of the next token at every step; if `tied`, the output weights are the token embeddings."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class LanguageModel(nn.Module):
     ) -> None:
         super().__init__()
         require_counts(vocabulary=vocabulary, width=width)
-        # Tied logits are products of a normed vector, of length √width, with an embedding: this makes them of size 1.
+        # Tied logits are products of a normed vector, of length √width, and an embedding: this scale makes them near 1.
         self.encoder = EmbeddingEncoder(vocabulary, width, scale=1 / math.sqrt(width) if tied else 1.0)
         self.blocks = build_blocks(layer, depth, width, order, layer_options, norm=norm, dropout=dropout)
         self.norm = norm.build(width)
@@ -53,20 +53,20 @@ class LanguageModel(nn.Module):
         *,
         keep_state: bool = True,
     ) -> tuple[Float[Tensor, "batch length vocabulary"], tuple[Tensor, ...] | None]:
-        """Steps at and after `lengths` change nothing. Without `keep_state` the state is None, and training cheaper."""
+        """Logits and last state (None without `keep_state`, which is cheaper); padding from `lengths` has no effect."""
         features, state = self._features(tokens, state, lengths, keep_state)
         return self._logits(features), state
 
     def step(
         self, tokens: Integer[Tensor, " batch"], state: Sequence[Tensor]
     ) -> tuple[Float[Tensor, "batch vocabulary"], tuple[Tensor, ...]]:
-        """One token of a stream: in evaluation mode, what `forward` computes there."""
+        """One token of a stream; in evaluation mode it equals the same step of `forward`."""
         self.encoder.check(tokens, ("batch",))
         features, after = self.blocks.step(self.encoder(tokens), state)
         return self._logits(self.norm(features[:, None]).squeeze(1)), after
 
     def initial_state(self, batch: int) -> tuple[Tensor, ...]:
-        """Zeros: what a stream begins with."""
+        """The state at the start of a stream: zeros for every block."""
         require_counts(batch=batch)
         return self.blocks.initial_state(batch)
 
@@ -80,7 +80,7 @@ class LanguageModel(nn.Module):
         generator: torch.Generator | None = None,
         lengths: Int[Tensor, " batch"] | None = None,
     ) -> Int[Tensor, "batch count"]:
-        """`count` tokens after each prompt, drawn from softmax(logits / temperature); the likeliest at 0."""
+        """Draw `count` tokens after each prompt from softmax(logits / temperature); at 0 take the most likely ones."""
         require_counts(count=count)
         if not 0 <= temperature < math.inf:
             raise SequenceError(f"temperature is {temperature}, expected a finite number of at least 0")

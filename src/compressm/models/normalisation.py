@@ -1,4 +1,4 @@
-"""Norms of a block: small frozen choices that build the module which does the work."""
+"""Norms of a block: small frozen choices, and the modules that they build."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def forked(
     lengths: Int[Tensor, " batch"] | None,
     D: Float[Tensor, " width"],
 ) -> Normalised:
-    """u = norm(x) and what `gated_residual` needs beside it, for a block that goes on with u, D ⊙ u and x."""
+    """u = norm(x), with the rest that `gated_residual` needs, for a block that uses u, D ⊙ u and x."""
     served = lengths is None and kernels_serve(x) and not is_watched(norm)
     if isinstance(norm, PaddedBatchNorm) and norm.training and served:
         return norm.fork(x, D)
@@ -32,24 +32,24 @@ def forked(
 def normed(
     norm: nn.Module, x: Float[Tensor, "batch length width"], lengths: Int[Tensor, " batch"] | None
 ) -> tuple[Float[Tensor, "batch length width"], Float[Tensor, "batch length width"]]:
-    """norm(x), and x for a block that adds to it what it makes of the norm."""
+    """norm(x), and x for the residual sum of a block."""
     if isinstance(norm, StepRMSNorm) and not is_watched(norm):
         return norm.fork(x)
     return norm(x, lengths), x
 
 
 class Norm(ABC):
-    """How a block normalises (batch, length, width)."""
+    """A choice of norm for a block, over (batch, length, width)."""
 
     @abstractmethod
     def build(self, width: int) -> nn.Module:
-        """A module called as norm(x, lengths)."""
+        """Build the module, which is called as norm(x, lengths)."""
 
 
 @final
 @dataclass(frozen=True)
 class BatchNorm(Norm):
-    """Each channel over batch and time, padding left out; `momentum` is the weight of the newest batch."""
+    """Normalise each channel over batch and time, without padding; `momentum` is the weight of the newest batch."""
 
     momentum: float = 0.1
     affine: bool = True
@@ -65,7 +65,7 @@ class BatchNorm(Norm):
 @final
 @dataclass(frozen=True)
 class RunningNorm(Norm):
-    """As `BatchNorm`, but with its running averages in training too, as in the paper's own code."""
+    """Batch norm that uses its running averages in training too, as in the paper's own code."""
 
     momentum: float = 0.01
     affine: bool = False
@@ -81,7 +81,7 @@ class RunningNorm(Norm):
 @final
 @dataclass(frozen=True)
 class LayerNorm(Norm):
-    """Each step over its channels."""
+    """Normalise each step over its channels."""
 
     affine: bool = True
 
@@ -92,7 +92,7 @@ class LayerNorm(Norm):
 @final
 @dataclass(frozen=True)
 class RMSNorm(Norm):
-    """Each step over its channels by their root mean square alone, as Mamba has it."""
+    """Divide each step by the root mean square of its channels, as Mamba does."""
 
     affine: bool = True
 
@@ -103,7 +103,7 @@ class RMSNorm(Norm):
 @final
 @dataclass(frozen=True)
 class NoNorm(Norm):
-    """The input as it is."""
+    """No norm: the input stays as it is."""
 
     def build(self, width: int) -> nn.Module:
         return Unchanged()
@@ -118,7 +118,7 @@ class PaddedBatchNorm(nn.BatchNorm1d):
     ) -> Float[Tensor, "batch length width"]:
         if not self.training or lengths is None:
             if self.training and x.shape[:2].numel() == 1:
-                raise SequenceError(f"x is {tuple(x.shape)}: batch norm trains on at least 2 steps in all")
+                raise SequenceError(f"x has shape {tuple(x.shape)}, expected at least 2 steps to train batch norm")
             return super().forward(x.flatten(0, 1)).view_as(x)
         clean = without_padding(x, lengths)
         mean, variance = self._statistics(clean, lengths)
@@ -126,7 +126,7 @@ class PaddedBatchNorm(nn.BatchNorm1d):
         return (y if self.weight is None else y * self.weight + self.bias).to(x.dtype)
 
     def fork(self, x: Float[Tensor, "batch length width"], D: Float[Tensor, " width"]) -> Normalised:
-        """Training without padding, by kernels that take the gradients of u, D ⊙ u and x together."""
+        """Normalise in training without padding, by kernels that combine the gradients of u, D ⊙ u and x."""
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
@@ -136,7 +136,7 @@ class PaddedBatchNorm(nn.BatchNorm1d):
     def _statistics(
         self, x: Float[Tensor, "batch length width"], lengths: Int[Tensor, " batch"]
     ) -> tuple[Float[Tensor, " width"], Float[Tensor, " width"]]:
-        """Mean and variance over the valid steps, after moving the running ones towards them; x is 0 elsewhere."""
+        """Mean and variance over the valid steps; updates the running ones. x must be 0 in padding."""
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
@@ -147,7 +147,7 @@ class PaddedBatchNorm(nn.BatchNorm1d):
         with torch.no_grad():
             self.num_batches_tracked += 1
             weight = 1 / self.num_batches_tracked if self.momentum is None else self.momentum
-            # As torch does, the running variance is the unbiased one; a single valid step has none.
+            # As in torch, the running variance is the unbiased one; a single valid step has none.
             unbiased = variance * (count / (count - 1).clamp(min=1))
             self.running_mean += weight * (mean - self.running_mean)
             self.running_var += weight * (unbiased - self.running_var)
@@ -156,7 +156,7 @@ class PaddedBatchNorm(nn.BatchNorm1d):
 
 @final
 class PaddedRunningNorm(nn.BatchNorm1d):
-    """y = (x − μ) / √(σ² + ε) with running averages, in training after they moved; constants to gradients."""
+    """y = (x − μ) / √(σ² + ε) with running averages, which training updates first; gradients take them as constants."""
 
     def forward(
         self, x: Float[Tensor, "batch length width"], lengths: Int[Tensor, " batch"] | None = None
@@ -171,7 +171,7 @@ class PaddedRunningNorm(nn.BatchNorm1d):
 
     @torch.no_grad()
     def _move(self, x: Float[Tensor, "batch length width"], lengths: Int[Tensor, " batch"] | None) -> None:
-        """Towards mean and variance of the valid steps, of the first batch all the way; x is 0 elsewhere."""
+        """Move the running averages towards those of the valid steps, the first time fully. x must be 0 in padding."""
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
@@ -189,7 +189,7 @@ class PaddedRunningNorm(nn.BatchNorm1d):
 
 @final
 class StepNorm(nn.LayerNorm):
-    """Layer norm in the form of all norms here: padding cannot reach a valid step."""
+    """Layer norm, called as norm(x, lengths); padding cannot affect a valid step."""
 
     def forward(
         self, x: Float[Tensor, "batch length width"], lengths: Int[Tensor, " batch"] | None = None
@@ -199,7 +199,7 @@ class StepNorm(nn.LayerNorm):
 
 @final
 class StepRMSNorm(nn.RMSNorm):
-    """y = x / √(mean x² + ε) in the form of all norms here, in float32 at least; padding reaches no valid step."""
+    """y = x / √(mean x² + ε), in float32 at least, called as norm(x, lengths); padding cannot affect a valid step."""
 
     def forward(
         self, x: Float[Tensor, "batch length width"], lengths: Int[Tensor, " batch"] | None = None
@@ -209,13 +209,13 @@ class StepRMSNorm(nn.RMSNorm):
     def fork(
         self, x: Float[Tensor, "batch length width"]
     ) -> tuple[Float[Tensor, "batch length width"], Float[Tensor, "batch length width"]]:
-        """The norm of x, and x for what goes past it."""
+        """norm(x), and x for the residual path."""
         return rms_norm(x, self.weight, 1e-5 if self.eps is None else self.eps)
 
 
 @final
 class Unchanged(nn.Module):
-    """No norm in the form of all norms here."""
+    """The identity, called as norm(x, lengths)."""
 
     def forward(
         self, x: Float[Tensor, "batch length width"], lengths: Int[Tensor, " batch"] | None = None

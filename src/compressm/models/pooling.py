@@ -1,4 +1,4 @@
-"""From features at every step to one vector a sequence, at once or as a stream."""
+"""Pooling of features at every step to one vector per sequence, at once or as a stream."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from compressm.ops.block.pooling import time_mean
 
 
 class Pooling(ABC):
-    """A small choice that can be called, printed and compared."""
+    """A choice of pooling, an object that can be called, printed and compared."""
 
     @abstractmethod
     def __call__(
         self, x: Float[Tensor, "batch length width"], lengths: Int[Tensor, " batch"] | None = None
     ) -> Float[Tensor, "batch *steps width"]:
-        """Steps at and after `lengths` do not count."""
+        """Pool the steps before `lengths`; later ones do not count."""
 
     @abstractmethod
     def update(
         self, pooled: Float[Tensor, "batch width"], x: Float[Tensor, "batch width"], steps: Int[Tensor, " batch"]
     ) -> Float[Tensor, "batch width"]:
-        """What is pooled after `x`, step number `steps`, from what was pooled before it."""
+        """The pooled features after step number `steps`, `x`, from those before it."""
 
 
 @final
@@ -40,7 +40,7 @@ class MeanPooling(Pooling):
     ) -> Float[Tensor, "batch width"]:
         if lengths is None:
             return time_mean(x)
-        # Summed in float32 at least: a long sum leaves the range of float16.
+        # Summed in float32 at least: a long sum exceeds the range of float16.
         total = without_padding(x, lengths).sum(1, dtype=torch.promote_types(x.dtype, torch.float32))
         return (total / lengths[:, None]).to(x.dtype)
 
@@ -71,7 +71,7 @@ class LastStep(Pooling):
 @final
 @dataclass(frozen=True)
 class EveryStep(Pooling):
-    """Nothing is pooled: an answer at every step, for tasks that ask at each of them."""
+    """No pooling: every step has its own output, for tasks with a label at every step."""
 
     def __call__(
         self, x: Float[Tensor, "batch length width"], lengths: Int[Tensor, " batch"] | None = None
