@@ -110,15 +110,15 @@ def endless(module, values):
 
 
 WRONG = {
-    "no gain": (WithoutGamma(), "after an impulse"),
-    "a conjugate too many": (Of(LRUAdapter(), conjugated), "after an impulse"),
-    "a conjugate pair counted once": (Of(S5Adapter(), halved), "simulates to the module's output"),
-    "another convention of time": (Of(LRUAdapter(), delayed), "after an impulse"),
-    "a detached pole": (Of(LRUAdapter(), without_poles_gradient), "read has the derivatives"),
+    "no gain": (WithoutGamma(), "impulse response"),
+    "a conjugate too many": (Of(LRUAdapter(), conjugated), "impulse response"),
+    "a conjugate pair counted once": (Of(S5Adapter(), halved), "is read gives the module's output"),
+    "another convention of time": (Of(LRUAdapter(), delayed), "impulse response"),
+    "a detached pole": (Of(LRUAdapter(), without_poles_gradient), "derivatives of read equal"),
     "an output 1 % too loud": (Of(LRUAdapter(), encoding=louder), r"encode\(read\) keeps the output: 0\.00"),
     "values in single precision": (Of(LRUAdapter(), encoding=rounded), "encode gives float64: 7"),
     "a module changed by encode": (Of(LRUAdapter(), encoding=mutating), r"encode leaves the module alone: 1.*\(D\)"),
-    "a detached value": (Of(LRUAdapter(), encoding=resting), "encode of an unfolded system has the derivatives"),
+    "a detached value": (Of(LRUAdapter(), encoding=resting), "derivatives of encode of an unfolded system"),
     "a forgotten parameter": (Of(LRUAdapter(), encoding=incomplete), "orders would disagree"),
     "a value that is not finite": (Of(LRUAdapter(), encoding=endless), "gamma_log.* is inf"),
 }

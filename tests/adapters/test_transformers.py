@@ -111,7 +111,7 @@ def test_padding_is_not_seen(side):
 
 def test_calibration_does_not_go_on_from_a_cache():
     model = make()
-    said = r"backbone.layers.0.mixer: calibrate goes on from a cache.*whole sequences"
+    said = r"backbone.layers.0.mixer: calibrate continues from a cache.*whole sequences"
     with pytest.raises(CompressionError, match=said):
         cs.compress_(model, keep=cs.TargetOrder(3), calibrate=written)
     assert said_orders(model) == [6, 6]
@@ -186,19 +186,19 @@ def without_rank(mixer):
 ODD = {
     "a norm of B": (
         lambda m: m.add_module("b_norm", nn.LayerNorm(6)),
-        "has b_norm.bias, b_norm.weight, of which",
+        "has b_norm.bias, b_norm.weight, unknown to",
     ),
     "low rank updates": (lambda m: m.x_proj.add_module("lora_A", nn.Linear(16, 2)), "has x_proj.lora_A.bias"),
     "another attribute": (renamed, "has no ssm_state_size, expected 6 there"),
     "no rank": (without_rank, "has no time_step_rank, expected 2 there"),
-    "another order": (lambda m: setattr(m, "ssm_state_size", 7), "has ssm_state_size 7, its parameters .* of 6"),
-    "another config": (lambda m: setattr(m, "config", MambaConfig(state_size=9)), "has config.state_size 9, .* of 6"),
+    "another order": (lambda m: setattr(m, "ssm_state_size", 7), "has ssm_state_size 7, but its parameters are for 6"),
+    "another config": (lambda m: setattr(m, "config", MambaConfig(state_size=9)), "has config.state_size 9, .* for 6"),
     "no config": (lambda m: setattr(m, "config", None), "has no config.per_layer_config, expected .* 5.16 or later"),
     "an older config": (
         lambda m: setattr(m, "config", SimpleNamespace(state_size=6)),
         "has no config.per_layer_config, expected",
     ),
-    "no place": (lambda m: setattr(m, "layer_idx", 2), "has layer_idx 2, its config speaks of 2 layers"),
+    "no place": (lambda m: setattr(m, "layer_idx", 2), "has layer_idx 2, but its config has 2 layers"),
 }
 
 
@@ -227,7 +227,7 @@ def test_a_mixer_that_is_called_otherwise_is_refused_by_name():
             return hidden_states
 
     mixer = OtherMixer(MambaConfig(hidden_size=8, num_hidden_layers=1), 0)
-    with pytest.raises(AdapterError, match=r"OtherMixer .*is called with hidden_states, state, expected"):
+    with pytest.raises(AdapterError, match=r"OtherMixer .*takes hidden_states, state, expected"):
         adapter_for(mixer).read(mixer)
 
 
@@ -262,7 +262,7 @@ def test_a_mixer_of_a_name_that_is_not_known_is_refused_all_the_same():
     kind = type("NewMixer", (nn.Module,), {"__module__": "transformers.models.new.modeling_new"})
     mixer = kind()
     mixer.A_log = nn.Parameter(torch.zeros(2, 2))
-    with pytest.raises(CompressionError, match=r"the model is not known \(NewMixer\); of transformers MambaMixer is"):
+    with pytest.raises(CompressionError, match=r"the model is not known \(NewMixer\); expected MambaMixer"):
         cut(mixer)
 
 

@@ -120,7 +120,7 @@ def test_files_are_read_once_transformers_is_imported(tmp_path, monkeypatch):
     cs.save_model(model, tmp_path / "ours")
     monkeypatch.delitem(sys.modules, "transformers")
     for name in ("theirs", "ours"):
-        with pytest.raises(SavingError, match=rf"{name}.*is not imported yet: import transformers first"):
+        with pytest.raises(SavingError, match=rf"{name}.*is not imported: import transformers first"):
             cs.load_model(tmp_path / name)
 
 
@@ -142,11 +142,11 @@ BAD_FOLDERS = {
     "a file that is missing": ("model.safetensors.index.json", '{"weight_map": {"D": "part-1.safetensors"}}'),
 }
 SAID = {
-    "another model": "FalconMambaForCausalLM is not supported, of transformers are MambaModel and MambaForCausalLM",
+    "another model": "FalconMambaForCausalLM is not supported, expected MambaModel or MambaForCausalLM of transformers",
     "no architecture": "architectures None, expected one",
     "not JSON": "was not written by save_model.*; config.json beside it cannot be read",
     "a list": "was not written by save_model",
-    "a size in words": "MambaConfig does not take what is given: .*'state_size' expected int",
+    "a size in words": "MambaConfig does not accept the saved config: .*'state_size' expected int",
     "a layer that is not there": "must be integer layer indices",
     "half the weights": "not a whole safetensors file",
     "no places": "has no weight_map",

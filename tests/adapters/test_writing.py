@@ -150,7 +150,7 @@ def test_half_a_cut_is_refused():
 def test_one_parameter_under_two_names_is_refused():
     module = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     module[1].weight = module[0].weight
-    with pytest.raises(AdapterError, match=r"0\.weight and 1\.weight are one parameter"):
+    with pytest.raises(AdapterError, match=r"0\.weight and 1\.weight are the same parameter"):
         write(module, {"0.weight": torch.ones(2, 2), "1.weight": torch.zeros(2, 2)})
 
 

@@ -1,6 +1,6 @@
-"""Adapters: a module read as linear systems or a selective one, and systems written back as parameter values.
+"""Adapters: they read a module as linear systems or a selective one, and encode systems as parameter values.
 
-`find` lists the modules of a model that have an adapter; `@adapts` adds one for a layer of one's own, and
+`find` lists the modules of a model that have an adapter; `@adapts` registers one for your own layer, and
 `check_adapter` tests it.
 """
 

@@ -1,4 +1,4 @@
-"""A module read as linear systems: one small class a kind of module, and discovery in any model."""
+"""Base classes of adapters, their registration, discovery in any model, and checked writing of parameters."""
 
 from __future__ import annotations
 
@@ -25,47 +25,47 @@ Kind = TypeVar("Kind", bound="type[Adapter[Any, Any]]")
 
 
 class Basis(Enum):
-    """A change of basis that a layer may be able to store."""
+    """A kind of basis change that a layer may be able to store."""
 
     ANY = "any two-sided projection (W, T)"
-    BY_CHANNEL = "a projection of its own for every channel, kept as maps"
+    BY_CHANNEL = "a separate projection for every channel, kept as maps"
     ORTHOGONAL = "an orthogonal projection"
     AVERAGED = "one projection for all channels, rates or gates averaged"
     SELECTED = "a selection of its states"
 
 
 class Adapter(ABC, Generic[Module, System]):
-    """How a kind of module is read as a recurrence and written back; `SSMAdapter` and `SelectiveAdapter` are kinds."""
+    """A class that reads a kind of module as a recurrence and encodes it back: `SSMAdapter` or `SelectiveAdapter`."""
 
-    # The changes of basis that the module can store: a family refuses what needs another.
+    # The changes of basis that the module can store; a family refuses cuts that need another.
     STORES: ClassVar[frozenset[Basis]] = frozenset({Basis.SELECTED})
-    # Parameters and buffers that a module may have only since a cut.
+    # Parameters and buffers that a module may get from a cut.
     OPTIONAL: ClassVar[frozenset[str]] = frozenset()
-    # Parameters that a cut may add, each with the one that it joins in the optimizer's groups.
+    # Parameters that a cut may add, each with the parameter whose optimizer group it joins.
     JOINS: ClassVar[Mapping[str, str]] = {}
 
     @abstractmethod
     def read(self, module: Module) -> System:
-        """The system that the module is."""
+        """The system that the module computes."""
 
     @abstractmethod
     def encode(self, module: Module, system: System) -> dict[str, Tensor]:
-        """Values, by parameter name, that make the module the given system, of whatever order."""
+        """Parameter values, by name, that make the module compute the given system, of any order."""
 
     @abstractmethod
     def order(self, module: Module) -> int:
-        """How many states the module has."""
+        """The number of states of the module."""
 
     def attributes(self, module: Module, order: int) -> dict[str, Any]:
         """Attributes that must change with the order, by path: {"config.state_size": 8}."""
         return {}
 
     def buffers(self, module: Module, system: System) -> dict[str, Tensor]:
-        """Buffers by name that belong to the system, as `encode` gives parameters."""
+        """Buffers of the system, by name; `encode` gives the parameters."""
         return {}
 
     def place(self, module: Module, path: str) -> tuple[Any, str]:
-        """The object that has an attribute, and its name there: "config.state_size" is state_size of module.config."""
+        """The owner of an attribute, and its name there: "config.state_size" is state_size of module.config."""
         *owners, leaf = path.split(".")
         return reduce(getattr, owners, module), leaf
 
@@ -74,30 +74,30 @@ class Adapter(ABC, Generic[Module, System]):
 
 
 class SSMAdapter(Adapter[Module, DiagonalSystem]):
-    """What a kind of module is as a system, and which parameter values make it another system.
+    """An adapter that reads a kind of module as a `DiagonalSystem` and encodes another system as parameter values.
 
-    The conventions of `DiagonalSystem`: h[k] = λ h[k−1] + B u[k], and the module's output is Re(C h[k]), to which a
-    skip D·u may be added. A module with one system for all channels is one system of order n; a module with a system
-    a channel is a bank of H systems with one input and one output each. The order counts stored complex modes.
+    The system is h[k] = λ h[k−1] + B u[k], and the module's output is Re(C h[k]), to which it may add a skip D·u. A
+    module with one system for all channels is one system of order n. A module with one system per channel is a bank of
+    H systems with one input and one output each. The order counts stored complex modes.
     """
 
     STORES = frozenset({Basis.ANY, Basis.SELECTED})
 
     @abstractmethod
     def read(self, module: Module) -> DiagonalSystem:
-        """The system whose simulation is the module's output without the skip D·u, in complex128.
+        """The system, in complex128, whose simulation gives the module's output without the skip D·u.
 
-        Differentiable with respect to the module's parameters; they are converted to float64 before anything is
-        computed from them.
+        It is differentiable with respect to the module's parameters, which are converted to float64 before any
+        computation.
         """
 
     @abstractmethod
     def encode(self, module: Module, system: DiagonalSystem) -> dict[str, Tensor]:
-        """Values in float64, by parameter name, that make the module the given system, of whatever order.
+        """Parameter values in float64, by name, that make the module compute the given system, of any order.
 
-        Differentiable with respect to the system's poles, B and C. The module is asked for what the system leaves
-        open (a step size, a rule of discretisation) and is not changed: `write` does that. What was read is encoded as
-        the values that are there. Parameters without a name among the values stay as they are.
+        They are differentiable with respect to the system's poles, B and C. The module supplies what the system does
+        not fix (a step size, a rule of discretisation) and is not changed: `write` does that. Encoding the system that
+        was read gives the present values. Parameters that are not named keep their values.
         """
 
     def order(self, module: Module) -> int:
@@ -105,29 +105,29 @@ class SSMAdapter(Adapter[Module, DiagonalSystem]):
 
 
 _ADAPTERS: dict[type[nn.Module], Adapter[Any, Any]] = {}
-# Of classes that may be absent: "package.module.Class".
+# Adapters of classes that may be absent, by name: "package.module.Class".
 _NAMED: dict[str, Adapter[Any, Any]] = {}
 
-# Wrappers that keep what they wrap as `module`; a model's own child of that name is not to lose it.
+# Wrappers that hold the wrapped model as `module`; a model's own child of that name keeps its name.
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
 # Names that only wrappers use: torch.compile, activation checkpoints, FSDP.
 _WRAPPED = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
 def adapts(kind: type[nn.Module]) -> Callable[[Kind], Kind]:
-    """Say that the decorated adapter is the one for `kind` and for its subclasses without an adapter of their own.
+    """Register the decorated adapter for `kind` and for its subclasses without their own adapter.
 
-    The last one said for a class holds.
+    The last registration for a class holds.
     """
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-        raise AdapterError(f"@adapts takes a class of nn.Module, got {kind!r}")
+        raise AdapterError(f"@adapts takes a subclass of nn.Module, got {kind!r}")
 
     def register(adapter: Kind) -> Kind:
         if not (isinstance(adapter, type) and issubclass(adapter, Adapter)):
-            raise AdapterError(f"@adapts({kind.__name__}) decorates a class of SSMAdapter, got {adapter!r}")
+            raise AdapterError(f"@adapts({kind.__name__}) decorates a subclass of SSMAdapter, got {adapter!r}")
         missing = sorted(adapter.__abstractmethods__)
         if missing:
-            raise AdapterError(f"{adapter.__name__} has no {' and no '.join(missing)}: an adapter reads and encodes")
+            raise AdapterError(f"{adapter.__name__} has no {' and no '.join(missing)}: define what is missing")
         _ADAPTERS[kind] = adapter()
         return adapter
 
@@ -135,9 +135,9 @@ def adapts(kind: type[nn.Module]) -> Callable[[Kind], Kind]:
 
 
 def adapts_named(path: str) -> Callable[[Kind], Kind]:
-    """The same for a class of a package that need not be there, by its name: "package.module.Class".
+    """Register an adapter for a class by its name, "package.module.Class"; the package may be absent.
 
-    Nothing is imported: whoever has such a module has imported its class. What `adapts` says of the class goes before.
+    Nothing is imported: whoever has such a module has imported its class. An adapter from `adapts` takes precedence.
     """
 
     def register(adapter: Kind) -> Kind:
@@ -167,8 +167,8 @@ def find(
 ) -> dict[str, tuple[nn.Module, Adapter[Any, Any]]]:
     """Every module of the model that has an adapter, by name, in the order of `named_modules`; "" is the model itself.
 
-    A module used in several places is there once. Names are those of the model inside DistributedDataParallel or
-    torch.compile. What stands inside an adapted module belongs to it. `filter_fn(module, name)` says which to take.
+    A module used in several places is listed once. Names are those of the model inside DistributedDataParallel or
+    torch.compile. Children of an adapted module are not listed. `filter_fn(module, name)` is True for modules to list.
     """
     _require_module("find", model)
     if filter_fn is not None and not callable(filter_fn):
@@ -188,16 +188,16 @@ def find(
 
 
 def present_attributes(module: nn.Module, adapter: Adapter[Any, Any]) -> dict[str, Any]:
-    """The attributes that go with the order the module has now; a module without any is not read for it."""
+    """The attributes that go with the module's present order; the module is not read if its adapter has none."""
     if type(adapter).attributes is Adapter.attributes:
         return {}
     return adapter.attributes(module, adapter.order(module))
 
 
 def state_axes(module: nn.Module, adapter: SSMAdapter[Any] | None = None) -> dict[str, int]:
-    """For every parameter that grows with the order, the axis on which the states stand.
+    """The axis of the states in every parameter that grows with the order.
 
-    Found by encoding a system with one mode more and looking which axes became longer.
+    To find it, a system with one more mode is encoded: the axis that became longer holds the states.
     """
     adapter = linear_adapter(module, adapter)
     with torch.no_grad():
@@ -205,22 +205,22 @@ def state_axes(module: nn.Module, adapter: SSMAdapter[Any] | None = None) -> dic
     axes = {name: _grown_axes(module, name, value) for name, value in values.items()}
     several = [name for name, grown in axes.items() if len(grown) > 1]
     if several:
-        raise AdapterError(f"{', '.join(several)}: states stand on axes {axes[several[0]]}, expected one axis")
+        raise AdapterError(f"{', '.join(several)}: axes {axes[several[0]]} grow with the order, expected one axis")
     return {name: grown[0] for name, grown in axes.items() if grown}
 
 
 def linear_adapter(module: nn.Module, adapter: Adapter[Any, Any] | None = None) -> SSMAdapter[Any]:
-    """The given one, or the module's own if it reads the module as linear systems."""
+    """The given adapter, or the module's own; an adapter that does not read linear systems is refused."""
     found, kind = adapter or adapter_for(module), type(module).__name__
     if found is None:
         raise AdapterError(f"{kind} has no adapter; write one with @adapts({kind})")
     if not isinstance(found, SSMAdapter):
-        raise AdapterError(f"{kind} is no linear system: it is read by {found}, expected an SSMAdapter")
+        raise AdapterError(f"{kind} is not a linear system: {found} reads it, expected an SSMAdapter")
     return found
 
 
 def parameter_of(module: nn.Module, name: str) -> nn.Parameter:
-    """The parameter of that name; the error lists those there are."""
+    """The parameter of that name; if it does not exist, the error lists all names."""
     parameters: Mapping[str, nn.Parameter] = dict(module.named_parameters(remove_duplicate=False))
     if name not in parameters:
         raise AdapterError(f"{type(module).__name__} has no parameter {name!r}; it has {', '.join(parameters)}")
@@ -230,7 +230,7 @@ def parameter_of(module: nn.Module, name: str) -> nn.Parameter:
 def _grown_axes(module: nn.Module, name: str, value: Tensor) -> list[int]:
     shape = parameter_of(module, name).shape
     if len(shape) != value.ndim:
-        raise AdapterError(f"encode gives {name} the shape {tuple(value.shape)}, the parameter's is {tuple(shape)}")
+        raise AdapterError(f"encode gives {name} the shape {tuple(value.shape)}, expected the axes of {tuple(shape)}")
     return [axis for axis, (old, new) in enumerate(zip(shape, value.shape, strict=True)) if old != new]
 
 
@@ -244,7 +244,7 @@ def _with_a_mode_twice(system: DiagonalSystem) -> DiagonalSystem:
 
 
 def plain_name(path: str, modules: Mapping[str, nn.Module]) -> str:
-    """The name of a module, or of what it holds, without the parts that wrappers add."""
+    """The name of a module or parameter without the parts that wrappers add."""
     kept, walked = [], ""
     for part in path.split("."):
         wrapped = part in _WRAPPED or (part == "module" and isinstance(modules.get(walked), _WRAPPERS))
@@ -261,8 +261,8 @@ def _require_module(function: str, module: object) -> None:
 def write(module: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Give the named parameters new values; everything is checked before anything is changed.
 
-    Each parameter stays the same object with its dtype, device, `requires_grad`, hooks and attributes; its gradient,
-    which belongs to the old values, is dropped.
+    Each parameter stays the same object with its dtype, device, `requires_grad`, hooks and attributes. Its gradient
+    belongs to the old values and is dropped.
     """
     for parameter, data in prepared(module, values):
         replace_data(parameter, data)
@@ -271,9 +271,9 @@ def write(module: nn.Module, values: Mapping[str, Tensor]) -> None:
 def prepared(
     module: nn.Module, values: Mapping[str, Tensor], beside: Mapping[str, Tensor] | None = None
 ) -> list[tuple[nn.Parameter, Tensor]]:
-    """The parameters that `write` would change, each with its new data; all is checked and nothing changed.
+    """The parameters that `write` would change, each with its new data; checks everything and changes nothing.
 
-    `beside` are other tensors that the module will have then, as where its channels get states of their own.
+    `beside` holds other tensors that the module gets in the same cut, such as the maps of single channels.
     """
     parameters = {name: parameter_of(module, name) for name in values}
     _require_distinct(parameters)
@@ -286,16 +286,16 @@ def prepared(
 
 
 def _prepare(name: str, parameter: nn.Parameter, value: Tensor) -> Tensor:
-    """A copy as the parameter stores it."""
+    """Check a value and copy it to the parameter's device and dtype."""
     if not isinstance(value, Tensor):
         raise AdapterError(f"the value of {name} is a {type(value).__name__}, expected a tensor")
     if value.ndim != parameter.ndim or value.numel() == 0:
         raise ShapeError(
             f"the value of {name} has shape {tuple(value.shape)}, expected as many axes as the parameter's "
-            f"{tuple(parameter.shape)}, each of size 1 at least"
+            f"{tuple(parameter.shape)}, each of size at least 1"
         )
     if value.is_complex() and not parameter.is_complex():
-        raise PrecisionError(f"the value of {name} is {value.dtype}, the parameter is {parameter.dtype}")
+        raise PrecisionError(f"the value of {name} is {value.dtype}, expected a real dtype like {parameter.dtype}")
     value = value.detach()
     require_finite(name, value)
     stored = value.to(parameter.device, parameter.dtype, copy=True, memory_format=torch.contiguous_format)
@@ -308,11 +308,11 @@ def _require_distinct(parameters: Mapping[str, nn.Parameter]) -> None:
     for name, parameter in parameters.items():
         other = names.setdefault(id(parameter), name)
         if other != name:
-            raise AdapterError(f"{other} and {name} are one parameter: give it one value")
+            raise AdapterError(f"{other} and {name} are the same parameter: give it only one value")
 
 
 def _require_one_order(module: nn.Module, prepared: Mapping[str, Tensor]) -> None:
-    """All parameters of a layer of ours agree on the order afterwards, and on nothing else do they change."""
+    """Require that all tensors of one of our layers agree on the new order and change no other axis."""
     if not isinstance(module, SSMLayer):
         return
     shapes = {name: prepared.get(name, value).shape for name, value in module.tensors().items()}
@@ -327,7 +327,7 @@ def _require_one_order(module: nn.Module, prepared: Mapping[str, Tensor]) -> Non
 
 
 def _require_one_form(module: nn.Module, prepared: Mapping[str, Tensor]) -> None:
-    """All tensors of a layer of ours agree on order and form afterwards."""
+    """Require that all tensors of one of our layers agree on the new order and form."""
     if not isinstance(module, SSMLayer):
         return
     held = module.tensors()
@@ -340,10 +340,10 @@ def _require_one_form(module: nn.Module, prepared: Mapping[str, Tensor]) -> None
 
 
 def finite_doubles(module: nn.Module, names: Iterable[str]) -> list[Tensor]:
-    """The named parameters in float64; the first that holds NaN or infinity is named."""
+    """The named parameters in float64; the error names the first that holds NaN or infinity."""
     doubles = []
     for name in names:
-        value: Tensor = getattr(module, name)  # a plain tensor inside `functional_call`
+        value: Tensor = getattr(module, name)  # inside `functional_call` this is a plain tensor
         require_finite(f"{type(module).__name__}.{name}", value)
         doubles.append(value.double())
     return doubles
@@ -352,7 +352,7 @@ def finite_doubles(module: nn.Module, names: Iterable[str]) -> list[Tensor]:
 def encodable(
     layer: LTILayer, system: DiagonalSystem, *, bank: tuple[int, ...], channels: int
 ) -> tuple[Tensor, Tensor]:
-    """B and C, in complex128, of a system that is finite, stable, of these sizes and where the layer is."""
+    """Require a finite, stable system of these sizes on the layer's device; return B and C in complex128."""
     kind = type(layer).__name__
     require_kind(f"encoding a {kind}", system, DiagonalSystem, hint="call diagonalise first")
     for name, tensor in (("poles", system.poles), ("B", system.B), ("C", system.C)):
@@ -361,11 +361,11 @@ def encodable(
     if bool(unstable.any()):
         worst = modulus(system.poles.detach()).max().item()
         raise UnstableSystemError(
-            f"largest pole modulus is {worst:.9g}, a {kind} stores those < 1 ({int(unstable.sum())} poles are not)"
+            f"largest pole modulus is {worst:.9g}, a {kind} stores only poles < 1 ({int(unstable.sum())} poles are not)"
         )
     given, expected = (tuple(system.bank), system.inputs, system.outputs), (bank, channels, channels)
     if given != expected:
-        raise ShapeError(f"the system has (bank, inputs, outputs) {given}, this {kind} {expected}")
+        raise ShapeError(f"the system has (bank, inputs, outputs) {given}, this {kind} expected {expected}")
     if system.device != layer.D.device:
-        raise DeviceError(f"the system is on {system.device}, the {kind} on {layer.D.device}")
+        raise DeviceError(f"the system is on {system.device}, expected {layer.D.device}, the device of the {kind}")
     return system.B.to(torch.complex128), system.C.to(torch.complex128)

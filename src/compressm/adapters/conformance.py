@@ -1,4 +1,4 @@
-"""The public test of an adapter: whoever writes one runs it, and it says which promise is broken and by how much."""
+"""The public test of an adapter, for everyone who writes one: it says which promise is broken, and by how much."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from compressm.layers import SSMLayer
 
 AnyTrial = TypeVar("AnyTrial", Trial, SelectiveTrial)
 
-# Halving it must leave something, and two states are killed to see them go.
+# The tests halve the order, and they remove two states.
 _SMALLEST_ORDER = 4
 
 
@@ -32,23 +32,23 @@ def check_adapter(
     length: int = 100,
     seed: int = 0,
 ) -> list[Finding]:
-    """Measure all that an adapter promises on what `make_module()` returns; `ConformanceError` names what is broken.
+    """Test every promise of an adapter on the module from `make_module()`; a `ConformanceError` names the broken ones.
 
-    - Reading simulates to the module's own output, but for a skip D·u.
+    - The system that is read simulates to the module's own output, except for a skip D·u.
     - encode(read) gives the values back and keeps the output, and encode alone changes nothing.
     - Removing a state without input and one without output keeps the output.
-    - A truncated module is the truncated system, and the gain of its error is within the bound.
-    - dtype, device, `requires_grad` and attributes of parameters survive; only axes of states change their sizes.
-    - A training step moves every weight, also after a cut with the loss of before still referenced.
-    - The state dict round-trips, and steps equal the sequence, after a cut.
-    - read and encode have the derivatives of finite differences.
+    - A truncated module computes the truncated system, and the gain of its error is within the bound.
+    - Parameters keep dtype, device, `requires_grad` and attributes; only axes of states change their sizes.
+    - A training step moves every weight, also after a cut while an earlier loss is still referenced.
+    - After a cut the state dict round-trips, and single steps equal the whole sequence.
+    - The derivatives of read and encode equal finite differences.
 
-    The module is made with torch's seed at `seed`, of order 4 at least, and compared in `dtype` relative to its largest
-    output. `run(module, u)` is the output for u of shape (batch, length, channels), by default `module(u)` or the first
-    of it; `stream(module, u)` the same step by step, which layers of ours have and others may leave out.
+    The module is made with torch's seed set to `seed`, must have an order of at least 4, and is compared in `dtype`
+    relative to its largest output. `run(module, u)` is the output for u of shape (batch, length, channels), by default
+    `module(u)` or its first item. `stream(module, u)` is the same step by step; it is optional, and our layers have it.
 
-    Of a `SelectiveAdapter` the promises are fewer: x_proj is given u; encode(read) gives the values back; states in
-    another order and scale, or without input or output, make no difference; and after a cut all weights are trained.
+    A `SelectiveAdapter` makes fewer promises: x_proj gets u; encode(read) gives the values back; another order or scale
+    of states, or removing states without input or output, changes nothing; after a cut all weights are trained.
     """
     module = make_seeded(make_module, seed)
     found = adapter or adapter_for(module)
@@ -62,7 +62,7 @@ def check_adapter(
 
 
 def _kept(adapter: Adapter[Any, Any], measured: list[list[Finding]]) -> list[Finding]:
-    """All findings, if all of them hold."""
+    """All findings; raises an error if one does not hold."""
     findings = [finding for found in measured for finding in found]
     broken = [finding for finding in findings if not finding.holds]
     if broken:
@@ -73,7 +73,7 @@ def _kept(adapter: Adapter[Any, Any], measured: list[list[Finding]]) -> list[Fin
 
 def _require_order(order: int) -> None:
     if order < _SMALLEST_ORDER:
-        raise AdapterError(f"make_module gives a module of order {order}, expected at least {_SMALLEST_ORDER}")
+        raise AdapterError(f"make_module returns a module of order {order}, expected at least {_SMALLEST_ORDER}")
 
 
 def _trial(
@@ -84,7 +84,7 @@ def _trial(
     stream: Simulation | None,
     *rest: Any,
 ) -> Trial:
-    """With what was not given filled in."""
+    """A trial with defaults for `run` and `stream`."""
     _require_order(adapter.read(module).order)
     if stream is None and isinstance(module, SSMLayer):
         stream = _streamed
@@ -94,9 +94,9 @@ def _trial(
 def _measure(promise: Callable[[AnyTrial], Iterator[Finding]], trial: AnyTrial) -> list[Finding]:
     try:
         return list(promise(trial))
-    # Whatever goes wrong inside an adapter or its module, the promise it happened in has to be named.
+    # Whatever goes wrong inside an adapter or its module, the error must name the promise.
     except Exception as error:
-        raise ConformanceError(f"{trial.adapter} fails where it promises: {promise.__doc__} {error}") from error
+        raise ConformanceError(f"{trial.adapter} fails in the promise: {promise.__doc__} {error}") from error
 
 
 def _run(module: nn.Module, u: Tensor) -> Tensor:

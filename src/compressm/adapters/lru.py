@@ -15,19 +15,19 @@ from compressm.control.linear_algebra import exponential
 from compressm.control.poles import decay
 from compressm.layers import LRU
 
-# Of 1 − |λ|: a phase of 0 has no logarithm, and this one moves the peak of the mode's response by 1e-3 of it at most.
+# A share of 1 − |λ|: a phase of 0 has no logarithm; this one moves the mode's resonance by at most 1e-3 of its width.
 _LEAST_PHASE = 1e-3
 
 
 @adapts(LRU)
 @final
 class LRUAdapter(SSMAdapter[LRU]):
-    """One system for all channels; γ is part of B when read, and √(1 − |λ|²) when a new mode is written.
+    """An LRU as one system for all channels; B includes γ when read, and a new mode gets γ = √(1 − |λ|²).
 
-    A mode whose pole was there before (or its conjugate) keeps the γ it has learned, and encoding what was read changes
-    no parameter. Phases of new modes are stored in (0, 2π): a pole in the lower half disc has one above π. A phase
-    below 1e-3 (1 − |λ|) is stored as that, because log 0 is not finite and an optimizer's relative steps would never
-    lead away from it.
+    A mode whose pole (or its conjugate) was there before keeps its learned γ, and encoding the system that was read
+    changes no parameter. Phases of new modes are stored in (0, 2π): a pole in the lower half disc has a phase above π.
+    A phase below 1e-3 (1 − |λ|) is stored as this value, because log 0 is not finite and the relative steps of an
+    optimizer would never leave 0.
     """
 
     def read(self, module: LRU) -> DiagonalSystem:
@@ -65,7 +65,7 @@ def _logarithms(nu_log: Tensor, theta_log: Tensor) -> Tensor:
 
 
 def _stored_phase(log_modulus: Tensor, phase: Tensor) -> Tensor:
-    # Not 2π itself, to which a phase of −1e-17 rounds.
+    # A phase of −1e-17 would round to 2π itself, which is not allowed.
     lower = (phase + 2 * math.pi).clamp_max(math.nextafter(2 * math.pi, 0))
     least = -_LEAST_PHASE * torch.expm1(log_modulus.detach())
     return torch.where(phase < 0, lower, torch.maximum(phase, least))

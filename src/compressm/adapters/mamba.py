@@ -1,4 +1,4 @@
-"""S6 mixers, the layers of Mamba, read as selective systems: the names of their parameters are those of the authors."""
+"""Adapters that read S6 mixers, the layers of Mamba, as selective systems; parameters have the authors' names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from compressm.layers import Mamba
 from compressm.layers.mamba import OF_MAPS
 
 PROJECTION, RATES = "x_proj.weight", "A_log"
-# Of rates that are complex, where a module can have such.
+# The imaginary part of rates, in modules that can have complex ones.
 IMAGINARY = "A_imag"
 
 _READ = (RATES, PROJECTION, "dt_proj.weight", "dt_proj.bias")
@@ -26,9 +26,9 @@ _BESIDE = ("D", *(f"{name}.{part}" for name in ("in_proj", "conv1d", "out_proj")
 
 
 class SelectiveAdapter(Adapter[Module, SelectiveSystem]):
-    """A module with x_proj (whose rows are those of Δ, B and C), dt_proj and A_log, and nothing else before its scan.
+    """An adapter of modules with x_proj (its rows give Δ, B and C), dt_proj, A_log and nothing else before the scan.
 
-    u[t] is what the module gives x_proj: (batch, length, channels). A subclass says which steps are padding, and which
+    u[t] is the input of x_proj: (batch, length, channels). A subclass says which steps are padding, and which
     attributes go with the order.
     """
 
@@ -39,14 +39,14 @@ class SelectiveAdapter(Adapter[Module, SelectiveSystem]):
     def counted(
         self, module: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Bool[Tensor, "batch length"] | None:
-        """Of a call of the module with these arguments, which steps are no padding; None: all of them."""
+        """A mask of the steps that are not padding, for a call with these arguments; None if no step is padding."""
 
     def attributes(self, module: Module, order: int) -> dict[str, Any]:
         rank = module.get_parameter("dt_proj.weight").shape[1]
         return {"x_proj.out_features": rank + 2 * order}
 
     def maps(self, module: Module) -> ChannelMaps | None:
-        """Those of the module, if its channels have states of their own."""
+        """The module's channel maps, or None if its channels do not have their own states."""
         return None
 
     def observed(self, module: Module) -> nn.Module:
@@ -57,7 +57,7 @@ class SelectiveAdapter(Adapter[Module, SelectiveSystem]):
         return module.get_parameter(RATES).shape[-1]
 
     def read(self, module: Module) -> SelectiveSystem:
-        """The system, in float64; a module that looks otherwise is refused by name."""
+        """The system, in float64; a module with other parameters is refused, and the error names them."""
         self._require_known(module)
         A_log, projection, step_out, step_bias = (_double(module, name) for name in _READ)
         maps = self.maps(module)
@@ -71,7 +71,7 @@ class SelectiveAdapter(Adapter[Module, SelectiveSystem]):
         return SelectiveSystem(rates, step_in, step_out, step_bias, W_B, W_C, maps)
 
     def encode(self, module: Module, system: SelectiveSystem) -> dict[str, Tensor]:
-        """Values in float64, by parameter name, that make the module the given system; Δ stays as it is."""
+        """Parameter values in float64, by name, that make the module compute the given system; Δ stays as it is."""
         require_negative_rates(system.rates.detach().real)
         rates = {RATES: torch.log(-system.rates.real)}
         if system.maps is None:
@@ -79,12 +79,12 @@ class SelectiveAdapter(Adapter[Module, SelectiveSystem]):
         return {**rates, IMAGINARY: system.rates.imag} if system.rates.is_complex() else rates
 
     def _require_known(self, module: Module) -> None:
-        """What is computed between x_proj and the scan, such as a norm of B, would be cut wrongly."""
+        """Refuse unknown parameters: a cut would ignore their effect before the scan, such as a norm of B."""
         names = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
         missing, unknown = sorted(set(_READ) - names), sorted(names - set(_READ) - set(_BESIDE) - self.OPTIONAL)
         if missing or unknown:
             said = [f"has no {', '.join(missing)}"] if missing else []
-            said += [f"has {', '.join(unknown)}, of which {self} knows nothing"] if unknown else []
+            said += [f"has {', '.join(unknown)}, unknown to {self}"] if unknown else []
             raise AdapterError(
                 f"{type(module).__name__} {' and '.join(said)}: expected the parameters of a Mamba mixer,"
                 f" {', '.join((*_READ, *_BESIDE))}"
@@ -99,7 +99,7 @@ def _double(module: nn.Module, name: str) -> Tensor:
 
 
 def _rank(module: nn.Module, rows: int, A_log: Tensor, projection: Tensor, step_out: Tensor, step_bias: Tensor) -> int:
-    """That of Δ, if all shapes agree; B and C have so many rows each."""
+    """The rank of Δ, if all shapes agree; B and C have `rows` rows each."""
     shapes = {"A_log": A_log, "x_proj.weight": projection, "dt_proj.weight": step_out, "dt_proj.bias": step_bias}
     if A_log.ndim == 2 and step_out.ndim == 2:
         (channels, order), rank = A_log.shape, step_out.shape[1]
@@ -116,7 +116,7 @@ def _rank(module: nn.Module, rows: int, A_log: Tensor, projection: Tensor, step_
 @adapts(Mamba)
 @final
 class MambaAdapter(SelectiveAdapter[Mamba]):
-    """Steps at and after `lengths` are padding. Channels may have states of their own, with complex rates."""
+    """The adapter of `Mamba`: steps at and after `lengths` are padding; channels may have their own, complex states."""
 
     STORES = SelectiveAdapter.STORES | {Basis.BY_CHANNEL}
     OPTIONAL = frozenset(OF_MAPS)
@@ -139,7 +139,7 @@ class MambaAdapter(SelectiveAdapter[Mamba]):
         if system.rates.is_complex():
             B, C = torch.stack([B.real, B.imag], dim=1), torch.stack([C.real, C.imag], dim=1)
         wide = torch.promote_types(module.A_log.dtype, torch.float32)
-        # As a file gives them back: products of another layout round otherwise, and a run that is resumed would differ.
+        # In the layout that a file restores: another layout rounds products differently and would change a resumed run.
         B, C = (part.to(wide).contiguous() for part in (B, C))
         return {"B_map": B, "C_map": C, "orders": system.maps.orders}
 

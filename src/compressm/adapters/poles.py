@@ -1,7 +1,7 @@
-"""Poles as layers store them: logarithms and continuous-time poles, to the last digits and differentiable.
+"""Poles as layers store them, logarithms and continuous-time poles, accurate to the last digits and differentiable.
 
-Values come from 1 − |λ|², which a system knows without cancellation; derivatives always run through `system.poles`,
-whether the system was made of poles or of their logarithms.
+Values come from 1 − |λ|², which a system computes without cancellation. Derivatives always go through `system.poles`,
+even if the system was built from logarithms of poles.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from compressm.control.linear_algebra import logarithm, modulus
 from compressm.errors import AdapterError
 from compressm.layers import ZOH, Bilinear, Discretisation
 
-# Smaller poles have no logarithm worth storing: λ = 0 is stored as this, which changes an output by 1e-30 of B and C.
+# Smaller poles, also λ = 0, are stored as this one; it changes an output by 1e-30 of B and C.
 SMALLEST_POLE = 1e-30
-# Bilinear layers compute |λ|² as 1 − (1 − |λ|²), which below 1.5e-8 is rounding, and there they hold |λ| fixed.
+# Bilinear layers compute |λ|² as 1 − (1 − |λ|²): for |λ| below 1.5e-8 this is rounding, and they hold |λ| fixed.
 SMALLEST_BILINEAR_POLE = 1e-7
-# Of 1 − |λ|²: poles nearer than this are one pole, rounded twice.
+# A share of 1 − |λ|²: closer poles are the same pole up to rounding.
 _SAME = 1e-9
 
 
@@ -29,7 +29,7 @@ def log_poles(system: DiagonalSystem) -> tuple[Float[Tensor, "*bank n"], Float[T
     """log |λ| and arg λ in (−π, π]."""
     log_modulus, phase = logarithm(_away_from_zero(system, SMALLEST_POLE))
     decay = system.decay.detach()
-    # Below |λ|² = ½ it is 1 − |λ|² that has the fewer digits.
+    # Below |λ|² = ½ log |λ| is accurate by itself; 1 − |λ|² has fewer digits there.
     exact = torch.where(decay < 0.5, torch.log1p(-decay) / 2, log_modulus.detach())
     # A negative real pole with an imaginary part of −0 has the phase −π.
     return _with_value(log_modulus, exact), torch.where(phase <= -torch.pi, -phase, phase)
@@ -39,22 +39,22 @@ def log_poles(system: DiagonalSystem) -> tuple[Float[Tensor, "*bank n"], Float[T
 def continuous_poles(
     rule: Discretisation, system: DiagonalSystem, step: Float[Tensor, "*bank n"]
 ) -> Float[Tensor, "2 *bank n"]:
-    """(Re a, Im a), Re a < 0, of the poles a that the rule samples to the system's at these steps.
+    """(Re a, Im a), Re a < 0, of the continuous-time poles a that the rule maps to the system's poles at these steps.
 
-    For a rule of one's own: `continuous_poles.register(Rule)`.
+    To add your own rule, call `continuous_poles.register(Rule)`.
     """
-    raise AdapterError(f"{rule!r} is not known backwards; register its inverse with continuous_poles.register")
+    raise AdapterError(f"{rule!r} has no known inverse; register one with continuous_poles.register")
 
 
 @continuous_poles.register
 def _(rule: ZOH, system: DiagonalSystem, step: Tensor) -> Tensor:
-    """a = log λ / Δ, with the phase of λ in (−π, π]: among the poles with the same samples the slowest."""
+    """a = log λ / Δ with the phase of λ in (−π, π], the slowest of all poles with the same samples."""
     return torch.stack(log_poles(system)) / step
 
 
 @continuous_poles.register
 def _(rule: Bilinear, system: DiagonalSystem, step: Tensor) -> Tensor:
-    """Δ a = 2 (λ − 1) / (λ + 1), of which the real part is −2 (1 − |λ|²) / |1 + λ|²."""
+    """Δ a = 2 (λ − 1) / (λ + 1), with the real part −2 (1 − |λ|²) / |1 + λ|²."""
     poles = _away_from_zero(system, SMALLEST_BILINEAR_POLE)
     re, im = poles.real, poles.imag
     decay = _with_value(1 - re * re - im * im, system.decay.detach())
@@ -65,11 +65,11 @@ def _(rule: Bilinear, system: DiagonalSystem, step: Tensor) -> Tensor:
 def old_modes(
     new: DiagonalSystem, old: Inexact[Tensor, "*bank n"], decay: Float[Tensor, "*bank n"]
 ) -> tuple[Bool[Tensor, "*bank r"], Int[Tensor, "*bank r"], Bool[Tensor, "*bank r"]]:
-    """For each new mode: whether an old one has its pole or the conjugate of it, which one, and if it is conjugated.
+    """Match each new mode to an old one with its pole or the conjugate: if there is one, which, and if conjugated.
 
-    `old` holds the old poles and `decay` their 1 − |λ|².
-    Among several with the same pole it is the one at the same place, or else the first: encoding what was read finds
-    every mode where it was, so that what a pole leaves open (a gain, a step, a turn of the phase) stays as it was.
+    `old` holds the old poles and `decay` their 1 − |λ|². Of several old modes with the same pole, the one with the same
+    index matches, or else the first. Encoding the system that was read thus finds every mode at its own index, and all
+    that a pole does not fix (a gain, a step, a turn of the phase) keeps its value.
     """
     poles, others = (part.detach().to(torch.complex128) for part in (new.poles, old))
     (x, y), (u, v) = _upper(poles), _upper(others)
@@ -92,7 +92,7 @@ def with_old_frequencies(
     step: Float[Tensor, "*bank n"],
     kept: Bool[Tensor, "*bank n"],
 ) -> Float[Tensor, "2 *bank n"]:
-    """a with the old Im a among all those that ZOH samples to the same pole, where the mode was kept."""
+    """Replace Im a of kept modes by the old one: ZOH maps many values of Im a to the same pole."""
     if not isinstance(rule, ZOH):
         return a
     return torch.stack([a[0], same_turn(a[1] * step, old * step, kept) / step])
@@ -101,7 +101,7 @@ def with_old_frequencies(
 def same_turn(
     phase: Float[Tensor, "*bank n"], old: Float[Tensor, "*bank n"], kept: Bool[Tensor, "*bank n"]
 ) -> Float[Tensor, "*bank n"]:
-    """The phase as many times 2π away as the old one was, where it was kept."""
+    """Shift the phase of kept modes by the multiple of 2π that brings it nearest to the old phase."""
     turns = torch.round((old - phase.detach()) / (2 * torch.pi))
     return phase + torch.where(kept, turns, 0) * (2 * torch.pi)
 

@@ -1,4 +1,4 @@
-"""What the checks of an adapter share: modules made the same way each time, signals, a cut, and what was measured."""
+"""The promises of every linear adapter, one function per promise, and the trial on which they are measured."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Finding:
 
     @classmethod
     def none_of(cls, offenders: Iterable[str], promise: str) -> Finding:
-        """That there are no offenders, each of which is named."""
+        """The finding that there are no offenders; it names each one."""
         named = list(offenders)
         return cls(promise, float(len(named)), 0.0, ", ".join(named))
 
@@ -46,7 +46,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Trial:
-    """How to make the module, run it, and what to allow."""
+    """A module under test, the functions that make and run it, and the tolerance."""
 
     make: Callable[[], nn.Module]
     prototype: nn.Module
@@ -59,11 +59,11 @@ class Trial:
     seed: int
 
     def original(self) -> nn.Module:
-        """A copy of the same module every time, as it was made."""
+        """A new copy of the module, as it was made."""
         return copy.deepcopy(self.prototype)
 
     def module(self, dtype: torch.dtype | None = None) -> nn.Module:
-        """The same in the precision of the checks, unless another is given."""
+        """A new copy in evaluation mode, in the precision of the checks or in `dtype`."""
         return self.original().to(dtype or self.dtype).eval()
 
     def read(self, module: nn.Module) -> DiagonalSystem:
@@ -76,7 +76,7 @@ class Trial:
         return self.read(module).order
 
     def noise(self, module: nn.Module, dtype: torch.dtype | None = None) -> Float[Tensor, "batch length channels"]:
-        """White, and slow: sums of the same, which are loud where slow modes listen."""
+        """White noise, and its running sums, which have much power at low frequencies, where slow modes respond."""
         shape = (2, self.length, channels(self.read(module)))
         white = torch.randn(shape, generator=torch.Generator().manual_seed(self.seed), dtype=torch.float64)
         slow = white.cumsum(1) / white.shape[1] ** 0.5
@@ -88,7 +88,7 @@ class Trial:
             return self.run(module, u).double()
 
     def cut(self, module: nn.Module, order: int, *, folded: bool = True) -> Truncation:
-        """Reduce the module itself to this order."""
+        """Reduce the module in place to this order."""
         system = self.read(module)
         truncation = balanced_truncation(fold(system) if folded else system, order).diagonalise()
         write(module, self.encode(module, diagonal(truncation)))
@@ -99,7 +99,7 @@ class Trial:
 
 
 def make_seeded(make: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """The module made with torch's generator set, and set back afterwards."""
+    """Make the module with torch's generator seeded; its state is restored afterwards."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed)
@@ -110,13 +110,13 @@ def make_seeded(make: Callable[[], nn.Module], seed: int) -> nn.Module:
 
 
 def diagonal(truncation: Truncation) -> DiagonalSystem:
-    """Its system, which `diagonalise` made one with diagonal A."""
+    """The truncated system; its A is diagonal after `diagonalise`."""
     assert isinstance(truncation.system, DiagonalSystem)
     return truncation.system
 
 
 def channels(system: DiagonalSystem) -> int:
-    """Those of the module: the inputs of one system, or one for each of a bank."""
+    """The number of channels of the module: the inputs of one system, or one for each member of a bank."""
     if not system.bank:
         return system.inputs
     if len(system.bank) > 1 or system.inputs != 1 or system.outputs != 1:
@@ -138,7 +138,7 @@ def difference(one: Tensor, other: Tensor) -> float:
 
 
 def reading(trial: Trial) -> Iterator[Finding]:
-    """Simulating what was read gives the module's output, but for a skip D·u, which an impulse tells."""
+    """The system that is read simulates to the module's output, except for a skip D·u, measured by an impulse."""
     module = trial.module()
     system, u = trial.read(module), trial.noise(module)
     count = channels(system)
@@ -150,17 +150,17 @@ def reading(trial: Trial) -> Iterator[Finding]:
         raise ShapeError(f"the module's output has shape {tuple(y.shape)}, the system's {tuple(response.shape)}")
     skip = (y - response)[:, 0]
     yield Finding(
-        "after an impulse the system read does what the module does",
+        "the system that is read has the module's impulse response",
         difference(y[:, 1:], response[:, 1:]),
         trial.tolerance,
     )
     y = trial.output(module, u)
     simulation = simulated(system, u) + u.double() @ skip
-    yield Finding("the system read simulates to the module's output", difference(y, simulation), trial.tolerance)
+    yield Finding("the system that is read gives the module's output", difference(y, simulation), trial.tolerance)
 
 
 def encoding(trial: Trial) -> Iterator[Finding]:
-    """encode(read) is what was there, values and output; encode itself leaves the module alone."""
+    """encode(read) gives the same values and output; encode itself does not change the module."""
     module, twin = trial.module(), trial.module()
     u = trial.noise(module)
     before = trial.output(module, u)
@@ -168,7 +168,7 @@ def encoding(trial: Trial) -> Iterator[Finding]:
     wrong = [name for name, value in values.items() if value.dtype != torch.float64]
     yield Finding.none_of(wrong, "encode gives float64")
     yield Finding.none_of(_changed(module, twin), "encode leaves the module alone")
-    # An optimizer's moments belong to the values that are there: derivatives are to be taken at them.
+    # An optimizer's moments belong to the present values, so encode must give exactly these.
     moved = max(difference(parameter_of(module, name).detach(), value.detach()) for name, value in values.items())
     yield Finding("encode(read) gives the values back", moved, trial.tolerance)
     write(module, values)
@@ -178,7 +178,7 @@ def encoding(trial: Trial) -> Iterator[Finding]:
 
 
 def _stores(trial: Trial, folded: bool) -> Finding:
-    """What was encoded is what the module then computes, beside the skip it had."""
+    """The module computes the system that was encoded, plus its skip."""
     module = trial.module()
     u, system = trial.noise(module), trial.read(module)
     skip = trial.output(module, u) - simulated(system, u)
@@ -186,12 +186,12 @@ def _stores(trial: Trial, folded: bool) -> Finding:
     expected = simulated(diagonal(truncation), u) + skip
     kind = "folded" if folded else "unfolded"
     return Finding(
-        f"the module becomes the system encoded, {kind}", difference(expected, trial.output(module, u)), trial.tolerance
+        f"the module computes the {kind} system", difference(expected, trial.output(module, u)), trial.tolerance
     )
 
 
 def dead_states(trial: Trial) -> Iterator[Finding]:
-    """One state without input and one without output are removed, and the output is as it was."""
+    """Removing one state without input and one without output keeps the output."""
     module = trial.module()
     system = trial.read(module)
     B, C = system.B.clone(), system.C.clone()
@@ -224,7 +224,7 @@ def _within_bound(trial: Trial, order: int) -> Finding:
     def error(u: Tensor) -> Tensor:
         return trial.run(whole, u) - trial.run(cut, u)
 
-    # Over time, and over the channels of one system; a bank has a bound a channel.
+    # Norms are over time, and over the channels of one system; a bank has one bound per channel.
     axes = (1,) if truncation.system.bank else (1, 2)
     u = trial.noise(whole)
     excess = (_gain(error, u, axes) - trial.tolerance * _gain(full, u, axes)).clamp_min(0)
@@ -233,7 +233,7 @@ def _within_bound(trial: Trial, order: int) -> Finding:
 
 
 def _gain(function: Callable[[Tensor], Tensor], u: Tensor, axes: tuple[int, ...]) -> Float[Tensor, "batch *bank"]:
-    """‖f(u)‖₂ / ‖u‖₂ of a linear f, for an input that ten steps of a power iteration with fᵀf have made louder."""
+    """‖f(u)‖₂ / ‖u‖₂ of a linear f, for an input improved by ten power iterations with fᵀf."""
     for _ in range(10):
         u = (u / torch.linalg.vector_norm(u, dim=axes, keepdim=True)).detach().requires_grad_()
         y = function(u)
@@ -242,7 +242,7 @@ def _gain(function: Callable[[Tensor], Tensor], u: Tensor, axes: tuple[int, ...]
 
 
 def parameters(trial: Trial) -> Iterator[Finding]:
-    """A cut changes the sizes of state axes, and nothing else: not even which of the parameters are frozen."""
+    """A cut changes only the sizes of state axes; trained and frozen parameters stay trained and frozen."""
     for frozen in (False, True):
         module = trial.original()
         for parameter in module.parameters():
@@ -259,7 +259,7 @@ def parameters(trial: Trial) -> Iterator[Finding]:
         bent = [name for name, parameter in now.items() if _shape(parameter, axes.get(name)) != shapes[name]]
         yield Finding.none_of(bent, "only axes of states change their sizes")
         missed = float(abs(trial.order(module) - rank))
-        yield Finding(f"after a cut from {order} to {rank} states the order read is {rank}", missed, 0.0)
+        yield Finding(f"after a cut from {order} to {rank} states, the order that is read is {rank}", missed, 0.0)
 
 
 def _traits(parameter: nn.Parameter) -> tuple[object, ...]:
@@ -271,14 +271,14 @@ def _shape(parameter: nn.Parameter, state_axis: int | None) -> list[int]:
 
 
 def training(trial: Trial) -> Iterator[Finding]:
-    """A step before a cut, and one after it while the loss of the first is alive, each moving every weight."""
+    """A training step moves every weight, before a cut and after it, even while the first loss is still referenced."""
     module = trial.original().train()
     u = trial.noise(module, next(module.parameters()).dtype)
     held, *before = _train(trial, module, u)
     yield Finding.none_of(before, "a training step moves every weight")
     trial.cut(module, trial.half(module))
     loss, *after = _train(trial, module, u)
-    yield Finding.none_of(after, "so does one after a cut, with the loss of before still referenced")
+    yield Finding.none_of(after, "a training step after a cut moves every weight, while an earlier loss is referenced")
     losses = (value.item() for value in (held, loss))
     yield Finding.none_of((str(value) for value in losses if not math.isfinite(value)), "losses are finite")
 
@@ -295,7 +295,7 @@ def _train(trial: Trial, module: nn.Module, u: Tensor) -> tuple[Tensor, *tuple[s
 
 
 def saving(trial: Trial) -> Iterator[Finding]:
-    """The state dict of a cut module fills another one of the same order; a copy of the module is that module."""
+    """The state dict of a cut module loads into another one of the same order; a copy gives the same output."""
     module = trial.original().eval()
     u = trial.noise(module, next(module.parameters()).dtype)
     rank = diagonal(trial.cut(module, trial.half(module))).order
@@ -309,7 +309,7 @@ def saving(trial: Trial) -> Iterator[Finding]:
 
 
 def streaming(trial: Trial) -> Iterator[Finding]:
-    """Step by step the output is that of the whole sequence, after a cut."""
+    """Single steps give the output of the whole sequence after a cut."""
     if trial.stream is None:
         return
     module = trial.module()
@@ -318,12 +318,12 @@ def streaming(trial: Trial) -> Iterator[Finding]:
     with torch.no_grad():
         streamed = trial.stream(module, u).double()
     yield Finding(
-        "after a cut steps equal the sequence", difference(trial.output(module, u), streamed), trial.tolerance
+        "single steps equal the sequence after a cut", difference(trial.output(module, u), streamed), trial.tolerance
     )
 
 
 def derivatives(trial: Trial) -> Iterator[Finding]:
-    """The derivatives of read and encode are those of finite differences."""
+    """The derivatives of read and encode equal finite differences."""
     module = trial.module(torch.float64)
     names, tensors = zip(*((name, p.detach().clone()) for name, p in module.named_parameters()), strict=True)
 
@@ -343,7 +343,7 @@ def derivatives(trial: Trial) -> Iterator[Finding]:
 
 
 def _encode_near(trial: Trial, module: nn.Module, system: DiagonalSystem) -> Callable[..., Tensor]:
-    """Poles move in units of 1 − |λ|²: a difference of 1e-6 is not small where |λ| is 1 − 1e-5."""
+    """Encode systems near `system`, with poles moved in units of 1 − |λ|²: at |λ| = 1 − 1e-5 even 1e-6 is not small."""
 
     def encode(moves: Tensor, B: Tensor, C: Tensor) -> Tensor:
         values = trial.encode(module, DiagonalSystem(system.poles + system.decay * moves, B, C))
@@ -353,7 +353,7 @@ def _encode_near(trial: Trial, module: nn.Module, system: DiagonalSystem) -> Cal
 
 
 class _Reading(nn.Module):
-    """`functional_call` swaps the parameters of a module while its forward runs: here, while it is read."""
+    """A module whose forward reads another one, so that `functional_call` can swap parameters while it is read."""
 
     def __init__(self, module: nn.Module, adapter: SSMAdapter[nn.Module]) -> None:
         super().__init__()
@@ -365,17 +365,17 @@ class _Reading(nn.Module):
 
 
 def _in_one(*tensors: Tensor) -> Tensor:
-    """As one vector: of several results torch would not check those that carry no gradient."""
+    """Join all tensors to one vector: torch would not check separate results that have no gradient."""
     return torch.cat([tensor.flatten() for tensor in tensors])
 
 
 def _gradients(what: str, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Finding:
     inputs = tuple(tensor.requires_grad_() for tensor in inputs)
-    promise = f"{what} has the derivatives of finite differences"
+    promise = f"derivatives of {what} equal finite differences"
     if not function(*inputs).requires_grad:
         return Finding.none_of(["it carries no gradient"], promise)
     try:
-        # In fast mode: one random direction for each input.
+        # Fast mode tests one random direction for each input.
         torch.autograd.gradcheck(function, inputs, rtol=1e-3, atol=1e-4, fast_mode=True)
     except GradcheckError as error:
         return Finding.none_of([" ".join(str(error).split())[:300]], promise)

@@ -1,4 +1,4 @@
-"""S4D as a bank of systems, one a channel: continuous-time poles a, sampled at the channel's step."""
+"""The adapter of S4D, a bank with one system per channel: continuous-time poles a, sampled at the channel's step."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from compressm.layers import S4D
 class S4DAdapter(SSMAdapter[S4D]):
     """A bank of `width` systems with one input and one output: the layer's discretisation of (a, 1), and 2 C.
 
-    The input matrix of the layer is 1, so that the products of B and C are what is stored. Each channel keeps its step
-    (`log_step` has no axis of states); a is found from λ as for S5, and encoding what was read changes nothing.
+    The input matrix of the layer is 1, so the layer stores the products of B and C. Each channel keeps its step
+    (`log_step` has no axis of states). a follows from λ as in S5; encoding the system that was read changes nothing.
     """
 
     def read(self, module: S4D) -> DiagonalSystem:

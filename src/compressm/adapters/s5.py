@@ -1,4 +1,4 @@
-"""S5 as a system: continuous-time poles a, sampled at a step Δ a mode, each mode a conjugate pair."""
+"""The adapter of S5: continuous-time poles a, sampled at one step Δ per mode; each mode is a conjugate pair."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from compressm.layers import S5
 class S5Adapter(SSMAdapter[S5]):
     """One system for all channels: the layer's own discretisation of (a, B) at steps Δ, and 2 C for the pairs.
 
-    A discrete pole leaves its step open: any Δ > 0 with a = log λ / Δ will do. A new mode gets the step of the old mode
-    whose pole is nearest to its own (or to its conjugate). Why: Δ sets how far a step of an optimizer on Im a turns the
-    phase, Δ·lr, and how large the stored B is, about 1/Δ. In a layer slow poles are those with small steps; the nearest
-    one keeps a new slow mode's phase as steady against its narrow resonance as it was, and a and B of the sizes the
-    optimizer knows. With one mean step for all, a mode at Δ = 1e-3 among others at 1e-1 would turn ten times as fast.
-    And a mode that is left as it was keeps its step and its Im a, so that encoding what was read changes nothing.
+    A discrete pole does not fix its step: any Δ > 0 with a = log λ / Δ will do. A new mode gets the step of the old
+    mode whose pole is nearest to its own (or to its conjugate). The reason: Δ sets how far an optimizer's step on Im a
+    turns the phase, Δ·lr, and how large the stored B is, about 1/Δ. In a layer, slow poles have small steps. The
+    nearest step keeps the phase of a new slow mode as steady, relative to its narrow resonance, as before, and a and B
+    in the sizes that the optimizer knows. With one mean step for all, a mode at Δ = 1e-3 among others at 1e-1 would
+    turn ten times as fast. An unchanged mode keeps its step and Im a: encoding what was read changes nothing.
 
-    With ZOH Im a of a new mode is arg λ / Δ for arg λ in (−π, π], of all with the same samples the slowest; a mode
-    whose pole was there before may have a frequency above the sampling rate, and keeps it. With the bilinear rule poles
-    below 1e-7 are stored as 1e-7, the least the layer can tell from 0.
+    With ZOH Im a of a new mode is arg λ / Δ for arg λ in (−π, π], the slowest of all with the same samples. A mode
+    whose pole was there before keeps its frequency, even above the sampling rate. With the bilinear rule poles below
+    1e-7 are stored as 1e-7, the smallest that the layer can tell from 0.
     """
 
     def read(self, module: S5) -> DiagonalSystem:
@@ -60,10 +60,10 @@ class S5Adapter(SSMAdapter[S5]):
 
 
 def _nearest(new: DiagonalSystem, old: DiagonalSystem) -> Int[Tensor, " r"]:
-    """For each new pole the old one at the least hyperbolic distance in the upper half disc, the first among equals.
+    """The old pole with the least hyperbolic distance to each new one, in the upper half disc; the first of equals.
 
-    |λ − μ| / |1 − λ μ̄| weighs a difference by how narrow the resonances are; with |1 − λ μ̄|² = |λ − μ|² +
-    (1 − |λ|²)(1 − |μ|²) the nearest μ is that with the least |λ − μ|² / (1 − |μ|²), in which nothing cancels.
+    |λ − μ| / |1 − λ μ̄| weighs a difference by the width of the resonances. With |1 − λ μ̄|² = |λ − μ|² +
+    (1 − |λ|²)(1 − |μ|²) the nearest μ has the least |λ − μ|² / (1 − |μ|²), where nothing cancels.
     """
     (x, y), (u, v) = _upper(new), _upper(old)
     square = (x[:, None] - u) ** 2 + (y[:, None] - v) ** 2

@@ -1,4 +1,4 @@
-"""What every adapter of a selective module promises, one function a promise, each measured on the module itself."""
+"""The promises of every selective adapter, one function per promise, each measured on the module itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from compressm.control.selective import SelectiveSystem
 
 @dataclass(frozen=True)
 class SelectiveTrial:
-    """A module, how to run it, and what to allow."""
+    """A module under test, the function that runs it, and the tolerance."""
 
     prototype: nn.Module
     adapter: SelectiveAdapter[Any]
@@ -29,14 +29,14 @@ class SelectiveTrial:
     seed: int
 
     def module(self) -> nn.Module:
-        """A copy, in the precision of the checks."""
+        """A new copy of the module, in evaluation mode and in the precision of the checks."""
         return copy.deepcopy(self.prototype).to(self.dtype).eval()
 
     def read(self, module: nn.Module) -> SelectiveSystem:
         return self.adapter.read(module).detach()
 
     def output(self, module: nn.Module) -> Tensor:
-        """For white noise of the width that in_proj reads."""
+        """The module's output for white noise."""
         shape = (2, self.length, parameter_of(module, "in_proj.weight").shape[1])
         x = torch.randn(shape, generator=torch.Generator().manual_seed(self.seed), dtype=torch.float64)
         with torch.no_grad():
@@ -51,7 +51,7 @@ class SelectiveTrial:
 
 
 def reading(trial: SelectiveTrial) -> Iterator[Finding]:
-    """The part that is listened to is given u, and encode(read) gives the values back and changes nothing."""
+    """The observed part gets u, and encode(read) gives the values back and changes nothing."""
     module = trial.module()
     system, heard = trial.read(module), []
     before = {name: value.clone() for name, value in module.state_dict().items()}
@@ -69,7 +69,7 @@ def reading(trial: SelectiveTrial) -> Iterator[Finding]:
 
 
 def renaming(trial: SelectiveTrial) -> Iterator[Finding]:
-    """States in another order, B of each twice as large and C half as large: the same output."""
+    """Reversing the states, and doubling B while halving C, keeps the output."""
     module = trial.module()
     system, before = trial.read(module), trial.output(module)
     turned = torch.arange(system.order - 1, -1, -1, device=system.device)
@@ -83,7 +83,7 @@ def renaming(trial: SelectiveTrial) -> Iterator[Finding]:
 
 
 def dead_states(trial: SelectiveTrial) -> Iterator[Finding]:
-    """One state without input and one without output are removed, and the output is as it was."""
+    """Removing one state without input and one without output keeps the output."""
     module = trial.module()
     system = trial.read(module)
     W_B, W_C = system.W_B.clone(), system.W_C.clone()
@@ -103,7 +103,7 @@ def dead_states(trial: SelectiveTrial) -> Iterator[Finding]:
 
 
 def training(trial: SelectiveTrial) -> Iterator[Finding]:
-    """After a cut a training step moves every weight that is trained."""
+    """A training step after a cut moves every weight that is trained."""
     module = trial.module().train()
     system = trial.read(module)
     trial.become(module, replace(system, rates=system.rates[:, 2:], W_B=system.W_B[2:], W_C=system.W_C[2:]))

@@ -62,8 +62,8 @@ def not_finite(layer):
 
 
 ODD = {
-    "a norm of B": (lambda layer: layer.add_module("b_layernorm", nn.LayerNorm(6)), "b_layernorm.weight.*nothing"),
-    "a scale in a buffer": (lambda layer: layer.register_buffer("b_c_rms", torch.ones(6)), "has b_c_rms, of which"),
+    "a norm of B": (lambda layer: layer.add_module("b_layernorm", nn.LayerNorm(6)), "b_layernorm.weight, unknown to"),
+    "a scale in a buffer": (lambda layer: layer.register_buffer("b_c_rms", torch.ones(6)), "has b_c_rms, unknown to"),
     "other names": (other_names, "has no x_proj.weight"),
     "other sizes": (other_sizes, r"dt_proj.weight \(8, 3\).*expected \(channels, n\)"),
     "a weight that is computed": (
@@ -96,7 +96,7 @@ def test_an_attribute_that_should_go_with_the_order_and_is_missing_is_named():
 
 def test_what_is_for_linear_systems_says_so():
     with pytest.raises(
-        AdapterError, match=r"Mamba is no linear system: it is read by MambaAdapter\(\), expected an SSMAdapter"
+        AdapterError, match=r"Mamba is not a linear system: MambaAdapter\(\) reads it, expected an SSMAdapter"
     ):
         state_axes(make())
 
@@ -131,7 +131,7 @@ class Mirrored(MixerAdapter):
 
 
 WRONG = {
-    Forgetful: r"fails where it promises: One state without input",
+    Forgetful: r"fails in the promise: Removing one state without input",
     Deaf: r"x_proj is given u of shape \(batch, length, 8\): 1",
     Mirrored: r"encode\(read\) gives the values back",
 }

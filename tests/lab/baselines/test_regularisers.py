@@ -93,7 +93,7 @@ def test_a_step_along_the_gradient_lowers_the_norm_of_a_float32_model():
 
 
 def test_selective_layers_and_models_without_layers_are_refused_by_name():
-    with pytest.raises(AdapterError, match="Mamba is no linear system"):
+    with pytest.raises(AdapterError, match="Mamba is not a linear system"):
         HankelNuclearNorm()(Mamba(4, 3))
     with pytest.raises(AdapterError, match="Linear has no SSM layer"):
         ModalL1()(nn.Linear(2, 2))

@@ -1,7 +1,7 @@
-"""Modules of other packages, of which nothing is imported here: their classes are known by name once the user has them.
+"""Support for Mamba models of transformers; the package is not imported here, its classes are known by name.
 
-Of transformers `MambaMixer` is read and written, and `MambaModel` and `MambaForCausalLM` are described for files and
-built again, each layer at its order. Other mixers are refused by name.
+`MambaMixer` is read and written. `MambaModel` and `MambaForCausalLM` can be saved and built again, each layer at its
+order. Other mixers are refused by name.
 """
 
 from compressm.adapters.transformers.mamba import MambaMixerAdapter

@@ -1,4 +1,4 @@
-"""The config that all layers of a transformers model share, told from each layer's side."""
+"""The adapter of MambaMixer of transformers, and the state size of each layer in the model's shared config."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _SIZE = "state_size"
 
 @final
 class LayerConfig:
-    """What the shared config says of one layer: `state_size` is that of the layer, read and written.
+    """One layer's view of the shared config: reads and sets the layer's own `state_size`.
 
-    While all layers agree it is config.state_size. Where they differ config.per_layer_config has one for each, and
+    While all layers agree, it is config.state_size. If they differ, config.per_layer_config has one for each layer, and
     config.state_size cannot be read: transformers calls such a config heterogeneous.
     """
 
@@ -31,7 +31,7 @@ class LayerConfig:
 
     @property
     def state_size(self) -> int:
-        """Of this layer."""
+        """The state size of this layer."""
         return int(self._config.per_layer_config[self._layer].state_size)
 
     @state_size.setter
@@ -42,19 +42,19 @@ class LayerConfig:
 
 
 def state_sizes(config: Any) -> list[int]:
-    """Of every layer."""
-    # Not from per_layer_config, which makes a copy of the config for each.
+    """The state size of every layer."""
+    # Not from per_layer_config, which copies the config for each layer.
     own, common = _overrides(config), config.to_dict()[_SIZE]
     return [int(own.get(layer, {}).get(_SIZE, common)) for layer in range(config.num_hidden_layers)]
 
 
 def set_state_sizes_(config: Any, orders: Sequence[int]) -> None:
-    """Let the config say these orders, one a layer, and leave all else that it says of single layers."""
+    """Store these orders, one per layer, in the config; its other settings of single layers stay."""
     layers = _overrides(config)
     common = max(orders)
     for layer, order in enumerate(orders):
         layers.setdefault(layer, {})[_SIZE] = order
-    # The common value first: what is said of a layer and equals it is dropped.
+    # The common value comes first: transformers drops a layer's setting that equals it.
     config.per_layer_config = None
     config.state_size = common
     if any(own != {_SIZE: common} for own in layers.values()):
@@ -62,21 +62,21 @@ def set_state_sizes_(config: Any, orders: Sequence[int]) -> None:
 
 
 def _overrides(config: Any) -> dict[int, dict[str, Any]]:
-    """What the config says of single layers; the keys of transformers are text."""
+    """The config's settings of single layers, by index; transformers has them under strings."""
     said = config.to_dict().get("per_layer_config") or {}
     return {int(layer): dict(own) for layer, own in said.items()}
 
 
 PACKAGE = "transformers"
-# Since then configs can say something else of each layer, caches take their sizes from the states that they are given,
-# and a mixer's signature can be read.
+# From this version on configs have settings for single layers, caches take their sizes from the states they get, and
+# the signature of a mixer can be read.
 SINCE = "5.16"
 
 
 @adapts_named(f"{PACKAGE}.models.mamba.modeling_mamba.MambaMixer")
 @final
 class MambaMixerAdapter(SelectiveAdapter[nn.Module]):
-    """Padding is where `attention_mask` is 0. The order also stands in the mixer, its x_proj and the model's config."""
+    """The adapter of MambaMixer: `attention_mask` is 0 in padding; mixer, x_proj and config also store the order."""
 
     def read(self, module: nn.Module) -> SelectiveSystem:
         system = super().read(module)
@@ -92,9 +92,9 @@ class MambaMixerAdapter(SelectiveAdapter[nn.Module]):
         cache, mask = given.get("cache_params"), given.get("attention_mask")
         if cache is not None and cache.has_previous_state(module.layer_idx):
             raise AdapterError(
-                "calibrate goes on from a cache, whose states are not known here: let it run the model on whole"
-                " sequences, as model(input_ids, attention_mask=...) does, and not generate; or two layers have the"
-                f" layer_idx {module.layer_idx}, and write to one place of the cache"
+                "calibrate continues from a cache, whose states are unknown: let it run the model on whole sequences,"
+                " as model(input_ids, attention_mask=...) does, without generate; or two layers have the same"
+                f" layer_idx {module.layer_idx} and share a cache entry"
             )
         return None if mask is None else mask.bool()
 
@@ -110,34 +110,32 @@ class MambaMixerAdapter(SelectiveAdapter[nn.Module]):
 
 
 def _require_config(module: nn.Module) -> None:
-    """A config that can say another order of each layer, and this module's place among them."""
+    """Require a config with settings for single layers, a valid `layer_idx`, and the arguments of `counted`."""
     config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
     layers = getattr(config, "per_layer_config", None)
     if layers is None:
-        raise AdapterError(
-            f"{_shown(module)} has no config.per_layer_config, expected that of {PACKAGE} {SINCE} or later"
-        )
+        raise AdapterError(f"{_shown(module)} has no config.per_layer_config, expected {PACKAGE} {SINCE} or later")
     if not isinstance(layer, int) or not 0 <= layer < len(layers):
-        raise AdapterError(f"{_shown(module)} has layer_idx {layer!r}, its config speaks of {len(layers)} layers")
+        raise AdapterError(f"{_shown(module)} has layer_idx {layer!r}, but its config has {len(layers)} layers")
     names = list(inspect.signature(type(module).forward).parameters)
     missing = [name for name in ("cache_params", "attention_mask") if name not in names]
     if missing:
         raise AdapterError(
-            f"{_shown(module)} is called with {', '.join(names[1:])}, expected {' and '.join(missing)} too, as in"
+            f"{_shown(module)} takes {', '.join(names[1:])}, expected {' and '.join(missing)} too, as in"
             f" {PACKAGE} {SINCE} or later"
         )
 
 
 def _require_attributes(adapter: MambaMixerAdapter, module: nn.Module, expected: Mapping[str, Any]) -> None:
-    """All that says a size agrees with the parameters, so that it can go with them."""
+    """Require that all stored sizes agree with the parameters, so that a cut can change both."""
     for path, value in expected.items():
         try:
             found = getattr(*adapter.place(module, path))
         except AttributeError:
             raise AdapterError(f"{_shown(module)} has no {path}, expected {value} there") from None
         if found != value:
-            shared = "; another model may have been cut that shares the config" if path.startswith("config.") else ""
-            raise AdapterError(f"{_shown(module)} has {path} {found!r}, its parameters are those of {value}{shared}")
+            shared = "; another model that shares the config may have been cut" if path.startswith("config.") else ""
+            raise AdapterError(f"{_shown(module)} has {path} {found!r}, but its parameters are for {value}{shared}")
 
 
 def _shown(module: nn.Module) -> str:

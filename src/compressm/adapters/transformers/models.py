@@ -1,4 +1,4 @@
-"""Models of transformers as plain values, and built from them again with every layer at its order."""
+"""Models of transformers as plain values, models built from these with every layer at its order, and refused mixers."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _MODULE = f"{PACKAGE}.models.mamba.modeling_mamba"
 
 
 def kind_name(kind: type[Any]) -> str | None:
-    """By which files know the class; None if it is none of those above."""
+    """The name of a supported class in files; None for other classes."""
     return f"{PACKAGE}.{kind.__name__}" if kind.__module__ == _MODULE and kind.__name__ in MODELS else None
 
 
 def arguments_of(model: Any) -> dict[str, Any]:
-    """What the model is built from, in JSON's types: its config, and how it generates where it does."""
+    """The arguments to build the model from, as JSON types: its config and, if it generates, its generation config."""
     arguments = {"config": json.loads(model.config.to_json_string())}
     if model.can_generate():
         arguments["generation_config"] = json.loads(model.generation_config.to_json_string())
@@ -37,15 +37,15 @@ def arguments_of(model: Any) -> dict[str, Any]:
 
 
 def builder(name: str) -> Callable[..., nn.Module] | None:
-    """Of the models of that name, None if it is not of transformers, which has to be imported by then."""
+    """The function that builds models of that name, None for names outside transformers, which must be imported."""
     owner, _, kind = name.rpartition(".")
     if owner != PACKAGE:
         return None
     if kind not in MODELS:
-        raise AdapterError(f"{name} is not supported, of {PACKAGE} are {' and '.join(MODELS)}")
+        raise AdapterError(f"{name} is not supported, expected {' or '.join(MODELS)} of {PACKAGE}")
     package = sys.modules.get(PACKAGE)
     if package is None:
-        raise AdapterError(f"{name} is of another package, which is not imported yet: import {PACKAGE} first")
+        raise AdapterError(f"{name} belongs to {PACKAGE}, which is not imported: import {PACKAGE} first")
     return functools.partial(_build, package, getattr(package, kind))
 
 
@@ -56,7 +56,7 @@ def _build(
     generation_config: Mapping[str, Any] | None = None,
     gradient_checkpointing: bool = False,
 ) -> nn.Module:
-    """The model as its class builds it, then each mixer at the order that the config says."""
+    """Build the model as its class does, then give each mixer its order from the config."""
     parsed = _parsed(kind, config)
     orders = state_sizes(parsed)
     # Constructors of transformers know one size for all layers.
@@ -73,16 +73,16 @@ def _build(
 
 
 def _parsed(kind: Any, config: Mapping[str, Any]) -> Any:
-    # What transformers' configs answer to a value of another type; no ValueError.
+    # Configs of transformers raise this error for a value of the wrong type; it is not a ValueError.
     refusal = getattr(sys.modules.get("huggingface_hub.errors"), "StrictDataclassError", ValueError)
     try:
         return kind.config_class.from_dict(dict(config))
     except refusal as error:
-        raise AdapterError(f"{kind.config_class.__name__} does not take what is given: {error}") from error
+        raise AdapterError(f"{kind.config_class.__name__} does not accept the saved config: {error}") from error
 
 
 def _make_room_(mixer: nn.Module, adapter: MambaMixerAdapter, order: int) -> None:
-    """Parameters of that order, without values."""
+    """Replace the mixer's parameters by empty ones of the given order."""
     attributes = adapter.attributes(mixer, order)
     shapes = {PROJECTION: attributes["x_proj.out_features"], RATES: order}
     for name, axis in ((PROJECTION, 0), (RATES, 1)):
@@ -95,9 +95,9 @@ def _make_room_(mixer: nn.Module, adapter: MambaMixerAdapter, order: int) -> Non
         setattr(*adapter.place(mixer, path), value)
 
 
-_NORMS = "normalises B and C over the states, which no change of basis keeps"
+_NORMS = "normalises B and C over the states, which no change of basis preserves"
 _HEADS = "has a projection and rates for each of its heads"
-_MAMBA_2 = "is the recurrence of Mamba-2, with one rate a head"
+_MAMBA_2 = "is the recurrence of Mamba-2, with one rate per head"
 _REASONS = {
     "FalconMambaMixer": _NORMS,
     "JambaMambaMixer": _NORMS,
@@ -109,15 +109,15 @@ _REASONS = {
     "GraniteMoeHybridMambaLayer": _MAMBA_2,
     "NemotronHMamba2Mixer": _MAMBA_2,
 }
-_SUPPORTED = "of transformers MambaMixer is supported, the mixer of MambaModel and MambaForCausalLM"
+_SUPPORTED = "expected MambaMixer, the mixer of MambaModel and MambaForCausalLM"
 
 
 def refused_in(model: nn.Module) -> str:
-    """What is to be said of such mixers in the model, beginning with a colon; nothing if it has none."""
+    """The end of an error, from a colon on, about mixers of the model that are refused; empty if there are none."""
     names: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         kind = type(module)
-        # What all of them have, under whatever names transformers will have next.
+        # All of them have A_log, also classes that transformers may add later.
         mixes = kind.__module__.startswith("transformers") and "A_log" in module._parameters
         if mixes and adapter_for(module) is None:
             names.setdefault(kind.__name__, []).append(name or "the model")
