@@ -227,7 +227,7 @@ def test_a_module_that_cannot_keep_maps_is_refused_by_name():
     ):
         with pytest.raises(
             CompressionError,
-            match=r"^0: a Mixer cannot store a projection of its own.*expected selective=Baked\(\)",
+            match=r"^0: a Mixer cannot store a separate projection.*expected selective=Baked\(\)",
         ):
             call(keep=cs.TargetOrder(3), calibrate=runs, selective=cs.PerChannel())
 
