@@ -298,7 +298,7 @@ REFUSED = {
     "half orders": ("scan(orders=torch.ones(4))", "orders are torch.float32", "integers"),
     "integers": ("scan(u=torch.ones(2, 3, 4, dtype=torch.int64))", "u has dtype torch.int64", "torch.float32"),
     "complex rates as such": ("scan(A=-torch.ones(4, 2) + 0j)", "A has dtype torch.complex64", "torch.float32"),
-    "another device": ("scan(D=torch.ones(4, device='meta'))", "D is on meta", "u on cpu"),
+    "another device": ("scan(D=torch.ones(4, device='meta'))", "D is on meta", "expected cpu like u"),
     "a path by name": ("scan(path='blocked')", "'blocked'", "ScanPath.BLOCKED"),
     "kernels on a CPU": ("scan(path=ScanPath.TRITON)", "ScanPath.TRITON", "cpu", "GPU"),
 }

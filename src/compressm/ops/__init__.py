@@ -1,4 +1,4 @@
-"""Recurrences: each op is a folder whose `reference.py` is the definition, behind one function."""
+"""Differentiable ops: the recurrences `lti` and `selective`, and `block` for what a model computes around them."""
 
 from compressm.ops.dispatch import SequenceError
 from compressm.ops.lti import Path, linear_recurrence, lti_bank, lti_layer

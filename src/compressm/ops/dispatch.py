@@ -1,4 +1,4 @@
-"""What every op asks before it chooses a path: are the arguments possible, and do hand-written kernels serve?"""
+"""Checks that every op makes before it chooses a path: valid arguments, and whether hand-written kernels apply."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class SequenceError(ValueError):
 
 @cache
 def has_triton() -> bool:
-    """Whether the GPU kernels can be compiled here."""
+    """True if Triton, which compiles the GPU kernels, is installed."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -24,12 +24,12 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def kernels_serve(x: Tensor) -> bool:
-    """On a GPU, up to float32, where Triton is; a compiler that traces fuses plain torch by itself."""
+    """True on a GPU with Triton, up to float32, outside `torch.compile`, which fuses plain torch by itself."""
     return not torch.compiler.is_compiling() and x.device.type in _DEVICES and x.dtype in _DTYPES and has_triton()
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether a hook sees what goes through the module: then it is called, whatever could take its place."""
+    """True if the module has hooks: then it must be called, even where a fused kernel could replace it."""
     forward = module._forward_pre_hooks or module._forward_hooks
     return bool(forward or module._backward_pre_hooks or module._backward_hooks)
 
@@ -38,7 +38,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def require_shapes(**given: tuple[Tensor | None, tuple[str | int, ...]]) -> dict[str, int]:
-    """Each tensor against its named axes; a name must mean one size everywhere. Returns the sizes."""
+    """Check each tensor against its named axes and return the sizes; a name must have one size everywhere."""
     sizes: dict[str, int] = {}
     for name, (tensor, axes) in given.items():
         if tensor is None:
@@ -59,25 +59,25 @@ def require_shapes(**given: tuple[Tensor | None, tuple[str | int, ...]]) -> dict
 
 
 def require_floats_on_one_device(**given: Tensor | None) -> None:
-    """Real floating point, all on the device of the first."""
+    """Require real floating point tensors, all on the device of the first."""
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
     first = next(iter(tensors))
     for name, tensor in tensors.items():
         if tensor.dtype not in _FLOATS:
             raise SequenceError(f"{name} has dtype {tensor.dtype}, expected one of {', '.join(map(str, _FLOATS))}")
         if tensor.device != tensors[first].device:
-            raise SequenceError(f"{name} is on {tensor.device}, {first} on {tensors[first].device}")
+            raise SequenceError(f"{name} is on {tensor.device}, expected {tensors[first].device} like {first}")
 
 
 def require_lengths(lengths: Tensor | None, batch: int, length: int) -> None:
-    """One integer from 1 to `length` for each sequence."""
+    """Require one integer from 1 to `length` for each sequence."""
     if lengths is None:
         return
     if not isinstance(lengths, Tensor) or lengths.shape != (batch,) or lengths.dtype not in (torch.int32, torch.int64):
         got = f"{lengths.dtype} {tuple(lengths.shape)}" if isinstance(lengths, Tensor) else repr(lengths)
         raise SequenceError(f"lengths are {got}, expected an integer tensor of shape ({batch},)")
     if lengths.is_cuda and torch.cuda.is_current_stream_capturing():
-        return  # a graph that is being recorded cannot be asked for values
+        return  # values cannot be read while a CUDA graph is being recorded
     low, high = torch.stack(lengths.aminmax()).tolist()
     if low < 1 or high > length:
-        raise SequenceError(f"lengths run from {low} to {high}, expected 1 to {length}")
+        raise SequenceError(f"lengths range from {low} to {high}, expected 1 to {length}")

@@ -1,4 +1,4 @@
-"""How numbers lie in memory: rows that kernels read, narrow steps packed side by side, pages cleared before."""
+"""Launch sizes and memory layout: dense rows for kernels, narrow steps packed side by side, large pages on the CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Launch(NamedTuple):
-    """Rows and columns of a tile, the warps of a program, and how many programs share the tiles of a column."""
+    """The rows and columns of a tile, the warps of a program, and how many programs share the tiles of a column."""
 
     ROWS: int
     COLS: int
@@ -23,18 +23,18 @@ class Launch(NamedTuple):
     programs: int
 
     def workers(self, tiles: int) -> int:
-        """As few programs as take the same number of tiles each."""
+        """The fewest programs that still take no more tiles each than `programs` would."""
         return -(-tiles // -(-tiles // self.programs))
 
     def options(self, **more: int | str) -> dict[str, int | str]:
-        """What a kernel is told besides its arguments."""
+        """The keyword arguments of a kernel: sizes, warps and `more`."""
         return {"ROWS": self.ROWS, "COLS": self.COLS, "num_warps": self.num_warps, **more}
 
 
 def rows_of(gradient: Tensor) -> tuple[Tensor, int]:
-    """A gradient as dense rows, and for how many steps each of them stands: 0 for one row a step.
+    """Return a gradient as dense rows, and the number of steps that share a row; 0 means one row a step.
 
-    What a mean over time sends back is the same at every step; written out it would be a pass over memory of its own.
+    The gradient of a mean over time is the same at every step; writing it out would cost a pass over memory.
     """
     if gradient.ndim == 3 and gradient.stride(1) == 0 and gradient.shape[1] > 1:
         return gradient[:, 0].contiguous(), gradient.shape[1]
@@ -42,23 +42,23 @@ def rows_of(gradient: Tensor) -> tuple[Tensor, int]:
 
 
 def rows(x: Tensor) -> tuple[Tensor, int]:
-    """x (batch, length, …) as it is where it lies so, as half of a projection does, else a copy; and the distance."""
+    """Return x (batch, length, …) and the distance of its steps; copy x only if its rows are not dense."""
     dense = torch.empty(x.shape[2:], device="meta").stride()
     if x.stride()[2:] != dense or (x.shape[0] > 1 and x.stride(0) != x.shape[1] * x.stride(1)):
         x = x.contiguous()
     return x, x.stride(1)
 
 
-MANY = 4096  # steps from which a packed product, with its zeros, saves more than its weight takes to write
+MANY = 4096  # steps from which a packed product, despite its zeros, saves more than writing its weight costs
 
 
 def steps_a_row(columns: int, width: int, steps: int) -> int:
-    """As many as fit into `columns` and divide `steps`; at least one."""
+    """The greatest common divisor of `steps` and the number of steps that fit into `columns`; at least one."""
     return math.gcd(max(columns // width, 1), steps)
 
 
 def packed_weight(weight: Float[Tensor, "q p"], steps: int) -> Float[Tensor, "sq sp"]:
-    """W for each of `steps` side by side: blocks on a diagonal."""
+    """Repeat W for `steps` steps side by side, as blocks on a diagonal."""
     if steps == 1:
         return weight
     blocks = torch.eye(steps, dtype=weight.dtype, device=weight.device)[:, None, :, None] * weight[:, None, :]
@@ -66,36 +66,36 @@ def packed_weight(weight: Float[Tensor, "q p"], steps: int) -> Float[Tensor, "sq
 
 
 def packed_row(row: Float[Tensor, "*rest width"], steps: int) -> Float[Tensor, "*rest sw"]:
-    """A row that counts for every step, `steps` times side by side."""
+    """Repeat a row that applies to every step, `steps` times side by side."""
     return row[..., None, :].expand(*row.shape[:-1], steps, row.shape[-1]).flatten(-2)
 
 
 def product_in(dtype: torch.dtype, a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in `dtype`: straight from the float32 sums where the device can."""
+    """Return a @ b in `dtype`, directly from the float32 sums where the device can."""
     if a.is_cuda and a.dtype != dtype == torch.float32:
         return torch.mm(a, b, out_dtype=dtype)
     return (a @ b).to(dtype)
 
 
-# Smaller tensors get memory that was used before; larger ones get theirs from the system, whose first touch of 80 MB
-# took 35 ms in small pages and 10 ms in large ones, beside 15 ms for a copy.
+# Smaller tensors reuse memory; larger ones get fresh pages from the system. The first touch of 80 MB took 35 ms in
+# small pages and 10 ms in large ones, while a copy takes 15 ms.
 _FRESH = 32 * 2**20
 _PAGE = 2 * 2**20
 
 
 @cache
 def keep_freed_memory() -> None:
-    """Let the allocator keep up to 62 MB that tensors give back, for the next ones.
+    """Let the allocator keep up to 62 MB that tensors free, for later tensors.
 
-    By default it returns all but some 2 MB to the system: a step of the paper's sMNIST model touched 1300 fresh pages,
-    which took 3 ms of its 16. The C library of Linux raises its limits as it frees a large block, once for good; where
-    a user has set them, or elsewhere, nothing changes.
+    By default it returns all but about 2 MB to the system: a step of the paper's sMNIST model touched 1300 fresh pages,
+    which took 3 of its 16 ms. The C library of Linux raises its limits permanently when it frees a large block;
+    nothing changes if a user has set the limits, or on another system.
     """
     torch.empty(_FRESH - _PAGE // 2, dtype=torch.uint8)
 
 
 def empty_in_large_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """As torch.empty on the CPU; a system without large pages, or out of them, gives small ones."""
+    """Allocate like torch.empty on the CPU, in large pages if the system has some left, else in small ones."""
     room = torch.empty(shape, dtype=dtype)
     size, advise = room.numel() * room.element_size(), _advise()
     if size < _FRESH or advise is None or type(room) is not Tensor:
@@ -108,7 +108,7 @@ def empty_in_large_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 @cache
 def _advise() -> Callable[[int, int, int], int] | None:
-    """The system's madvise; None where there are no large pages to ask for."""
+    """The system's madvise; None if the system has no large pages."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
     advise = ctypes.CDLL(None).madvise

@@ -1,4 +1,4 @@
-"""One kernel, always in the same order: the same input gives the same bits."""
+"""Column sums on the GPU, added in a fixed order: the same input gives the same bits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _column_sums(x, out, rows, width, ROWS: tl.constexpr, COLS: tl.constexpr):
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)
     row = tl.arange(0, ROWS)
     total = tl.zeros((ROWS, COLS), tl.float32)
-    # Unrolled, four loads wait for memory together.
+    # Unrolling lets four loads wait for memory together.
     for start in tl.range(0, rows, ROWS, loop_unroll_factor=4):
         live = (start + row < rows)[:, None] & (col < width)[None, :]
         total += tl.load(x + (start + row)[:, None] * width + col[None, :], mask=live, other=0.0)
@@ -23,7 +23,7 @@ def _column_sums(x, out, rows, width, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 def column_sums(x: Tensor) -> Tensor:
-    """(rows, width) to (width,), float32, for rows that earlier programs left behind."""
+    """Sum (rows, width) over its rows to (width,), float32; the rows are partial sums of earlier programs."""
     rows, width = x.shape
     out = torch.empty(width, dtype=torch.float32, device=x.device)
     _column_sums[(triton.cdiv(width, _COLS),)](x, out, rows, width, ROWS=_ROWS, COLS=_COLS, num_warps=8)

@@ -1,7 +1,7 @@
-"""h[t] = λ ⊙ h[t−1] + x[t] with λ constant in time, alone and inside a layer y = Re(C h), h driven by B u.
+"""The recurrence h[t] = λ ⊙ h[t−1] + x[t] with constant λ, alone and inside a layer y = Re(C h), h driven by B u.
 
-Complex numbers are real pairs on an axis of size two, so that parameters, optimizers, half precision and export see
-real tensors only. Poles come as their logarithms, (log |λ|, arg λ): powers are exponentials, never repeated products.
+Complex numbers are real pairs on an axis of size two, so that parameters, optimizers, half precision and export handle
+only real tensors. Poles are given as logarithms (log |λ|, arg λ): powers are exponentials, never repeated products.
 """
 
 from compressm.ops.lti.cost import Path

@@ -1,4 +1,4 @@
-"""A layer as matrix products over chunks of T steps; only one state a chunk is formed."""
+"""A layer as matrix products over chunks of T steps, which form only one state a chunk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from compressm.ops.lti.recurrence import (
 
 
 class ModePowers(NamedTuple):
-    """Powers of the poles, and what drives and reads them."""
+    """The powers of the poles, the input matrix B and the output matrix C."""
 
     powers: Complex[Tensor, "T1 n"]  # λ⁰ … λᵀ
     B: Complex[Tensor, "p n"]
@@ -31,7 +31,7 @@ class ModePowers(NamedTuple):
 
 
 class ChunkMatrices(NamedTuple):
-    """From a chunk's inputs to the state at its end and to its outputs, and from the state before it to its outputs."""
+    """The maps of a chunk: inputs to its last state, inputs to its outputs, and the state before it to its outputs."""
 
     collect: Float[Tensor, "Tp n2"]  # Λᵀ⁻¹⁻ˢ B
     own: Float[Tensor, "Tp Tq"]  # K[t − s] = Re(C Λᵗ⁻ˢ B), and D on the diagonal
@@ -39,7 +39,7 @@ class ChunkMatrices(NamedTuple):
 
 
 def chunk_matrices(modes: ModePowers, D: Float[Tensor, " q"] | None) -> ChunkMatrices:
-    """Of T steps where there are T + 1 powers."""
+    """The matrices of a chunk of T steps, from T + 1 powers."""
     powers, B, C = modes
     T, p, q = len(powers) - 1, len(B), len(C)
     collect = interleaved(powers[:-1].flip(0)[:, None] * B).flatten(0, 1)
@@ -47,7 +47,7 @@ def chunk_matrices(modes: ModePowers, D: Float[Tensor, " q"] | None) -> ChunkMat
     responses = (interleaved(B) @ read[:-1].flatten(0, 1).mT).reshape(p, T, q).transpose(0, 1)
     if D is not None:
         responses[0].diagonal().add_(D)
-    # Windows of T lags, from zeros before the first on: the last begins at lag 0.
+    # Windows of T lags, with zeros before lag 0; the last window begins at lag 0.
     windows = pad(responses, (0, 0, 0, 0, T - 1, 0)).unfold(0, T, 1)
     own = windows.permute(0, 1, 3, 2).flip(0).reshape(T * p, T * q)
     return ChunkMatrices(collect, own, read[1:].flatten(0, 1))
@@ -58,7 +58,7 @@ def pulled_back(modes: ModePowers, grads: ChunkMatrices) -> tuple[ModePowers, Fl
     powers, B, C = modes
     T, p, q = len(powers) - 1, len(B), len(C)
     causal = grads.own.reshape(T, p, T, q).permute(1, 3, 0, 2).triu()
-    # Read in rows of T + 1, what stands t − s beside the diagonal stands in column t − s.
+    # Read in rows of T + 1, the entries t − s beside the diagonal stand in column t − s.
     responses = pad(causal.reshape(p, q, T * T), (0, T)).view(p, q, T, T + 1).sum(2)[..., :T].permute(2, 0, 1)
     rows = responses.mT.reshape(T * q, p)
     read = pad(grads.emit.reshape(T, q, -1), (0, 0, 0, 0, 1, 0))
@@ -81,7 +81,7 @@ def chunked(
     D: Float[Tensor, " q"] | None,
     chunk: int,
 ) -> Float[Tensor, "batch length q"]:
-    """Three products a chunk of T steps: its own Toeplitz block, its last state, and what the carried state adds."""
+    """Compute y by three products a chunk: its own Toeplitz block, its last state, and the carried state's outputs."""
     length, missing = u.shape[1], -u.shape[1] % chunk
     padded = pad(u, (0, 0, 0, missing)) if missing else u
     y: Tensor = ChunkedLayer.apply(padded, log_poles, B, C, state, D, chunk)
@@ -89,10 +89,10 @@ def chunked(
 
 
 class ChunkedLayer(torch.autograd.Function):
-    """Of whole chunks. With s the states before them and e what each adds: s[k+1] = λᵀ s[k] + e[k].
+    """A layer over whole chunks: s[k+1] = λᵀ s[k] + e[k] with s[k] the state before chunk k and e[k] its contribution.
 
-    With g[k] = ∂L/∂s[k] + λ̄ᵀ g[k+1]: ∂L/∂e[k] = g[k+1], ∂L/∂log λ = Σ conj(g[k+1]) T λᵀ s[k] beside that of the
-    matrices, and ∂L/∂s[0] = g[0].
+    Let g[k] = ∂L/∂s[k] + λ̄ᵀ g[k+1]. Then ∂L/∂e[k] = g[k+1], ∂L/∂s[0] = g[0], and ∂L/∂log λ is Σ conj(g[k+1]) T λᵀ s[k]
+    plus the gradient from the matrices.
     """
 
     @staticmethod
@@ -111,7 +111,7 @@ class ChunkedLayer(torch.autograd.Function):
         matrices = chunk_matrices(modes, D)
         blocks = u.reshape(-1, len(matrices.own))
         states = _one_row_more(blocks, matrices.collect)
-        # What a chunk adds stands a row later, where the next begins.
+        # The contribution of a chunk stands one row later, where the next chunk begins.
         torch.mm(blocks, matrices.collect, out=states[1:])
         before = from_interleaved(states[:-1]).view(len(u), -1, len(log_poles[0]))
         before[:, 0] = 0 if state is None else to_complex(state, 1)
@@ -133,7 +133,7 @@ class ChunkedLayer(torch.autograd.Function):
         g, added = (from_interleaved(rows).view_as(before) for rows in (pulls[:-1], pulls[1:]))
         accumulate_(g, table.conj_physical(), backwards=True)
         start = to_pair(g[:, 0], 1) if ctx.has_state else None
-        added[:, -1] = 0  # the last state of a sequence is read by nothing
+        added[:, -1] = 0  # nothing reads the last state of a sequence
         du = (dy @ matrices.own.mT).addmm_(pulls[1:], matrices.collect.mT)
         of_matrices = ChunkMatrices(_outer(blocks, pulls[1:]), _outer(blocks, dy), _outer(dy, _rows(before)))
         pulled, responses = pulled_back(modes, of_matrices)
@@ -144,12 +144,12 @@ class ChunkedLayer(torch.autograd.Function):
 
 
 def _one_row_more(rows: Float[Tensor, "chunks m"], matrix: Float[Tensor, "m n2"]) -> Float[Tensor, "one_more n2"]:
-    """Room for their product: read from its second row on, it is shifted by a chunk without a copy."""
+    """Memory for rows @ matrix and one row more: a view from the second row on is shifted by a chunk without a copy."""
     return torch.empty(len(rows) + 1, matrix.shape[1], dtype=rows.dtype, device=rows.device)
 
 
 def _outer(a: Float[Tensor, "chunks m"], b: Float[Tensor, "chunks k"]) -> Float[Tensor, "m k"]:
-    """aᵀ b; with the narrower of the two first it takes four fifths of the time."""
+    """aᵀ b, with the narrower factor first, which takes four fifths of the time."""
     return a.mT @ b if a.shape[1] <= b.shape[1] else (b.mT @ a).mT.contiguous()
 
 
@@ -160,7 +160,7 @@ def _rows(states: Complex[Tensor, "batch count n"]) -> Float[Tensor, "chunks n2"
 def _by_exponent(
     grads: Complex[Tensor, "T1 n"], carried: Complex[Tensor, " n"], table: Complex[Tensor, "T1 n"]
 ) -> Float[Tensor, "2 n"]:
-    """∂L/∂log λ = Σⱼ j conj(∂L/∂λʲ) λʲ, with what the carries add for λᵀ."""
+    """∂L/∂log λ = Σⱼ j conj(∂L/∂λʲ) λʲ, where `carried` adds to the gradient of λᵀ."""
     pulls = grads.conj() * table
     pulls[-1] += carried * table[-1]
     steps = torch.arange(len(table), dtype=pulls.real.dtype, device=table.device)

@@ -1,7 +1,7 @@
-"""Which path is cheapest for which shapes, forward and backward on one CPU core.
+"""The cheapest path for given shapes, from predicted costs of forward and backward on one CPU core.
 
-Microseconds, fitted to 23 shapes on a core that multiplies float32 matrices at 140 flop/ns; ratios matter, not the
-unit. The benchmark `compressm bench scan` measures every path beside the choice.
+Costs are microseconds, fitted to 23 shapes on a core that multiplies float32 matrices at 140 flop/ns; only their
+ratios matter. The benchmark `compressm bench scan` measures every path beside the chosen one.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from functools import cache
 
 _FLOP = 1 / 140e3
 _SHORTEST_CHUNK, _LONGEST_CHUNK = 4, 64
-_COLUMNS = 16  # of a product at a time: fewer take as long
-WIDE = 6144  # states of a step from which the CPU walks step by step; of fewer, spans of steps side by side
-_LONG_ROW = 64  # states side by side from which loops over pairs waste no more than complex ones
-NARROW = 16  # channels up to which a GPU has kernels that form B u and C h on the way
-FEW_STATES = 64  # up to which those write every state; beyond, one a chunk
+_COLUMNS = 16  # columns that a product computes at a time: fewer take as long
+WIDE = 6144  # states in a step from which the CPU walks step by step; with fewer, it walks spans side by side
+_LONG_ROW = 64  # states side by side from which loops over pairs waste no more than loops over complex numbers
+NARROW = 16  # channels up to which GPU kernels form B u and C h themselves
+FEW_STATES = 64  # states up to which those kernels write every state; beyond, they write one a chunk
 
 
 class Path(Enum):
-    """How to compute."""
+    """Ways to compute a recurrence or a layer."""
 
     LOOP = "the definition, step by step"
     SCAN = "every state, by a scan"
@@ -30,7 +30,7 @@ class Path(Enum):
 def cheapest_path(batch: int, length: int, n: int, p: int, q: int, *, gpu: bool = False) -> Path:
     """The path with the smallest predicted cost.
 
-    On a GPU few channels go in chunks, whose states never reach memory, and all else through a scan.
+    On a GPU, few channels take CHUNKED, whose kernels never store B u; everything else takes SCAN.
     """
     if gpu:
         return Path.CHUNKED if max(p, q) <= NARROW else Path.SCAN
@@ -39,18 +39,18 @@ def cheapest_path(batch: int, length: int, n: int, p: int, q: int, *, gpu: bool 
 
 
 def walks_pairs(batch: int, length: int, n: int, *, driven: bool) -> bool:
-    """Whether a recurrence on the CPU goes over pairs as they lie in memory, or over complex numbers in two levels.
+    """True if a CPU recurrence should walk over pairs as they lie in memory, not over complex numbers in two levels.
 
-    Complex numbers win where there are few, but are copies of pairs; those `driven` by a product come as either.
+    Complex numbers win for small sizes, but are copies of pairs; an x that is `driven` by a product comes in either form.
     """
     return n >= _LONG_ROW and batch * length * n >= (2**21 if driven else 2**18)
 
 
 def path_costs(batch: int, length: int, n: int, p: int, q: int) -> dict[Path, float]:
-    """Predicted microseconds of a training step of the layer.
+    """The predicted microseconds of a training step of the layer, for each path.
 
     SCAN moves every state through memory. CHUNKED does the products of SCAN and those of its chunks. CONVOLUTION pays
-    for the response once, whatever the batch, and FFTs a step.
+    for the response once, whatever the batch, and for FFTs at every step.
     """
     steps = batch * length
     products = steps * 12 * n * (p + q) * _FLOP
@@ -65,13 +65,13 @@ def path_costs(batch: int, length: int, n: int, p: int, q: int) -> dict[Path, fl
 
 @cache
 def layer_chunk(batch: int, length: int, n: int, p: int, q: int) -> int:
-    """T from 4 to 64: long chunks have large blocks of their own, short ones carry many states."""
+    """The cheapest T from 4 to 64: a long chunk needs large blocks, short chunks carry many states."""
     candidates = range(min(length, _SHORTEST_CHUNK), min(length, _LONGEST_CHUNK) + 1)
     return min(candidates, key=lambda chunk: _chunk_cost(chunk, batch, length, n, p, q))
 
 
 def _chunk_cost(chunk: int, batch: int, length: int, n: int, p: int, q: int) -> float:
-    """What depends on T: T² p q in and for each block, n for each state carried, and a copy where T leaves a rest."""
+    """The cost that depends on T: T² p q for tables and blocks, n for each carried state, a copy if T leaves a rest."""
     blocks = batch * -(-length // chunk)
     columns = -(-chunk * q // _COLUMNS) * _COLUMNS
     tables = 0.006 * chunk**2 * p * q + 0.016 * chunk * n * (p + q)
@@ -80,12 +80,12 @@ def _chunk_cost(chunk: int, batch: int, length: int, n: int, p: int, q: int) -> 
 
 
 def best_chunk(length: int) -> int:
-    """About √L steps, at least 8 and at most 64."""
+    """A chunk of about √L steps, at least 8 and at most 64."""
     return max(1, min(length, max(8, min(64, round(length**0.5)))))
 
 
 def fast_length(at_least: int) -> int:
-    """The smallest multiple of 16 that is 2ᵃ3ᵇ5ᶜ7ᵈ and not below: FFTs of odd sizes take two to four times as long."""
+    """The smallest multiple of 16 from `at_least` on that is 2ᵃ3ᵇ5ᶜ7ᵈ: other FFTs take two to four times as long."""
     size = max(16, -(-at_least // 16) * 16)
     while _without_small_primes(size) != 1:
         size += 16

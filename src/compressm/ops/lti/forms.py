@@ -1,4 +1,4 @@
-"""Layers and banks without their states: impulse responses, convolutions by FFT, and the last state alone."""
+"""Ways to compute layers and banks: through every state, or by impulse responses and FFTs, and the last state alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from compressm.ops.lti.recurrence import (
 def impulse_response(
     log_poles: Float[Tensor, "2 n"], B: Float[Tensor, "2 n p"], C: Float[Tensor, "2 q n"], length: int
 ) -> Float[Tensor, "p q length"]:
-    """K[kT + j] = Re((C Λ^{kT}) (Λʲ B)), transposed."""
+    """The impulse response K[kT + j] = Re((C Λ^{kT}) (Λʲ B)), transposed."""
     near, far = power_tables(log_poles, length, complex_dtype(B.dtype))
     driven = interleaved(near[:, None] * to_complex(B, 0).mT)
     read = interleaved((far[:, None] * to_complex(C, 0)).conj())
@@ -38,7 +38,7 @@ def impulse_response(
 def free_response(
     log_poles: Float[Tensor, "2 n"], C: Float[Tensor, "2 q n"], state: Float[Tensor, "batch 2 n"], length: int
 ) -> Float[Tensor, "batch length q"]:
-    """Re(C Λᵗ⁺¹ h₀)."""
+    """The output Re(C Λᵗ⁺¹ h₀) of the initial state alone."""
     near, far = power_tables(log_poles, length, complex_dtype(C.dtype))
     first = powers(log_poles, 1, first=1, dtype=near.dtype)
     carried = interleaved(to_complex(state, 1).to(near.dtype)[:, None] * (first * far))
@@ -49,16 +49,16 @@ def free_response(
 def power_tables(
     log_poles: Float[Tensor, "2 *modes"], length: int, dtype: torch.dtype
 ) -> tuple[Complex[Tensor, "T *modes"], Complex[Tensor, "count *modes"]]:
-    """Λʲ for j < T and Λ^{kT} for kT < L, with 0 for what is below 1e-19."""
+    """Λʲ for j < T and Λ^{kT} for kT < L; numbers below 1e-19 are 0."""
     chunk = best_chunk(length)
     near = powers(log_poles, chunk, dtype=dtype)
     far = powers(log_poles.to(torch.float64) * chunk, -(-length // chunk), dtype=dtype)
-    # A processor takes ten times as long over products with numbers below 1e-38; 1e-19 · 1e-19 is not below.
+    # Products with numbers below 1e-38 take a processor ten times as long; 1e-19 · 1e-19 is not below.
     return torch.where(near.abs() < 1e-19, 0, near), torch.where(far.abs() < 1e-19, 0, far)
 
 
 class MatrixConvolution(torch.autograd.Function):
-    """y[t] = Σ_s u[t − s] K[s] with p × q matrices K: a product at every frequency, the gradients with K* and U*."""
+    """y[t] = Σ_s u[t − s] K[s] with p × q matrices K: one product at every frequency; the gradients use K* and U*."""
 
     @staticmethod
     def forward(
@@ -80,7 +80,7 @@ class MatrixConvolution(torch.autograd.Function):
 
 
 class ChannelConvolution(torch.autograd.Function):
-    """y[t, i] = Σ_s k[s, i] u[t − s, i]: at every frequency one number a channel."""
+    """y[t, i] = Σ_s k[s, i] u[t − s, i]: one number a channel at every frequency."""
 
     @staticmethod
     def forward(
@@ -103,7 +103,7 @@ class ChannelConvolution(torch.autograd.Function):
 
 
 def _spectrum(x: Float[Tensor, "*rest length"], size: int) -> Complex[Tensor, "*rest f"]:
-    """Transforms run along the last axis, and want it contiguous: zeros are put behind a signal as it is copied."""
+    """FFT along the last axis, which should be contiguous: one copy makes it so and appends the zeros."""
     room = x.new_zeros(*x.shape[:-1], size)
     room[..., : x.shape[-1]] = x
     return torch.fft.rfft(room)
@@ -118,7 +118,7 @@ def _matrices(x: Float[Tensor, "rows columns length"], size: int) -> Complex[Ten
 def _signals(
     spectrum: Complex[Tensor, "f rows columns"], size: int, length: int
 ) -> Float[Tensor, "rows columns length"]:
-    """The first steps of the inverse."""
+    """The first `length` steps of the inverse FFT."""
     flat = torch.fft.irfft(spectrum.flatten(1).mT.contiguous(), n=size)
     return flat[:, :length].unflatten(0, spectrum.shape[1:])
 
@@ -130,7 +130,7 @@ def through_states(
     C: Float[Tensor, "2 q n"],
     state: Float[Tensor, "batch 2 n"] | None,
 ) -> tuple[Float[Tensor, "batch length q"], Float[Tensor, "batch 2 n"]]:
-    """Drive, scan, read: best where n is not much larger than the channels."""
+    """Compute B u, scan, then multiply by C: best if n is not much larger than the number of channels."""
     if not u.is_cuda and walks_pairs(len(u), u.shape[1], B.shape[1], driven=True):
         driven = (u @ B.flatten(0, 1).mT).unflatten(-1, (2, -1))
         pairs, last = pair_recurrence(driven, log_poles, state)
@@ -149,7 +149,7 @@ def padded_order(
     *,
     multiple: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Idle modes up to the next multiple: matrices of odd sizes miss the fast kernels of a GPU."""
+    """Add idle modes up to the next multiple: matrices of other sizes miss the fast kernels of a GPU."""
     missing = -B.shape[1] % multiple
     if missing == 0:
         return log_poles, B, C, state
@@ -165,7 +165,7 @@ def convolution(
     state: Float[Tensor, "batch 2 n"] | None,
     D: Float[Tensor, " q"] | None,
 ) -> Float[Tensor, "batch length q"]:
-    """The impulse response once, then FFTs: n enters only the response, so that it is best for few channels."""
+    """Convolve with the impulse response by FFTs: only the response depends on n, so this is best for few channels."""
     length = u.shape[1]
     kernel = impulse_response(log_poles, B, C, length)
     if D is not None:
@@ -181,7 +181,7 @@ def final_state(
     state: Float[Tensor, "batch 2 n"] | None,
     lengths: Int[Tensor, " batch"] | None = None,
 ) -> Float[Tensor, "batch 2 n"]:
-    """h at the end of each sequence, Σⱼ λʲ B u[end − j], in blocks of j: no state in between is formed."""
+    """h at the end of each sequence, Σⱼ λʲ B u[end − j], in blocks of j, without the states in between."""
     batch, length, p = u.shape
     dtype, chunk = complex_dtype(u.dtype), best_chunk(length)
     count = -(-length // chunk)
@@ -194,7 +194,7 @@ def final_state(
 
 
 def after(log_poles: Tensor, lengths: Tensor | None, length: int, dtype: torch.dtype) -> Tensor:
-    """λ^length, or of each sequence its own."""
+    """λ^length, or λ^lengths with a length for each sequence."""
     if lengths is None:
         return powers(log_poles, 1, first=length, dtype=dtype)
     logs = torch.complex(*log_poles.to(torch.float64).unbind(0))
@@ -204,7 +204,7 @@ def after(log_poles: Tensor, lengths: Tensor | None, length: int, dtype: torch.d
 def backwards(
     u: Float[Tensor, "batch length p"], lengths: Int[Tensor, " batch"] | None
 ) -> Float[Tensor, "batch length p"]:
-    """Each sequence from its own end to its beginning, then zeros."""
+    """Reverse each sequence from its own end; zeros follow its first step."""
     if lengths is None:
         return u.flip(1)
     position = lengths[:, None] - 1 - torch.arange(u.shape[1], device=u.device)
@@ -220,7 +220,7 @@ def bank_convolution(
     state: Float[Tensor, "batch 2 width n"] | None,
     D: Float[Tensor, " width"] | None,
 ) -> Float[Tensor, "batch length width"]:
-    """kᵢ[t] = Re(Cᵢ Λᵢᵗ Bᵢ) in two steps of about √L powers, then FFTs channel by channel."""
+    """Convolve each channel with kᵢ[t] = Re(Cᵢ Λᵢᵗ Bᵢ) by FFTs; the kernel takes two tables of about √L powers."""
     length = u.shape[1]
     kernel = _responses(log_poles, (to_complex(B, 0) * to_complex(C, 0))[None], length, u.dtype)[0]
     if D is not None:
@@ -239,7 +239,7 @@ def bank_final_state(
     state: Float[Tensor, "batch 2 width n"] | None,
     lengths: Int[Tensor, " batch"] | None = None,
 ) -> Float[Tensor, "batch 2 width n"]:
-    """h at the end of each sequence."""
+    """The states of a bank at the end of each sequence."""
     batch, length, width = u.shape
     dtype, chunk = complex_dtype(u.dtype), best_chunk(length)
     count = -(-length // chunk)

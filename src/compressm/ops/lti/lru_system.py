@@ -18,7 +18,7 @@ def plain_system(
     C_re: Float[Tensor, "q n"],
     C_im: Float[Tensor, "q n"],
 ) -> tuple[Float[Tensor, "2 n"], Float[Tensor, "2 n p"], Float[Tensor, "2 q n"]]:
-    """(log |λ|, arg λ), γ B and C, as pairs."""
+    """Return (log |λ|, arg λ), γ B and C as pairs."""
     gamma = torch.exp(gamma_log)[:, None]
     poles = torch.stack([-torch.exp(nu_log), torch.exp(theta_log)])
     return poles, torch.stack([gamma * B_re, gamma * B_im]), torch.stack([C_re, C_im])
@@ -35,9 +35,9 @@ def lru_system(
     *,
     dtype: torch.dtype,
 ) -> tuple[Float[Tensor, "2 m"], Float[Tensor, "2 m p"], Float[Tensor, "2 q m"]]:
-    """(log |λ|, arg λ), γ B and C, as pairs, B and C in `dtype`.
+    """Return (log |λ|, arg λ), γ B and C as pairs, B and C in `dtype`.
 
-    On a GPU m is n rounded up to a multiple of 8 by idle modes: matrices of odd sizes miss its fast products.
+    On a GPU idle modes round n up to m, a multiple of 8: products of other sizes miss its fast kernels.
     """
     parameters = (nu_log, theta_log, gamma_log, B_re, B_im, C_re, C_im)
     if nu_log.is_cuda and has_triton() and all(tensor.dtype == torch.float32 for tensor in parameters):

@@ -1,4 +1,4 @@
-"""The system in one kernel, and the gradients of all seven parameters in one."""
+"""The system of a linear recurrent unit in one GPU kernel, and the gradients of its seven parameters in another."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MODES, _CHANNELS = 16, 64
 @triton.jit(do_not_specialize=["n", "m", "p", "q", "readers"])
 def _forward(nu, theta, gamma, b_re, b_im, c_re, c_im, logs, B, C, n, m, p, q, readers,
              MODES: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
-    """The first programs own modes, with their poles and rows of B; the `readers` after them own rows of C."""
+    """Write poles, γ B and C: the first programs own modes (poles and rows of B), the last `readers` own rows of C."""
     program = tl.program_id(0)
     drivers = tl.num_programs(0) - readers
     if program < drivers:
@@ -82,7 +82,7 @@ def _backward(nu, theta, gamma, b_re, b_im, dlogs, dB, dC, dnu, dtheta, dgamma, 
 
 
 class LRUSystem(torch.autograd.Function):
-    """C lies in memory as (q, 2, m), so that its rows read [h_re, h_im] without a copy."""
+    """The system of a linear recurrent unit; C lies in memory as (q, 2, m), so that [h_re, h_im] needs no copy."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor]:

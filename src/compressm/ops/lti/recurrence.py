@@ -1,4 +1,4 @@
-"""The recurrence on the CPU, over real pairs: in two levels of chunks, or in one walk through memory."""
+"""The recurrence in plain torch: powers of poles, a two-level scan of complex numbers, and a CPU walk over pairs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _SINGLE_TABLE = 64
 
 
 def to_complex(pair: Float[Tensor, "..."], axis: int) -> Complex[Tensor, "..."]:
-    """The pair on `axis` as one complex number."""
+    """Join the pair on `axis` into one complex number."""
     re, im = pair.unbind(axis)
     return torch.complex(re, im)
 
 
 def to_pair(number: Complex[Tensor, "..."], axis: int) -> Float[Tensor, "..."]:
-    """Real and imaginary parts on a new axis."""
+    """Split complex numbers into real and imaginary parts on a new axis."""
     return torch.stack([number.real, number.imag], dim=axis)
 
 
@@ -76,7 +76,7 @@ def two_level_recurrence(
     log_poles: Float[Tensor, "2 n"],
     state: Float[Tensor, "batch 2 n"] | None = None,
 ) -> tuple[Float[Tensor, "batch length 2 n"], Float[Tensor, "batch 2 n"]]:
-    """All h and the last, as pairs."""
+    """Return every h and the last one, as pairs, by a scan in two levels of chunks."""
     start = None if state is None else to_complex(state, -2)
     history = to_pair(recurrence(to_complex(x, -2), log_poles, start), -2)
     return history, history[:, -1]
@@ -85,14 +85,14 @@ def two_level_recurrence(
 def recurrence(
     x: Complex[Tensor, "batch length n"], log_poles: Float[Tensor, "2 n"], state: Complex[Tensor, "batch n"] | None
 ) -> Complex[Tensor, "batch length n"]:
-    """All h; the gradient runs the same recurrence backwards in time."""
+    """Return every h as complex numbers; the gradient runs the same recurrence backwards in time."""
     start = x.new_zeros(x.shape[0], x.shape[-1]) if state is None else state.to(x.dtype)
     history: Tensor = TwoLevelRecurrence.apply(x, log_poles, start)
     return history
 
 
 class TwoLevelRecurrence(torch.autograd.Function):
-    """With g[t] = ∂L/∂h[t] + λ̄ g[t+1]: ∂L/∂x = g, ∂L/∂h₀ = λ̄ g[1], ∂L/∂log λ = Σ conj(g[t]) λ h[t−1]."""
+    """Every h; g[t] = ∂L/∂h[t] + λ̄ g[t+1] gives ∂L/∂x = g, ∂L/∂h₀ = λ̄ g[1], ∂L/∂log λ = Σ conj(g[t]) λ h[t−1]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, log_poles: Tensor, state: Tensor) -> Tensor:
@@ -114,20 +114,20 @@ class TwoLevelRecurrence(torch.autograd.Function):
 
 
 def short_powers(log_poles: Float[Tensor, "2 n"], length: int) -> Complex[Tensor, "size n"]:
-    """λ, λ², … over one chunk of a sequence."""
+    """The powers λ, λ², … that one chunk of a sequence needs."""
     return powers(log_poles, _chunk_size(length), first=1, dtype=torch.complex128)
 
 
 @cache
 def _chunk_size(length: int) -> int:
-    """With the fewest steps one after the other: inside a chunk, between chunks, and after the last whole one."""
+    """The chunk with the fewest steps one after the other: inside it, between chunks, and after the last whole one."""
     return min(range(1, _LONGEST_CHUNK + 1), key=lambda size: size + length // size + length % size)
 
 
 def accumulate_(
     h: Complex[Tensor, "batch length n"], table: Complex[Tensor, "size n"], *, backwards: bool = False
 ) -> None:
-    """h[t] += λ h[t−1] for t = 1, 2, … in place, by `short_powers` of λ; `backwards`, h[t] += λ h[t+1] from the end."""
+    """Add λ h[t−1] to h[t] for t = 1, 2, …, or `backwards` λ h[t+1] from the end; `table` is `short_powers` of λ."""
     length, size = h.shape[1], len(table)
     left = length % size
     near, order = table.to(h.dtype), slice(None, None, -1 if backwards else None)
@@ -154,18 +154,18 @@ def logarithmic(pull: Complex[Tensor, " n"]) -> Float[Tensor, "2 n"]:
     return torch.stack([pull.real, -pull.imag])
 
 
-# Numbers of a stretch that is written before it is read: x and h, of one megabyte each, stay in the cache.
+# Numbers in a tile that is read right after it is written: x and h, one megabyte each, stay in the cache.
 _STRETCH = 2**18
 # Inside a span λ is multiplied up to 31 times, which costs 31 · 6e-8 at worst; carries between spans are float64.
 _SPAN = 32
-# Numbers of a step of all spans side by side: of fewer a call costs more than what it does.
+# Numbers in one step of all spans side by side: with fewer, a call costs more than its arithmetic.
 _STEP = 2**15
-# A processor takes ten times as long over products with numbers below 1e-38; 1e-19 · 1e-19 is not below.
+# Products with numbers below 1e-38 take a processor ten times as long; 1e-19 · 1e-19 is not below.
 _SMALLEST = 1e-19
 
 
 class _Pole(NamedTuple):
-    """λ, as products of pairs need it."""
+    """The parts of λ that a product of pairs needs."""
 
     re: Float[Tensor, " n"]
     im: Float[Tensor, " n"]
@@ -173,7 +173,7 @@ class _Pole(NamedTuple):
 
 
 class _Pair(NamedTuple):
-    """Both parts and each."""
+    """Views of a pair: both parts, the real part, and the imaginary part."""
 
     both: Float[Tensor, "*rest 2 n"]
     re: Float[Tensor, "*rest n"]
@@ -188,7 +188,7 @@ def walk(
     *,
     backwards: bool,
 ) -> Iterator[slice]:
-    """h[t] = λ h[t−1] + x[t] with the state in float64: nothing is lost, however long the sequence."""
+    """Write h[t] = λ h[t−1] + x[t] and yield each finished tile; the float64 state loses nothing in long sequences."""
     batch, length, _, n = x.shape
     order = _order(backwards)
     pole = _split_pole(powers(log_poles, 1, first=1, dtype=torch.complex128)[0], torch.float64, backwards)
@@ -213,7 +213,7 @@ def walk_in_spans(
     *,
     backwards: bool,
 ) -> Iterator[slice]:
-    """The same where a step holds few states: spans begin with nothing, many at once, and get their carries after."""
+    """Do the same as `walk` for few states a step: many spans start from zero at once, then get their carries."""
     batch, length, _, n = x.shape
     table = powers(log_poles, _SPAN, first=1, dtype=torch.complex128)
     step, leap = (_split_pole(table[k], dtype, backwards) for k, dtype in ((0, x.dtype), (-1, torch.float64)))
@@ -238,7 +238,7 @@ def _walk_all(
     entering: Float[Tensor, "batch 2 n"] | None,
     backwards: bool,
 ) -> None:
-    """Through all spans at once, each begun with nothing but the first with what enters."""
+    """Walk through all spans at once, each from zero; `entering` is added to the very first step."""
     order = _order(backwards)
     steps = [
         _Pair(*views) for views in zip(spans.unbind(2), *(spans[..., k, :].unbind(2) for k in (0, 1)), strict=True)
@@ -257,7 +257,7 @@ def _walk_all(
 def _carried(
     ends: Float[Tensor, "batch spans 2 n"], carry: Float[Tensor, "batch 2 n"], leap: _Pole, backwards: bool
 ) -> Float[Tensor, "batch one_more 2 n"]:
-    """The states between spans in float64, from what came in on: each is the one before it a span later, and an end."""
+    """The float64 states between spans, from `carry` on: each is the previous one times `leap` plus a span's end."""
     batch, count, _, n = ends.shape
     states = torch.empty(batch, count + 1, 2, n, dtype=torch.float64)
     (states[:, :-1] if backwards else states[:, 1:]).copy_(ends)
@@ -272,7 +272,7 @@ def _add_carries_(
     carries: Float[Tensor, "batch spans 2 n"],
     tables: Float[Tensor, "2 size 2 n"],
 ) -> None:
-    """h[s] += λˢ⁺¹ c."""
+    """Add the carries to every step: h[s] += λˢ⁺¹ c."""
     straight = carries.to(spans.dtype)[:, :, None]
     turned = torch.stack([-straight[..., 1, :], straight[..., 0, :]], dim=-2)  # i c
     spans.addcmul_(straight, tables[0]).addcmul_(turned, tables[1])
@@ -285,7 +285,7 @@ def _add_product_(after: _Pair, pole: _Pole, before: _Pair) -> None:
 
 
 def _tables(table: Complex[Tensor, "size n"], dtype: torch.dtype, conjugate: bool) -> Float[Tensor, "2 size 2 n"]:
-    """Real and imaginary parts, each for both parts of a pair; 0 for what is below 1e-19."""
+    """The real and imaginary parts of a table, each for both parts of a pair; numbers below 1e-19 are 0."""
     parts = torch.view_as_real(torch.where(table.abs() < _SMALLEST, 0, table.conj() if conjugate else table))
     return parts.to(dtype).permute(2, 0, 1)[:, :, None].expand(-1, -1, 2, -1).contiguous()
 
@@ -304,7 +304,7 @@ def _order(backwards: bool) -> slice:
 
 
 def _stretches(length: int, span: int, longest: int, backwards: bool) -> Iterator[slice]:
-    """Whole spans, up to `longest` steps of them at a time, and what is left; from the end where `backwards`."""
+    """Tiles of time: whole spans, up to `longest` steps at a time, then the rest; from the end if `backwards`."""
     whole = length // span * span
     for start, stop in pairwise([*range(0, whole, longest), whole, length]):
         if start < stop:
@@ -316,13 +316,13 @@ def pair_recurrence(
     log_poles: Float[Tensor, "2 n"],
     state: Float[Tensor, "batch 2 n"] | None = None,
 ) -> tuple[Float[Tensor, "batch length 2 n"], Float[Tensor, "batch 2 n"]]:
-    """All h and the last."""
+    """Return every h and the last one, by a walk over pairs."""
     h, last = PairRecurrence.apply(x, log_poles, state)
     return h, last
 
 
 class PairRecurrence(torch.autograd.Function):
-    """With g[t] = ∂L/∂h[t] + λ̄ g[t+1]: ∂L/∂x = g, ∂L/∂h₀ = λ̄ g[1], ∂L/∂log λ = Σ conj(g[t]) λ h[t−1]."""
+    """Every h and the last one, by a walk over pairs; gradients are as in `TwoLevelRecurrence`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, log_poles: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:

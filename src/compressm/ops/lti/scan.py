@@ -27,7 +27,7 @@ def recurrence_loop(
     log_poles: Float[Tensor, "2 n"],
     state: Float[Tensor, "batch 2 n"] | None = None,
 ) -> tuple[Float[Tensor, "batch length 2 n"], Float[Tensor, "batch 2 n"]]:
-    """h[t] = λ h[t−1] + x[t], all h and the last."""
+    """Compute h[t] = λ h[t−1] + x[t] in a loop; return every h and the last one."""
     poles = torch.exp(to_complex(log_poles, 0)).to(complex_dtype(x.dtype))
     h = torch.zeros_like(to_complex(x[:, 0], -2)) if state is None else to_complex(state, -2)
     history = []
@@ -44,7 +44,7 @@ def lti_loop(
     C: Float[Tensor, "2 q n"],
     state: Float[Tensor, "batch 2 n"] | None = None,
 ) -> tuple[Float[Tensor, "batch length q"], Float[Tensor, "batch 2 n"]]:
-    """y[t] = Re(C h[t]) with h driven by B u."""
+    """Compute y[t] = Re(C h[t]) in a loop, with h driven by B u."""
     x = torch.einsum("blp,rnp->blrn", u, B)
     h, last = recurrence_loop(x, log_poles, state)
     return torch.einsum("bln,qn->blq", h[:, :, 0], C[0]) - torch.einsum("bln,qn->blq", h[:, :, 1], C[1]), last
@@ -57,7 +57,7 @@ def bank_loop(
     C: Float[Tensor, "2 width n"],
     state: Float[Tensor, "batch 2 width n"] | None = None,
 ) -> tuple[Float[Tensor, "batch length width"], Float[Tensor, "batch 2 width n"]]:
-    """One system a channel: y[t, i] = Re(Cᵢ hᵢ[t]), hᵢ driven by Bᵢ uᵢ."""
+    """Compute one system a channel in a loop: y[t, i] = Re(Cᵢ hᵢ[t]), hᵢ driven by Bᵢ uᵢ."""
     x = torch.einsum("blw,rwn->blrwn", u, B).flatten(-2)
     h, last = recurrence_loop(x, log_poles.flatten(-2), None if state is None else state.flatten(-2))
     shape = (*h.shape[:-1], *B.shape[-2:])
@@ -74,7 +74,7 @@ def linear_recurrence(
     *,
     path: Path | None = None,
 ) -> tuple[Float[Tensor, "batch length 2 n"], Float[Tensor, "batch 2 n"]]:
-    """h[t] = λ ⊙ h[t−1] + x[t]: every h, and the last; pairs (re, im) on the axis of size two."""
+    """Compute h[t] = λ ⊙ h[t−1] + x[t]: every h and the last one, with pairs (re, im) on the axis of size two."""
     require_shapes(
         x=(x, ("batch", "length", 2, "n")), log_poles=(log_poles, (2, "n")), state=(state, ("batch", 2, "n"))
     )
@@ -82,7 +82,7 @@ def linear_recurrence(
     if path is Path.LOOP:
         return recurrence_loop(x, log_poles, state)
     if path not in (None, Path.SCAN):
-        raise SequenceError(f"path is {path}, a recurrence is computed by {Path.LOOP} or {Path.SCAN}")
+        raise SequenceError(f"path is {path}, expected {Path.LOOP}, {Path.SCAN} or None for a recurrence")
     with _full_precision(x):
         return _recurrence(x, log_poles, None if state is None else _raised(state))
 
@@ -103,8 +103,8 @@ def lti_layer(
 ) -> tuple[Float[Tensor, "batch length q"], Float[Tensor, "batch 2 n"] | None]:
     """y = Re(C h) + D ⊙ u with h driven by B u, and the state at each sequence's end (None without `keep_state`).
 
-    Steps at and after `lengths` neither count nor matter: their y is 0. With `drive`, a link of u, the gradient of B u
-    goes there where that is cheaper.
+    Steps at and after `lengths` have no effect, and their y is 0. `drive`, if given, is a link of u that takes the
+    gradient of B u where that is cheaper.
     """
     sizes = require_shapes(
         u=(u, ("batch", "length", "p")),
@@ -165,7 +165,7 @@ def _without_skip(
 
 
 def _narrow_on_gpu(u: Tensor, log_poles: Tensor, B: Tensor, C: Tensor, state: Tensor | None) -> Tensor:
-    """Few states are cheapest written down; many are never formed, but for one a chunk."""
+    """Compute a layer of few channels: few states are written to memory; of many, only one a chunk is formed."""
     if B.shape[1] <= FEW_STATES:
         from compressm.ops.lti.layer_triton import NarrowLayer
 
@@ -178,7 +178,7 @@ def _narrow_on_gpu(u: Tensor, log_poles: Tensor, B: Tensor, C: Tensor, state: Te
 def _scan_on_gpu(
     u: Tensor, log_poles: Tensor, B: Tensor, C: Tensor, state: Tensor | None, drive: Link | None, keep: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Drive, scan, read; the conjugates h̄ are read by C as it is: Re(C h) = [C_re, C_im] · [h̄_re, h̄_im]."""
+    """Compute B u, scan and multiply by C; the scan gives conjugates: Re(C h) = [C_re, C_im] · [h̄_re, h̄_im]."""
     from compressm.ops.lti.scan_triton import driven_recurrence, triton_recurrence
 
     n = B.shape[1]
@@ -204,7 +204,7 @@ def lti_bank(
     keep_state: bool = True,
     path: Path | None = None,
 ) -> tuple[Float[Tensor, "batch length width"], Float[Tensor, "batch 2 width n"] | None]:
-    """One single-input single-output system a channel; otherwise as `lti_layer`."""
+    """Compute one single-input single-output system a channel; arguments and results are as in `lti_layer`."""
     bank = (2, "width", "n")
     sizes = require_shapes(
         u=(u, ("batch", "length", "width")),
@@ -217,7 +217,7 @@ def lti_bank(
     require_floats_on_one_device(u=u, log_poles=log_poles, B=B, C=C, state=state, D=D)
     require_lengths(lengths, sizes["batch"], sizes["length"])
     if path not in (None, Path.LOOP, Path.CONVOLUTION):
-        raise SequenceError(f"path is {path}, a bank is computed by {Path.LOOP} or {Path.CONVOLUTION}")
+        raise SequenceError(f"path is {path}, expected {Path.LOOP}, {Path.CONVOLUTION} or None for a bank")
     with _full_precision(u):
         work = _masked(_raised(u), lengths)
         B, C, state = B.to(work.dtype), C.to(work.dtype), None if state is None else _raised(state)
@@ -231,7 +231,7 @@ def lti_bank(
 
 
 def _recurrence(x: Tensor, log_poles: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The scan of this device: Triton on a GPU, loops elsewhere and for float64."""
+    """Compute the recurrence by Triton on a GPU; by plain torch elsewhere and for float64."""
     if _runs_kernels(x):
         from compressm.ops.lti.scan_triton import triton_recurrence
 
@@ -247,7 +247,7 @@ def _recurrence(x: Tensor, log_poles: Tensor, state: Tensor | None) -> tuple[Ten
 
 
 def layer_dtype(u: Tensor, n: int, q: int, path: Path | None = None) -> torch.dtype:
-    """In which `lti_layer` multiplies by B and C: half precision only where a GPU scans, with sums in float32."""
+    """The dtype in which `lti_layer` multiplies by B and C: half precision only in a GPU scan, with float32 sums."""
     batch, length, p = u.shape
     path = path or cheapest_path(batch, length, n, p, q, gpu=u.is_cuda)
     if not (path is Path.SCAN and _runs_kernels(u)):
@@ -264,7 +264,7 @@ def _fits_narrow_kernels(u: Tensor, q: int, path: Path) -> bool:
 
 
 def _raised(tensor: Tensor) -> Tensor:
-    """Half precision is computed in float32."""
+    """Raise half precision to float32."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
