@@ -1,1 +1,1 @@
-"""What stands around the recurrence in a block: norms, gates, residuals, encoders and pooling."""
+"""Ops around the recurrence in a block: norms, gates, residuals, encoders and pooling."""

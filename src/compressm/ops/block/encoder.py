@@ -1,4 +1,4 @@
-"""What stands before the first block: a linear map of few channels, and one learned vector a token."""
+"""Encoders before the first block: a linear map of few channels, and one learned vector a token."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from compressm.ops.dispatch import is_watched, kernels_serve
 from compressm.ops.memory import MANY, packed_row, packed_weight, steps_a_row
 
 FEW = 8
-# On a CPU one channel to 8 takes a third of the time in rows of four steps; to 16 it is fast, and so are few steps.
+# On a CPU, 1 channel to 8 takes a third of the time in rows of four steps; 1 channel to 16 and few steps are fast.
 _NARROW, _COLUMNS = 16, 32
 
 
 def linear_of_few(
     x: Float[Tensor, "*leading inputs"], weight: Float[Tensor, "width inputs"], bias: Float[Tensor, " width"]
 ) -> Float[Tensor, "*leading width"]:
-    """As `torch.nn.functional.linear`, also under autocast."""
+    """Compute `torch.nn.functional.linear` faster for few input channels, also under autocast."""
     if x.requires_grad or x.shape[-1] > FEW or torch.compiler.is_compiling():
         return linear(x, weight, bias)
     if not (kernels_serve(x) and kernels_serve(weight)):
@@ -41,13 +41,13 @@ def _several_steps_a_row(
     width, inputs = weight.shape
     steps = steps_a_row(_COLUMNS, width, x.numel() // inputs)
     rows = x.reshape(-1, steps * inputs)
-    # Of Wᵀ as it lies here torch takes the gradient by xᵀ g, of W it would by gᵀ x: four times as long.
+    # For Wᵀ in this layout torch forms the gradient as xᵀ g; for W it would form gᵀ x, which takes four times as long.
     product = torch.addmm(packed_row(bias, steps), rows, packed_weight(weight.mT, steps))
     return product.view(*x.shape[:-1], width)
 
 
 def token_features(tokens: Int[Tensor, "*leading"], embedding: nn.Embedding) -> Float[Tensor, "*leading width"]:
-    """Rows of the embedding; under autocast in its dtype."""
+    """Look up each token's row of the embedding; under autocast, in autocast's dtype."""
     if not (kernels_serve(embedding.weight) and _only_looks_up(embedding)):
         features = embedding(tokens)
         return features.to(_dtype_of_features(features))
@@ -57,13 +57,13 @@ def token_features(tokens: Int[Tensor, "*leading"], embedding: nn.Embedding) -> 
 
 
 def _dtype_of_features(x: Tensor) -> torch.dtype:
-    # What follows adds to its input block by block: under autocast in its dtype, as after a linear encoder.
+    # Every block adds to these features: under autocast they have its dtype, as after a linear encoder.
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def _only_looks_up(embedding: nn.Embedding) -> bool:
-    """No hook sees what goes through the module, no row is bounded, and the gradient of a row is a plain sum."""
+    """True if the module has no hooks, bounds no row, and the gradient of a row is a plain sum."""
     if type(embedding) is not nn.Embedding:
         return False
     bounded = embedding.max_norm is not None

@@ -1,4 +1,4 @@
-"""A linear map of few channels and rows of a table on the GPU: one pass over memory each way."""
+"""A linear map of few channels and the rows of a table on the GPU: one pass over memory each way."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _backward(
     x, dz, partial, rows, H: tl.constexpr, INPUTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Each program's Σ dz and Σ dz xₖ over its rows: one row of `partial`, (1 + inputs) H."""
+    """Write each program's Σ dz and Σ dz xₖ over its rows: one row of `partial`, (1 + inputs) H."""
     program, programs = tl.program_id(0) // tl.cdiv(H, COLS), tl.num_programs(0) // tl.cdiv(H, COLS)
     col = tl.program_id(0) % tl.cdiv(H, COLS) * COLS + tl.arange(0, COLS)
     inside = col < H
@@ -54,7 +54,7 @@ def _backward(
 
 
 class LinearOfFew(torch.autograd.Function):
-    """z in `dtype`; x itself gets no gradient."""
+    """The linear map of x in `dtype`; x itself gets no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
@@ -85,17 +85,17 @@ def _launch(H: int) -> Launch:
     return Launch(ROWS=2048 // columns, COLS=columns, num_warps=4, programs=264)
 
 
-_VALUES = 4096  # of a tile forward
-_ENTRIES = 64  # of the vocabulary in a tile: the rows of the smallest product of four warps
-_PROGRAMS = 264  # two for each multiprocessor of an H200
-# Of the vocabulary, where torch's sort takes over: products and reads grow with it, a sort does not. 32768 gradients of
-# 128 channels are 8.6 GFLOP and 134 MB from the cache at 1024 entries; float32 is multiplied without tensor cores.
+_VALUES = 4096  # numbers in a tile of the forward pass
+_ENTRIES = 64  # vocabulary entries in a tile: the rows of the smallest product of four warps
+_PROGRAMS = 264  # programs, two for each multiprocessor of an H200
+# The largest vocabulary before torch's sort takes over: products and reads grow with it, a sort does not. At 1024
+# entries, 32768 gradients of 128 channels are 8.6 GFLOP and 134 MB from the cache; float32 uses no tensor cores.
 _LARGEST = {torch.bfloat16: 1024, torch.float16: 1024, torch.float32: 512}
 
 
 @triton.jit(do_not_specialize=["count", "vocabulary"])
 def _look_up(tokens, table, out, count, vocabulary, H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """A token that is not in the table gives NaN: in a CUDA graph nobody else looks."""
+    """Copy each token's row; a token outside the table gives NaN, since nothing else checks it in a CUDA graph."""
     row = (tl.program_id(0) // tl.cdiv(H, COLS)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(0) % tl.cdiv(H, COLS) * COLS + tl.arange(0, COLS)
     here, inside = row < count, (col < H)[None, :]
@@ -111,13 +111,13 @@ def _sum_by_token(
     tokens, dout, partial, count, vocabulary, H: tl.constexpr, ENTRIES: tl.constexpr, ROWS: tl.constexpr,
     COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Σ over a program's tokens of one-hot(token) doutᵀ, for a tile of the table; each run of tokens has its table.
+    """Sum one-hot(token) doutᵀ over a program's tokens for a tile of the table; each share of tokens has its own table.
 
     Zeros are multiplied too: a gradient that is not finite leaves NaN in its channel of the whole table.
     """
     parts = tl.cdiv(vocabulary, ENTRIES)
     tiles = parts * tl.cdiv(H, COLS)
-    # Programs of the same tokens stand side by side: all but the first find them in the cache.
+    # Programs that read the same tokens are neighbours: all but the first find them in the cache.
     run, runs, place = tl.program_id(0) // tiles, tl.num_programs(0) // tiles, tl.program_id(0) % tiles
     entry = place % parts * ENTRIES + tl.arange(0, ENTRIES)
     col = place // parts * COLS + tl.arange(0, COLS)
@@ -135,7 +135,7 @@ def _sum_by_token(
 
 
 class TokenFeatures(torch.autograd.Function):
-    """Rows of the table in `dtype`; the same gradient gives the same bits, summed in float32."""
+    """Rows of the table in `dtype`; gradients are summed in float32, and the same gradient gives the same bits."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
@@ -160,7 +160,7 @@ class TokenFeatures(torch.autograd.Function):
 
 
 def _gradient(tokens: Tensor, dout: Tensor, vocabulary: int) -> Tensor:
-    """(vocabulary, width), float32."""
+    """The gradient of the table: (vocabulary, width), float32."""
     H = dout.shape[-1]
     columns = min(max(triton.next_power_of_2(H), 16), 128)
     tiles = triton.cdiv(vocabulary, _ENTRIES) * triton.cdiv(H, columns)

@@ -1,4 +1,4 @@
-"""Batch norm and RMS norm, and the sums that pass between norms: statistics forward, sums of gradients backward."""
+"""Batch norm and RMS norm, and the sums that other ops pass to them: statistics forward, sums of gradients backward."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from compressm.ops.dispatch import SequenceError, kernels_serve, require_floats_
 
 
 class Link(NamedTuple):
-    """Zeros that stand for a change of u: `carrier` one at every step, `totals` a shift and a scale for all steps.
+    """Zeros that receive the gradient of u: `carrier` at every step, `totals` as a shift and a scale for all steps.
 
-    Whoever uses u through a link takes its value as a constant and sends the gradient g of u to `carrier`, Σ g and
-    Σ g ⊙ u over all steps to `totals`. A norm needs those sums, and products with u have them at hand, where the norm
+    An op that uses u through a link treats u as a constant. It sends the gradient g of u to `carrier`, and Σ g and
+    Σ g ⊙ u over all steps to `totals`. A norm needs these sums: products with u have them at hand, while the norm
     would have to read g and u once more.
     """
 
@@ -25,7 +25,7 @@ class Link(NamedTuple):
     totals: Float[Tensor, "2 width"] | None = None
 
     def zeros(self) -> Float[Tensor, "batch length width"]:
-        """What is added to the value of u, or to D ⊙ u, for autograd to do all of this by itself."""
+        """The zeros to add to u, or to D ⊙ u, so that autograd does all of this by itself."""
         if self.totals is None:
             return self.carrier
         shift, scale = self.totals.to(self.u.dtype)
@@ -36,25 +36,25 @@ _NAME = "_compressm_moments"
 
 
 class ColumnStatistics(NamedTuple):
-    """Of the rows that each program wrote: their mean, the sum of squared deviations from it, and their number."""
+    """The mean, the sum of squared deviations and the number of the rows that each program wrote."""
 
     parts: Float[Tensor, "programs 3 width"]
     version: int
 
 
 def leave_moments(x: Tensor, parts: Float[Tensor, "programs 3 width"]) -> None:
-    """For as long as x is this very tensor and nothing is written into it."""
+    """Attach moments to x, valid as long as x is this very tensor and nothing is written into it."""
     setattr(x, _NAME, ColumnStatistics(parts, x._version))
 
 
 def moments_of(x: Tensor) -> Float[Tensor, "programs 3 width"] | None:
-    """What was left with x, if it is still true."""
+    """The moments attached to x if they are still valid, else None."""
     moments = getattr(x, _NAME, None)
     return moments.parts if isinstance(moments, ColumnStatistics) and moments.version == x._version else None
 
 
 class RunningStatistics(NamedTuple):
-    """Averages over batches, changed in place; without a momentum every batch counts the same."""
+    """Averages over batches, updated in place; without a momentum every batch counts the same."""
 
     mean: Float[Tensor, " width"]
     variance: Float[Tensor, " width"]
@@ -77,11 +77,11 @@ def plain_batch_norm(
 
 
 class Normalised(NamedTuple):
-    """u, x again, and what carries the gradients of D ⊙ u and of B u.
+    """The normalised u, x again, and links for the gradients of D ⊙ u and of B u.
 
-    Where u, D ⊙ u, B u and x are used through this record, their gradients arrive at the norm together and are added
-    where they are read. `link` is for the gradient of D ⊙ u, `drive` for that of a product with u; None where autograd
-    adds them.
+    If u, D ⊙ u, B u and x are used through this record, their gradients reach the norm together and are added as they
+    are read. `link` takes the gradient of D ⊙ u, `drive` the gradient of a product with u; they are None where autograd
+    adds the gradients.
     """
 
     u: Tensor
@@ -99,9 +99,9 @@ def batch_norm(
     eps: float = 1e-5,
     skip: Float[Tensor, " width"] | None = None,
 ) -> Normalised:
-    """(x − μ) / √(σ² + ε) · weight + bias over batch and time, and the running statistics moved towards μ and σ².
+    """(x − μ) / √(σ² + ε) · weight + bias over batch and time; the running statistics move towards μ and σ².
 
-    `skip` is the D of a layer whose D ⊙ u will be added by `gated_residual`, given what is returned here.
+    `skip` is the D of a layer whose D ⊙ u `gated_residual` will add, given the links returned here.
     """
     if torch.compiler.is_compiling():
         return Normalised(plain_batch_norm(x, weight, bias, running, eps), x)
@@ -140,13 +140,13 @@ def _check(
 
 
 def plain_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """In float32 at least, then in the dtype of x."""
+    """Compute the RMS norm in float32 at least, then cast it to the dtype of x."""
     wide = torch.promote_types(x.dtype, torch.float32)
     scale = None if weight is None else weight.to(wide)
     return nn.functional.rms_norm(x.to(wide), x.shape[-1:], scale, eps).to(x.dtype)
 
 
-# A row in the registers of one program.
+# The widest row that fits into the registers of one program.
 _WIDEST = 4096
 
 
@@ -155,7 +155,7 @@ def rms_norm(
 ) -> tuple[Float[Tensor, "*rest width"], Float[Tensor, "*rest width"]]:
     """weight x / √(mean x² + ε) over the last axis, computed in float32 at least, in the dtype of x; and x again.
 
-    What else is made of x takes the second: on a GPU gradients of both come together in one pass over memory.
+    Use the returned x for everything else: on a GPU one pass over memory then adds both gradients.
     """
     if not kernels_serve(x) or x.shape[-1] > _WIDEST:
         return plain_rms_norm(x, weight, eps), x

@@ -1,8 +1,8 @@
-"""Batch norm in training on the GPU: one pass for the statistics, one to apply them, the same two backward.
+"""Batch norm in training and RMS norm on the GPU; the statistics of a batch are one pass, applying them is another.
 
-A program owns some columns and every so-many-th tile of rows; what it has summed goes to memory as one row of
-`partial`, and those rows are merged in a fixed order: the same input gives the same bits. Up to `_NARROW` columns every
-program of the second pass merges them by itself, which is cheaper than one more launch.
+A program of batch norm owns some columns and every k-th tile of rows for k programs. It writes its sums as one row of
+`partial`; these rows are merged in a fixed order: the same input gives the same bits. Up to `_NARROW` columns every
+program of the second pass merges them by itself, which is cheaper than one more launch. Backward has the same passes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _merged(
 ):  # fmt: skip
     """Mean and variance of all rows from those of each program (Chan et al. 1979).
 
-    COUNTED: a program also left how many rows it had, and its mean is not counted from the first row of x.
+    COUNTED: each program also wrote its number of rows, and its mean is not relative to the first row of x.
     """
     zeroth = _column(partial, col, inside)
     tiles = tl.cdiv(tokens, ROWS)
@@ -47,7 +47,7 @@ def _merged(
         if COUNTED:
             count = tl.load(at + 2 * H, mask=live, other=0.0)
         else:
-            # Program p owns the tiles p, p + programs, … of which only the last of all may be short.
+            # Program p owns the tiles p, p + programs, …; only the last tile of all may be short.
             missing = tl.where(program == (tiles - 1) % programs, tiles * ROWS - tokens, 0)
             count = ((tiles - program + programs - 1) // programs * ROWS - missing).to(tl.float32)[:, None]
         off = tl.where(live, mean - zeroth[None, :], 0.0)
@@ -61,7 +61,7 @@ def _merged(
 
 @triton.jit
 def _track(running, batch, momentum, col, inside, value):
-    """running ← running + share (value − running), share 1 / batch without a momentum."""
+    """running ← running + share (value − running); without a momentum, share is 1 / batch."""
     share = 1.0 / batch.to(tl.float32) if momentum is None else momentum
     before = _column(running, col, inside)
     tl.store(running + col, (before + share * (value - before)).to(running.dtype.element_ty), mask=inside)
@@ -72,7 +72,7 @@ def _settle(
     mean, variance, statistics, zero, running_mean, running_var, batch, momentum, eps, tokens, col, inside,
     H: tl.constexpr,
 ):  # fmt: skip
-    """What one program writes for all: the statistics, the running ones, and a zero."""
+    """Write once for all programs: the statistics, the running statistics, and a zero."""
     tl.store(statistics + col, mean, mask=inside)
     tl.store(statistics + H + col, tl.rsqrt(variance + eps), mask=inside)
     count = tokens.to(tl.float32)
@@ -85,12 +85,12 @@ def _settle(
 def _statistics(
     x, partial, batches, tokens, H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
-    """Mean, less the first row of x, and sum of squared deviations of each program's rows (Welford 1962)."""
+    """Mean, relative to the first row of x, and sum of squared deviations of each program's rows (Welford 1962)."""
     program, programs = tl.program_id(0) // tl.cdiv(H, COLS), tl.num_programs(0) // tl.cdiv(H, COLS)
     row, col = tl.arange(0, ROWS), tl.program_id(0) % tl.cdiv(H, COLS) * COLS + tl.arange(0, COLS)
     inside = col < H
     at = row[:, None] * H + col[None, :]
-    # Far from zero the digits below the mean are kept by counting from some value of the column.
+    # Subtracting one value of the column keeps the digits below a mean that is far from zero.
     first = _column(x, col, inside)[None, :]
     count = tl.zeros((ROWS, 1), tl.float32)
     mean = tl.zeros((ROWS, COLS), tl.float32)
@@ -120,7 +120,7 @@ def _combine(
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)
     inside = col < H
     mean, variance = _merged(x, partial, tokens, programs, col, inside, COUNTED, H, ROWS, CHUNK)
-    # Who counts the batches comes before this, or after where rows were COUNTED.
+    # The kernel that counts the batches runs before this one, or after it if rows were COUNTED.
     batch = tl.load(batches) + (1 if COUNTED else 0)
     _settle(mean, variance, statistics, zero, running_mean, running_var, batch, momentum, eps, tokens, col, inside, H)
 
@@ -160,7 +160,7 @@ def _apply(
 
 @triton.jit
 def _arriving(du, dlink, D, here, at, live):
-    """du + D ⊙ dlink."""
+    """The gradient that arrives at u: du + D ⊙ dlink."""
     total = tl.zeros(at.shape, tl.float32)
     if du is not None:
         total += tl.load(du + here + at, mask=live, other=0.0).to(tl.float32)
@@ -197,7 +197,7 @@ def _backward_sums(
 
 @triton.jit
 def _hidden(weight, bias, col, inside):
-    """Where u = weight x̂ + bias does not tell x̂, or not without losing two digits."""
+    """The columns where u = weight x̂ + bias does not determine x̂, or not without losing two digits."""
     least = 0.01 * tl.abs(_column(bias, col, inside)) if bias is not None else 0.0
     return inside & (tl.abs(_column(weight, col, inside)) <= least)
 
@@ -224,7 +224,7 @@ def _known_sums(
     drive, link, du, dlink, skip, x, weight, bias, statistics, sums, tokens,
     H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Σ g and Σ g x̂ from what came along with du and dlink: Σ of each and Σ of each times u."""
+    """Σ g and Σ g x̂ from the sums that came with du and dlink: Σ of each, and Σ of each times u."""
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)
     inside = col < H
     D = _column(skip, col, inside)
@@ -257,9 +257,9 @@ def _backward_apply(
     du, dlink, skip, residual, x, weight, statistics, partial, sums, dx, tokens, programs, steps,
     SHARED: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """dx = weight / √(σ² + ε) · (g − mean(g) − x̂ mean(g x̂)) + residual; with `partial` the sums are made first.
+    """dx = weight / √(σ² + ε) · (g − mean(g) − x̂ mean(g x̂)) + residual; with `partial` the sums are merged first.
 
-    SHARED: one row of `residual` stands for so many steps.
+    SHARED: `steps` steps share one row of `residual`.
     """
     start = tl.program_id(0) // tl.cdiv(H, COLS) * ROWS
     row, col = tl.arange(0, ROWS), tl.program_id(0) % tl.cdiv(H, COLS) * COLS + tl.arange(0, COLS)
@@ -292,10 +292,10 @@ def _backward_apply(
 
 
 class FusedBatchNorm(torch.autograd.Function):
-    """u, x again, and zeros for two links: all gradients arrive together and are added where they are read.
+    """Batch norm: u, x again, and zeros for two links; all gradients arrive together and are added as they are read.
 
-    The zeros take no memory. Those of the first link stand for D ⊙ (u − u₀), u₀ being the value of u as a constant, so
-    that what arrives there is the gradient of D ⊙ u; those of the second for u − u₀.
+    The zeros take no memory. With u₀ the value of u as a constant, the zeros of the first link stand for D ⊙ (u − u₀)
+    and receive the gradient of D ⊙ u; the zeros of the second link stand for u − u₀.
     """
 
     @staticmethod
@@ -342,7 +342,7 @@ class FusedBatchNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight, bias, skip, statistics = ctx.saved_tensors
         du, dresidual, dlink, link, ddrive, drive = grads
-        # What came to u by itself came without sums.
+        # A gradient that reaches u directly comes without sums.
         known = du is None and link is not None and drive is not None
         du = ddrive if du is None else du if ddrive is None else du + ddrive
         du, dlink = (None if grad is None else grad.contiguous() for grad in (du, dlink))
@@ -373,7 +373,7 @@ class FusedBatchNorm(torch.autograd.Function):
 
 
 def _plan(x: Tensor) -> tuple[int, int, int, Tensor, dict]:
-    """Rows, tiles of them, blocks of columns, a row of sums for each program, and what the kernels are told."""
+    """Rows, tiles of rows, blocks of columns, memory for one row of sums a program, and the options of the kernels."""
     H = x.shape[-1]
     tokens, columns = x.numel() // H, min(triton.next_power_of_2(H), 128)
     # Measured on an H200.
@@ -385,8 +385,8 @@ def _plan(x: Tensor) -> tuple[int, int, int, Tensor, dict]:
     return tokens, tiles, triton.cdiv(H, columns), partial, launch.options(H=H)
 
 
-_VALUES = 4096  # of a tile
-_PROGRAMS = 1024  # of the backward pass, each with a row of sums
+_VALUES = 4096  # numbers in a tile
+_PROGRAMS = 1024  # programs of the backward pass, each with a row of sums
 
 
 @triton.jit
@@ -404,7 +404,7 @@ def _normalise(x, weight, out, rows, width, eps, ROWS: tl.constexpr, COLS: tl.co
 
 @triton.jit
 def _normalise_back(x, weight, dout, beside, dx, sums, rows, width, eps, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """With n = x s and g = weight dout, dx = s (g − n mean(g n)) + beside; dweight is the sum of dout n."""
+    """dx = s (g − n mean(g n)) + beside, where n = x s and g = weight dout; dweight is the sum of dout n."""
     col = tl.arange(0, COLS)
     factor = tl.full((COLS,), 1.0, tl.float32)
     if weight is not None:
@@ -430,7 +430,7 @@ def _normalise_back(x, weight, dout, beside, dx, sums, rows, width, eps, ROWS: t
 
 
 class RMSNormRows(torch.autograd.Function):
-    """As `plain_rms_norm`, and x again: the gradient of what else reads x is added where that of the norm is made."""
+    """RMS norm as in `plain_rms_norm`, and x again: gradients of other uses of x are added in the same pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
@@ -459,7 +459,7 @@ class RMSNormRows(torch.autograd.Function):
 
 
 def _sizes(x: Tensor) -> tuple[int, int, dict[str, int]]:
-    """Rows, their width, and the tile of a program."""
+    """The rows, their width, and the tile of a program."""
     width = x.shape[-1]
     COLS = triton.next_power_of_2(width)
     return x.numel() // width, width, {"ROWS": max(1, _VALUES // COLS), "COLS": COLS, "num_warps": 4}

@@ -1,4 +1,4 @@
-"""The mean over time, and zeros where sequences have ended."""
+"""The mean over time, and zeros after the end of each sequence."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from compressm.ops.dispatch import kernels_serve
 
 
 def time_mean(x: Float[Tensor, "batch length width"]) -> Float[Tensor, "batch width"]:
-    """Summed in float32 at least."""
+    """The mean over time, summed in float32 at least."""
     return x.mean(dim=1) if torch.compiler.is_compiling() else TimeMean.apply(x)
 
 
 class TimeMean(torch.autograd.Function):
-    """Differentiable as often as asked for: both passes are linear."""
+    """The mean over time; both passes are linear, so it can be differentiated any number of times."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ class TimeMean(torch.autograd.Function):
 def valid_rows(
     x: Shaped[Tensor, "batch length *rest"], lengths: Int[Tensor, " batch"]
 ) -> Shaped[Tensor, "batch length *rest"]:
-    """x before each sequence's end and 0 from there on, whatever was there: NaN and infinity too."""
+    """Zero every step after a sequence's end, even NaN and infinity."""
     if x.ndim == 3 and kernels_serve(x):
         return ValidRows.apply(x, lengths)
     valid = torch.arange(x.shape[1], device=lengths.device) < lengths[:, None]
@@ -44,7 +44,7 @@ def valid_rows(
 
 
 class ValidRows(torch.autograd.Function):
-    """Differentiable as often as asked for: gradients are cut off in the same way."""
+    """Zero every step after a sequence's end; gradients are cut in the same way, any number of times."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, lengths: Tensor) -> Tensor:

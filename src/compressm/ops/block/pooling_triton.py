@@ -1,4 +1,4 @@
-"""Means over time and zeros after the ends of sequences on the GPU."""
+"""Means over time, and zeros after the end of each sequence, on the GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _mean(x, out, length, H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexp
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     inside = (col < H)[None, :]
     total = tl.zeros((ROWS, COLS), tl.float32)
-    # Unrolled, four loads wait for memory together.
+    # Unrolling lets four loads wait for memory together.
     for start in tl.range(0, length, ROWS, loop_unroll_factor=4):
         at = x + (batch * length + start + row[:, None]) * H + col[None, :]
         total += tl.load(at, mask=(start + row < length)[:, None] & inside, other=0.0).to(tl.float32)
@@ -22,14 +22,14 @@ def _mean(x, out, length, H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexp
 
 
 def mean_of_rows(x: Tensor) -> Tensor:
-    """(batch, length, width) to (batch, width)."""
+    """Average (batch, length, width) over time to (batch, width)."""
     x, (batch, length, H) = x.contiguous(), x.shape
     out, columns = x.new_empty(batch, H), min(triton.next_power_of_2(H), 64)
     _mean[(batch, triton.cdiv(H, columns))](x, out, length, H=H, ROWS=2048 // columns, COLS=columns, num_warps=8)
     return out
 
 
-_VALUES = 4096  # of a tile
+_VALUES = 4096  # numbers in a tile
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def _rows_before(x, lengths, out, length, width, ROWS: tl.constexpr, COLS: tl.co
 
 
 def rows_before(x: Tensor, lengths: Tensor) -> Tensor:
-    """(batch, length, width), zero at and after lengths."""
+    """Copy (batch, length, width), with zeros at and after `lengths`."""
     x, lengths = x.contiguous(), lengths.to(x.device).contiguous()
     out = torch.empty_like(x)
     batch, length, width = x.shape

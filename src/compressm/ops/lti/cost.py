@@ -41,7 +41,7 @@ def cheapest_path(batch: int, length: int, n: int, p: int, q: int, *, gpu: bool 
 def walks_pairs(batch: int, length: int, n: int, *, driven: bool) -> bool:
     """True if a CPU recurrence should walk over pairs as they lie in memory, not over complex numbers in two levels.
 
-    Complex numbers win for small sizes, but are copies of pairs; an x that is `driven` by a product comes in either form.
+    Complex numbers win for small sizes, but are copies of pairs; an x `driven` by a product comes in either form.
     """
     return n >= _LONG_ROW and batch * length * n >= (2**21 if driven else 2**18)
 

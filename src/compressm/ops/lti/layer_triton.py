@@ -1,8 +1,8 @@
-"""y = Re(C h) for few channels: the drive B u is formed inside the walk through time, and never stored.
+"""y = Re(C h) for few channels on the GPU, without storing the drive B u.
 
-A thread owns a mode, as in the plain recurrence, and holds its row of B, or column of C, in registers; inputs and
-outputs of a step are the same for all threads. The backward walk forms ∂L/∂h from ∂L/∂y in the same way and sums the
-gradients of B, C and log λ on its way. What is left for matrix products is y from h and ∂L/∂u from g.
+`NarrowLayer` (few states): a thread owns a mode and holds its row of B, or column of C, in registers; all threads share
+the inputs and outputs of a step. The backward walk forms ∂L/∂h from ∂L/∂y and sums the gradients of B, C and log λ;
+matrix products give y from h and ∂L/∂u from g. `ChunkedLayer` (many states): matrix products over chunks of T steps.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from compressm.ops.lti.scan_triton import Walk, _carried, _next_span, _poles, _p
 from compressm.ops.sums_triton import column_sums
 
 # Measured on an H200.
-_NARROW_MODES = 32  # of a program, one a thread
-_ROWS = 2  # steps that are loaded before the first of them is used
+_NARROW_MODES = 32  # modes of a program, one a thread
+_ROWS = 2  # steps that are loaded before the first is used
 _SPAN = 32  # steps between two states in float64
-_THREADS = 40_000  # that a launch should have where the sequence is long enough
+_THREADS = 40_000  # threads that a launch should have if the sequence is long enough
 
 
 @triton.jit
 def _weights(matrix, mode, n, by_pair, by_mode, by_channel, SIGN: tl.constexpr, CHANNELS: tl.constexpr):
-    """A mode's complex weight of every channel; conjugated for SIGN −1."""
+    """Load a mode's complex weight for every channel; SIGN −1 conjugates it."""
     re, im = (), ()
     for k in tl.static_range(CHANNELS):
         at = matrix + mode * by_mode + k * by_channel
@@ -38,7 +38,7 @@ def _weights(matrix, mode, n, by_pair, by_mode, by_channel, SIGN: tl.constexpr, 
 
 @triton.jit
 def _channels(source, at, stride, start, stop, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
-    """The next steps of all channels, ROWS · CHANNELS numbers; 0 from `stop` on."""
+    """Load the next ROWS steps of all channels, ROWS · CHANNELS numbers; 0 from `stop` on."""
     values = ()
     for k in tl.static_range(ROWS):
         for channel in tl.static_range(CHANNELS):
@@ -49,7 +49,7 @@ def _channels(source, at, stride, start, stop, ROWS: tl.constexpr, CHANNELS: tl.
 
 @triton.jit
 def _driven(values, w_re, w_im, l_re, l_im, k: tl.constexpr, CHANNELS: tl.constexpr):
-    """l plus the step's channels times their weights."""
+    """Add the step's channels times their weights to l."""
     for channel in tl.static_range(CHANNELS):
         l_re += values[k * CHANNELS + channel] * w_re[channel]
         l_im += values[k * CHANNELS + channel] * w_im[channel]
@@ -59,7 +59,7 @@ def _driven(values, w_re, w_im, l_re, l_im, k: tl.constexpr, CHANNELS: tl.conste
 @triton.jit(do_not_specialize=["by_pair", "by_mode", "by_channel", "length", "n", "segment"])
 def _ends(source, matrix, by_pair, by_mode, by_channel, table, ends, length, n, segment, SIGN: tl.constexpr,
           CHANNELS: tl.constexpr, MODES: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr):  # fmt: skip
-    """What each whole segment leaves, begun with nothing. SIGN −1 walks from the end, with conjugates."""
+    """The state at the end of each whole segment, started from zero. SIGN −1 walks from the end, with conjugates."""
     batch, batches = tl.program_id(2).to(tl.int64), tl.num_programs(2)
     mode = tl.program_id(0) * MODES + tl.arange(0, MODES)
     q_re, q_im = _power(table, 0, mode, n, SIGN)
@@ -87,7 +87,7 @@ def _ends(source, matrix, by_pair, by_mode, by_channel, table, ends, length, n, 
 @triton.jit(do_not_specialize=["length", "n", "segment"])
 def _forward(u, B, table, state, ends, h, length, n, segment, HAS_STATE: tl.constexpr, P: tl.constexpr,
              MODES: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr):  # fmt: skip
-    """The conjugates of all h."""
+    """Write the conjugates of all h."""
     batch = tl.program_id(2).to(tl.int64)
     mode = tl.program_id(0) * MODES + tl.arange(0, MODES)
     inside = mode < n
@@ -139,7 +139,7 @@ def _backward(u, dy, C, h, table, state, ends, g, parts, dstate, length, n, segm
     first = tl.program_id(1) * segment
     stop = tl.minimum(first + segment, length)
     at = batch * length + length - 1 - first
-    # The state of a step is loaded one step earlier, where log λ needs it as the state before.
+    # The state of a step is loaded one iteration earlier, where log λ needs it as the previous state.
     b_re = tl.load(h + at * 2 * n + mode, mask=inside, other=0.0)
     b_im = -tl.load(h + at * 2 * n + n + mode, mask=inside, other=0.0)
     for span in range(first, stop, SPAN):
@@ -169,7 +169,7 @@ def _backward(u, dy, C, h, table, state, ends, g, parts, dstate, length, n, segm
                 dc_re, dc_im = new_re, new_im
                 end = start + k == length - 1
                 r_re, r_im = tl.where(end, g_re, r_re), tl.where(end, g_im, r_im)
-                # Beyond the segment g is what decays: it must not count.
+                # Beyond the segment g only decays: it must not count.
                 b_re, b_im = tl.where(start + k < stop, e_re[k], 0.0), tl.where(start + k < stop, e_im[k], 0.0)
                 sum_re += g_re * b_re + g_im * b_im
                 sum_im += g_re * b_im - g_im * b_re
@@ -200,7 +200,7 @@ def _backward(u, dy, C, h, table, state, ends, g, parts, dstate, length, n, segm
 @triton.jit(do_not_specialize=["rows", "depth", "by_depth", "by_column"])
 def _product(a, b, out, rows, depth, by_depth, by_column, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
              ROWS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """out = a b for a tall `a` and a `b` of few columns, which cuBLAS takes twice as long for."""
+    """Compute out = a b for a tall `a` and few columns of `b`, where cuBLAS takes twice as long."""
     row, column, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDE), tl.arange(0, DEPTH)
     total = tl.zeros((ROWS, WIDE), tl.float32)
     for first in range(0, depth, DEPTH):
@@ -215,7 +215,7 @@ def _product(a, b, out, rows, depth, by_depth, by_column, COLUMNS: tl.constexpr,
 
 
 class NarrowLayer(torch.autograd.Function):
-    """y from u, log λ, B, C and a state or None; B and C float32, u of any float type."""
+    """y by a walk that writes every state, from u of any float dtype, log λ, float32 B and C, and a state or None."""
 
     @staticmethod
     def forward(ctx: Any, u: Tensor, logs: Tensor, B: Tensor, C: Tensor, state: Tensor | None) -> Tensor:
@@ -257,7 +257,7 @@ class NarrowLayer(torch.autograd.Function):
 
 
 def _multiplied(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-    """`out` filled with a @ b, as exact as torch is set to be."""
+    """Fill `out` with a @ b, as exact as torch's matmul precision asks."""
     rows, depth = a.shape
     precision = "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     _product[(triton.cdiv(rows, 64),)](a, b, out, rows, depth, b.stride(0), b.stride(1), COLUMNS=b.shape[1],
@@ -269,19 +269,19 @@ _SIZES: dict[str, Any] = {"MODES": _NARROW_MODES, "ROWS": _ROWS, "SPAN": _SPAN, 
 
 
 def _segments(batch: int, length: int, n: int) -> tuple[int, int]:
-    """How many segments, and steps in each: whole spans."""
+    """The number of segments, and the steps in each: whole spans."""
     wanted = max(1, _THREADS // (batch * n))
     segment = triton.cdiv(triton.cdiv(length, _SPAN), wanted) * _SPAN
     return triton.cdiv(length, segment), segment
 
 
-STEPS = 16  # T
+STEPS = 16  # T, the steps of a chunk
 _TABLE_MODES, _BLOCK = 16, 128
 
 
 @triton.jit
 def _short_power(log_modulus, phase, exponent):
-    """λ^exponent as float32 pairs: turns counted in float64, sine and cosine in float32."""
+    """λ^exponent as a float32 pair: turns are counted in float64, sine and cosine are float32."""
     turns = phase * exponent * 0.15915494309189535
     angle = ((turns - tl.floor(turns + 0.5)) * 6.283185307179586).to(tl.float32)
     modulus = tl.exp((log_modulus * exponent).to(tl.float32))
@@ -291,10 +291,10 @@ def _short_power(log_modulus, phase, exponent):
 @triton.jit(do_not_specialize=["n"])
 def _tables(logs, B, C, collect, collect_t, emit, emit_t, n, T: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
             MODES: tl.constexpr):  # fmt: skip
-    """Program (block, j): λʲ B in column T−1−j of `collect` (2, n, T, p), C λʲ in row j of `emit` (T + 1, q, 2, n).
+    """Write λʲ B to column T−1−j of `collect` (2, n, T, p) and C λʲ to row j of `emit` (T + 1, q, 2, n), j a program.
 
-    Both once more transposed, (T, p, 2, n) and (2, n, T, q) without row 0: products are fastest when both sides are
-    read along rows.
+    Both are also written transposed, as (T, p, 2, n) and (2, n, T, q) without row 0: products are fastest when both
+    factors are read along rows.
     """
     j = tl.program_id(1)
     mode = tl.program_id(0) * MODES + tl.arange(0, MODES)
@@ -326,9 +326,9 @@ def _tables(logs, B, C, collect, collect_t, emit, emit_t, n, T: tl.constexpr, P:
 @triton.jit(do_not_specialize=["n"])
 def _tables_backward(logs, B, C, dcollect, demit, parts, dB, dC, n, T: tl.constexpr, P: tl.constexpr,
                      Q: tl.constexpr, POWERS: tl.constexpr, MODES: tl.constexpr):  # fmt: skip
-    """Program (block, channel of B or C): from its gradients in the table to those of the matrix and of log λ.
+    """Program (block, channel of B or C) turns the gradients of the tables into those of its channel and of log λ.
 
-    dB as (2, n, p), dC as (q, 2, n), log λ as one of the `parts` (p + q, 2, n).
+    dB is (2, n, p), dC is (q, 2, n), and ∂L/∂log λ is one of the `parts` (p + q, 2, n).
     """
     channel = tl.program_id(1)
     mode = tl.program_id(0) * MODES + tl.arange(0, MODES)
@@ -360,7 +360,7 @@ def _tables_backward(logs, B, C, dcollect, demit, parts, dB, dC, n, T: tl.conste
 
 @triton.jit
 def _toeplitz(kernel, own, T: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, BLOCK: tl.constexpr):
-    """own[t, q, s, p] = K_{t−s}[q, p], from (q, T, p) where lag j stands at T−1−j."""
+    """Write own[t, q, s, p] = K_{t−s}[q, p] from `kernel` (q, T, p), where lag j stands at T−1−j."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     p, s, q, t = at % P, at // P % T, at // (P * T) % Q, at // (P * T * Q)
     value = tl.load(kernel + (q * T + T - 1 - t + s) * P + p, mask=(t >= s) & (t < T), other=0.0)
@@ -369,7 +369,7 @@ def _toeplitz(kernel, own, T: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, BL
 
 @triton.jit
 def _lags(down, dkernel, T: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, BLOCK: tl.constexpr):
-    """The gradient of every K_j: the sum along its diagonal of blocks."""
+    """Write the gradient of every K_j: the sum along its diagonal of blocks."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     p, lag, q = at % P, T - 1 - at // P % T, at // (P * T)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -379,7 +379,7 @@ def _lags(down, dkernel, T: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, BLOC
 
 
 class ChunkedLayer(torch.autograd.Function):
-    """y from u, log λ, B, C and a state or None; all float32."""
+    """y by matrix products over chunks of T steps, from u, log λ, B, C and a state or None; all are float32."""
 
     @staticmethod
     def forward(ctx: Any, u: Tensor, logs: Tensor, B: Tensor, C: Tensor, state: Tensor | None) -> Tensor:
@@ -423,7 +423,7 @@ class ChunkedLayer(torch.autograd.Function):
 
 
 def _in_chunks(sequence: Tensor) -> Tensor:
-    """(batch · chunks, T · channels), with zeros up to the last whole chunk."""
+    """Reshape to (batch · chunks, T · channels), with zeros that fill the last chunk."""
     missing = -sequence.shape[1] % STEPS
     whole = pad(sequence, (0, 0, 0, missing)) if missing else sequence.contiguous()
     return whole.view(-1, STEPS * sequence.shape[2])

@@ -1,10 +1,10 @@
-"""The recurrence on the GPU, forward and backward in time, in segments that run side by side.
+"""The recurrence on the GPU, alone or driven by B u, in segments of time that run in parallel.
 
-A thread owns a mode in one segment of one sequence and walks through it step by step, a few steps of memory ahead. A
-first kernel reduces every segment to what it leaves at its end; the second begins each segment with what all before it
-left. Inside a span of steps λ is multiplied up in float32; from span to span the state is carried in float64 by powers
-formed from log λ, so that slow poles keep their phase. Inputs and outputs are any float. The backward pass is the same
-walk from the end with λ̄.
+A thread owns a mode in one segment of one sequence and walks through it step by step, loading a few steps ahead. A
+first kernel finds the state at the end of every segment, started from zero; the second starts each segment with the
+state that all earlier segments leave. Inside a span of steps λ is multiplied up in float32; from span to span the state
+is carried in float64 by powers formed from log λ, so that slow poles keep their phase. Inputs and outputs are any
+float. The backward pass is the same walk from the end with λ̄.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from compressm.ops.sums_triton import column_sums
 
 
 class ScanLaunch(NamedTuple):
-    """Modes of a program, steps that are loaded before the first of them is used, and warps."""
+    """The modes of a program, the steps that are loaded before the first is used, and the warps."""
 
     MODES: int
     ROWS: int
     num_warps: int
 
 
-# Up to `_FEW` modes, and beyond; more steps ahead take registers, and with them programs that run at once.
+# Launches for up to `_FEW` modes (True) and more: loading further ahead takes registers, so fewer programs run at once.
 _FEW = 64
 _FORWARD = {True: ScanLaunch(64, 8, 2), False: ScanLaunch(64, 8, 2)}
 _ENDS = {True: ScanLaunch(64, 8, 2), False: ScanLaunch(64, 4, 2)}
 _BACKWARD = {True: ScanLaunch(64, 4, 2), False: ScanLaunch(64, 4, 2)}
 _SPAN = 64  # steps between two states in float64: at most 64 · 6e-8 is lost inside
-_THREADS = 160_000  # that a launch should have where the sequence is long enough
-_SEGMENTS = 128  # at most: each looks back at all before it
+_THREADS = 160_000  # threads that a launch should have if the sequence is long enough
+_SEGMENTS = 128  # segments at most: each reads the ends of all earlier ones
 
 
 @triton.jit
@@ -49,9 +49,9 @@ def _poles(logs, mode, n):
 
 @triton.jit(do_not_specialize=["n", "segment"])
 def _powers(logs, table, n, segment, STRIDE: tl.constexpr, SPAN: tl.constexpr, MODES: tl.constexpr):
-    """λ, λ^SPAN and λ^segment in float64, (3, 2, n): sines in float64 are too slow to form in every program.
+    """Write λ, λ^SPAN and λ^segment in float64, (3, 2, n): float64 sines are too slow to compute in every program.
 
-    With a STRIDE, of λ^STRIDE instead of λ.
+    A STRIDE replaces λ by λ^STRIDE.
     """
     mode = tl.program_id(0) * MODES + tl.arange(0, MODES)
     log_modulus, phase = _poles(logs, mode, n)
@@ -64,7 +64,7 @@ def _powers(logs, table, n, segment, STRIDE: tl.constexpr, SPAN: tl.constexpr, M
 
 @triton.jit
 def _power(table, k: tl.constexpr, mode, n, SIGN: tl.constexpr):
-    """One row of the table, conjugated for SIGN −1."""
+    """Load one row of the table; SIGN −1 conjugates it."""
     at = table + k * 2 * n + mode
     return tl.load(at, mask=mode < n, other=0.0), SIGN * tl.load(at + n, mask=mode < n, other=0.0)
 
@@ -76,7 +76,7 @@ def _times(a_re, a_im, b_re, b_im):
 
 @triton.jit
 def _rows(source, mode, stride, n, start, stop, inside, FLIP: tl.constexpr, ROWS: tl.constexpr):
-    """Real and imaginary parts of the next steps, from the row that `source` points at; 0 from `stop` on."""
+    """Load real and imaginary parts of the next ROWS steps, from the row at `source` on; 0 from `stop` on."""
     re, im = (), ()
     for k in tl.static_range(ROWS):
         live = inside & (start + k < stop)
@@ -87,7 +87,7 @@ def _rows(source, mode, stride, n, start, stop, inside, FLIP: tl.constexpr, ROWS
 
 @triton.jit
 def _carried(c_re, c_im, ends, table, earlier, batch, mode, n, SIGN: tl.constexpr):
-    """The state at the start of a segment: what came in, and what the `earlier` segments left."""
+    """The state at the start of a segment: the given state and the ends of the `earlier` segments, all decayed."""
     s_re, s_im = _power(table, 2, mode, n, SIGN)
     stride = tl.num_programs(2).to(tl.int64) * 2 * n
     ends += batch * 2 * n
@@ -103,7 +103,7 @@ def _carried(c_re, c_im, ends, table, earlier, batch, mode, n, SIGN: tl.constexp
 
 @triton.jit
 def _next_span(c_re, c_im, l_re, l_im, s_re, s_im):
-    """The state after a span: what was carried in, a span later, and what the span left."""
+    """The state after a span: the carry times λ^SPAN, plus the end of the span from zero."""
     c_re, c_im = _times(s_re, s_im, c_re, c_im)
     return c_re + l_re.to(tl.float64), c_im + l_im.to(tl.float64)
 
@@ -111,9 +111,9 @@ def _next_span(c_re, c_im, l_re, l_im, s_re, s_im):
 @triton.jit(do_not_specialize=["length", "n", "segment"])
 def _ends(x, table, last, ends, length, n, segment, SIGN: tl.constexpr, FLIP: tl.constexpr,
           HAS_LAST: tl.constexpr, MODES: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr):  # fmt: skip
-    """What each whole segment leaves, begun with nothing: (segments − 1, batch, 2, n).
+    """Write the state at the end of each whole segment, started from zero: (segments − 1, batch, 2, n).
 
-    SIGN −1 walks from the end, where `last` enters beside the first step.
+    SIGN −1 walks from the end, where `last` is added to the first step.
     """
     batch, batches = tl.program_id(2).to(tl.int64), tl.num_programs(2)
     mode = tl.program_id(0) * MODES + tl.arange(0, MODES)
@@ -150,7 +150,7 @@ def _ends(x, table, last, ends, length, n, segment, SIGN: tl.constexpr, FLIP: tl
 def _forward(x, table, state, ends, h, last, length, n, segment, HAS_STATE: tl.constexpr, KEEP_LAST: tl.constexpr,
              EXCLUSIVE: tl.constexpr, FLIP: tl.constexpr, MODES: tl.constexpr, ROWS: tl.constexpr,
              SPAN: tl.constexpr):  # fmt: skip
-    """h[t] = l[t] + λᵗ c: the recurrence since the span began, and the state before it. EXCLUSIVE stores h[t − 1]."""
+    """Write h[t] = l[t] + λᵗ c: the recurrence inside the span, and the state before it. EXCLUSIVE writes h[t − 1]."""
     batch = tl.program_id(2).to(tl.int64)
     mode = tl.program_id(0) * MODES + tl.arange(0, MODES)
     inside = mode < n
@@ -178,7 +178,7 @@ def _forward(x, table, state, ends, h, last, length, n, segment, HAS_STATE: tl.c
                 l_re, l_im = l_re + x_re[k], l_im + x_im[k]
                 f_re, f_im = _times(o_re, o_im, f_re, f_im)
                 h_re, h_im = l_re + f_re, l_im + f_im
-                # A branch is cheaper here than two selections; in the backward pass it is the other way round.
+                # Here a branch is cheaper than two selections; in the backward pass selections are cheaper.
                 if KEEP_LAST and start + k == length - 1:
                     tl.store(last + at_state, h_re, mask=inside)
                     tl.store(last + at_state + n, h_im, mask=inside)
@@ -197,7 +197,7 @@ def _backward(dh, h, table, state, dlast, ends, dx, dlog, dstate, length, n, seg
               MODES: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr):  # fmt: skip
     """g[t] = dh[t] + λ̄ g[t+1] from the end, and Σ conj(g[t]) λ h[t−1] on the way, one row of `dlog` a segment.
 
-    EXCLUSIVE: h holds h[t − 1] at t and dh its gradient, so that the gradient of x[t] is g[t + 1]. SUMMED: Σ g[t] too.
+    EXCLUSIVE: h holds h[t − 1] at t and dh its gradient, so that the gradient of x[t] is g[t + 1]. SUMMED adds Σ g[t].
     """
     batch, batches = tl.program_id(2).to(tl.int64), tl.num_programs(2)
     mode = tl.program_id(0) * MODES + tl.arange(0, MODES)
@@ -221,7 +221,7 @@ def _backward(dh, h, table, state, dlast, ends, dx, dlog, dstate, length, n, seg
     row = (batch * length + length - 1 - first) * (2 * n)
     dh += row
     dx += row
-    # The state one step earlier; before the first one stands the state that came in, or nothing.
+    # The state one step earlier; before the first step it is the given state, or zero.
     h += row - (0 if EXCLUSIVE else 2 * n)
     for span in range(first, stop, SPAN):
         l_re, l_im = tl.zeros((MODES,), tl.float32), tl.zeros((MODES,), tl.float32)
@@ -275,12 +275,12 @@ def _backward(dh, h, table, state, dlast, ends, dx, dlog, dstate, length, n, seg
 def triton_recurrence(
     x: Tensor, log_poles: Tensor, state: Tensor | None = None, *, conjugate: bool = False, keep_last: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """All h (or their conjugates), in the dtype of x, and the last h, in float32, if it is to be kept."""
+    """Return every h (or its conjugate) in the dtype of x, and with `keep_last` the last h in float32."""
     return TritonRecurrence.apply(x, log_poles, state, conjugate, keep_last)
 
 
 class TritonRecurrence(torch.autograd.Function):
-    """The gradients are those of `TwoLevelRecurrence`."""
+    """The recurrence on the GPU; gradients are as in `TwoLevelRecurrence`."""
 
     @staticmethod
     def forward(
@@ -306,9 +306,9 @@ class TritonRecurrence(torch.autograd.Function):
 
 
 class Walk:
-    """Sizes and powers of one recurrence, which its two passes share.
+    """The sizes and powers of one recurrence, which both passes share.
 
-    flip −1 stores conjugates of h; `exclusive` stores the h before every step; a step is `stride` times λ.
+    flip −1 stores conjugates of h; `exclusive` stores the h before every step; a step multiplies by λ^stride.
     """
 
     def __init__(self, x: Tensor, logs: Tensor, *, flip: int = 1, exclusive: bool = False, stride: int = 1) -> None:
@@ -320,7 +320,7 @@ class Walk:
         _powers[(triton.cdiv(self.n, 32), 3)](logs, self.table, self.n, self.segment, **sizes)
 
     def forward(self, x: Tensor, state: Tensor | None, *, keep_last: bool) -> tuple[Tensor, Tensor | None]:
-        """Every h, and the last."""
+        """Return every h, and with `keep_last` the last one."""
         h, last = torch.empty_like(x), x.new_empty(self.batch, 2, self.n, dtype=torch.float32)
         ends = self._ends(x, sign=1, flip=1)
         given = (x, self.table, last if state is None else state, ends, h, last, *self._sizes())
@@ -331,7 +331,7 @@ class Walk:
     def backward(
         self, dh: Tensor, h: Tensor, state: Tensor | None, dlast: Tensor | None, *, summed: bool = False
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """∂L/∂x, ∂L/∂log λ (2, n), ∂L/∂state, and where wanted Σ ∂L/∂x over batch and time (2, n)."""
+        """Return ∂L/∂x, ∂L/∂log λ (2, n), ∂L/∂state, and if `summed` Σ ∂L/∂x over batch and time (2, n)."""
         ends = self._ends(dh, sign=-1, flip=self.options["FLIP"], last=dlast)
         dx, dlog = torch.empty_like(h), ends.new_empty(self.segments * self.batch, (4 if summed else 2) * self.n)
         dstate = ends.new_empty(self.batch, 2, self.n)
@@ -359,7 +359,7 @@ class Walk:
 
 
 def _segments(batch: int, length: int, n: int) -> tuple[int, int]:
-    """How many segments, and steps in each: whole spans."""
+    """The number of segments, and the steps in each: whole spans."""
     wanted = max(1, min(_SEGMENTS, _THREADS // (batch * n)))
     segment = triton.cdiv(triton.cdiv(length, _SPAN), wanted) * _SPAN
     return triton.cdiv(length, segment), segment
@@ -376,9 +376,9 @@ def compile_walks(
     learning: bool,
     summed: bool,
 ) -> None:
-    """What is about to run, for few modes and for many, on a short sequence: a cut later must not wait for a compiler.
+    """Compile the kernels for few and for many modes on a short sequence, so that no later cut waits for a compiler.
 
-    A variant takes about a second, once on a machine: those that nobody asked for are left out.
+    A variant takes about a second, once on a machine: variants that nobody asked for are left out.
     """
     for n in (1, _FEW + 1):
         x, state = (
@@ -393,7 +393,7 @@ def compile_walks(
 
 @triton.jit(do_not_specialize=["rows", "width"])
 def _totals(B, dB, sums, totals, out, rows, width, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Σ over rows of B times `sums` and of B ⊙ dB; on the way dB in the dtype of `out`."""
+    """Write Σ over rows of B times `sums` and of B ⊙ dB; copy dB to `out` in its dtype."""
     col, row = tl.program_id(0) * COLS + tl.arange(0, COLS), tl.arange(0, ROWS)
     plain = tl.zeros((ROWS, COLS), tl.float32)
     along = tl.zeros((ROWS, COLS), tl.float32)
@@ -413,13 +413,13 @@ def _totals(B, dB, sums, totals, out, rows, width, ROWS: tl.constexpr, COLS: tl.
 def driven_recurrence(
     drive: Link, log_poles: Tensor, B: Tensor, state: Tensor | None, *, conjugate: bool, keep_last: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """All h (or their conjugates) of x = B u, in the dtype of B, and the last h, in float32, if it is to be kept."""
+    """Return every h (or its conjugate) of x = B u in the dtype of B, and with `keep_last` the last h in float32."""
     u, carrier, totals = drive
     return DrivenRecurrence.apply(u.detach(), carrier, totals, log_poles, B, state, conjugate, keep_last)
 
 
 class DrivenRecurrence(torch.autograd.Function):
-    """B is (2, n, p); u is read in its dtype."""
+    """The recurrence of x = B u for B of shape (2, n, p); u is cast to the dtype of B."""
 
     @staticmethod
     def forward(
