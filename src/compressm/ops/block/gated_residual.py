@@ -1,4 +1,4 @@
-"""What follows the recurrence in a residual block: activation, gate, dropout, residual."""
+"""Ops after the recurrence in a residual block: activation, gate, dropout, residual."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def plain_gated_residual(
     keep: Bool[Tensor, "2 rows length width"] | None,
     rate: float,
 ) -> Float[Tensor, "batch length width"]:
-    """x + k₂ ⊙ v ⊙ sigmoid(g) with (v, g) = W z + b and z = k₁ ⊙ gelu(y + D ⊙ u), k dropout."""
+    """x + k₂ ⊙ v ⊙ sigmoid(g) with (v, g) = W z + b, z = k₁ ⊙ gelu(y + D ⊙ u) and dropout k."""
     first, second = (None, None) if keep is None else keep
     y = with_skip(y, u, D, link)
     value, gate = functional.linear(dropped(functional.gelu(y), first, rate), weight, bias).chunk(2, dim=-1)
-    # Half a row is too short to vectorise over on a CPU: copied first, the sigmoid and its gradient are faster.
+    # Half a row is too short to vectorise on a CPU: after a copy, the sigmoid and its gradient are faster.
     return (x + dropped(value * torch.sigmoid(gate.contiguous()), second, rate)).to(x.dtype)
 
 
@@ -41,7 +41,7 @@ def with_skip(
     D: Float[Tensor, " width"] | None,
     link: Link | None,
 ) -> Float[Tensor, "batch length width"]:
-    """y + D ⊙ u, where a link takes the gradient to u."""
+    """y + D ⊙ u; the gradient of u goes to the link, if there is one."""
     if u is not None and D is not None:
         y = torch.addcmul(y, D.to(u.dtype), u if link is None else u.detach())
     return y if link is None else y + link.zeros()
@@ -62,14 +62,14 @@ def factors(keep: Bool[Tensor, "*rest"], rate: float, dtype: torch.dtype) -> Flo
     return keep.to(torch.promote_types(dtype, torch.float32)).mul_(1 / (1 - rate))
 
 
-# Columns of a row that meets every step: of 8 it takes twice as long as of 16 steps side by side.
+# Columns in a row that is combined with every step: 8 columns take twice as long as 16 such steps side by side.
 _ROW = 128
-# A product that is added to another takes up to six times as long where its columns are no multiple of this.
+# Adding one product to another takes up to six times as long if the columns are not a multiple of this.
 _VECTOR = 16
 
 
 class ExplicitGatedResidual(torch.autograd.Function):
-    """x + k₂ ⊙ v ⊙ σ(g) with (v, g) = W z + b and z = k₁ ⊙ gelu(y); everything of one dtype, k₁ and k₂ in `factors`.
+    """x + k₂ ⊙ v ⊙ σ(g) with (v, g) = W z + b and z = k₁ ⊙ gelu(y); all in one dtype, k₁ and k₂ in `factors`.
 
     With d = k₂ ⊙ ∂L/∂out: ∂L/∂v = d ⊙ σ(g) and ∂L/∂g = d ⊙ v ⊙ σ(g) ⊙ (1 − σ(g)).
     """
@@ -126,7 +126,7 @@ def _through_the_gate(
     opening: Float[Tensor, "batch length width"],
     gated: Float[Tensor, "batch length width"],
 ) -> tuple[Float[Tensor, "batch lines columns"], Float[Tensor, "batch lines columns"]]:
-    """∂L/∂v and ∂L/∂g; a gradient that is the same at every step of a sequence, a mean's, is never written out."""
+    """∂L/∂v and ∂L/∂g; a gradient that is the same at every step, as after a mean over time, is never written out."""
     _, length, H = dout.shape
     steps = steps_a_row(_ROW, H, length)
     wide = (-1, length // steps, steps * H)
@@ -143,7 +143,7 @@ def _through_the_gate(
 def _through_the_product(
     dv: Float[Tensor, "tokens width"], dg: Float[Tensor, "tokens width"], weight: Float[Tensor, "twice width"]
 ) -> Float[Tensor, "rows columns"]:
-    """Wᵀ(∂L/∂v, ∂L/∂g)."""
+    """∂L/∂z = Wᵀ(∂L/∂v, ∂L/∂g)."""
     tokens, width = dv.shape
     steps = steps_a_row(_VECTOR, width, tokens) if tokens >= MANY else 1
     W_v, W_g = (packed_weight(half, steps) for half in weight.chunk(2))
@@ -151,7 +151,7 @@ def _through_the_product(
     return (dv @ W_v).addmm_(dg, W_g) if len(W_g) % _VECTOR == 0 else (dv @ W_v).add_(dg @ W_g)
 
 
-# Up to here the whole product fits into the registers of one program.
+# Up to this width the whole product fits into the registers of one program.
 _NARROW = 32
 
 
@@ -170,9 +170,9 @@ def gated_residual(
 ) -> Float[Tensor, "batch length width"]:
     """x + k₂ ⊙ v ⊙ sigmoid(g) with (v, g) = W z + b and z = k₁ ⊙ gelu(y + D ⊙ u), in the dtype of x.
 
-    k is keep / (1 − rate), for the whole batch if it has one row. With `link` (`Normalised.link`) the gradient of
-    D ⊙ u goes there instead of to u. Under autocast the product is one of its dtype. What is `measured` may be left
-    with the result for a batch norm that reads it next (`moments_of`).
+    k is keep / (1 − rate); one row of `keep` serves the whole batch. With `link` (`Normalised.link`) the gradient of
+    D ⊙ u goes to the link instead of u. Under autocast the product has its dtype. If `measured`, moments may be
+    attached to the result for a batch norm that reads it next (`moments_of`).
     """
     if torch.compiler.is_compiling():
         return plain_gated_residual(y, x, weight, bias, u, D, link, keep, rate)
@@ -198,7 +198,7 @@ def gated_residual(
 
 
 def _on_cpu_in_one_dtype(*tensors: Tensor) -> bool:
-    """In float32 or float64, which autocast does not narrow."""
+    """True if all tensors are on the CPU in float32, or all in float64, and autocast does not narrow them."""
     return (
         all(tensor.device.type == "cpu" for tensor in tensors)
         and {tensor.dtype for tensor in tensors} in ({torch.float32}, {torch.float64})
@@ -235,7 +235,7 @@ def _check(
     )
     require_floats_on_one_device(y=y, x=x, weight=weight, bias=bias, u=u, D=D)
     if (u is None) != (D is None):
-        raise SequenceError(f"{'u' if u is None else 'D'} is None, expected u and D or neither")
+        raise SequenceError(f"{'u' if u is None else 'D'} is None, expected both u and D, or neither")
     if keep is None:
         return
     if keep.dtype != torch.bool or keep.device != y.device:
@@ -252,7 +252,7 @@ def dropped_residual(
     keep: Bool[Tensor, "rows length width"] | None,
     rate: float,
 ) -> Float[Tensor, "batch length width"]:
-    """x + y / (1 − rate) where `keep` is true, x elsewhere, in the dtype of x; rows are sequences, or one for all."""
+    """x + y / (1 − rate) where `keep` is true, x elsewhere, in the dtype of x; `keep` has 1 or batch rows."""
     if keep is None:
         return x + y.to(x.dtype)
     if not kernels_serve(x) or not kernels_serve(y):

@@ -1,9 +1,9 @@
-"""The gated residual on the GPU, every elementwise stage one pass over memory, forward and backward.
+"""Gated and dropped residuals on the GPU: every elementwise stage is one pass over memory, forward and backward.
 
-Wide: `activate`, a product by cuBLAS, `gate`. Narrow: all in one kernel, the product in registers. Sums over rows go to
-memory as one row of `partial` a program, which are then added in a fixed order: the same input gives the same bits.
+Wide: `activate`, a product by cuBLAS, `gate`. Narrow: one kernel, with the product in registers. Each program writes
+its sums over rows as one row of `partial`; these rows are added in a fixed order: the same input gives the same bits.
 
-A wide kernel's work is cut into items, a tile of rows of one repeat of the flags; a program takes a run of them.
+A wide kernel's work is cut into items, tiles of rows in one repeat of the flags; a program takes consecutive items.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def _loaded(pointer, at, live):
 
 @triton.jit
 def _kept(value, keep, at, live, VECTOR: tl.constexpr):
-    """0 where the flag is."""
+    """Zero the values whose flag is 0."""
     if keep is not None:
-        # Flags of one byte in the layout of the values, or every tile would be sorted anew in shared memory.
+        # One-byte flags in the layout of the values: otherwise every tile is rearranged in shared memory.
         flag = tl.load(tl.max_contiguous(keep + at, [1, VECTOR]), mask=live, other=0)
         value = tl.where(flag != 0, value, 0.0)
     return value
@@ -73,7 +73,7 @@ def _kept(value, keep, at, live, VECTOR: tl.constexpr):
 
 @triton.jit
 def _next(start, repeat, repeats, ROWS: tl.constexpr):
-    """The same rows of the mask in the next repeat; after the last, the next rows."""
+    """Move on to the same rows of the mask in the next repeat; after the last repeat, to the next rows."""
     repeat += 1
     last = repeat == repeats
     return tl.where(last, start + ROWS, start), tl.where(last, 0, repeat)
@@ -109,9 +109,9 @@ def gate(
     vg, x, bias, keep, out, moments, period, repeats, items, scale,
     H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """out = x + k ⊙ v ⊙ sigmoid(g), the bias of v and g added here.
+    """out = x + k ⊙ v ⊙ sigmoid(g), with the bias of v and g added here.
 
-    With `moments`: mean, sum of squared deviations and number of each program's rows (Welford 1962).
+    `moments` takes the mean, sum of squared deviations and number of each program's rows (Welford 1962).
     """
     worker, row = tl.program_id(0) // tl.cdiv(H, COLS), tl.arange(0, ROWS)
     col = tl.program_id(0) % tl.cdiv(H, COLS) * COLS + tl.arange(0, COLS)
@@ -158,7 +158,7 @@ def gate_backward(
 ):  # fmt: skip
     """dv = k ⊙ dout ⊙ s, dg = k ⊙ dout ⊙ v ⊙ s (1 − s), and their sums over the rows of each program.
 
-    SHARED: one row of `dout` stands for so many steps.
+    SHARED: `steps` steps share one row of `dout`.
     """
     worker, row = tl.program_id(0) // tl.cdiv(H, COLS), tl.arange(0, ROWS)
     col = tl.program_id(0) % tl.cdiv(H, COLS) * COLS + tl.arange(0, COLS)
@@ -196,7 +196,7 @@ def activate_backward(
     dz, y, u, D, keep, dy, du, partial, period, repeats, items, scale,
     H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dy = k ⊙ dz ⊙ gelu'(y + D ⊙ u), du = D ⊙ dy where wanted, and Σ dy, Σ dy ⊙ u over the rows of each program."""
+    """dy = k ⊙ dz ⊙ gelu'(y + D ⊙ u), du = D ⊙ dy if wanted, and Σ dy, Σ dy ⊙ u over the rows of each program."""
     worker, row = tl.program_id(0) // tl.cdiv(H, COLS), tl.arange(0, ROWS)
     col = tl.program_id(0) % tl.cdiv(H, COLS) * COLS + tl.arange(0, COLS)
     inside, at = col < H, row[:, None] * H + col[None, :]
@@ -230,7 +230,7 @@ def activate_backward(
 
 @triton.jit
 def _block(weight, col, H: tl.constexpr, PACK: tl.constexpr):
-    """Half of the weight, once for each of the rows that lie in one."""
+    """Half of the weight on a diagonal of blocks, one for each of the rows packed into one."""
     live = (col // H == (col // H)[:, None]) & (col < PACK * H)
     return tl.load(weight + (col % H)[:, None] * H + col % H, mask=live, other=0.0).to(tl.float32)
 
@@ -241,7 +241,7 @@ def narrow(
     H: tl.constexpr, PACK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """All of it, `PACK` rows of H in a row of PACK H: the matrix units take no less than 16."""
+    """The whole gated residual, with `PACK` rows of H in a row of PACK H: the matrix units take at least 16."""
     row, col = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLS)
     inside, channel = col < PACK * H, col % H
     live = (row < rows)[:, None] & inside[None, :]
@@ -268,7 +268,7 @@ def narrow_backward(
     H: tl.constexpr, PACK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dy, du where wanted, and each program's dW, db and dD as `PACK` rows of `partial`."""
+    """dy, du if wanted, and each program's dW, db and dD as `PACK` rows of `partial`."""
     program, col = tl.program_id(0), tl.arange(0, COLS)
     inside, channel = col < PACK * H, col % H
     skip = _column(D, channel, inside) if u is not None else 0.0
@@ -320,7 +320,7 @@ def narrow_backward(
 
 
 class Flags(NamedTuple):
-    """Which entries to keep before and after the gate, over how many rows that repeats, and 1 / (1 − rate)."""
+    """Flags of the entries to keep before and after the gate, the rows until they repeat, and 1 / (1 − rate)."""
 
     first: Tensor | None
     second: Tensor | None
@@ -336,7 +336,7 @@ def _flags(keep: Tensor | None, rate: float, tokens: int) -> Flags:
 
 
 class WideGatedResidual(torch.autograd.Function):
-    """Activation, product, gate; the product in `dtype`, its gradient for a float32 weight in float32."""
+    """Activation, product and gate in turn; the product is in `dtype`, its gradient for a float32 weight in float32."""
 
     @staticmethod
     def forward(
@@ -396,7 +396,7 @@ class WideGatedResidual(torch.autograd.Function):
             if onwards:
                 dz, dy = dvg @ cast, torch.empty_like(y)
                 du = torch.empty_like(u) if needs_u else None
-                # Twice as many programs of half the columns: three sequences and two sums fill the registers.
+                # Twice as many programs with half the columns: three sequences and two sums fill the registers.
                 options["COLS"] = min(options["COLS"], 64)
                 grid = (workers * triton.cdiv(H, options["COLS"]),)
                 activate_backward[grid](dz, y, u, D, flags.first, dy, du, partial, *sizes, **options)
@@ -408,7 +408,7 @@ class WideGatedResidual(torch.autograd.Function):
 
 
 class NarrowGatedResidual(torch.autograd.Function):
-    """One kernel forward; backward one, and one for the sums."""
+    """The gated residual in one kernel forward; backward in one kernel, and one more for the sums."""
 
     @staticmethod
     def forward(
@@ -459,12 +459,12 @@ class NarrowGatedResidual(torch.autograd.Function):
 _ACTIVATE = Launch(ROWS=8, COLS=128, num_warps=2, programs=792)
 _GATE = Launch(ROWS=8, COLS=128, num_warps=2, programs=264)
 _BACKWARD = Launch(ROWS=8, COLS=128, num_warps=2, programs=1056)
-# Sixteen packed rows a warp: what the matrix units take at once.
+# Sixteen packed rows a warp: as many as the matrix units take at once.
 _NARROW = Launch(ROWS=16, COLS=16, num_warps=1, programs=528)
 
 
 def _wide_plan(tokens: int, flags: Flags, y: Tensor, launch: Launch) -> tuple[tuple[int], tuple[Any, ...], dict]:
-    """Tiles of as many entries whatever H is."""
+    """The grid, sizes and options of a wide kernel; a tile has the same number of entries for every H."""
     H = y.shape[-1]
     columns = min(triton.next_power_of_2(H), launch.COLS)
     launch = launch._replace(ROWS=launch.ROWS * launch.COLS // columns, COLS=columns)
@@ -476,7 +476,7 @@ def _wide_plan(tokens: int, flags: Flags, y: Tensor, launch: Launch) -> tuple[tu
 
 
 def _narrow_plan(flags: Flags, y: Tensor) -> tuple[int, tuple[Any, ...], dict]:
-    """Tiles; as many rows of H in one as fit into 16 columns and divide the rows after which the flags repeat."""
+    """The tiles, sizes and options of a narrow kernel; packed rows fit into 16 columns and divide the flags' period."""
     H = y.shape[-1]
     pack = next(count for count in range(max(16 // H, 1), 0, -1) if flags.period % count == 0)
     rows, columns = y.numel() // H // pack, max(16, triton.next_power_of_2(H))
@@ -500,7 +500,7 @@ def _add_kept(x, y, keep, out, total, drawn, scale, SHARED: tl.constexpr, VALUES
 
 
 class DroppedResidual(torch.autograd.Function):
-    """As `dropped_residual`; the gradient of x is what comes in."""
+    """`dropped_residual` in one kernel each way; the gradient of x is the incoming gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, keep: Tensor, rate: float) -> Tensor:

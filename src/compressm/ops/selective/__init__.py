@@ -1,7 +1,7 @@
 """The recurrence of selective layers (S6, Mamba): h[t] = exp(Δ[t] a) h[t−1] + Δ[t] B[t] u[t], y[t] = Re(C[t] h[t]).
 
-Rates a are fixed, of real negative or complex numbers as pairs; step Δ, B and C change with time. B and C are those of
-all channels, or each channel has its own.
+The rates a are fixed: negative real numbers, or complex numbers as pairs. The step Δ, B and C change with time. All
+channels share B and C, or each channel has its own.
 """
 
 from compressm.ops.selective.reference import Selective

@@ -1,4 +1,4 @@
-"""What stands around a selective scan: the short causal convolution with SiLU, step sizes by softplus, and the gate."""
+"""Ops around a selective scan: the short causal convolution with SiLU, step sizes by softplus, and the gate."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def causal_conv(
 
 
 def plain_steps(delta: Tensor, bias: Tensor | None, lengths: Tensor | None, *, soft: bool) -> Tensor:
-    """Δ in float32 or better, after bias and softplus; 0 at and after `lengths`, where nothing may change."""
+    """Δ in float32 or better, after bias and softplus; 0 at and after `lengths`, where the state must not change."""
     step = delta.to(torch.promote_types(delta.dtype, torch.float32))
     if bias is not None:
         step = step + bias.to(step.dtype)
@@ -47,7 +47,7 @@ def plain_steps(delta: Tensor, bias: Tensor | None, lengths: Tensor | None, *, s
 
 
 def plain_gate(y: Tensor, z: Tensor) -> Tensor:
-    """y silu(z), in the wider of both dtypes."""
+    """y silu(z), in the wider of the two dtypes."""
     return y * silu(z.to(torch.promote_types(y.dtype, z.dtype)))
 
 

@@ -1,4 +1,4 @@
-"""The short convolution, softplus of steps and the gate on the GPU, each one pass over memory."""
+"""The short convolution, the softplus of step sizes and the gate on the GPU, each in one pass over memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WALK = {"SPAN": 32, "AHEAD": 8, "COLS": 64, "num_warps": 1}
 
 @triton.jit
 def _channels(weight, bias, channels, K: tl.constexpr, COLS: tl.constexpr):
-    """This program's channels, whether they exist, their taps and their bias."""
+    """This program's channels, a mask of those that exist, their taps and their bias."""
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     there = col < channels
     taps = ()
@@ -33,7 +33,7 @@ def _channels(weight, bias, channels, K: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def _read(x, row, col, there, t, length, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """So many steps from t + FIRST on, where x points to step t: a tuple, with zeros outside of the sequence."""
+    """Load COUNT steps from t + FIRST on, where x points to step t: a tuple, with zeros outside the sequence."""
     found = ()
     for i in tl.static_range(COUNT):
         live = there & (t + (FIRST + i) >= 0) & (t + (FIRST + i) < length)
@@ -51,7 +51,7 @@ def _last(values, FIRST: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def _before_silu(taps, shift, seen, FIRST: tl.constexpr, K: tl.constexpr):
-    """bias + Σ weight[k] v[t − K + 1 + k], where `seen` has v[t − K + 1] at FIRST."""
+    """bias + Σ weight[k] v[t − K + 1 + k], where `seen` holds v[t − K + 1] at FIRST."""
     total = shift
     for k in tl.static_range(K):
         total += taps[k] * seen[FIRST + k]
@@ -60,7 +60,7 @@ def _before_silu(taps, shift, seen, FIRST: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def _slope(total):
-    """Of SiLU."""
+    """The slope of SiLU."""
     share = 1.0 / (1.0 + tl.exp(-total))
     return share * (1.0 + total * (1.0 - share))
 
@@ -93,9 +93,9 @@ def _convolve_back(
     v, weight, bias, dout, dv, sums, length, channels, v_row,
     K: tl.constexpr, SPAN: tl.constexpr, AHEAD: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """With g the gradient before SiLU, dv[t − K + 1] = Σ weight[k] g[t − k]: K − 1 steps behind, and as many more.
+    """dv[t − K + 1] = Σ weight[k] g[t − k], g the gradient before SiLU; the walk goes K − 1 steps past the end.
 
-    And for each program the sums of g with every input and alone: (…, K + 1, channels).
+    Each program also writes the sums of g with every input and alone: (…, K + 1, channels).
     """
     t = tl.program_id(0) * SPAN
     b = tl.program_id(2).to(tl.int64)
@@ -141,7 +141,7 @@ def _convolve_back(
 
 
 class CausalConv(torch.autograd.Function):
-    """As `plain_causal_conv` without what came before; sums in float32 whatever v is."""
+    """`plain_causal_conv` without `before`; sums are float32 whatever the dtype of v."""
 
     @staticmethod
     def forward(ctx: Any, v: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -191,7 +191,7 @@ def _before_softplus(delta, bias, row, col, live, width, delta_row):
 
 @triton.jit
 def _within(lengths, row, length):
-    """Whether a row is a step before the end of its sequence."""
+    """True where a row is a step before the end of its sequence."""
     return (row % length < tl.load(lengths + row // length, mask=row >= 0, other=0))[:, None]
 
 
@@ -217,7 +217,7 @@ def _steps_back(
     delta, bias, lengths, dstep, ddelta, sums, total, length, width, delta_row,
     SOFTPLUS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """ddelta, and its sums over the rows of a tile."""
+    """Write ddelta, and its sums over the rows of a tile."""
     row, col, live = _place(total, width, ROWS, COLS)
     value = tl.load(dstep + row[:, None] * width + col[None, :], mask=live, other=0.0)
     if SOFTPLUS:
@@ -305,7 +305,7 @@ class Gate(torch.autograd.Function):
 
 
 def _sizes(x: Tensor) -> tuple[int, int, int]:
-    """Rows in all, steps of a sequence, channels."""
+    """The rows in all, the steps of a sequence, and the channels."""
     return x.shape[0] * x.shape[1], x.shape[1], x.shape[2]
 
 

@@ -1,4 +1,4 @@
-"""The definition of the selective scan, h[t] = exp(Δ[t] a) h[t−1] + Δ[t] B[t] u[t], as a loop, and its arguments."""
+"""The selective scan by definition, h[t] = exp(Δ[t] a) h[t−1] + Δ[t] B[t] u[t], as a loop; and its arguments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from compressm.ops.selective.conv_and_gate import plain_gate, plain_steps
 
 
 class Selective(NamedTuple):
-    """The arguments of `selective_scan` by name; without pairs where the rates are real."""
+    """The arguments of `selective_scan` by name; there are no pairs if the rates are real."""
 
     u: Tensor
     delta: Tensor
@@ -26,12 +26,12 @@ class Selective(NamedTuple):
 
     @property
     def complex(self) -> bool:
-        """Whether rates, B, C and states are pairs (Re, Im)."""
+        """True if rates, B, C and states are pairs (Re, Im)."""
         return self.A.ndim == 3
 
     @property
     def own(self) -> bool:
-        """Whether every channel has a B and a C of its own."""
+        """True if every channel has its own B and C."""
         return self.B.ndim == 4 + self.complex
 
     @property
@@ -49,7 +49,7 @@ class Selective(NamedTuple):
 
 
 def check(given: Selective, state: Tensor | None, lengths: Tensor | None, orders: Tensor | None) -> None:
-    """Refuse by name what does not fit the rest."""
+    """Refuse, by name, an argument that does not fit the others."""
     if not isinstance(given.u, Tensor) or given.u.ndim != 3 or 0 in given.u.shape:
         got = tuple(given.u.shape) if isinstance(given.u, Tensor) else type(given.u).__name__
         raise SequenceError(f"u is {got}, expected (batch, length, channels), each at least 1")
@@ -73,7 +73,7 @@ def check(given: Selective, state: Tensor | None, lengths: Tensor | None, orders
     if lengths is not None:
         _require_shape("lengths", lengths, (batch,))
     if orders is not None and orders.dtype not in (torch.int32, torch.int64):
-        raise SequenceError(f"orders are {orders.dtype}, expected integers")
+        raise SequenceError(f"orders are {orders.dtype}, expected integers, torch.int32 or torch.int64")
 
 
 def _require_shape(name: str, value: object, expected: tuple[int, ...]) -> None:
@@ -85,7 +85,7 @@ def _require_shape(name: str, value: object, expected: tuple[int, ...]) -> None:
 def loop_scan(
     given: Selective, state: Tensor | None, lengths: Tensor | None, orders: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """y in the dtype of u, and the last state, in float32 or better."""
+    """Compute the scan in a loop: y in the dtype of u, and the last state in float32 or better."""
     wide = torch.promote_types(given.u.dtype, torch.float32)
     u = given.u.to(wide)
     step = plain_steps(given.delta, given.delta_bias, lengths, soft=given.softplus)
@@ -105,7 +105,7 @@ def loop_scan(
 def masked(given: Selective, orders: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """A (channels, n), B and C (batch, length, channels or 1, n), real or complex.
 
-    States at and above a channel's order are neither driven nor heard; they are 0.
+    States at and above a channel's order are 0: B does not drive them, and C does not read them.
     """
     wide = torch.promote_types(given.u.dtype, torch.float32)
     A, B, C = (M.to(wide) for M in (given.A, given.B, given.C))
@@ -120,18 +120,18 @@ def masked(given: Selective, orders: Tensor | None) -> tuple[Tensor, Tensor, Ten
 
 
 def there(given: Selective, orders: Tensor) -> Tensor:
-    """Which states each channel has: (channels, n)."""
+    """A mask of the states that each channel has: (channels, n)."""
     return torch.arange(given.order, device=given.u.device) < orders.to(given.u.device)[:, None]
 
 
 def finish(y: Tensor, given: Selective) -> Tensor:
-    """The skip D·u and the gate silu(z)."""
+    """Add the skip D·u and multiply by the gate silu(z)."""
     if given.D is not None:
         y = y + given.D.to(y.dtype) * given.u.to(y.dtype)
     return y if given.z is None else plain_gate(y, given.z)
 
 
 def pair_to_complex(pairs: Tensor, axis: int) -> Tensor:
-    """(Re, Im) on an axis of size two as complex numbers."""
+    """Join (Re, Im) on an axis of size two into complex numbers."""
     re, im = pairs.unbind(axis)
     return torch.complex(re.contiguous(), im.contiguous())

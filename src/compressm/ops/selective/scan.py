@@ -1,4 +1,4 @@
-"""One function for every way to compute a selective scan."""
+"""The selective scan and one step of it; the scan chooses among a loop, tiles on the CPU and kernels on the GPU."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from compressm.ops.dispatch import SequenceError, kernels_serve, require_floats_
 from compressm.ops.selective import cpu as blocked
 from compressm.ops.selective.reference import Selective, check, loop_scan
 
-# Steps up to which the loop is faster than tiles, and where each has many states: 8 and 24 on one core.
+# Steps up to which the loop is faster than tiles on one core: 8, or 24 if each step has many states.
 _SHORT, _SHORT_OF_MANY = 8, 24
 _MANY = 2**14
 
 
 class ScanPath(Enum):
-    """How a selective scan is computed; None lets the op choose."""
+    """Ways to compute a selective scan; None lets the op choose."""
 
     LOOP = "loop"
     BLOCKED = "blocked"
@@ -45,10 +45,10 @@ def selective_scan(
 ) -> tuple[Float[Tensor, "batch length channels"], Tensor | None]:
     """(Re(C h) + D u) silu(z) for h[t] = exp(Δ a) h[t−1] + Δ B u with Δ = delta, or softplus(delta + delta_bias).
 
-    Real rates A (channels, n) go with B and C of shape (batch, length, n), or (batch, length, channels, n) where each
-    channel has its own; complex ones are pairs, (2, channels, n), and so are B and C, (…, 2, n), and the
-    state (batch, 2, channels, n). States are float32 at least. Steps at and after `lengths` leave the state as
-    it is. `orders` says how many states each channel has where they differ; the rest is 0.
+    Real rates A (channels, n) go with B and C of shape (batch, length, n), or (batch, length, channels, n) if each
+    channel has its own. Complex rates are pairs (2, channels, n), as are B and C (…, 2, n) and the state
+    (batch, 2, channels, n). States are float32 at least. Steps at and after `lengths` do not change the state. `orders`
+    gives the number of states of each channel if they differ; the other states are 0.
     """
     given = Selective(u, delta, A, B, C, D, z, delta_bias, softplus)
     check(given, state, lengths, orders)
@@ -73,14 +73,14 @@ def _along(
         return blocked.scan(given, state, lengths, orders)
     u = given.u
     if not kernels_serve(u):
-        raise SequenceError(f"path is {path}, u is {u.dtype} on {u.device}: kernels take float32 or less on a GPU")
-    from compressm.ops.selective import gpu as on_gpu  # where Triton is
+        raise SequenceError(f"path is {path}, u is {u.dtype} on {u.device}, expected float32 or less on a GPU")
+    from compressm.ops.selective import gpu as on_gpu  # needs Triton
 
     return on_gpu.scan(given, state, lengths, orders, keep_state)
 
 
 def fastest_path(given: Selective) -> ScanPath:
-    """Kernels where they serve; else tiles, but for sequences so short that tiles cost more than they save."""
+    """TRITON if kernels serve; else BLOCKED, or LOOP for sequences so short that tiles cost more than they save."""
     if kernels_serve(given.u):
         return ScanPath.TRITON
     batch, length, channels = given.u.shape
@@ -102,7 +102,7 @@ def selective_step(
     softplus: bool = False,
     orders: Int[Tensor, " channels"] | None = None,
 ) -> tuple[Float[Tensor, "batch channels"], Tensor]:
-    """One step of the same recurrence, in plain torch."""
+    """Compute one step of `selective_scan`, in plain torch."""
     sequence = (None if value is None else value[:, None] for value in (u, delta, B, C, z))
     u, delta, B, C, z = sequence  # type: ignore[assignment]
     given = Selective(u, delta, A, B, C, D, z, delta_bias, softplus)
