@@ -1,4 +1,4 @@
-"""Differentiable ops: the recurrences `lti` and `selective`, and `block` for what a model computes around them."""
+"""Differentiable ops: the recurrences `lti` and `selective`, and `block`, the norms, gates and encoders around them."""
 
 from compressm.ops.dispatch import SequenceError
 from compressm.ops.lti import Path, linear_recurrence, lti_bank, lti_layer

@@ -42,7 +42,7 @@ def rows_of(gradient: Tensor) -> tuple[Tensor, int]:
 
 
 def rows(x: Tensor) -> tuple[Tensor, int]:
-    """Return x (batch, length, …) and the distance of its steps; copy x only if its rows are not dense."""
+    """x (batch, length, …) and the distance of its steps; a copy unless rows are dense, as in half of a projection."""
     dense = torch.empty(x.shape[2:], device="meta").stride()
     if x.stride()[2:] != dense or (x.shape[0] > 1 and x.stride(0) != x.shape[1] * x.stride(1)):
         x = x.contiguous()

@@ -1,4 +1,4 @@
-"""Batch norm in training and RMS norm on the GPU; the statistics of a batch are one pass, applying them is another.
+"""Batch norm in training and RMS norm on the GPU; batch norm is one pass for statistics and one to apply them.
 
 A program of batch norm owns some columns and every k-th tile of rows for k programs. It writes its sums as one row of
 `partial`; these rows are merged in a fixed order: the same input gives the same bits. Up to `_NARROW` columns every

@@ -71,7 +71,7 @@ def layer_chunk(batch: int, length: int, n: int, p: int, q: int) -> int:
 
 
 def _chunk_cost(chunk: int, batch: int, length: int, n: int, p: int, q: int) -> float:
-    """The cost that depends on T: T² p q for tables and blocks, n for each carried state, a copy if T leaves a rest."""
+    """The cost that depends on T: T² p q for tables and blocks, n for each carried state, a copy unless T divides L."""
     blocks = batch * -(-length // chunk)
     columns = -(-chunk * q // _COLUMNS) * _COLUMNS
     tables = 0.006 * chunk**2 * p * q + 0.016 * chunk * n * (p + q)

@@ -291,7 +291,7 @@ def _short_power(log_modulus, phase, exponent):
 @triton.jit(do_not_specialize=["n"])
 def _tables(logs, B, C, collect, collect_t, emit, emit_t, n, T: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
             MODES: tl.constexpr):  # fmt: skip
-    """Write λʲ B to column T−1−j of `collect` (2, n, T, p) and C λʲ to row j of `emit` (T + 1, q, 2, n), j a program.
+    """Write λʲ B to column T−1−j of `collect` (2, n, T, p), C λʲ to row j of `emit` (T + 1, q, 2, n); one j a program.
 
     Both are also written transposed, as (T, p, 2, n) and (2, n, T, q) without row 0: products are fastest when both
     factors are read along rows.

@@ -19,7 +19,7 @@ _WALK = {"SPAN": 32, "AHEAD": 8, "COLS": 64, "num_warps": 1}
 
 @triton.jit
 def _channels(weight, bias, channels, K: tl.constexpr, COLS: tl.constexpr):
-    """This program's channels, a mask of those that exist, their taps and their bias."""
+    """This program's channels, a mask of existing channels, their taps and their bias."""
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     there = col < channels
     taps = ()

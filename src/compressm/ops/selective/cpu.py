@@ -1,7 +1,7 @@
-"""The selective scan on the CPU, tile by tile, with gradients of its own.
+"""The selective scan on the CPU, tile by tile, with its own gradients.
 
-All of a tile but the recurrence itself is computed at once: decays, what drives, what is heard. Of the states one at
-the beginning of each stretch of time is kept; the backward pass computes the others again.
+The decays, drives and outputs of a tile are computed at once; only the recurrence goes step by step. The state at the
+beginning of each tile is kept; the backward pass computes the others again.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ from compressm.ops.selective.reference import Selective, finish, there
 def scan(
     given: Selective, state: Tensor | None, lengths: Tensor | None, orders: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.scan`."""
+    """Compute `loop_scan` tile by tile."""
     keep_freed_memory()
     step = plain_steps(given.delta, given.delta_bias, lengths, soft=given.softplus)
     wide = torch.promote_types(step.dtype, given.u.dtype)
     u, step, A, B, C = (x.to(wide) for x in (given.u, step, given.A, given.B, given.C))
     state = None if state is None else state.to(wide)
     present = None if orders is None else there(given, orders).to(wide)
-    # Asked here: inside a Function gradients are never enabled, and inputs are said to need one even under no_grad.
+    # Ask here: inside a Function gradients are never enabled, and inputs say that they need one even under no_grad.
     y, last = BlockedScan.apply(u, step, A, B, C, state, present, torch.is_grad_enabled())
     return finish(y, given).to(given.u.dtype), last
 
 
 class Inputs(NamedTuple):
-    """What drives the recurrence, or gradients in its place: of all, or of a group."""
+    """The inputs of the recurrence, or their gradients: of all rows and channels, or of a group."""
 
     u: Tensor
     step: Tensor
@@ -85,7 +85,7 @@ class Inputs(NamedTuple):
 
 @final
 class Passes:
-    """Both ways through a run."""
+    """The forward and the backward pass through the tiles of a `Run`."""
 
     def __init__(self, run: Span, group: GroupScan, into: Inputs | None) -> None:
         given, self.rates, self.present, self.own = group.given, group.rates, group.present, group.given.own
@@ -100,7 +100,7 @@ class Passes:
         self.tile = Tile(given.u, len(self.rates), shape, back=into is not None)
 
     def forward(self, marks: list[Parts], y: Tensor) -> None:
-        """Each state of `marks` is that at the end of a stretch which began with the one before it."""
+        """Write y, and after each tile its last state into `marks`; a tile starts from the mark before it."""
         tile, heard = self.tile, self._signal(torch.empty_like(self.step.all))
         for k, (before, after) in enumerate(pairwise(marks)):
             self._walk(k, before)
@@ -109,9 +109,9 @@ class Passes:
         y.copy_(heard.all)
 
     def backward(self, marks: list[Parts], g: Parts, dy: Tensor, du: Tensor, dstep: Tensor, dA: Parts) -> None:
-        """Gradients from that of the last state, in `g`, where that of the first takes its place.
+        """Write the gradients; `g` enters as the last state's gradient and returns as the first state's.
 
-        Gradients of states go through time as their conjugates, g[t] = C[t] dy[t] + a[t+1] g[t+1].
+        Gradients of states go back in time as conjugates, g[t] = C[t] dy[t] + a[t+1] g[t+1].
         """
         tile, heard = self.tile, self._signal(dy)
         driven, slope = (self._signal(torch.empty_like(self.step.all)) for _ in range(2))
@@ -131,7 +131,7 @@ class Passes:
         torch.addcmul(slope.all, driven.all, self.u, out=dstep)
 
     def _walk(self, k: int, h: Parts) -> None:
-        """All states of a stretch, from the one before it."""
+        """Compute all states of tile k from the state before it."""
         tile = self.tile
         exponential_(tile.decay, self.step.tiles[k], self.rates, tile.room)
         self._drive(self.B, k, self.drive, tile.after)
@@ -142,7 +142,7 @@ class Passes:
         walk_(tile.states, tile.decays)
 
     def _walk_back(self, k: int, dy: Signal, g: Parts) -> None:
-        """All gradients of states, from what reaches the last of them."""
+        """Compute the gradients of all states of tile k from the gradient that reaches the last one."""
         tile = self.tile
         self._drive(self.C, k, dy, tile.g)
         gradients, decays = tile.gradients[::-1], tile.decays[:0:-1]
@@ -154,7 +154,7 @@ class Passes:
         walk_(gradients, decays)
 
     def _rates_and_steps(self, k: int, slope: Signal, dA: Parts) -> None:
-        """From the gradients of Δ a, in the place of decays."""
+        """Turn the gradients of Δ a, which replace the decays, into those of rates and steps."""
         found, room = self.tile.decay, self.tile.g[0]
         torch.sum(real_product(self.rates, found, room), -1 if self.own else -2, out=slope.sums[k])
         for gradient, part in zip(dA, found, strict=True):
@@ -167,7 +167,7 @@ class Passes:
                 part.mul_(self.present)
 
     def _left(self, k: int, like: Parts) -> Parts:
-        """What is left of a chunk's beginning at its end: exp(a Σ Δ)."""
+        """The decay over each whole chunk: exp(a Σ Δ)."""
         left = tuple(torch.empty_like(part) for part in like)
         exponential_(left, self.step.tiles[k].sum(0), self.rates, torch.empty_like(like[0]))
         return left
@@ -178,7 +178,7 @@ class Passes:
 
 @final
 class GroupScan:
-    """All of time for some rows and channels; `present` is 0 at the states that a channel does not have."""
+    """The whole scan for some rows and channels; `present` is 0 at the states that a channel does not have."""
 
     def __init__(self, inputs: Inputs, group: Slab, present: Tensor | None) -> None:
         self.group, self.given = group, inputs.of_group(group)
@@ -188,7 +188,7 @@ class GroupScan:
         self.runs = runs(length, rows * self.rates[0].numel() * len(self.rates))
 
     def forward(self, state: Parts, y: Tensor, last: Parts, *, keep: bool) -> Parts:
-        """The states at the beginning of all stretches, if they are to be kept."""
+        """Write y and the last state; return the states at the beginning of all tiles if `keep`."""
         h = tuple(part.clone() for part in self._of_those(self._states(state)))
         count = sum(run.stretches for run in self.runs) if keep else 0
         marks = tuple(part.new_empty(count, *part.shape) for part in h)
@@ -201,7 +201,7 @@ class GroupScan:
         return marks
 
     def backward(self, marks: Parts, dy: Tensor, dlast: Parts, into: Inputs, dstate: Parts) -> None:
-        """Gradients of inputs and of the first state, from those of what was heard and of the last."""
+        """Write the gradients of the inputs and of the first state, from those of y and of the last state."""
         g = conjugate_(tuple(part.clone() for part in self._of_those(self._states(dlast))))
         found, places = into.of_group(self.group), along(marks, 0)
         dy, dA = dy[self.group.rows, :, self.group.channels], tuple(map(torch.zeros_like, self.rates))
@@ -212,7 +212,7 @@ class GroupScan:
         add_(found.A, tuple(map(self._turned, conjugate_(dA))))
 
     def _states(self, states: Parts) -> Parts:
-        """(batch, channels, n) of the group, as its tiles have them."""
+        """The group's part of (batch, channels, n), in the layout of its tiles."""
         return tuple(self._turned(part[self.group.rows, self.group.channels])[:, None] for part in states)
 
     def _of_those(self, states: Parts) -> Parts:
@@ -223,7 +223,7 @@ class GroupScan:
 
 
 class BlockedScan(torch.autograd.Function):
-    """Re(C h) and the last state."""
+    """Re(C h) and the last state, group by group and tile by tile."""
 
     @staticmethod
     def forward(
@@ -255,7 +255,7 @@ class BlockedScan(torch.autograd.Function):
         *given, present = ctx.saved_tensors[:6]
         inputs, marks = Inputs.of(*given), iter(ctx.saved_tensors[6:])
         gradients = [_fresh(x) for x in given]
-        # The others are written over.
+        # Sums begin with 0; the other gradients are overwritten.
         for sums in gradients[2:3] if inputs.own else gradients[2:]:
             sums.zero_()
         dstate = _fresh(dlast)

@@ -1,4 +1,4 @@
-"""How a selective scan on the CPU is cut into tiles."""
+"""Tiles of a selective scan on the CPU: how time, rows and channels are cut, and the arithmetic inside a tile."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import hardshrink
 
-# Numbers of a tile: of decays, states and gradients, half a megabyte each, a cache of two holds all.
+# Numbers in a tile: decays, states and gradients, half a megabyte each, fit into a cache of two megabytes.
 TILE = 2**17
-# States of a step of a tile, at most; more where there are not steps enough.
+# States in one step of a tile, at most; more if there are too few steps.
 STEP = 2**13
-# Numbers of a step up to which a call costs more than to walk through the same time twice.
+# Numbers in a step up to which a call costs more than walking through the same steps twice.
 FEW = 2**10
 
 
@@ -28,7 +28,7 @@ class Slab(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Stretches of time of the same shape, one after the other: chunks side by side, each of so many steps."""
+    """Consecutive tiles (`stretches`) of the same shape; a tile has chunks side by side, of `steps` steps each."""
 
     start: int
     stretches: int
@@ -40,12 +40,12 @@ class Span(NamedTuple):
         return self.start + self.stretches * self.chunks * self.steps
 
     def of(self, x: Tensor) -> Tensor:
-        """(batch, length, …) as (stretches, steps, batch, chunks, …)."""
+        """Reshape (batch, length, …) to (stretches, steps, batch, chunks, …)."""
         return x[:, self.start : self.stop].unflatten(1, self[1:]).movedim((1, 3), (0, 1))
 
 
 def groups(batch: int, length: int, channels: int, n: int) -> Iterator[Slab]:
-    """All of the batch and all channels of n states each, as many together as make a step of a tile."""
+    """Cut rows and channels, of n states each, into groups that fill one step of a tile."""
     most = max(STEP, TILE // length)
     for chosen in _evenly(channels, max(1, most // n)):
         for rows in _evenly(batch, max(1, most // ((chosen.stop - chosen.start) * n))):
@@ -53,9 +53,9 @@ def groups(batch: int, length: int, channels: int, n: int) -> Iterator[Slab]:
 
 
 def runs(length: int, numbers: int) -> list[Span]:
-    """All of time, where a step has so many numbers: whole stretches, a shorter one, and what is left."""
+    """Cut `length` steps, of `numbers` numbers each, into whole tiles, a shorter tile, and the rest."""
     most = min(length, max(1, TILE // numbers))
-    # A stretch of K chunks of T steps takes T calls to find their ends, K to join them and T for all states.
+    # A tile of K chunks of T steps takes T calls to find their ends, K to join them and T for all states.
     steps = most if numbers > FEW else max(1, round((most / 2) ** 0.5))
     found = [Span(0, length // (most // steps * steps), most // steps, steps)]
     found.append(Span(found[-1].stop, 1, (length - found[-1].stop) // steps, steps))
@@ -73,52 +73,52 @@ Parts = tuple[Tensor, ...]
 
 
 def of_pairs(M: Tensor, axis: int | None) -> Parts:
-    """Both parts of pairs on an axis; the tensor itself where there is no such axis."""
+    """The two parts of pairs on `axis`; the tensor itself if there is no such axis."""
     return (M,) if axis is None else M.unbind(axis)
 
 
 def along(parts: Parts, axis: int) -> list[Parts]:
-    """One after the other along an axis."""
+    """The slices of all parts along an axis, one after the other."""
     return list(zip(*(part.unbind(axis) for part in parts), strict=True))
 
 
 def copy_(target: Parts, source: Parts) -> None:
-    """Part by part."""
+    """Copy part by part."""
     for part, value in zip(target, source, strict=True):
         part.copy_(value)
 
 
 def hand_on_(target: Parts, source: Parts) -> None:
-    """A copy without numbers so small that soon they would be below 1e-38, where a product takes ten times as long."""
+    """Copy, but zero the numbers that would soon be below 1e-38, where a product takes ten times as long."""
     floor = torch.finfo(source[0].dtype).tiny ** 0.75  # 4e-29 in float32
     copy_(target, tuple(hardshrink(part, floor) for part in source))
 
 
 def add_(target: Parts, source: Parts) -> None:
-    """Part by part."""
+    """Add part by part."""
     for part, value in zip(target, source, strict=True):
         part.add_(value)
 
 
 def conjugate_(z: Parts) -> Parts:
-    """What torch calls the gradient of a complex number is the conjugate of the derivative."""
+    """Conjugate in place: torch's gradient of a complex number is the conjugate of the derivative."""
     for im in z[1:]:
         im.neg_()
     return z
 
 
 def exponential_(target: Parts, step: Tensor, rates: Parts, room: Tensor) -> None:
-    """exp(Δ a)."""
+    """Write exp(Δ a) to `target`."""
     torch.mul(step, rates[0], out=target[0]).exp_()
     if len(target) == 2:
-        # torch's exp of complex numbers takes 45 ns each, of real ones 0.2, its sin and cos 0.5.
+        # torch's exp takes 45 ns for a complex number and 0.2 ns for a real one; its sin and cos take 0.5 ns.
         torch.mul(step, rates[1], out=room)
         torch.sin(room, out=target[1]).mul_(target[0])
         target[0].mul_(room.cos_())
 
 
 def add_product_(z: Parts, a: Parts, h: Parts) -> None:
-    """z + a h."""
+    """Add a h to z."""
     z[0].addcmul_(a[0], h[0])
     if len(z) == 2:
         z[0].addcmul_(a[1], h[1], value=-1)
@@ -126,7 +126,7 @@ def add_product_(z: Parts, a: Parts, h: Parts) -> None:
 
 
 def multiply_(z: Parts, a: Parts, room: Tensor) -> None:
-    """z a."""
+    """Multiply z by a."""
     if len(z) == 1:
         z[0].mul_(a[0])
         return
@@ -136,19 +136,19 @@ def multiply_(z: Parts, a: Parts, room: Tensor) -> None:
 
 
 def real_product(a: Parts, h: Parts, room: Tensor) -> Tensor:
-    """Re(a h)."""
+    """Re(a h), written to `room`."""
     torch.mul(a[0], h[0], out=room)
     return room if len(a) == 1 else room.addcmul_(a[1], h[1], value=-1)
 
 
 def walk_(states: Iterable[Parts], decays: Sequence[Parts]) -> None:
-    """h[t] + a[t] h[t−1], one step after the other, from the first state on."""
+    """Add a[t] h[t−1] to h[t], step by step from the first state on."""
     for decay, (before, after) in zip(decays, pairwise(states), strict=True):
         add_product_(after, decay, before)
 
 
 def end_of_walk(states: Sequence[Parts], decays: Sequence[Parts]) -> Parts:
-    """Where that walk ends; nothing else is changed."""
+    """The state at the end of `walk_`, without changing `states`."""
     end, room = tuple(part.clone() for part in states[0]), torch.empty_like(states[0][0])
     for decay, drive in zip(decays, states[1:], strict=True):
         multiply_(end, decay, room)
@@ -157,7 +157,7 @@ def end_of_walk(states: Sequence[Parts], decays: Sequence[Parts]) -> Parts:
 
 
 def starts_of_chunks(ends: Parts, left: Parts, first: Parts, *, back: bool) -> Parts:
-    """What each chunk, on axis 1, begins with: the end of the one before it, and what is left of its beginning."""
+    """The start of each chunk, on axis 1: the end of the chunk before it, plus that chunk's start times `left`."""
     starts = tuple(torch.empty_like(part) for part in ends)
     way = slice(None, None, -1 if back else 1)
     begin, end, stays = (along(parts, 1)[way] for parts in (starts, ends, left))
@@ -170,7 +170,7 @@ def starts_of_chunks(ends: Parts, left: Parts, first: Parts, *, back: bool) -> P
 
 @final
 class Tile:
-    """Memory for a stretch: decays, states from the one before the first step on, and, `back`, gradients of states."""
+    """Memory for a tile: decays, states from the one before the first step on, and with `back` gradients of states."""
 
     def __init__(self, like: Tensor, parts: int, shape: tuple[int, ...], *, back: bool) -> None:
         def fresh(steps: int) -> Parts:
@@ -186,53 +186,53 @@ class Tile:
 
 @final
 class Signal:
-    """(…, channels) in a run: all, and of every stretch."""
+    """A signal (…, channels) in a `Run`: as a whole, and tile by tile."""
 
     def __init__(self, x: Tensor, *, own: bool) -> None:
         self.all, self.own = x.contiguous(), own
 
     @cached_property
     def tiles(self) -> Parts:
-        """As it meets states."""
+        """The tiles, with an axis of size 1 for states."""
         return self.all.unsqueeze(-1 if self.own else -2).unbind(0)
 
     @cached_property
     def rows(self) -> Parts:
-        """As rows before matrices."""
+        """The tiles as rows that multiply matrices from the left."""
         return self.all.flatten(1, 3).unsqueeze(2).unbind(0)
 
     @cached_property
     def sums(self) -> Parts:
-        """As what is left when states are summed."""
+        """The tiles as targets of sums over states."""
         return self.all.unbind(0)
 
 
 class Matrix(ABC):
-    """B or C in a run, and, where it is wanted, its gradient."""
+    """B or C in a `Run`, and its gradient if wanted."""
 
     tiles: list[Parts]
 
     def drive_(self, k: int, x: Signal, target: Parts) -> None:
-        """M x of the k-th stretch."""
+        """Write M x of tile k to `target`."""
         for part, m in zip(target, self.tiles[k], strict=True):
             torch.mul(x.tiles[k], m, out=part)
 
     @abstractmethod
     def hear_(self, k: int, h: Parts, room: Tensor, y: Signal) -> None:
-        """Re Σ M h over states."""
+        """Write Re Σ M h, the sum over states, to tile k of y."""
 
     @abstractmethod
     def collect_(self, k: int, x: Signal, h: Parts) -> None:
-        """The conjugate of x h goes to the gradient."""
+        """Put the conjugate of x h into the gradient."""
 
     @abstractmethod
     def finish_(self) -> None:
-        """All stretches are collected."""
+        """Complete the gradient after all tiles are collected."""
 
 
 @final
 class Shared(Matrix):
-    """(…, n), the same for all channels."""
+    """A matrix (…, n) that all channels share."""
 
     def __init__(self, M: Parts, gradient: Parts) -> None:
         whole, self.gradient = tuple(part.contiguous() for part in M), gradient
@@ -261,7 +261,7 @@ class Shared(Matrix):
 
 @final
 class Own(Matrix):
-    """(…, channels, n)."""
+    """A matrix (…, channels, n): each channel has its own."""
 
     def __init__(self, M: Parts, gradient: Parts) -> None:
         self.tiles, self.into = (along(parts, 0) if parts else [] for parts in (M, gradient))
@@ -276,4 +276,4 @@ class Own(Matrix):
             signed = -signed
 
     def finish_(self) -> None:
-        """It is written already."""
+        """Do nothing: the gradient is already written."""

@@ -1,4 +1,4 @@
-"""How a selective scan is cut into programs on the GPU: blocks of states, tiles of channels, segments of time."""
+"""The selective scan on the GPU: how it is cut into blocks of states, tiles of channels and segments of time."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from compressm.ops.selective.conv_and_gate import gated, step_sizes
 from compressm.ops.selective.reference import Selective
 from compressm.ops.sums_triton import column_sums
 
-# Steps between two states that are kept for the backward pass, of few states and of many.
+# Steps between two states that are kept for the backward pass: with few states (True) and with many.
 SPANS = {True: 8, False: 16}
-# States that a program has in its registers; more are taken one block after the other, and with orders that differ
-# from channel to channel in smaller blocks, so that a block without states is passed over.
+# States that a program holds in registers; more states are taken block after block. If the orders of channels differ,
+# blocks are smaller, so that a block without states is skipped.
 _MOST, _MOST_OF_ORDERS = 128, 32
-# So few states are tiles of four, each in one thread; twice as many are two such blocks.
+# Up to `_NARROW` states are tiles of four, each in one thread; up to twice as many are two such blocks.
 _NARROW, _STATES = 16, 4
-# Channels of a program (of more states than few: of 128 states), steps at a time, and registers of a thread at most: by
-# whether there are few states, and whether it is backward.
+# Channels of a program (with many states: for 128 states), steps at a time, and the most registers of a thread; keyed
+# by whether states are few, and whether the pass is backward.
 _TILES: dict[tuple[bool, bool], tuple[int, int, int | None]] = {
     (False, False): (8, 2, 128),
     (False, True): (2, 2, 128),
     (True, False): (64, 2, 128),
     (True, True): (64, 2, None),
 }
-# Rows so many numbers apart are read by loads of several numbers.
+# Rows whose distance is a multiple of this are read by loads of several numbers.
 _ALIGNED = 16
 # Lanes of a warp.
 _LANES = 32
-# Programs that keep a GPU busy, forward and, where a thread has more registers and fewer of them fit, backward.
+# Programs that keep a GPU busy: forward, and backward (True), where threads have more registers and fewer fit.
 _BUSY = {False: 2048, True: 4096}
 
 
@@ -54,20 +54,20 @@ class ScanSizes(NamedTuple):
 
     @property
     def own_row(self) -> int:
-        """Numbers in B of one step."""
+        """The numbers of one step in B."""
         return self.n * (2 if self.complex else 1) * (self.channels if self.own else 1)
 
     def states(self, *places: int) -> tuple[int, ...]:
-        """(*places, [2,] channels, n)."""
+        """The shape of states: (*places, [2,] channels, n)."""
         return (*places, *self.pair, self.channels, self.n)
 
     def kind(self) -> dict[str, bool]:
-        """What kernels are compiled for."""
+        """The flags that kernels are compiled with."""
         return {"OWN": self.own, "COMPLEX": self.complex}
 
 
 class ProgramTile(NamedTuple):
-    """Channels and states of a program, steps at a time, and segments of time of so many steps."""
+    """The channels and states of a program, its steps at a time, and the number and length of segments of time."""
 
     BD: int
     BN: int
@@ -80,12 +80,12 @@ class ProgramTile(NamedTuple):
 
     @property
     def narrow(self) -> bool:
-        """Whether states are few."""
+        """True if states are few."""
         return self.BN == _STATES
 
     @classmethod
     def of(cls, shape: ScanSizes, most: int, *, back: bool) -> ProgramTile:
-        """At most so many states; as many segments as make enough programs, each of whole spans."""
+        """Choose a tile of at most `most` states, and enough segments, each of whole spans, to keep the GPU busy."""
         states = min(shape.n, most)
         narrow = states <= _NARROW
         BN = _STATES if narrow else 1 << (states - 1).bit_length()
@@ -103,24 +103,24 @@ class ProgramTile(NamedTuple):
         return cls(BD, BN, tiles, steps, SPANS[narrow], registers, segments, per_segment * SPANS[narrow])
 
     def grid(self, shape: ScanSizes) -> tuple[int, int]:
-        """Programs: channels of a sequence, and segments."""
+        """The grid: blocks of channels of every sequence, and segments."""
         return shape.batch * -(-shape.channels // self.BD), self.segments
 
     def spans(self, shape: ScanSizes) -> int:
-        """How many states of a sequence are kept for the backward pass."""
+        """The number of states of a sequence that are kept for the backward pass."""
         return -(-shape.length // self.SPAN)
 
     def walk(self, shape: ScanSizes, first: int) -> dict[str, int | None]:
-        """What kernels are compiled for that walk through whole segments, from this state on."""
+        """The constants of kernels that walk through whole segments, for the block of states that begins at `first`."""
         walk = {"T": self.T, "SPAN": self.SPAN, "ADD": first > 0, "JOINED": self.segments > 1}
         return self.sizes() | shape.kind() | walk
 
     def kept(self, shape: ScanSizes, *places: int) -> tuple[int, ...]:
-        """(*places, [2,] tiles, channels, states of a tile): whole tiles, as kernels keep them."""
+        """The shape of kept states, in whole tiles: (*places, [2,] tiles, channels, states of a tile)."""
         return (*places, *shape.pair, self.TILES, shape.channels, self.BN)
 
     def rows_of(self, M: Tensor, shape: ScanSizes, blocks: range) -> tuple[Tensor, int]:
-        """B or C, and the distance of its steps; rows that all channels share as long as all tiles, zeros behind."""
+        """B or C, and the distance of its steps; zeros extend shared rows to the length of all tiles."""
         if shape.own:
             return rows(M)
         width = -(-len(blocks) * self.TILES * self.BN // _ALIGNED) * _ALIGNED
@@ -131,7 +131,7 @@ class ProgramTile(NamedTuple):
         return M, M.stride(1)
 
     def sums_over_lanes(self, shape: ScanSizes) -> bool:
-        """Whether sums over channels are sums over lanes."""
+        """True if sums over channels are sums over lanes."""
         return self.narrow and self.BD >= _LANES and not (shape.own or shape.complex)
 
     def sizes(self) -> dict[str, int | None]:
@@ -139,12 +139,12 @@ class ProgramTile(NamedTuple):
 
 
 def blocks_of(shape: ScanSizes, orders: Tensor | None) -> range:
-    """The first states of the blocks that programs take one after the other."""
+    """The first state of each block; programs take the blocks one after the other."""
     most = _MOST if orders is None else _MOST_OF_ORDERS
     return range(0, shape.n, _NARROW if _NARROW < shape.n <= 2 * _NARROW else most)
 
 
-# Steps at a time where nothing but the ends of segments is looked for.
+# Steps at a time in the kernels that only find the ends of segments.
 _STEPS_TO_ENDS = 4
 # Segments whose ends are read at once.
 _AHEAD = 4
@@ -153,8 +153,8 @@ _AHEAD = 4
 def scan(
     given: Selective, state: Tensor | None, lengths: Tensor | None, orders: Tensor | None, keep_state: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """As `reference.scan`."""
-    # Inside a function of autograd gradients are off, and what needs one says so even where none is taken.
+    """Compute `loop_scan` by GPU kernels."""
+    # Ask here: inside a Function gradients are never enabled, and inputs say that they need one even under no_grad.
     wanted = (keep_state or state is not None, torch.is_grad_enabled())
     delta, bias, ends = given.delta, given.delta_bias, lengths
     if not given.softplus:
@@ -167,9 +167,9 @@ def scan(
 
 
 class Scan(torch.autograd.Function):
-    """Re(C h) + D u in the dtype of u, and the last state in float32, if it is wanted.
+    """Re(C h) + D u in the dtype of u, and the last state in float32 if wanted.
 
-    With `soft` steps are softplus(delta + bias), and 0 at and after `lengths`; else they are delta.
+    If `soft`, steps are softplus(delta + bias), and 0 at and after `lengths`; else they are delta.
     """
 
     @staticmethod
@@ -247,14 +247,14 @@ class Scan(torch.autograd.Function):
 
 
 def _steps(delta: Tensor, bias: Tensor | None, lengths: Tensor | None, *, soft: bool, later: bool) -> Tensor:
-    """Δ in float32; room for it where the ends of segments are found with steps that are written on the way."""
+    """Δ in float32; if `later`, only memory for it, which the kernel that finds the ends of segments fills."""
     if later:
         return _fresh(delta, *delta.shape)
     return step_sizes(delta, bias, lengths) if soft else delta.float().contiguous()
 
 
 class Room(NamedTuple):
-    """Where the backward kernel writes: gradients, parts of their sums, and states that it needs again."""
+    """The workspace of the backward kernel: gradients, partial sums, and states that it needs again."""
 
     du: Tensor
     ddelta: Tensor
@@ -277,7 +277,7 @@ class Room(NamedTuple):
         *,
         ragged: bool,
     ) -> Room:
-        """For u, the dtype of delta and B; for those of bias, D and a first state that there are."""
+        """Allocate for `like`: u, the dtype of delta, and B; `has` says if there are a bias, a D and a first state."""
         u, dtype, B = like
         du, ddelta = (
             torch.empty(u.shape, dtype=kind if blocks == 1 else torch.float32, device=u.device)
@@ -310,7 +310,7 @@ def _starts(
     orders: Tensor | None,
     state: Tensor | None,
 ) -> Tensor | None:
-    """What every segment begins with; steps are written on the way where they are given before softplus."""
+    """The state at the start of every segment; on the way, steps are written if they are `raw`, before softplus."""
     if tile.segments == 1:
         return state
     delta, bias, lengths = raw or (None, None, None)
@@ -379,9 +379,9 @@ def _joined(
 
 
 def _room_for_sums(B: Tensor, shape: ScanSizes, n: int, *, ragged: bool) -> tuple[Tensor, int]:
-    """Where dB and dC are gathered, one behind the other, and the numbers of a step: sums over channels begin with 0.
+    """Memory for dB and dC, one after the other, and the numbers of a step; sums over channels begin with 0.
 
-    Rows hold n states, which may be some more than there are.
+    Rows hold n states, which may be more than the system has.
     """
     if shape.own:
         fresh = torch.zeros if ragged else torch.empty

@@ -1,11 +1,11 @@
 """The selective scan on the GPU: every program walks through time with tiles of channels × states in its registers.
 
-A program has `TILES` tiles of BD channels and BN states each. Few states are tiles of four, all in one thread, whose
-lanes are channels; many are one tile whose lanes are states. Time is cut into segments where channels alone would not
-fill the GPU: their ends are found from zero first, joined, and every segment begins with what was left by those before.
-Of the states one in every `SPAN` steps is stored; the backward pass computes the others again, and keeps those of `T`
-steps in registers. Loads stand before what does not depend on them, of `T` steps on the way forward and of the next
-step on the way back, so that little waits for memory.
+A program has `TILES` tiles of BD channels and BN states each. Few states are tiles of four, all in one thread, with
+channels as lanes; many states are one tile with states as lanes. If channels alone would not fill the GPU, time is cut
+into segments: one kernel finds their ends from zero, another joins them, and every segment then starts with the state
+that the earlier ones leave. One state in every `SPAN` steps is stored; the backward pass computes the others again and
+keeps those of `T` steps in registers. Loads come before work that does not depend on them, `T` steps at a time forward
+and one step ahead backward, so that little waits for memory.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def _ends(
     BD: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr, T: tl.constexpr,
     OWN: tl.constexpr, COMPLEX: tl.constexpr,
 ):  # fmt: skip
-    """The state at the end of each segment, if it began with zero, and Σ Δ over the segment.
+    """Write the state at the end of each segment, started from zero, and Σ Δ over the segment.
 
-    With delta, steps are softplus(delta + bias) before the ends of sequences, and are written here for others.
+    Given delta, steps are softplus(delta + bias), 0 after the end of a sequence, and are written for later kernels.
     """
     b, d = program_place(channels, BD)
     live, part = d < channels, tl.program_id(1)
@@ -95,7 +95,7 @@ def _ends_back(
     BD: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr, T: tl.constexpr,
     OWN: tl.constexpr, COMPLEX: tl.constexpr,
 ):  # fmt: skip
-    """The gradient that leaves each segment but the first at its beginning, if none entered at its end."""
+    """Write the gradient at the beginning of each segment but the first, if none enters at its end."""
     b, d = program_place(channels, BD)
     live, part = d < channels, tl.program_id(1) + 1
     rate, freq = rates(A, orders, d, channels, n, first, TILES, BN, COMPLEX)
@@ -125,7 +125,7 @@ def _join(
     BD: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr,
     AHEAD: tl.constexpr, BACK: tl.constexpr, COMPLEX: tl.constexpr,
 ):  # fmt: skip
-    """What every segment begins with: all that was before, decayed; `BACK` begins at the last, with conjugate poles.
+    """Write the start of every segment: all earlier ends, decayed; `BACK` goes from the last, with conjugate poles.
 
     `AHEAD` segments are read at once: one after the other, each would wait for memory.
     """
@@ -165,7 +165,7 @@ def _scan(
     OWN: tl.constexpr, COMPLEX: tl.constexpr, ADD: tl.constexpr,
     JOINED: tl.constexpr,
 ):  # fmt: skip
-    """y of one segment; `ADD` to what other states have put there."""
+    """Write y of one segment; `ADD` adds it to what earlier blocks of states wrote."""
     b, d = program_place(channels, BD)
     live, part = d < channels, tl.program_id(1)
     if orders is not None:
@@ -221,7 +221,7 @@ def _at_step(
     u, step, dy, B, C, t, length, u_row, B_row, C_row, orders, d, channels, n, first,
     TILES: tl.constexpr, BN: tl.constexpr, OWN: tl.constexpr, COMPLEX: tl.constexpr,
 ):  # fmt: skip
-    """Input, step, gradient of the output, B and C of a step."""
+    """Load the input, step size, gradient of the output, B and C of a step."""
     here = (d < channels) & (t < length)
     x = tl.load(u + t * u_row + d, mask=here, other=0.0).to(tl.float32)
     w = tl.load(step + t * channels + d, mask=here, other=0.0)
@@ -239,7 +239,7 @@ def _scan_back(
     OWN: tl.constexpr, COMPLEX: tl.constexpr, SOFT: tl.constexpr, ADD: tl.constexpr,
     JOINED: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """All gradients of one segment: dA and dD as sums over it, dB and dC added up over programs; `ADD` as above."""
+    """All gradients of one segment: dA and dD as its sums, dB and dC added up over programs; `ADD` is as in `_scan`."""
     b, d = program_place(channels, BD)
     live, part = d < channels, tl.program_id(1)
     if orders is not None:

@@ -1,6 +1,6 @@
-"""Tiles of channels × states in the registers of a program: what the kernels of selective scans are made of.
+"""Tiles of channels × states in the registers of a program: the building blocks of selective scan kernels.
 
-A tuple has the real parts of all tiles, another the imaginary parts, which is empty where the system is real.
+One tuple holds the real parts of all tiles, another the imaginary parts; the latter is empty if the system is real.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def decay(w, rate, freq, COMPLEX: tl.constexpr):
 
 @triton.jit
 def times(a_re, a_im, h_re, h_im, COMPLEX: tl.constexpr):
-    """a h."""
+    """The product a h as (Re, Im)."""
     if COMPLEX:
         return a_re * h_re - a_im * h_im, a_re * h_im + a_im * h_re
     else:
@@ -34,7 +34,7 @@ def times(a_re, a_im, h_re, h_im, COMPLEX: tl.constexpr):
 
 @triton.jit
 def imaginary(parts, q: tl.constexpr, COMPLEX: tl.constexpr):
-    """Imaginary parts, of which real systems have none."""
+    """The imaginary part of tile q; 0 for real systems."""
     if COMPLEX:
         return parts[q]
     else:
@@ -61,14 +61,14 @@ def softplus(x):
 
 @triton.jit
 def share_of_step(w):
-    """The slope of softplus where it is w: 1 − exp(−w), by its series where the difference would cancel."""
+    """The slope of softplus where its value is w: 1 − exp(−w), by its series where the difference would cancel."""
     series = w * (1.0 - w * (0.5 - w * (0.16666667 - w * 0.041666668)))
     return tl.where(w < 0.06, series, 1.0 - tl.exp(-w))
 
 
 @triton.jit
 def states_of(orders, d, channels, n, first, q: tl.constexpr, BN: tl.constexpr):
-    """The states of a tile, and which of them each channel has."""
+    """The states of a tile, and a mask of the states that each channel has."""
     k = first + q * BN + tl.arange(0, BN)
     there = (k < n)[None, :] & (d < channels)[:, None]
     if orders is not None:
@@ -80,7 +80,7 @@ def states_of(orders, d, channels, n, first, q: tl.constexpr, BN: tl.constexpr):
 def read(
     source, orders, d, channels, n, first, TILES: tl.constexpr, BN: tl.constexpr, COMPLEX: tl.constexpr
 ):  # fmt: skip
-    """All tiles of a tensor ([2,] channels, n)."""
+    """Load all tiles of a tensor ([2,] channels, n)."""
     re, im = (), ()
     for q in tl.static_range(TILES):
         k, there = states_of(orders, d, channels, n, first, q, BN)
@@ -95,7 +95,7 @@ def read(
 def write(
     target, re, im, orders, d, channels, n, first, TILES: tl.constexpr, BN: tl.constexpr, COMPLEX: tl.constexpr
 ):  # fmt: skip
-    """The inverse of `read`."""
+    """Store all tiles of a tensor ([2,] channels, n)."""
     for q in tl.static_range(TILES):
         k, there = states_of(orders, d, channels, n, first, q, BN)
         at = target + d[:, None] * n + k[None, :]
@@ -116,7 +116,7 @@ def rates(A, orders, d, channels, n, first, TILES: tl.constexpr, BN: tl.constexp
 
 @triton.jit
 def zeros(BD: tl.constexpr, TILES: tl.constexpr, BN: tl.constexpr, THERE: tl.constexpr):
-    """Tiles of nothing, or no tiles."""
+    """Tiles of zeros; no tiles without THERE."""
     tiles = ()
     if THERE:
         for _ in tl.static_range(TILES):
@@ -126,7 +126,7 @@ def zeros(BD: tl.constexpr, TILES: tl.constexpr, BN: tl.constexpr, THERE: tl.con
 
 @triton.jit
 def matrix_at(M, t, row, d, k, n, OWN: tl.constexpr, COMPLEX: tl.constexpr):
-    """Where B or C of a step lies: one row for all channels, or a row a channel."""
+    """Pointers to B or C of a step: one row for all channels, or a row a channel."""
     if OWN:
         return M + t * row + d[:, None] * (n * (2 if COMPLEX else 1)) + k[None, :]
     else:
@@ -138,11 +138,11 @@ def matrix(
     M, t, length, row, orders, d, channels, n, first,
     TILES: tl.constexpr, BN: tl.constexpr, OWN: tl.constexpr, COMPLEX: tl.constexpr,
 ):  # fmt: skip
-    """All tiles of B or C of a step; 0 where a channel has no such state."""
+    """Load all tiles of B or C of a step; 0 where a channel has no such state."""
     re, im = (), ()
     for q in tl.static_range(TILES):
         k, there = states_of(orders, d, channels, n, first, q, BN)
-        # Rows that all channels share are as long as all tiles: nothing but the end of time is masked.
+        # Rows that all channels share are as long as all tiles: only steps after the end are masked.
         some = (there if OWN else (k >= 0)[None, :]) & (t < length)
         at = matrix_at(M, t, row, d, k, n, OWN, COMPLEX)
         part = tl.load(at, mask=some, other=0.0).to(tl.float32)
@@ -159,7 +159,7 @@ def matrix(
 
 @triton.jit
 def advance(h_re, h_im, w, x, B_re, B_im, rate, freq, TILES: tl.constexpr, COMPLEX: tl.constexpr):
-    """exp(Δ a) h + Δ x B."""
+    """Advance the states by a step: exp(Δ a) h + Δ x B."""
     new_re, new_im = (), ()
     drive = (w * x)[:, None]
     for q in tl.static_range(TILES):
@@ -173,7 +173,7 @@ def advance(h_re, h_im, w, x, B_re, B_im, rate, freq, TILES: tl.constexpr, COMPL
 
 @triton.jit
 def add_heard(g_re, g_im, given, C_re, C_im, TILES: tl.constexpr, COMPLEX: tl.constexpr):
-    """g + dy C̄."""
+    """Add the gradient of the output: g + dy C̄."""
     new_re, new_im = (), ()
     for q in tl.static_range(TILES):
         new_re = new_re + (g_re[q] + given[:, None] * C_re[q],)
@@ -184,7 +184,7 @@ def add_heard(g_re, g_im, given, C_re, C_im, TILES: tl.constexpr, COMPLEX: tl.co
 
 @triton.jit
 def go_back(g_re, g_im, w, rate, freq, TILES: tl.constexpr, COMPLEX: tl.constexpr):
-    """exp(Δ ā) g."""
+    """Take the gradient of states one step back: exp(Δ ā) g."""
     new_re, new_im = (), ()
     for q in tl.static_range(TILES):
         a_re, a_im = decay(w, rate[q], imaginary(freq, q, COMPLEX), COMPLEX)
@@ -209,13 +209,13 @@ def inner(a_re, a_im, b_re, b_im, SIGN: tl.constexpr, TILES: tl.constexpr, COMPL
 
 @triton.jit
 def numbers(channels, TILES: tl.constexpr, BN: tl.constexpr, COMPLEX: tl.constexpr):
-    """How many `keep` writes for all channels."""
+    """The count of numbers that `keep` writes for all channels."""
     return (2 if COMPLEX else 1) * TILES * BN * channels
 
 
 @triton.jit
 def keep(target, re, im, d, channels, TILES: tl.constexpr, BN: tl.constexpr, COMPLEX: tl.constexpr):
-    """Whole tiles, states of a channel side by side: ([2,] TILES, channels, BN)."""
+    """Store whole tiles, with the states of a channel side by side: ([2,] TILES, channels, BN)."""
     inside = d[:, None] * BN + tl.arange(0, BN)[None, :]
     live = (d < channels)[:, None]
     for q in tl.static_range(TILES):
@@ -226,7 +226,7 @@ def keep(target, re, im, d, channels, TILES: tl.constexpr, BN: tl.constexpr, COM
 
 @triton.jit
 def kept(source, d, channels, TILES: tl.constexpr, BN: tl.constexpr, COMPLEX: tl.constexpr):
-    """And back."""
+    """Load the tiles that `keep` stored."""
     inside = d[:, None] * BN + tl.arange(0, BN)[None, :]
     live = (d < channels)[:, None]
     re, im = (), ()
@@ -239,7 +239,7 @@ def kept(source, d, channels, TILES: tl.constexpr, BN: tl.constexpr, COMPLEX: tl
 
 @triton.jit
 def shared(v_re, v_im, weight, sign, TILES: tl.constexpr, OWN: tl.constexpr, COMPLEX: tl.constexpr):
-    """weight v, summed over the channels of the program where B and C are those of all; Im times `sign`."""
+    """weight v, summed over the program's channels unless B and C are OWN; Im times `sign`."""
     re, im = (), ()
     for q in tl.static_range(TILES):
         part = weight[:, None] * v_re[q]
@@ -255,7 +255,7 @@ def hand_out(
     target, parts, t, length, row, orders, d, channels, n, first,
     TILES: tl.constexpr, BN: tl.constexpr, OWN: tl.constexpr, COMPLEX: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of B or C of a step: added to those of other programs, or a channel's own."""
+    """Store a channel's OWN gradients of B or C of a step, or add shared ones to those of other programs."""
     for q in tl.static_range(TILES):
         k, there = states_of(orders, d, channels, n, first, q, BN)
         at = matrix_at(target, t, row, d, k, n, OWN, COMPLEX)
@@ -272,7 +272,7 @@ def hand_out(
 
 @triton.jit
 def slopes(g_re, g_im, h_re, h_im, w, rate, freq, A_re, A_im, TILES: tl.constexpr, COMPLEX: tl.constexpr):
-    """Of ā g and h[t−1]: the part of dΔ that goes through the decay, and the sums for dA."""
+    """The part of dΔ that goes through the decay, and the sums for dA, from ā g and h[t−1]."""
     new_re, new_im = (), ()
     for q in tl.static_range(TILES):
         slope = g_re[q] * h_re[q]
@@ -296,7 +296,7 @@ def slopes(g_re, g_im, h_re, h_im, w, rate, freq, A_re, A_im, TILES: tl.constexp
 
 @triton.jit
 def weighted(v, weight, TILES: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr):
-    """weight v, summed over the channels that lie in the same lane of 32."""
+    """weight v, summed over the channels in the same lane of 32."""
     parts = ()
     for q in tl.static_range(TILES):
         part = weight[:, None] * v[q]
@@ -308,7 +308,7 @@ def weighted(v, weight, TILES: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr)
 
 @triton.jit
 def places(begin, t, length, row, first, TILES: tl.constexpr, BN: tl.constexpr):
-    """Where the sums of a step go, and whether there is such a step: the same in all 32 lanes."""
+    """Offsets of the sums of a step, and a mask of steps inside the sequence: the same in all 32 lanes."""
     at, there = (), ()
     lane = tl.arange(0, 32)
     for q in tl.static_range(TILES):
@@ -319,9 +319,9 @@ def places(begin, t, length, row, first, TILES: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def add_over_lanes(target, parts, at, there, BN: tl.constexpr):
-    """Add the sums over all 32 lanes of each part to what lies at its place.
+    """Add the sum of each part over all 32 lanes to memory at its place.
 
-    Two parts at a time change halves: the lower lanes go on with the sum of one, the upper lanes with that of the
+    Parts exchange halves in pairs: the lower lanes continue with the sum of one, the upper lanes with the sum of the
     other, so that twelve parts take 13 exchanges instead of 60.
     """
     lane = tl.arange(0, 32)
