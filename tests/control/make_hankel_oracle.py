@@ -12,7 +12,7 @@ import flint
 import numpy as np
 
 from compressm.control import DiagonalSystem
-from compressm_lab.bench.reduction import lru_at_initialisation, lru_trained_like
+from tests.systems import lru_at_initialisation, lru_trained_like
 
 HERE = Path(__file__).parent
 

@@ -1,7 +1,7 @@
 import torch
 
 from compressm.control.gramians import gramians
-from compressm_lab.bench.reduction import lru_at_initialisation, lru_trained_like
+from tests.systems import lru_at_initialisation, lru_trained_like
 
 
 def error_of_the_squared_route(P, Q):

@@ -12,7 +12,7 @@ from compressm.control import (
     hankel_singular_values,
     numerical_rank,
 )
-from compressm_lab.bench.reduction import lru_at_initialisation
+from tests.systems import lru_at_initialisation
 
 
 def changed(**parts):

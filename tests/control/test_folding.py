@@ -21,9 +21,9 @@ from compressm.control import (
     real_form,
 )
 from compressm.control.folding import _real_gramians
-from compressm_lab.bench.reduction import lru_at_initialisation, lru_trained_like
 from tests.marks import later
 from tests.strategies import diagonal_systems, few
+from tests.systems import lru_at_initialisation, lru_trained_like
 
 
 def real_error(system, reduced):

@@ -16,8 +16,8 @@ from compressm.control import (
     observability_gramian,
 )
 from compressm.control.nuclear_norm import geometric_mean, mean_by_products, sign_polynomials
-from compressm_lab.bench.reduction import lru_at_initialisation, lru_trained_like
 from tests.strategies import diagonal_systems
+from tests.systems import lru_at_initialisation, lru_trained_like
 
 ROUTES = {"factors": geometric_mean, "products": mean_by_products}
 FLOOR = 1e-6

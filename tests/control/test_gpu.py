@@ -19,7 +19,7 @@ from compressm.control import (
     hankel_singular_values,
     real_balanced_truncation,
 )
-from compressm_lab.bench.reduction import lru_at_initialisation, lru_trained_like
+from tests.systems import lru_at_initialisation, lru_trained_like
 
 pytestmark = pytest.mark.gpu
 

@@ -15,9 +15,9 @@ from compressm.control import (
     solve_lyapunov,
 )
 from compressm.control.gramians import lyapunov_factor, lyapunov_residual
-from compressm_lab.bench.reduction import lru_at_initialisation, lru_trained_like
 from tests import oracles
 from tests.strategies import diagonal_systems
+from tests.systems import lru_at_initialisation, lru_trained_like
 
 
 def residual(A, P, M):

@@ -4,10 +4,10 @@ import torch
 from hypothesis import given
 
 from compressm.control import DenseSystem, DiagonalSystem, fold, hankel_nuclear_norm_majoriser, hankel_singular_values
-from compressm_lab.bench.reduction import lru_at_initialisation, lru_trained_like
 from tests import oracles
 from tests.control.test_gramians import in_another_basis
 from tests.strategies import diagonal_systems
+from tests.systems import lru_at_initialisation, lru_trained_like
 
 
 def hankel_matrix_system(n, p, q, seed):

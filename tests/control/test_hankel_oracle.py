@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from compressm.control import DiagonalSystem, balanced_truncation, h2_norm, hankel_singular_values, real_form
-from compressm_lab.bench.reduction import lru_at_initialisation, lru_trained_like
+from tests.systems import lru_at_initialisation, lru_trained_like
 
 ORACLE = np.load(Path(__file__).parent / "hankel_oracle.npz")
 CASES = sorted({name.split("/")[0] for name in ORACLE})

@@ -14,9 +14,9 @@ from compressm.control import (
     controllability_gramian,
     measured_gramian,
 )
-from compressm_lab.bench.reduction import lru_at_initialisation, lru_trained_like
 from tests import oracles
 from tests.strategies import diagonal_systems
+from tests.systems import lru_at_initialisation, lru_trained_like
 
 
 def random_states(*shape, dtype=torch.complex128, seed=0):

@@ -7,9 +7,9 @@ from hypothesis import given
 
 from compressm.control import DenseSystem, DiagonalSystem, controllability_gramian, h2_norm, h_infinity_norm
 from compressm.control.factors import cauchy_factor
-from compressm_lab.bench.reduction import lru_at_initialisation, lru_trained_like
 from tests import oracles
 from tests.strategies import diagonal_systems, few
+from tests.systems import lru_at_initialisation, lru_trained_like
 
 
 def single_mode(radius, phase, gain=1.0):

@@ -9,8 +9,8 @@ from compressm.control import (
     hankel_nuclear_norm_majoriser,
     hankel_singular_values,
 )
-from compressm_lab.bench.reduction import lru_at_initialisation, lru_trained_like
 from tests.strategies import diagonal_systems
+from tests.systems import lru_at_initialisation, lru_trained_like
 
 
 def leaves(system):

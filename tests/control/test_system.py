@@ -4,9 +4,9 @@ import torch
 from hypothesis import given
 
 from compressm.control import DenseSystem, DiagonalSystem
-from compressm_lab.bench.reduction import lru_at_initialisation
 from tests import oracles
 from tests.strategies import diagonal_systems
+from tests.systems import lru_at_initialisation
 
 
 def as_dense(system):

@@ -21,9 +21,9 @@ from compressm.control import (
     numerical_rank,
     trajectories,
 )
-from compressm_lab.bench.reduction import lru_at_initialisation, lru_trained_like
 from tests import oracles
 from tests.strategies import diagonal_systems
+from tests.systems import lru_at_initialisation, lru_trained_like
 
 
 def falling(*values):

@@ -16,9 +16,9 @@ from compressm.control import (
     observability_gramian,
 )
 from compressm.control import balancing as balancing_module
-from compressm_lab.bench.reduction import lru_at_initialisation, lru_trained_like
 from tests import oracles
 from tests.strategies import diagonal_systems, few
+from tests.systems import lru_at_initialisation, lru_trained_like
 
 
 def check_bound_and_stability(system, order, points=64):

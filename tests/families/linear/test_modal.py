@@ -8,9 +8,9 @@ import compressm as cs
 from compressm.adapters import adapter_for
 from compressm.families.linear.reduction import drop_modes, mode_sizes
 from compressm.layers import Mamba
-from compressm_lab.bench.reduction import lru_at_initialisation
 from tests.compression.trained import LAYERS, loss_of, make_layer
 from tests.oracles import as_arrays, difference, gain_on_a_grid
+from tests.systems import lru_at_initialisation
 
 
 def read(layer):
