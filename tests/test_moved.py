@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -70,3 +71,16 @@ def test_the_finder_is_there_once_and_loads_nothing():
     script = "import sys, compressm; print(*(name for name in sys.modules if name.startswith('compressm')))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert set(done.stdout.split()) == {"compressm", "compressm.moved"}
+
+
+def test_every_module_of_the_version_before_is_there_or_says_where_it_went():
+    names = (Path(__file__).parent / "regression" / "modules.txt").read_text().split()
+    assert len(names) > 350
+    assert [name for name in names if not _is_answered(name)] == []
+
+
+def _is_answered(name):
+    try:
+        return importlib.util.find_spec(name) is not None
+    except MovedModuleError:
+        return True
