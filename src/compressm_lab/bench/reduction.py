@@ -1,6 +1,6 @@
-"""The paper's formulas as they stand, in NumPy and SciPy: the yardstick for `compressm bench reduction`.
+"""Time one reduction beside the paper's formulas as they stand, in NumPy and SciPy.
 
-Gramians by the closed form (with the conjugates it needs), σ = √spec(P Q), T from matrix square roots, T⁻¹ A T in
+The plain formulas: Gramians by the closed form (with the conjugates it needs), σ = √spec(P Q), T from matrix square roots, T⁻¹ A T in
 full, then a slice and a diagonalisation (sec:algorithm).
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import scipy.linalg
@@ -18,8 +19,8 @@ from torch import Tensor
 
 from compressm.control import DiagonalSystem, balanced_truncation, hankel_singular_values
 from compressm.control.gramians import gramians
-from compressm_lab.bench.timing import median_seconds, threads_for
-from compressm_lab.runs.measurement import Measurement
+from compressm_lab.bench.timing import Progress, columns, measure_each, median_seconds
+from compressm_lab.runs.measurement import Measurement, Row
 
 Array = NDArray[np.complex128]
 
@@ -67,7 +68,7 @@ def plain_truncate(A: Array, B: Array, C: Array, order: int) -> PlainSystem:
 
 
 def plain_reduction(system: PlainSystem, order: int) -> PlainSystem:
-    """All of it."""
+    """The whole reduction, steps 2 to 8."""
     P, Q = plain_gramians(system)
     plain_hankel_values(P, Q)
     return plain_truncate(*plain_balance(system, P, Q), order)
@@ -84,7 +85,7 @@ def lru_at_initialisation(order: int, width: int, *, seed: int = 0, bank: tuple[
 
 
 def lru_trained_like(order: int, width: int, *, seed: int = 0, bank: tuple[int, ...] = ()) -> DiagonalSystem:
-    """What training makes of it: many slow modes, half of the phases near 0, few strong channels, unequal gains."""
+    """An LRU layer as after training: many slow modes, half of the phases near 0, few strong channels, unequal gains."""
     draw = _Draw(seed, bank)
     slow, near_zero = draw.uniform(order) < 0.25, draw.uniform(order) < 0.5
     gap = torch.where(slow, _log_uniform(draw.uniform(order), 1e-4, 3e-3), _log_uniform(draw.uniform(order), 3e-3, 0.1))
@@ -129,6 +130,9 @@ class Case:
     members: int = 1
     kind: str = "initial"
 
+    def __str__(self) -> str:
+        return f"n = {self.order} → {self.rank}, {self.width} channels, {self.members} system(s), {self.kind}"
+
 
 CPU_CASES = (
     *(Case(n, max(1, n // 4)) for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)),
@@ -150,20 +154,18 @@ def measure_reduction(
     device: str = "cpu",
     repeats: int = 9,
     compare: bool = True,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> Measurement:
     """Time each case; on the CPU with one thread and, if `compare`, beside the plain formulas."""
-    where = torch.device(device)
-    rows: list[dict[str, float | int | str]] = []
-    with threads_for(where):
-        for case in cases if cases is not None else (CPU_CASES if where.type == "cpu" else GPU_CASES):
-            progress(f"n = {case.order} → {case.rank}, {case.width} channels, {case.members} system(s), {case.kind}")
-            rows.append(_row(case, where, _affordable(repeats, case), compare and where.type == "cpu"))
-        title = "One reduction: Gramians, Hankel singular values, balancing, truncation, diagonalisation"
-        return Measurement("reduction", title, repeats, rows)
+    if cases is None:
+        cases = CPU_CASES if device == "cpu" else GPU_CASES
+    title = "One reduction: Gramians, Hankel singular values, balancing, truncation, diagonalisation"
+    row = partial(_row, compare=compare and device == "cpu")
+    return measure_each("reduction", title, cases, row, device=device, repeats=repeats, progress=progress)
 
 
-def _row(case: Case, device: torch.device, repeats: int, compare: bool) -> dict[str, float | int | str]:
+def _row(case: Case, device: torch.device, repeats: int, compare: bool) -> Row:
+    repeats = _affordable(repeats, case)
     bank = (case.members,) if case.members > 1 else ()
     system = SYSTEMS[case.kind](case.order, case.width, bank=bank).to(device)
     stages: dict[str, Callable[[], object]] = {
@@ -172,15 +174,8 @@ def _row(case: Case, device: torch.device, repeats: int, compare: bool) -> dict[
         "balance": lambda: balanced_truncation(system, case.rank),
         "reduction": lambda: balanced_truncation(system, case.rank).diagonalise(),
     }
-    row: dict[str, float | int | str] = {
-        "order": case.order,
-        "rank": case.rank,
-        "width": case.width,
-        "members": case.members,
-        "system": case.kind,
-        "device": device.type,
-        "repeats": repeats,
-    }
+    row = columns(case, "order", "rank", "width", "members")
+    row |= {"system": case.kind, "device": device.type, "repeats": repeats}
     row |= {f"{name}_s": median_seconds(work, repeats=repeats, device=device) for name, work in stages.items()}
     if compare and case.members == 1:
         row |= _plain_columns(system, case.rank, repeats)
@@ -188,7 +183,7 @@ def _row(case: Case, device: torch.device, repeats: int, compare: bool) -> dict[
     return row
 
 
-def _plain_columns(system: DiagonalSystem, rank: int, repeats: int) -> dict[str, float | int | str]:
+def _plain_columns(system: DiagonalSystem, rank: int, repeats: int) -> Row:
     given = PlainSystem.of(system)
     P, Q = plain_gramians(given)
     sigma, ours = plain_hankel_values(P, Q), hankel_singular_values(system).numpy()

@@ -1,4 +1,4 @@
-"""Medians of repeats, one thread, nothing else in the process."""
+"""Clocks and ceilings of a device: medians of repeats, one thread, nothing else in the process."""
 
 from __future__ import annotations
 
@@ -6,16 +6,45 @@ import ctypes
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
+from compressm_lab.runs.measurement import Measurement, Row
 from compressm_lab.training.building import DTYPES, products_in
 
+Progress = Callable[[str], None]
+_Case = TypeVar("_Case")
 # Waiting for a GPU costs some 20 µs, more than a small kernel: a sample is as many calls in a row as fill this.
 _SAMPLE_S = 5e-3
+
+
+def measure_each(
+    name: str,
+    title: str,
+    cases: Iterable[_Case],
+    row: Callable[[_Case, torch.device, int], Row],
+    *,
+    device: str,
+    repeats: int,
+    progress: Progress,
+) -> Measurement:
+    """Measure the row of every case, named by `str(case)` to `progress`; on the CPU with one thread."""
+    where = torch.device(device)
+    rows = []
+    with threads_for(where):
+        for case in cases:
+            progress(str(case))
+            rows.append(row(case, where, repeats))
+        return Measurement(name, title, repeats, rows)
+
+
+def columns(of: object, *names: str) -> Row:
+    """The named attributes as columns of a row."""
+    return {name: getattr(of, name) for name in names}
 
 
 def median_seconds(
@@ -29,58 +58,57 @@ def median_seconds(
 
 
 def best_seconds(work: Callable[[], object], *, repeats: int, device: torch.device | None = None) -> float:
-    """The shortest instead: what a device can do, whatever else it is doing."""
+    """The shortest time instead: what a device can do, whatever else it is doing."""
     return min(_samples(work, repeats, device, math.inf))
 
 
 def _samples(work: Callable[[], object], repeats: int, device: torch.device | None, within: float) -> list[float]:
-    gpu = device is not None and device.type == "cuda"
     begin = time.perf_counter()
-    _sample(work, 1, gpu)
-    calls = min(100, math.ceil(_SAMPLE_S / _sample(work, 1, gpu))) if gpu else 1
-    times = [_sample(work, calls, gpu)]
+    seconds(work, device)
+    gpu = device is not None and device.type == "cuda"
+    calls = min(100, math.ceil(_SAMPLE_S / seconds(work, device))) if gpu else 1
+    times = [seconds(work, device, calls)]
     while len(times) < repeats and time.perf_counter() - begin < within:
-        times.append(_sample(work, calls, gpu))
+        times.append(seconds(work, device, calls))
     return times
 
 
-def _sample(work: Callable[[], object], calls: int, gpu: bool) -> float:
+def seconds(work: Callable[[], object], device: torch.device | None, calls: int = 1) -> float:
+    """The mean time of `calls` calls in a row; on a GPU, earlier work and their own is waited for."""
+    wait = torch.cuda.synchronize if device is not None and device.type == "cuda" else lambda: None
+    wait()
     start = time.perf_counter()
     for _ in range(calls):
         work()
-    if gpu:
-        torch.cuda.synchronize()
+    wait()
     return (time.perf_counter() - start) / calls
 
 
 def threads_for(device: torch.device) -> AbstractContextManager[None]:
-    """One where the CPU is measured; where it only feeds a GPU, as many as there are."""
+    """One thread where the CPU is measured; where it only feeds a GPU, as many as there are."""
     return threads(1 if device.type == "cpu" else torch.get_num_threads())
 
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
     """Exactly `count` threads in torch, NumPy and SciPy: two can be slower than one on a shared machine."""
+    blas: AbstractContextManager[object] = nullcontext()
+    with suppress(ImportError):
+        from threadpoolctl import threadpool_limits  # comes with scikit-learn, in the extra `cli`
+
+        blas = threadpool_limits(count, user_api="blas")
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
-        with _blas_threads(count):
+        with blas:
             yield
     finally:
         torch.set_num_threads(before)
 
 
-def _blas_threads(count: int) -> AbstractContextManager[object]:
-    try:
-        from threadpoolctl import threadpool_limits  # comes with scikit-learn, in the extra `cli`
-    except ImportError:
-        return nullcontext()
-    return threadpool_limits(count, user_api="blas")
-
-
 @dataclass(frozen=True)
 class Captured:
-    """A recording to call again; `kernels` is how many launches it holds, `peak_bytes` its peak of memory."""
+    """A recorded CUDA graph to call again: `kernels` counts its launches, `peak_bytes` is its peak of memory."""
 
     replay: Callable[[], None]
     kernels: int
@@ -128,7 +156,7 @@ _LAUNCHES = 500
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Flop and bytes a second, and seconds a launch inside a CUDA graph (0 on a CPU, which launches nothing)."""
+    """Flops and bytes a second, and seconds a launch inside a CUDA graph (0 on a CPU, which launches nothing)."""
 
     flops: float
     bytes: float
@@ -136,22 +164,19 @@ class Ceilings:
 
 
 def measure_ceilings(device: torch.device, precision: str, *, repeats: int = 9) -> Ceilings:
-    """Of a large square product in `precision`, a large copy, and a row of tiny kernels; the best of `repeats`.
+    """Time a large square product in `precision`, a large copy, and a row of tiny kernels; the best of `repeats`.
 
-    On a CPU those of the threads torch has now. What fits in a cache can move faster than the copy.
+    A CPU uses the threads that torch has now. What fits in a cache can move faster than the copy.
     """
-    return Ceilings(_product_rate(device, precision, repeats), copy_rate(device, repeats), _launch_seconds(device))
-
-
-def _product_rate(device: torch.device, precision: str, repeats: int) -> float:
     size = _PRODUCT[device.type]
     matrix = torch.randn(size, size, device=device, dtype=DTYPES[precision])
     with products_in(precision):
-        return 2 * size**3 / best_seconds(lambda: matrix @ matrix, repeats=repeats, device=device)
+        flops = 2 * size**3 / best_seconds(lambda: matrix @ matrix, repeats=repeats, device=device)
+    return Ceilings(flops, copy_rate(device, repeats), _launch_seconds(device))
 
 
 def copy_rate(device: torch.device, repeats: int) -> float:
-    """Every byte is read and written."""
+    """Bytes a second of a large copy; every byte is read and written."""
     source = torch.zeros(_COPY_BYTES[device.type] // 4, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / best_seconds(lambda: target.copy_(source), repeats=repeats, device=device)

@@ -2,7 +2,7 @@
 
 from compressm.cli.commands import Command
 
-# Each with the first paragraph of its help, word for word: a test compares them.
+# The help of each is the first paragraph of the command's own help, word for word: a test compares them.
 COMMANDS = (
     Command(
         "train",
@@ -19,11 +19,7 @@ COMMANDS = (
         "compressm_lab.cli.report:report",
         "Show runs on one HTML page that needs no network: results, Hankel values, orders and time; figures as files.",
     ),
-    Command(
-        "data",
-        "compressm_lab.cli.data:data",
-        "List all tasks, or fetch one, parse it and show its splits.",
-    ),
+    Command("data", "compressm_lab.cli.data:data", "List all tasks, or fetch one, parse it and show its splits."),
     Command(
         "demo",
         "compressm_lab.cli.demo:command",

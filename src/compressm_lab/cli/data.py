@@ -1,24 +1,20 @@
-"""`compressm data`: what there is to train on, fetched and looked at."""
+"""`compressm data`: list the tasks, fetch one and show it."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from compressm_lab.data import CATALOGUE, DataError, DataSet, Split, Store, Task, TaskKind, make
+from compressm_lab.cli.terminal import console, progress_bars, say
+from compressm_lab.data import CATALOGUE, DataError, DataSet, Form, Split, Store, Task, TaskKind, make
 from compressm_lab.data.files import default_root
-
-console = Console()
 
 
 def data(
@@ -29,8 +25,7 @@ def data(
     ] = None,
     root: Annotated[Path | None, typer.Option(hidden=True, help="The earlier name of --data.")] = None,
     set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="OPTION=VALUE", help="An option of the task; again for more."),
+        list[str] | None, typer.Option("--set", metavar="OPTION=VALUE", help="An option of the task; again for more.")
     ] = None,
 ) -> None:
     """List all tasks, or fetch one, parse it and show its splits."""
@@ -42,8 +37,9 @@ def data(
             console.print(_listing(store))
             return
         dataset = make(name, **_options(set_ or []))
-        with _shown_progress() as progress:
-            task = dataset.load(Store(store.root, offline, progress))
+        columns = TextColumn("{task.percentage:>3.0f} %"), TimeRemainingColumn()
+        with progress_bars(*columns, transient=True) as bars:
+            task = dataset.load(Store(store.root, offline, _Shown(bars)))
     except DataError as error:
         raise typer.BadParameter(str(error), param_hint="NAME") from None
     console.print(_summary(dataset, task))
@@ -55,38 +51,25 @@ def _options(given: list[str]) -> dict[str, Any]:
         option, equals, value = text.partition("=")
         if not equals or not option:
             raise typer.BadParameter(f"{text!r}, expected OPTION=VALUE", param_hint="--set")
-        options[option] = _value(value)
+        try:
+            options[option] = ast.literal_eval(value.title() if value.lower() in ("true", "false", "none") else value)
+        except (ValueError, SyntaxError):
+            options[option] = value
     return options
 
 
-def _value(text: str) -> Any:
-    """As Python writes it, true and false in any case."""
-    try:
-        return ast.literal_eval(text.title() if text.lower() in ("true", "false", "none") else text)
-    except (ValueError, SyntaxError):
-        return text
+class _Shown:
+    """Show a bar for each thing that takes time; off a terminal, print its name once."""
 
+    def __init__(self, bars: Progress) -> None:
+        self.bars, self.known = bars, dict[str, TaskID]()
 
-@contextmanager
-def _shown_progress() -> Iterator[Any]:
-    """A bar for each thing that takes time; silence where nobody looks."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f} %"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        known: dict[str, TaskID] = {}
-
-        def show(what: str, done: int, total: int | None) -> None:
-            if what not in known:
-                known[what] = bars.add_task(escape(what))
-                if not console.is_terminal:
-                    console.print(what, soft_wrap=True, markup=False)
-            bars.update(known[what], completed=done, total=total)
-
-        yield show
+    def __call__(self, what: str, done: int, total: int | None) -> None:
+        if what not in self.known:
+            self.known[what] = self.bars.add_task(escape(what))
+            if not console.is_terminal:
+                say(what)
+        self.bars.update(self.known[what], completed=done, total=total)
 
 
 def _listing(store: Store) -> Table:
@@ -99,24 +82,16 @@ def _listing(store: Store) -> Table:
         dataset = kind()
         form = dataset.form
         classes = f"{form.classes} real" if form.kind is TaskKind.REGRESS else str(form.classes)
-        table.add_row(name, str(form.length), _reads(form), classes, _files(dataset), _here(dataset, store))
+        places = [wanted.place for wanted in dataset.wanted]
+        files = f"{len(places)} in {Path(places[0]).parent}/" if len(places) > 1 else "".join(places) or "none"
+        here = ("yes" if dataset.present(store) else "no") if places else "made"
+        table.add_row(name, str(form.length), _reads(form), classes, files, here)
     return table
 
 
-def _reads(form: Any) -> str:
+def _reads(form: Form) -> str:
     what = f"{form.channels} real" if form.vocabulary is None else f"{form.vocabulary} tokens"
     return what if form.towers == 1 else f"{form.towers} × {what}"
-
-
-def _files(dataset: DataSet) -> str:
-    places = [wanted.place for wanted in dataset.wanted]
-    return f"{len(places)} in {Path(places[0]).parent}/" if len(places) > 1 else "".join(places) or "none"
-
-
-def _here(dataset: DataSet, store: Store) -> str:
-    if not dataset.wanted:
-        return "made"
-    return "yes" if dataset.present(store) else "no"
 
 
 def _summary(dataset: DataSet, task: Task) -> Table:

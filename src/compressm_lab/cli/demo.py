@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 
 from compressm.cli.options import PathError, require_writable
-from compressm_lab.cli.bench import console, count, report
+from compressm_lab.cli.bench import report
+from compressm_lab.cli.terminal import SetOption, console, integer_option, progress_bars, say
 from compressm_lab.experiments import demo
 from compressm_lab.runs.directory import find_runs
 from compressm_lab.runs.run import read_run
@@ -24,15 +25,12 @@ def command(
     out: Annotated[Path, typer.Option(help="Folder for runs, result and report; an earlier demo's go.")] = Path(
         "out/demo"
     ),
-    seeds: Annotated[int, typer.Option(parser=count, metavar="INTEGER", help="Trainings of each model.")] = 3,
-    processes: Annotated[
-        int | None, typer.Option(parser=count, metavar="INTEGER", help="At a time. Default: one a core, up to 4.")
-    ] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change the recipe; again for more.")
-    ] = None,
+    seeds: Annotated[int, integer_option("Trainings of each model.")] = 3,
+    processes: Annotated[int | None, integer_option("Trainings at a time. Default: one a core, up to 4.")] = None,
+    settings: SetOption = None,
 ) -> None:
     """Train digits by a large model, a small one, and large ones that shrink while they train; about two minutes."""
+    from compressm_lab.reports.run_report import write_report  # matplotlib takes a second to import
     from compressm_lab.reports.study_tables import demo_says
     from compressm_lab.training import ConfigError
 
@@ -46,19 +44,20 @@ def command(
     shutil.rmtree(out / "runs", ignore_errors=True)
     with _bars(steps, seeds) as progress:
         demo.run(wanted, processes=processes or min(4, os.cpu_count() or 1), progress=progress)
-    measurement, page = demo.collect(out), _page(out)
+    measurement = demo.collect(out)
+    with console.status("drawing the report"):
+        runs = [read_run(directory) for directory in find_runs([out / "runs"])]
+        page = write_report(runs, out / "report", title="Digits: large, small and compressed", formats=["png"])
     report(measurement, out / "demo.json")
     for line in demo_says(measurement):
         console.print(line, highlight=False)
-    spent = time.perf_counter() - begin
-    console.print(f"{spent:.0f} s. Report: {page.resolve()}", soft_wrap=True, highlight=False)
+    say(f"{time.perf_counter() - begin:.0f} s. Report: {page.resolve()}")
 
 
 @contextmanager
 def _bars(steps: int, seeds: int) -> Iterator[demo.Progress]:
-    """One bar a model; off a terminal a line whenever a training is done."""
-    columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+    """Show a bar a model; off a terminal, print a line whenever a training is done."""
+    with progress_bars(MofNCompleteColumn(), TimeRemainingColumn(), description="{task.description:<24}") as bars:
         tasks = {label: bars.add_task(label, total=steps * seeds) for label in demo.MODELS}
         reached: dict[tuple[str, int], int] = {}
 
@@ -66,14 +65,6 @@ def _bars(steps: int, seeds: int) -> Iterator[demo.Progress]:
             reached[label, seed] = step
             bars.update(tasks[label], completed=sum(done for (one, _), done in reached.items() if one == label))
             if step == steps and not console.is_terminal:
-                console.print(f"{label}, seed {seed}: trained", highlight=False)
+                say(f"{label}, seed {seed}: trained")
 
         yield show
-
-
-def _page(out: Path) -> Path:
-    from compressm_lab.reports.run_report import write_report  # matplotlib takes a second to import
-
-    with console.status("drawing the report"):
-        runs = [read_run(directory) for directory in find_runs([out / "runs"])]
-        return write_report(runs, out / "report", title="Digits: large, small and compressed", formats=["png"])

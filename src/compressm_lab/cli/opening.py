@@ -1,7 +1,8 @@
-"""Runs for the library's commands, and the tasks of recipes for our own."""
+"""Open runs for the library's commands, and the tasks of recipes for our own."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -10,7 +11,7 @@ from compressm.cli.saved import SavedModel
 from compressm.compression import load_model
 from compressm.errors import SavingError
 from compressm.saving.checkpoints import load_checkpoint
-from compressm_lab.data import DataError, DataSet, Order, Store, Task, make
+from compressm_lab.data import DataError, Order, Store, Task, make
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.records import RunError
 from compressm_lab.training import ConfigError, Recipe
@@ -19,8 +20,7 @@ from compressm_lab.training.evaluation import score
 from compressm_lab.training.reading import make_recipe
 from compressm_lab.training.resuming import checkpoints
 
-# Of training data, that a model is run on.
-_BATCHES, _SIZE = 4, 50
+_BATCHES, _SIZE = 4, 50  # training data that a model is calibrated on
 
 
 def open_run(path: Path, *, with_data: bool, data: Path | None, offline: bool) -> SavedModel:
@@ -28,7 +28,7 @@ def open_run(path: Path, *, with_data: bool, data: Path | None, offline: bool) -
     run = RunDirectory(path)
     try:
         recipe = make_recipe(run.config(), source=str(path / "config.json"))
-        dataset = dataset_of(recipe)
+        dataset = make(**recipe.task)
         whole = (run.model / "model.safetensors").is_file()
         model = load_model(run.model) if whole else _unfinished(run, build_model(recipe.model, dataset.form))
         task = dataset.load(store_in(data, offline)) if with_data else None
@@ -37,27 +37,18 @@ def open_run(path: Path, *, with_data: bool, data: Path | None, offline: bool) -
     method = None if recipe.compression is None else build_method(recipe.compression.selective)
     if task is None:
         return SavedModel(model.eval(), method=method)
-    return SavedModel(
-        model.eval(),
-        calibrate=lambda model: _calibrate(model, task),
-        tested=lambda: _tested(model, task, recipe),
-        method=method,
-    )
+    tested = partial(_tested, model, task, recipe.training.evaluation_batch)
+    return SavedModel(model.eval(), calibrate=partial(_calibrate, task=task), tested=tested, method=method)
 
 
 def store_in(folder: Path | None, offline: bool) -> Store:
-    """Data sets in the folder, or where they are by default."""
+    """The store in a folder, by default in `default_root()`."""
     return Store(offline=offline) if folder is None else Store(folder, offline=offline)
-
-
-def dataset_of(recipe: Recipe) -> DataSet:
-    """The data set that a recipe names, with its options."""
-    return make(**recipe.task)
 
 
 def task_of(recipe: Recipe, data: Path | None, offline: bool) -> Task:
     """The task that a recipe is trained on."""
-    return dataset_of(recipe).load(store_in(data, offline))
+    return make(**recipe.task).load(store_in(data, offline))
 
 
 def _unfinished(run: RunDirectory, model: nn.Module) -> nn.Module:
@@ -81,7 +72,7 @@ def _calibrate(model: nn.Module, task: Task) -> None:
         model(batch.inputs, batch.lengths)
 
 
-def _tested(model: nn.Module, task: Task, recipe: Recipe) -> str:
-    """Accuracy, or loss, on the test split."""
-    found = score(model, task, task.test, size=recipe.training.evaluation_batch)
+def _tested(model: nn.Module, task: Task, size: int) -> str:
+    """The accuracy, or the loss, on the test split."""
+    found = score(model, task, task.test, size=size)
     return f"loss {found.loss:.4f}" if found.accuracy is None else f"accuracy {100 * found.accuracy:.2f} %"

@@ -11,52 +11,40 @@ from rich.console import Console
 
 from compressm.cli.options import PathError, require_writable
 from compressm.errors import did_you_mean
-from compressm_lab.runs.groups import Gathered, gather
+from compressm_lab.cli.terminal import say, status
+from compressm_lab.runs.groups import gather
 from compressm_lab.runs.records import RunError
 
 _FORMATS = ("png", "pdf", "svg")
-_console, _errors = Console(), Console(stderr=True)
+_errors = Console(stderr=True)
 
 
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or folders above several.")],
     out: Annotated[Path, typer.Option(help="Folder for report.html and figures/.")] = Path("out/report"),
-    title: Annotated[str | None, typer.Option(help="Of the page. Default: the names of the recipes.")] = None,
+    title: Annotated[str | None, typer.Option(help="Title of the page. Default: the names of the recipes.")] = None,
     formats: Annotated[
-        str, typer.Option(help=f"Of the figures beside the page, separated by commas: {', '.join(_FORMATS)}.")
+        str, typer.Option(help=f"Formats of the figures beside the page, separated by commas: {', '.join(_FORMATS)}.")
     ] = "png,pdf",
     show: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = False,
 ) -> None:
     """Show runs on one HTML page that needs no network: results, Hankel values, orders and time; figures as files."""
+    from compressm_lab.reports.run_report import write_report  # matplotlib takes a second to import
+
     kinds = _kinds(formats)
     try:
         require_writable(out / "report.html")
-    except PathError as error:
-        raise typer.BadParameter(str(error), param_hint="--out") from None
-    try:
         found = gather(runs)
         for line in found.broken:
             _errors.print(f"warning: left out: {line}", soft_wrap=True, markup=False, highlight=False)
-        page = _write(found, out, title, kinds)
-    except RunError as error:
-        raise typer.BadParameter(str(error), param_hint="RUN") from None
-    _console.print(f"report: {page}", soft_wrap=True, markup=False, highlight=False)
+        with status("drawing") as progress:
+            page = write_report(found.runs, out, title=title, formats=kinds, broken=found.broken, progress=progress)
+    except (PathError, RunError) as error:
+        hint = "--out" if isinstance(error, PathError) else "RUN"
+        raise typer.BadParameter(str(error), param_hint=hint) from None
+    say(f"report: {page}")
     if show:
         webbrowser.open(page.absolute().as_uri())
-
-
-def _write(found: Gathered, out: Path, title: str | None, kinds: list[str]) -> Path:
-    from compressm_lab.reports.run_report import write_report  # matplotlib takes a second to import
-
-    with _console.status("reading") as status:
-
-        def say(line: str) -> None:
-            if _console.is_terminal:
-                status.update(f"drawing {line}")
-            else:
-                _console.print(line, highlight=False, markup=False)
-
-        return write_report(found.runs, out, title=title, formats=kinds, broken=found.broken, progress=say)
 
 
 def _kinds(text: str) -> list[str]:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import shlex
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 from rich.table import Table
 
 from compressm.cli import INTERRUPTED
-from compressm.cli.options import PathError, count, number, require_writable
+from compressm.cli.options import PathError, number, require_writable
+from compressm_lab.cli.terminal import console, integer_option, progress_bars, say, status
 from compressm_lab.experiments.catalogue import Experiment, exhibit, experiment_names, find_experiment
 from compressm_lab.experiments.engine import Campaign, Outcome, conduct, require_ready, require_same_recipes
 from compressm_lab.experiments.executors import Executor, LocalExecutor, SlurmExecutor, SlurmOptions, heard_as_ctrl_c
@@ -24,26 +23,16 @@ from compressm_lab.runs.records import RunError
 from compressm_lab.training.config import ConfigError
 
 LIST = "LIST"
-console = Console()
-
-
-class Where(StrEnum):
-    """What runs the trainings."""
-
-    local = "local"
-    slurm = "slurm"
-
-
 NameArgument = Annotated[str, typer.Argument(help="LIST, or a table or figure by its label in the paper.")]
-SeedsOption = Annotated[
-    int | None, typer.Option(parser=count, metavar="INTEGER", help="Of each training. Default: as the paper.")
-]
+SeedsOption = Annotated[int | None, integer_option("Seeds of each training. Default: as the paper.")]
 QuickOption = Annotated[bool, typer.Option("--quick", help="Digits and few steps: minutes on a CPU.")]
-ProcessesOption = Annotated[int, typer.Option(parser=count, metavar="INTEGER", help="Trainings at a time, here.")]
-ExecutorOption = Annotated[Where, typer.Option(help="This machine, or a Slurm cluster by submitit.")]
-PartitionOption = Annotated[str | None, typer.Option(help="Of the cluster.")]
-HoursOption = Annotated[float, typer.Option(parser=number, metavar="NUMBER", help="Of a job on the cluster.")]
-GpusOption = Annotated[int, typer.Option(min=0, help="Of a job on the cluster.")]
+ProcessesOption = Annotated[int, integer_option("Trainings at a time, here.")]
+ExecutorOption = Annotated[
+    Literal["local", "slurm"], typer.Option(help="This machine, or a Slurm cluster by submitit.")
+]
+PartitionOption = Annotated[str | None, typer.Option(help="Partition of the cluster.")]
+HoursOption = Annotated[float, typer.Option(parser=number, metavar="NUMBER", help="Hours of a job on the cluster.")]
+GpusOption = Annotated[int, typer.Option(min=0, help="GPUs of a job on the cluster.")]
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show what would be trained and stop.")]
 ReportOption = Annotated[bool, typer.Option("--only-report", help="Train nothing; report what is there.")]
 DataOption = Annotated[Path | None, typer.Option(help="Folder of data sets that are there; nothing is fetched.")]
@@ -57,7 +46,7 @@ def command(
     seeds: SeedsOption = None,
     quick: QuickOption = False,
     processes: ProcessesOption = 1,
-    executor: ExecutorOption = Where.local,
+    executor: ExecutorOption = "local",
     partition: PartitionOption = None,
     hours: HoursOption = 24.0,
     gpus: GpusOption = 1,
@@ -93,24 +82,23 @@ def command(
         raise typer.BadParameter(str(error)) from None
 
 
-def _executor(where: Where, processes: int, folder: Path, options: SlurmOptions, data: Path | None) -> Executor:
-    return LocalExecutor(processes, data) if where is Where.local else SlurmExecutor(folder / "slurm", options, data)
+def _executor(where: str, processes: int, folder: Path, options: SlurmOptions, data: Path | None) -> Executor:
+    return LocalExecutor(processes, data) if where == "local" else SlurmExecutor(folder / "slurm", options, data)
 
 
 def _train(name: str, plan: Campaign, executor: Executor, data: Path | None) -> Outcome:
     trainings = plan.trainings()
     done = sum(training.state == "done" for training in trainings)
-    _say(f"{name}: {len(trainings)} training{'' if len(trainings) == 1 else 's'}, {done} done")
-    require_ready(trainings, executor, data, _say)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with heard_as_ctrl_c(), Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    say(f"{name}: {len(trainings)} training{'' if len(trainings) == 1 else 's'}, {done} done")
+    require_ready(trainings, executor, data, say)
+    with heard_as_ctrl_c(), progress_bars(MofNCompleteColumn(), TimeElapsedColumn()) as bar:
         task = bar.add_task("trainings", total=len(trainings), completed=done)
 
-        def say(line: str) -> None:
-            _say(line)
+        def show(line: str) -> None:
+            say(line)
             bar.update(task, completed=sum(one.state == "done" for one in plan.trainings()))
 
-        return conduct(plan, executor, say)
+        return conduct(plan, executor, show)
 
 
 def _report(wanted: Experiment, plan: Campaign, out: Path, quick: bool) -> None:
@@ -119,37 +107,36 @@ def _report(wanted: Experiment, plan: Campaign, out: Path, quick: bool) -> None:
     shown = exhibit(wanted, plan, quick=quick)
     with console.status("drawing the report"):
         path = write_reproduction(shown, out)
-    _say(f"report: {path}{' and report.html' if shown.runs else ', without a page: no run has begun'}")
+    say(f"report: {path}{' and report.html' if shown.runs else ', without a page: no run has begun'}")
 
 
 def _end(plan: Campaign, outcome: Outcome) -> None:
     trainings = plan.trainings(outcome.failed)
     left = [training for training in trainings if training.state != "done"]
-    _say(f"{len(trainings) - len(left)} of {len(trainings)} trainings are done")
+    say(f"{len(trainings) - len(left)} of {len(trainings)} trainings are done")
     if outcome.interrupted:
-        _say("interrupted: what was trained is saved, and the same command goes on")
+        say("interrupted: what was trained is saved, and the same command goes on")
         raise typer.Exit(INTERRUPTED)
     if outcome.failed:
         for training in left:
-            _say(f"not done: {training}: {outcome.failed.get(training.key, 'waits for runs that failed')}")
+            say(f"not done: {training}: {outcome.failed.get(training.key, 'waits for runs that failed')}")
         raise typer.Exit(1)
 
 
 def _show(wanted: Experiment, plan: Campaign, data: Path | None) -> None:
     words = {"done": "done", "begun": "goes on", "new": "begins"}
     if wanted.measures:
-        _say(f"{wanted.label}: compressm bench {wanted.measures}")
+        say(f"{wanted.label}: compressm bench {wanted.measures}")
     for training in plan.trainings():
         state = training.state
-        _say(f"{training}: {words.get(state) or training.waits_for}")
+        say(f"{training}: {words.get(state) or training.waits_for}")
         if state in ("begun", "new"):
-            _say(f"    {shlex.join(['compressm', *training.command(data)[3:]])}")
+            say(f"    {shlex.join(['compressm', *training.command(data)[3:]])}")
 
 
 def _listed(folder: Path, seeds: int | None, quick: bool) -> Table:
-    table = Table(
-        "name", "what", "runs", "done", title="Quick versions" if quick else "Tables and figures of the paper"
-    )
+    title = "Quick versions" if quick else "Tables and figures of the paper"
+    table = Table("name", "what", "runs", "done", title=title)
     for name in experiment_names():
         wanted = find_experiment(name, quick=quick)
         trainings = wanted.plan(folder, seeds).trainings()
@@ -161,9 +148,9 @@ def _listed(folder: Path, seeds: int | None, quick: bool) -> Table:
 
 
 def _measure(wanted: Experiment, out: Path, quick: bool, only_report: bool) -> None:
-    """The one figure that is a benchmark; of what was measured before where only a report is wanted."""
+    """Measure the one figure that is a benchmark, or only report what was measured before."""
     from compressm_lab.bench.reduction import Case, measure_reduction
-    from compressm_lab.cli.bench import measuring, report
+    from compressm_lab.cli.bench import report
     from compressm_lab.reports.reproduction import write_measured
 
     path = out / "reduction-cpu.json"
@@ -173,11 +160,7 @@ def _measure(wanted: Experiment, out: Path, quick: bool, only_report: bool) -> N
         measurement = Measurement.read(path)
     else:
         cases = [Case(n, max(1, n // 4)) for n in (1, 4, 16, 64, 128)] if quick else None
-        with measuring() as say:
-            measurement = measure_reduction(cases, repeats=3 if quick else 9, progress=say)
+        with status("measuring") as progress:
+            measurement = measure_reduction(cases, repeats=3 if quick else 9, progress=progress)
         report(measurement, path)
-    _say(f"report: {write_measured(measurement, read_paper(wanted.label), out, quick=quick)}")
-
-
-def _say(line: str) -> None:
-    console.print(line, soft_wrap=True, markup=False, highlight=False)
+    say(f"report: {write_measured(measurement, read_paper(wanted.label), out, quick=quick)}")

@@ -7,14 +7,14 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn, Progress, TaskID, TimeRemainingColumn
 from rich.table import Table
 
 from compressm.cli import INTERRUPTED
@@ -24,19 +24,19 @@ from compressm.cli.options import (
     OfflineOption,
     PathError,
     chosen_device,
-    count,
     integer,
     require_writable,
 )
 from compressm.compression import Cut, Restored
 from compressm.errors import CompressionError, SavingError
 from compressm_lab.cli.opening import task_of
+from compressm_lab.cli.terminal import console, integer_option, progress_bars, say
 from compressm_lab.data import DataError, Task
-from compressm_lab.experiments.comparisons import Comparison, comparison
+from compressm_lab.experiments.comparisons import comparison
 from compressm_lab.experiments.recipes import BASELINE, find_recipe, recipe_names
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.records import Evaluation, PenaltyRecord, RunError, TruncationRecord
-from compressm_lab.training import ConfigError, Diverged, Interrupted, Plan, Recipe, RunLogger, Silent, train
+from compressm_lab.training import ConfigError, Diverged, Interrupted, Plan, Recipe, Silent, train
 from compressm_lab.training.loggers import Several, TensorBoard
 from compressm_lab.training.parallel import process_group
 from compressm_lab.training.reading import make_recipe
@@ -50,8 +50,6 @@ _WAYS = {
     "modal": "dropping modes",
     "selective": "averages over data",
 }
-console = Console()
-
 
 RecipeArgument = Annotated[
     str | None, typer.Argument(help="A recipe by name, a .yaml file, or, with --resume, the folder of a run.")
@@ -61,24 +59,17 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change one value, as compression.tau=0.02; again for more."),
 ]
-SeedOption = Annotated[
-    int | None, typer.Option(parser=integer, metavar="INTEGER", help="Of initial weights, order of data and dropout.")
-]
-OrderOption = Annotated[
-    int | None, typer.Option(parser=integer, metavar="INTEGER", help="States of every layer at the start.")
-]
+SeedOption = Annotated[int | None, integer_option("Seed of initial weights, order of data and dropout.", integer)]
+OrderOption = Annotated[int | None, integer_option("States of every layer at the start.", integer)]
 BaselineOption = Annotated[
-    bool, typer.Option("--baseline", help="Without compression, penalty, teacher and cuts after training.")
+    bool, typer.Option("--baseline", help="Train without compression, penalty, teacher and cuts after training.")
 ]
 OutOption = Annotated[
     Path | None, typer.Option(help="Folder of the run. Default: out/runs/NAME/LABEL-nORDER/seed-SEED.")
 ]
 ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint of the folder.")]
 ThreadsOption = Annotated[
-    int | None,
-    typer.Option(
-        parser=count, metavar="INTEGER", help="On a CPU. Default: 1 below 64 channels, where more are slower."
-    ),
+    int | None, integer_option("Threads on a CPU. Default: 1 below 64 channels, where more are slower.")
 ]
 TensorBoardOption = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard events too.")]
 
@@ -112,19 +103,20 @@ def command(
         wanted = _recipe(recipe, settings or [], seed, order, baseline, resume)
         folder = _folder(wanted, recipe, out, resume)
         if resume and is_finished(RunDirectory(folder), wanted):
-            _say(f"{folder} is finished: all {wanted.training.steps} steps are trained, nothing is left to do")
-            _say(f"model: {RunDirectory(folder).model}; `compressm report {shlex.quote(str(folder))}` shows the run")
+            _say(
+                f"{folder} is finished: all {wanted.training.steps} steps are trained, nothing is left to do",
+                f"model: {RunDirectory(folder).model}; `compressm report {shlex.quote(str(folder))}` shows the run",
+            )
             return
         if threads is not None or wanted.model.width < _NARROW:
             torch.set_num_threads(threads or 1)
         with process_group(chosen_device(device)) as where:
-            task = task_of(wanted, data, offline)
-            _train(wanted, task, folder, where, resume, tensorboard, comparison(wanted, task))
+            _train(wanted, task_of(wanted, data, offline), folder, where, resume, tensorboard)
 
 
 @contextmanager
 def _exit_codes() -> Iterator[None]:
-    """2 for what cannot be run, 130 for a run that was stopped, 1 for one that diverged; each says why."""
+    """Exit with 2 for what cannot be run, 130 for a run that was stopped, 1 for one that diverged; each says why."""
     try:
         yield
     except _REFUSED as error:
@@ -137,23 +129,15 @@ def _exit_codes() -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
-def _train(
-    recipe: Recipe,
-    task: Task,
-    folder: Path,
-    device: torch.device,
-    resume: bool,
-    tensorboard: bool,
-    beside: Comparison,
-) -> None:
-    parts = beside._asdict()
+def _train(recipe: Recipe, task: Task, folder: Path, device: torch.device, resume: bool, tensorboard: bool) -> None:
+    go = partial(train, recipe, task, folder, device=device, resume=resume, **comparison(recipe, task)._asdict())
     if not _is_first():
-        train(recipe, task, folder, device=device, resume=resume, **parts)
+        go()
         return
-    with spoken() as listener:
-        listeners: list[RunLogger] = [listener, TensorBoard(folder / "tensorboard") if tensorboard else Silent()]
-        train(recipe, task, folder, device=device, resume=resume, listener=Several(*listeners), **parts)
-    _say(f"run: {folder}; `compressm report {shlex.quote(str(folder))}` shows it")
+    # A bar on a terminal, plain lines elsewhere.
+    with progress_bars(MofNCompleteColumn(), TimeRemainingColumn(), transient=True) as bars:
+        go(listener=Several(Spoken(bars), TensorBoard(folder / "tensorboard") if tensorboard else Silent()))
+    say(f"run: {folder}; `compressm report {shlex.quote(str(folder))}` shows it")
 
 
 def _recipe(
@@ -169,13 +153,10 @@ def _recipe(
     spoken |= {f"model.order={order}": f"--order {order}"} if order is not None else {}
     # The label that a recipe gives itself is not that of its baseline; one that is set is.
     first = {"label=''": "--baseline"} if baseline else {}
-    return _placed(find_recipe(name, (*first, *settings, *spoken), spoken=first | spoken))
-
-
-def _placed(recipe: Recipe) -> Recipe:
-    """With its teacher by a path that leads there from every folder: a run may be resumed in another one."""
+    recipe = find_recipe(name, (*first, *settings, *spoken), spoken=first | spoken)
     if recipe.distillation is None:
         return recipe
+    # An absolute path leads to the teacher from every folder: a run may be resumed in another one.
     teacher = str(Path(recipe.distillation.teacher).absolute())
     return replace(recipe, distillation=replace(recipe.distillation, teacher=teacher))
 
@@ -197,12 +178,11 @@ def _folder(recipe: Recipe, name: str, out: Path | None, resume: bool) -> Path:
 
 def _say(*lines: str) -> None:
     if _is_first():
-        for line in lines:
-            console.print(escape(line), soft_wrap=True, highlight=False)
+        say(*lines)
 
 
 def _is_first() -> bool:
-    """Of the processes that torchrun started."""
+    """True in the first of the processes that torchrun started."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -222,14 +202,12 @@ class Spoken:
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._bar: TaskID | None = None
-        self._losses: dict[str, str] = {}
+        self._scores: dict[str, str] = {}
 
     def begins(self, recipe: Recipe, plan: Plan, step: int) -> None:
-        self._say(f"{recipe.name}, {recipe.label}, seed {recipe.seed}")
-        for line in str(plan).splitlines():
-            self._say(f"  {line}")
+        say(f"{recipe.name}, {recipe.label}, seed {recipe.seed}", *(f"  {line}" for line in str(plan).splitlines()))
         if step:
-            self._say(f"goes on after step {step}")
+            say(f"goes on after step {step}")
         self._bar = self._progress.add_task("training", total=plan.steps, completed=step)
 
     def reached(self, step: int, loss: float) -> None:
@@ -237,39 +215,28 @@ class Spoken:
             self._progress.update(self._bar, completed=step, description=f"loss {loss:.4f}")
 
     def evaluated(self, evaluation: Evaluation) -> None:
-        score = f"{evaluation.loss:.4f}"
-        if evaluation.accuracy is not None:
-            score = f"{100 * evaluation.accuracy:.2f} %"
-        self._losses[evaluation.split] = score
+        self._scores[evaluation.split] = _score(evaluation)
         if evaluation.split == "test":
-            parts = ", ".join(f"{split} {value}" for split, value in self._losses.items())
-            self._say(f"step {evaluation.step}: {parts} ({evaluation.seconds:.0f} s)")
+            parts = ", ".join(f"{split} {value}" for split, value in self._scores.items())
+            say(f"step {evaluation.step}: {parts} ({evaluation.seconds:.0f} s)")
 
     def happened(self, event: Cut | Restored) -> None:
-        self._say(f"step {event.step}: {event}")
+        say(f"step {event.step}: {event}")
 
     def kept(self, step: int) -> None:
-        self._say(f"step {step}: nothing cut, no layer would fall below the gate")
+        say(f"step {step}: nothing cut, no layer would fall below the gate")
 
     def compared(self, record: PenaltyRecord | TruncationRecord) -> None:
         if isinstance(record, PenaltyRecord):
             each = 1e3 * record.seconds / max(1, record.evaluations)
-            self._say(f"step {record.step}: {record.kind} {record.value:.4g}, found in {each:.3g} ms")
+            say(f"step {record.step}: {record.kind} {record.value:.4g}, found in {each:.3g} ms")
         elif record.split == "test":
-            score = f"{record.loss:.4f}" if record.accuracy is None else f"{100 * record.accuracy:.2f} %"
             states = "1 state" if record.mean_order == 1 else f"{record.mean_order:g} states"
             cut = f"cut once to {states} by {_WAYS.get(record.gramian, record.gramian)}"
             if record.mean_order < record.order:  # layers that have fewer than they may keep stay as they are
                 cut = f"cut once to {record.order} states where there were more, {record.mean_order:g} in the mean"
-            self._say(f"{cut}: test {score}")
-
-    def _say(self, line: str) -> None:
-        console.print(escape(line), highlight=False, soft_wrap=True)
+            say(f"{cut}: test {_score(record)}")
 
 
-@contextmanager
-def spoken() -> Iterator[Spoken]:
-    """A listener for one run: a bar on a terminal, plain lines elsewhere."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
-        yield Spoken(progress)
+def _score(record: Evaluation | TruncationRecord) -> str:
+    return f"{record.loss:.4f}" if record.accuracy is None else f"{100 * record.accuracy:.2f} %"

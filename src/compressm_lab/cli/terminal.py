@@ -1,0 +1,61 @@
+"""The console of all commands, and the options that several of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
+
+console = Console()
+
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change the recipe; again for more.")
+]
+
+
+def count(text: str | int) -> int:
+    """Read an integer of at least 1; Typer's own check does not say what was given."""
+    try:
+        number = int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not an integer, expected at least 1") from None
+    if number < 1:
+        raise typer.BadParameter(f"{number} is too small, expected at least 1")
+    return number
+
+
+def integer_option(help: str, parser: Callable[[str], int] = count) -> Any:
+    """An option that takes an integer, by default one of at least 1."""
+    return typer.Option(parser=parser, metavar="INTEGER", help=help)
+
+
+def say(*lines: str) -> None:
+    """Print each line as it stands: no markup, no colours, no added line breaks."""
+    for line in lines:
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def progress_bars(
+    *columns: ProgressColumn, description: str = "{task.description}", transient: bool = False
+) -> Progress:
+    """Bars with these columns on a terminal; nothing elsewhere."""
+    shown = (TextColumn(description), BarColumn(), *columns)
+    return Progress(*shown, console=console, disable=not console.is_terminal, transient=transient)
+
+
+@contextmanager
+def status(verb: str) -> Iterator[Callable[[str], None]]:
+    """Show what is being done: a spinner on a terminal, plain lines elsewhere."""
+    with console.status(verb) as spinner:
+
+        def show(line: str) -> None:
+            if console.is_terminal:
+                spinner.update(f"{verb} {line}")
+            else:
+                say(line)
+
+        yield show
