@@ -1,1 +1,1 @@
-"""What `compressm bench NAME` measures."""
+"""The benchmarks behind `compressm bench NAME`."""

@@ -1,4 +1,4 @@
-"""What a cut is measured on: one of the paper's models, the order it falls to, and how."""
+"""Time one cut of one of the paper's models, stage by stage, with the training step before and after it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,13 @@ from torch import Tensor, nn
 
 from compressm.compression import Compressor, Cut, Restart, Transport
 from compressm.compression.planning import STAGES, watching
-from compressm.compression.policies import Policy
-from compressm_lab.bench.timing import capture, median_seconds, threads_for
+from compressm_lab.bench.timing import Progress, capture, columns, median_seconds, threads_for
 from compressm_lab.bench.train_step import StepCase, build_batch, build_model, eager_step, make_optimizer, paper_case
 from compressm_lab.runs.measurement import Measurement, Row
 from compressm_lab.training.building import products_in
 
 # The orders that the paper's runs pass through (tab:smnist, tab:scifar); elsewhere a quarter.
 RANKS = {"smnist": 28, "scifar": 161}
-GRAMIANS = ("white noise", "measured")
-MOMENTS = ("Transport", "Restart")
 # The default of a compressor without data, the same without moments to carry, and the default with data.
 VARIANTS = (("white noise", "Transport"), ("white noise", "Restart"), ("measured", "Transport"))
 
@@ -46,12 +43,12 @@ class CutCase:
 
     @property
     def ranks(self) -> list[int]:
-        """Of all layers."""
+        """The orders of all layers after the cut."""
         return [max(1, self.rank - k) if self.unequal else self.rank for k in range(self.model.depth)]
 
 
 def cut_cases(models: Iterable[StepCase], rank: int | None = None) -> tuple[CutCase, ...]:
-    """Every model in every variant, and one of several layers to unequal orders."""
+    """Every model in every variant, and models of several layers also with unequal orders."""
     cases = []
     for model in models:
         one = CutCase(model=model, rank=rank or default_rank(model))
@@ -61,7 +58,7 @@ def cut_cases(models: Iterable[StepCase], rank: int | None = None) -> tuple[CutC
 
 
 def default_rank(model: StepCase) -> int:
-    """That of the paper where it has one."""
+    """The order that the paper cuts this model to, elsewhere a quarter."""
     return min(RANKS.get(model.task, max(1, model.order // 4)), model.order)
 
 
@@ -81,7 +78,7 @@ def measure_cuts(
     *,
     device: str = "cpu",
     repeats: int = 5,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> Measurement:
     """Time one cold and `repeats` warm cuts of each case; on the CPU with one thread."""
     rows: list[Row] = []
@@ -100,18 +97,10 @@ def measure_cut(case: CutCase, device: str, repeats: int) -> list[Row]:
         cold = cut_once(case, where)
         later = [cut_once(case, where) for _ in range(repeats)]
     warm = {name: statistics.median(times[name] for times in later) for name in cold}
-    named: Row = {
-        "task": case.model.task,
-        "layers": case.model.depth,
-        "order": case.model.order,
-        "rank": case.rank,
-        "width": case.model.width,
-        "precision": case.model.precision,
-        "gramian": case.gramian,
-        "moments": case.moments,
-        "ranks": "unequal" if case.unequal else "equal",
-        "device": where.type,
-    }
+    model = case.model
+    named: Row = {"task": model.task, "layers": model.depth, "order": model.order, "rank": case.rank}
+    named |= {**columns(model, "width", "precision"), **columns(case, "gramian", "moments")}
+    named |= {"ranks": "unequal" if case.unequal else "equal", "device": where.type}
     return [{**named, "run": run, **times} for run, times in (("cold", cold), ("warm", warm))]
 
 
@@ -124,8 +113,15 @@ def cut_once(case: CutCase, device: torch.device) -> dict[str, float]:
     optimizer = make_optimizer(model, device)
     step = eager_step(model, x, target, case.model, optimizer)
     data: dict[str, Any] = {} if case.gramian == "white noise" else {"calibrate": _calibration(case, x)}
-    moments = _MOMENTS[case.moments]
-    compressor = Compressor(model, optimizer, when=[1], keep=_policy(case), gate=1.0, moments=moments, **data)
+    compressor = Compressor(
+        model,
+        optimizer,
+        when=[1],
+        keep=lambda spectra: dict(zip(spectra, case.ranks, strict=True)),
+        gate=1.0,
+        moments=_MOMENTS[case.moments],
+        **data,
+    )
     training = _begin(step, device)
     times = {"step_before_s": median_seconds(training, repeats=3, device=device)}
     watch = Stopwatch(device)
@@ -140,12 +136,8 @@ def cut_once(case: CutCase, device: torch.device) -> dict[str, float]:
     return times | {"step_after_s": median_seconds(training, repeats=3, device=device)}
 
 
-def _policy(case: CutCase) -> Policy:
-    return lambda spectra: dict(zip(spectra, case.ranks, strict=True))
-
-
 def _calibration(case: CutCase, x: Tensor) -> Callable[[nn.Module], object]:
-    """A pass over a few sequences, in the precision of the training."""
+    """A function that runs a model on a few sequences, in the precision of the training."""
 
     def calibrate(model: nn.Module) -> object:
         with torch.autocast(x.device.type, torch.bfloat16, enabled=case.model.precision == "bfloat16"):
@@ -155,7 +147,7 @@ def _calibration(case: CutCase, x: Tensor) -> Callable[[nn.Module], object]:
 
 
 def _begin(step: Callable[[], None], device: torch.device) -> Callable[[], object]:
-    """Train a little, as a training does that has been going on."""
+    """Train a little; on a GPU, record a step."""
     if device.type == "cuda":
         return capture(step, warm_up=_STEPS_BEFORE)
     for _ in range(_STEPS_BEFORE):
@@ -164,7 +156,7 @@ def _begin(step: Callable[[], None], device: torch.device) -> Callable[[], objec
 
 
 def _resume(step: Callable[[], None], device: torch.device) -> Callable[[], object]:
-    """The first step at the new size; on a GPU it is recorded as well, and the recording replayed once."""
+    """Take the first step at the new size; on a GPU, record it and replay the recording once."""
     if device.type != "cuda":
         step()
         return step
@@ -174,7 +166,7 @@ def _resume(step: Callable[[], None], device: torch.device) -> Callable[[], obje
 
 
 class Stopwatch:
-    """Adds up the seconds of named pieces of work, on a GPU until they are done."""
+    """Add up the seconds of named pieces of work, on a GPU until they are done."""
 
     def __init__(self, device: torch.device) -> None:
         self.seconds: dict[str, float] = {}

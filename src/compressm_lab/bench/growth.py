@@ -1,13 +1,13 @@
-"""How a training step grows with the order n, the length L and the width H, each around one middle point."""
+"""Time a training step against the order n, the length L and the width H, each around one middle point."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 
-from compressm_lab.bench.timing import threads_for
+from compressm_lab.bench.timing import Progress, columns, threads_for
 from compressm_lab.bench.train_step import StepCase, ceilings_here, measure_step
 from compressm_lab.runs.measurement import Measurement, Row
 
@@ -30,7 +30,7 @@ def measure_growth(
     precisions: Iterable[str] | None = None,
     repeats: int = 9,
     compiled: bool = False,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> Measurement:
     """Time a step at every point of every axis; on the CPU with one thread, in float32, on a GPU in bfloat16 too."""
     where = torch.device(device)
@@ -41,10 +41,10 @@ def measure_growth(
         ceilings = ceilings_here(where, progress)
         for axis, case in growth_cases(axes or RANGES, where.type, chosen, compiled):
             if case not in measured:  # the middle point is on every axis
-                sizes = f"n = {case.order}, L = {case.length}, H = {case.width}"
-                progress(f"{axis}: {sizes}, {case.precision}")
+                progress(f"{axis}: n = {case.order}, L = {case.length}, H = {case.width}, {case.precision}")
                 measured[case] = measure_step(case, where, repeats, ceilings(case.precision), within=_LONGEST_S)
-            rows.append(_sizes(axis, case, where) | measured[case])
+            sizes = columns(case, "order", "length", "width", "depth", "batch", "precision", "compiled")
+            rows.append({"axis": axis, **sizes, "device": where.type, **measured[case]})
         return Measurement("growth", "One training step against n, L and H", repeats, rows)
 
 
@@ -59,17 +59,3 @@ def growth_cases(
         for axis in axes
         for size in RANGES[axis]
     ]
-
-
-def _sizes(axis: str, case: StepCase, device: torch.device) -> Row:
-    return {
-        "axis": axis,
-        "order": case.order,
-        "length": case.length,
-        "width": case.width,
-        "depth": case.depth,
-        "batch": case.batch,
-        "precision": case.precision,
-        "compiled": case.compiled,
-        "device": device.type,
-    }

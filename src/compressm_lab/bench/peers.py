@@ -1,4 +1,4 @@
-"""Other people's scans for h[t] = λ h[t−1] + x[t] with complex λ, each in the layout it likes best.
+"""Time our scan for h[t] = λ h[t−1] + x[t] with complex λ beside other people's, each in the layout it likes best.
 
 A peer gets its inputs prepared outside the clock, λ repeated at every step where it wants that. Packages are imported
 only here and only when asked for; none is a dependency. Those on PyPI that were looked at:
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from compressm.ops import linear_recurrence
-from compressm_lab.bench.timing import capture, median_seconds, threads_for
+from compressm_lab.bench.timing import Progress, capture, median_seconds, threads_for
 from compressm_lab.runs.measurement import Measurement, Row
 from compressm_lab.training.building import DTYPES
 
@@ -33,52 +33,60 @@ PeerScan = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Problem:
-    """x of shape (batch, length, n), complex, and (log |λ|, arg λ) of shape (2, n)."""
+    """Inputs x of shape (batch, length, n), complex, and (log |λ|, arg λ) of shape (2, n)."""
 
     x: Tensor
     log_poles: Tensor
 
     @cached_property
     def poles(self) -> Tensor:
-        """λ, complex64 from float64."""
+        """The poles λ, complex64 from float64."""
         return torch.exp(torch.complex(*self.log_poles.double())).to(torch.complex64)
 
 
+@dataclass(frozen=True)
 class Peer(ABC):
-    """One way to compute the recurrence."""
+    """One way to compute the recurrence, in a layout of its own.
+
+    `load` imports the package and returns its scan, from (poles, inputs) to every h; `longest` is the longest sequence
+    it gets through.
+    """
 
     name: str
+    load: Callable[[], PeerScan]
     gpu_only: bool = False
-    longest: int | None = None  # the sequence it gets through at all
+    longest: int | None = None
     precisions: ClassVar[tuple[str, ...]] = ("float32",)
 
-    @abstractmethod
     def scan(self, problem: Problem) -> PeerScan:
-        """From (poles, inputs) in its layout to every h; raises ImportError where its package is not here."""
+        """The scan of this problem; raises ImportError where the package is not here."""
+        return self.load()
 
-    @abstractmethod
     def poles(self, problem: Problem) -> Tensor:
-        """λ, in its layout: what the gradient is taken of, beside x."""
+        """The poles at every step, in its layout: the gradient is taken of them and of x."""
+        return self.pack(problem.poles.expand_as(problem.x))
 
     @abstractmethod
     def pack(self, z: Tensor) -> Tensor:
-        """(batch, length, n), complex, into its layout."""
+        """Bring a complex tensor (batch, length, n) into its layout."""
 
     @abstractmethod
     def unpack(self, own: Tensor) -> Tensor:
         """The inverse of `pack`."""
 
 
+def _our_scan() -> PeerScan:
+    return lambda log_poles, x: linear_recurrence(x, log_poles)[0]
+
+
 @final
 @dataclass(frozen=True)
 class Ours(Peer):
-    """`compressm.ops.linear_recurrence`: pairs, and λ as its logarithm."""
+    """Our own `compressm.ops.linear_recurrence`: pairs, and λ as its logarithm."""
 
     name: str = "compressm"
+    load: Callable[[], PeerScan] = _our_scan
     precisions: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")
-
-    def scan(self, problem: Problem) -> PeerScan:
-        return lambda log_poles, x: linear_recurrence(x, log_poles)[0]
 
     def poles(self, problem: Problem) -> Tensor:
         return problem.log_poles
@@ -93,19 +101,13 @@ class Ours(Peer):
 @final
 @dataclass(frozen=True)
 class ComplexPeer(Peer):
-    """(batch, length, n), or (batch, n, length) where `time_last`; λ at every step, or once where `constant`."""
+    """A scan of (batch, length, n), or (batch, n, length) where `time_last`; λ once where `constant`."""
 
-    name: str
-    load: Callable[[], PeerScan]
     time_last: bool = False
     constant: bool = False
-    gpu_only: bool = False
-
-    def scan(self, problem: Problem) -> PeerScan:
-        return self.load()
 
     def poles(self, problem: Problem) -> Tensor:
-        return problem.poles if self.constant else self.pack(problem.poles.expand_as(problem.x))
+        return problem.poles if self.constant else super().poles(problem)
 
     def pack(self, z: Tensor) -> Tensor:
         return (z.mT if self.time_last else z).contiguous()
@@ -117,19 +119,10 @@ class ComplexPeer(Peer):
 @final
 @dataclass(frozen=True)
 class PairPeer(Peer):
-    """(2, batch, n, length): real and imaginary parts as two real channels, λ at every step."""
+    """A scan of (2, batch, n, length): real and imaginary parts as two real channels."""
 
-    name: str
-    load: Callable[[], PeerScan]
     gpu_only: bool = True
-    longest: int | None = None
     precisions: ClassVar[tuple[str, ...]] = ("float32", "bfloat16")
-
-    def scan(self, problem: Problem) -> PeerScan:
-        return self.load()
-
-    def poles(self, problem: Problem) -> Tensor:
-        return self.pack(problem.poles.expand_as(problem.x))
 
     def pack(self, z: Tensor) -> Tensor:
         return torch.stack([z.real.mT, z.imag.mT])
@@ -142,10 +135,6 @@ class PairPeer(Peer):
 @dataclass(frozen=True)
 class RotatedPeer(Peer):
     """A scan with real λ: (log |λ|, z) of shape (batch, length, n, 2), where z[t] = e^{−iθt} x[t]."""
-
-    name: str
-    load: Callable[[], PeerScan]
-    gpu_only: bool = False
 
     def scan(self, problem: Problem) -> PeerScan:
         real_scan = self.load()
@@ -287,7 +276,7 @@ def measure_peers(
     device: str = "cpu",
     peers: Iterable[Peer] = PEERS,
     repeats: int = 9,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> Measurement:
     """Time each peer at each shape in every precision it has; on the CPU with one thread."""
     where, chosen = torch.device(device), tuple(peers)
@@ -304,7 +293,7 @@ def measure_peers(
 
 
 def random_problem(batch: int, length: int, n: int, device: torch.device) -> Problem:
-    """Poles of an LRU at initialisation: |λ| in [0.9, 0.999], every phase."""
+    """Random inputs, and the poles of an LRU at initialisation: |λ| in [0.9, 0.999], every phase."""
     generator = torch.Generator().manual_seed(0)
     modulus = 0.9 + 0.099 * torch.rand(n, generator=generator)
     log_poles = torch.stack([torch.log(modulus), 6.28 * torch.rand(n, generator=generator)])
@@ -313,7 +302,7 @@ def random_problem(batch: int, length: int, n: int, device: torch.device) -> Pro
 
 
 def solve(problem: Problem) -> Truth:
-    """With random w; the gradient g[t] = w[t] + λ̄ g[t+1] is the same loop backwards."""
+    """Solve a problem with random w; the gradient g[t] = w[t] + λ̄ g[t+1] is the same loop backwards."""
     poles = torch.exp(torch.complex(*problem.log_poles.double()))
     weight = problem.x.roll(1, dims=1)
     gradient = _loop(poles.conj(), weight.flip(1)).flip(1)
@@ -344,7 +333,8 @@ def _row(peer: Peer, problem: Problem, truth: Truth, precision: str, repeats: in
     except Exception as error:
         if isinstance(peer, Ours):
             raise
-        return row | {"note": _reason(error)}
+        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        return row | {"note": f"{type(error).__name__}: {first}"[:_NOTE]}
 
 
 def _measured(peer: Peer, problem: Problem, truth: Truth, precision: str, repeats: int) -> Row:
@@ -374,7 +364,7 @@ def _measured(peer: Peer, problem: Problem, truth: Truth, precision: str, repeat
 
 
 def _seconds(work: Callable[[], object], device: torch.device, repeats: int) -> tuple[float, str]:
-    """As a CUDA graph where that can be recorded, so that kernels are compared and not the Python around them."""
+    """Time a CUDA graph where one can be recorded, so that kernels are compared and not the Python around them."""
     timed = "eager"
     if device.type == "cuda":
         try:
@@ -385,10 +375,5 @@ def _seconds(work: Callable[[], object], device: torch.device, repeats: int) -> 
 
 
 def _difference(got: Tensor, expected: Tensor) -> float:
-    """The largest, relative to the largest expected."""
+    """The largest error, relative to the largest expected value."""
     return float((got.to(expected.dtype) - expected).abs().max() / expected.abs().max())
-
-
-def _reason(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:_NOTE]

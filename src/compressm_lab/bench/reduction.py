@@ -1,7 +1,7 @@
 """Time one reduction beside the paper's formulas as they stand, in NumPy and SciPy.
 
-The plain formulas: Gramians by the closed form (with the conjugates it needs), σ = √spec(P Q), T from matrix square roots, T⁻¹ A T in
-full, then a slice and a diagonalisation (sec:algorithm).
+The plain formulas: Gramians by the closed form (with the conjugates it needs), σ = √spec(P Q), T from matrix square
+roots, T⁻¹ A T in full, then a slice and a diagonalisation (sec:algorithm).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def lru_at_initialisation(order: int, width: int, *, seed: int = 0, bank: tuple[
 
 
 def lru_trained_like(order: int, width: int, *, seed: int = 0, bank: tuple[int, ...] = ()) -> DiagonalSystem:
-    """An LRU layer as after training: many slow modes, half of the phases near 0, few strong channels, unequal gains."""
+    """An LRU layer as if trained: many slow modes, half of the phases near 0, few strong channels, unequal gains."""
     draw = _Draw(seed, bank)
     slow, near_zero = draw.uniform(order) < 0.25, draw.uniform(order) < 0.5
     gap = torch.where(slow, _log_uniform(draw.uniform(order), 1e-4, 3e-3), _log_uniform(draw.uniform(order), 3e-3, 0.1))
@@ -161,7 +161,7 @@ def measure_reduction(
         cases = CPU_CASES if device == "cpu" else GPU_CASES
     title = "One reduction: Gramians, Hankel singular values, balancing, truncation, diagonalisation"
     row = partial(_row, compare=compare and device == "cpu")
-    return measure_each("reduction", title, cases, row, device=device, repeats=repeats, progress=progress)
+    return measure_each("reduction", title, cases, row, device, repeats, progress)
 
 
 def _row(case: Case, device: torch.device, repeats: int, compare: bool) -> Row:

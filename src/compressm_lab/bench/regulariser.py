@@ -1,8 +1,8 @@
-"""What a penalty on Hankel singular values costs beside a plain training step, and the paper's way in the same run."""
+"""Time a penalty on Hankel singular values beside a plain training step, and the paper's way in the same run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
 
@@ -14,7 +14,7 @@ from compressm.adapters.base import linear_adapter
 from compressm.compression.distributed import Processes
 from compressm.models import SequenceClassifier
 from compressm_lab.baselines import HankelMajoriser, HankelNuclearNorm
-from compressm_lab.bench.timing import median_seconds, threads_for
+from compressm_lab.bench.timing import Progress, measure_each, median_seconds
 from compressm_lab.bench.train_step import StepCase, build_batch, build_model, captured_step, eager_step, paper_case
 from compressm_lab.runs.measurement import Measurement, Row
 from compressm_lab.training.building import products_in
@@ -36,8 +36,11 @@ class PenaltyCase:
     max_phase: float = 0.314
 
     def model(self) -> SequenceClassifier:
-        """As a recipe builds it."""
+        """The model as a recipe builds it."""
         return build_model(self.step, max_phase=self.max_phase)
+
+    def __str__(self) -> str:
+        return f"{self.step.task}, n = {self.step.order}, phases up to {self.max_phase:g}"
 
 
 def default_cases(device: str, orders: Iterable[int] = ORDERS) -> tuple[PenaltyCase, ...]:
@@ -52,16 +55,12 @@ def measure_regulariser(
     *,
     device: str = "cpu",
     repeats: int = 9,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> Measurement:
     """Time value and gradient of each penalty, and a step; on the CPU with one thread and the paper's way beside."""
-    where = torch.device(device)
-    rows: list[Row] = []
-    with threads_for(where):
-        for case in cases if cases is not None else default_cases(device):
-            progress(f"{case.step.task}, n = {case.step.order}, phases up to {case.max_phase:g}")
-            rows.append(_row(case, where, repeats))
-        return Measurement("regulariser", "A penalty on Hankel singular values beside a step", repeats, rows)
+    chosen = default_cases(device) if cases is None else cases
+    title = "A penalty on Hankel singular values beside a step"
+    return measure_each("regulariser", title, chosen, _row, device, repeats, progress)
 
 
 def _row(case: PenaltyCase, device: torch.device, repeats: int) -> Row:
@@ -71,22 +70,12 @@ def _row(case: PenaltyCase, device: torch.device, repeats: int) -> Row:
     with products_in(step.precision):
         run = (captured_step if device.type == "cuda" else eager_step)(model, *batch, step)
         plain = median_seconds(run, repeats=repeats, device=device)
-    row: Row = {
-        "task": step.task,
-        "layers": step.depth,
-        "order": step.order,
-        "max_phase": case.max_phase,
-        "device": device.type,
-        "every": EVERY,
-        "step_s": plain,
-    }
+    row: Row = {"task": step.task, "layers": step.depth, "order": step.order, "max_phase": case.max_phase}
+    row |= {"device": device.type, "every": EVERY, "step_s": plain}
     # What the steps above have learned from noise is not what is asked here.
     torch.manual_seed(0)
     model = case.model().to(device)
-    penalties: dict[str, Penalty] = {
-        "norm": HankelNuclearNorm(),
-        "majoriser": HankelMajoriser(),
-    }
+    penalties: dict[str, Penalty] = {"norm": HankelNuclearNorm(), "majoriser": HankelMajoriser()}
     penalties |= {"autograd": norm_by_autograd} if device.type == "cpu" else {}
     for name, penalty in penalties.items():
         row |= _timed(name, model, penalty, repeats, device)
@@ -95,7 +84,7 @@ def _row(case: PenaltyCase, device: torch.device, repeats: int) -> Row:
 
 
 def _timed(name: str, model: nn.Module, penalty: Penalty, repeats: int, device: torch.device) -> Row:
-    """As training finds it, on a GPU by a CUDA graph if one could be made, and there without a graph beside."""
+    """Time a penalty as training computes it; on a GPU with a CUDA graph if one could be made, and without one."""
     seconds, recorded = _seconds(model, penalty, repeats, device, record=True)
     if device.type != "cuda":
         return {f"{name}_s": seconds}

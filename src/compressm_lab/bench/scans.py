@@ -1,8 +1,9 @@
-"""Every path of `lti_layer` beside the one the cost rule picks: forward and backward of one layer."""
+"""Time one layer by every path of `lti_layer`, and the scan of Mamba layers, forward and backward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -11,19 +12,13 @@ from torch import Tensor
 from compressm.ops import Path, lti_layer
 from compressm.ops.lti.cost import cheapest_path
 from compressm.ops.selective import selective_scan
-from compressm_lab.bench.timing import copy_rate, median_seconds, threads_for
+from compressm_lab.bench.timing import Progress, copy_rate, measure_each, median_seconds, threads_for
 from compressm_lab.runs.measurement import Measurement, Row
 
 # (batch, length, n, channels): the paper's sMNIST layer at three orders, then narrow, square and wide ones.
 SHAPES = (
-    (50, 784, 256, 8),
-    (50, 784, 28, 8),
-    (50, 784, 13, 8),
-    (16, 512, 128, 4),
-    (32, 64, 64, 16),
-    (32, 64, 64, 64),
-    (8, 256, 16, 64),
-    (4, 1024, 128, 128),
+    *((50, 784, 256, 8), (50, 784, 28, 8), (50, 784, 13, 8), (16, 512, 128, 4)),
+    *((32, 64, 64, 16), (32, 64, 64, 64), (8, 256, 16, 64), (4, 1024, 128, 128)),
 )
 PATHS = (Path.SCAN, Path.CHUNKED, Path.CONVOLUTION)
 _WIDEST_CONVOLUTION = 64  # beyond, its matrices of p q responses fill gigabytes
@@ -34,21 +29,19 @@ def measure_paths(
     *,
     device: str = "cpu",
     repeats: int = 9,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> Measurement:
-    """Time each path at each shape; on the CPU with one thread."""
-    where = torch.device(device)
-    rows: list[dict[str, float | int | str]] = []
-    with threads_for(where):
-        for shape in shapes:
-            progress("batch {}, length {}, n = {}, {} channels".format(*shape))
-            rows.append(_path_row(*shape, where, repeats))
-        return Measurement("scan", "One layer forward and backward, by every path", repeats, rows)
+    """Time each path at each shape, beside the path that the cost rule picks; on the CPU with one thread."""
+
+    def label(shape: tuple[int, ...]) -> str:
+        return "batch {}, length {}, n = {}, {} channels".format(*shape)
+
+    title = "One layer forward and backward, by every path"
+    return measure_each("scan", title, shapes, _path_row, device, repeats, progress, label)
 
 
-def _path_row(
-    batch: int, length: int, n: int, width: int, device: torch.device, repeats: int
-) -> dict[str, float | int | str]:
+def _path_row(shape: tuple[int, int, int, int], device: torch.device, repeats: int) -> Row:
+    batch, length, n, width = shape
     generator = torch.Generator().manual_seed(0)
     draw = torch.rand(2, n, generator=generator)
     log_poles = torch.stack([-1e-3 - 0.1 * draw[0], 6.28 * draw[1]])
@@ -60,7 +53,7 @@ def _path_row(
         y, _ = lti_layer(*inputs, keep_state=False, path=path)
         torch.autograd.grad(y.sum(), inputs)
 
-    row: dict[str, float | int | str] = {"batch": batch, "length": length, "order": n, "width": width}
+    row: Row = {"batch": batch, "length": length, "order": n, "width": width}
     for path in PATHS:
         if path is not Path.CONVOLUTION or width <= _WIDEST_CONVOLUTION:
             seconds = median_seconds(lambda path=path: work(path), repeats=repeats, device=device)  # type: ignore[misc]
@@ -74,7 +67,7 @@ _ORDERS = (128, 64, 32, 16, 12, 8)
 
 
 class Sizes(NamedTuple):
-    """Of a layer, and how its activations are stored."""
+    """The sizes of a Mamba layer, and the type of its activations."""
 
     batch: int
     length: int
@@ -92,21 +85,18 @@ def measure_selective(
     device: str = "cpu",
     sizes: Sizes | None = None,
     repeats: int = 9,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> Measurement:
-    """With softplus and D inside, as other people's kernels have them; on the CPU with one thread."""
+    """Time a scan with softplus and D inside, as other people's kernels have them; on the CPU with one thread."""
     where = torch.device(device)
-    chosen = sizes or SIZES[where.type]
-    rows: list[Row] = []
     with threads_for(where):
         bytes_a_second = copy_rate(where, repeats)
-        for n in orders:
-            progress(f"n = {n}")
-            rows.append(_selective_row(n, chosen, where, repeats, bytes_a_second))
-        return Measurement("selective", "A selective scan, forward and with gradients", repeats, rows)
+    row = partial(_selective_row, sizes=sizes or SIZES[where.type], bytes_a_second=bytes_a_second)
+    title = "A selective scan, forward and with gradients"
+    return measure_each("selective", title, orders, row, device, repeats, progress, "n = {}".format)
 
 
-def _selective_row(n: int, sizes: Sizes, device: torch.device, repeats: int, bytes_a_second: float) -> Row:
+def _selective_row(n: int, device: torch.device, repeats: int, sizes: Sizes, bytes_a_second: float) -> Row:
     inputs, bias, dy = _inputs(n, sizes, device)
     u, delta, A, B, C, D = inputs
 
@@ -144,7 +134,7 @@ def _inputs(n: int, sizes: Sizes, device: torch.device) -> tuple[list[Tensor], T
 
 
 def floors(n: int, sizes: Sizes, device: torch.device, bytes_a_second: float) -> tuple[float, float]:
-    """Seconds forward and in all."""
+    """The least seconds that a scan could take, forward and with gradients: by its exponentials or its bytes."""
     found = torch.cuda.get_device_properties(device)
     clock = getattr(found, "clock_rate", 1_980_000) * 1e3  # of the device, in kHz
     exponentials_a_second = _EXPONENTIALS_A_CLOCK * found.multi_processor_count * clock

@@ -1,4 +1,4 @@
-"""How much faster a training gets by cuts, from what steps, evaluations and cuts cost at every order (app:time).
+"""Predict how much faster cuts make a training, from the cost of steps, evaluations and cuts by order (app:time).
 
 T_base = E (s t_train(n₀) + t_eval(n₀))
 T_red = Σₖ Eₖ (s t_train(nₖ) + t_eval(nₖ)) + Σᵢ (t_cut(nᵢ₋₁) + t_recapture)          S = T_base / T_red
@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +18,7 @@ import torch
 from compressm.compression import CompressionError
 from compressm.compression.distributed import Processes
 from compressm.control import ControlError
-from compressm_lab.bench.timing import threads_for
+from compressm_lab.bench.timing import Progress, seconds, threads_for
 from compressm_lab.data.task import Order, Task
 from compressm_lab.runs.measurement import Measurement, Row
 from compressm_lab.runs.run import Run, read_run
@@ -35,7 +33,7 @@ from compressm_lab.training.steps import Learner, Steps, make_steps, task_object
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds at the orders that were measured, rising; between them on straight lines, outside as at the end.
+    """Seconds at the orders that were measured, rising; between orders interpolated linearly, outside as at the end.
 
     `train` is one gradient step, `evaluate` one evaluation, `cut` one cut from that order; `recapture` is what a CUDA
     graph takes to be recorded anew, in the place of the paper's compilation, and 0 on a CPU.
@@ -53,13 +51,13 @@ class Costs:
             raise ValueError(f"costs of orders {self.orders}: expected rising orders and one value for each")
 
     def at(self, column: Sequence[float], order: float) -> float:
-        """One of the columns at any order."""
+        """The value of one of the columns at any order."""
         return float(np.interp(order, self.orders, column))
 
 
 @dataclass(frozen=True)
 class Leg:
-    """Training at one order: so many gradient steps and evaluations."""
+    """A part of training at one order: so many gradient steps and evaluations."""
 
     order: float
     steps: int
@@ -86,7 +84,7 @@ class Prediction:
 
 
 def predict(costs: Costs, stretches: Sequence[Leg]) -> Prediction:
-    """Of a training whose orders fall from stretch to stretch."""
+    """Predict the seconds of a training whose order falls from stretch to stretch."""
     first = stretches[0].order
     steps = sum(stretch.steps for stretch in stretches)
     evaluations = sum(stretch.evaluations for stretch in stretches)
@@ -100,17 +98,15 @@ def predict(costs: Costs, stretches: Sequence[Leg]) -> Prediction:
 
 
 def stretches_of(path: Sequence[tuple[int, float]], steps: int, evaluations: Sequence[int]) -> list[Leg]:
-    """From (step, order from there on), the first at step 0; at the step of a cut the evaluation comes after it."""
+    """Split a training at the (step, order from there on) of `path`; a cut comes before the evaluation of its step."""
     ends = [step for step, _ in path[1:]] + [steps]
     found = []
     for (begin, order), end in zip(path, ends, strict=True):
-        last = end == steps
-        inside = [step for step in evaluations if begin <= step and (step <= end if last else step < end)]
+        inside = [step for step in evaluations if begin <= step < end or step == end == steps]
         found.append(Leg(order, end - begin, len(inside)))
     return found
 
 
-Progress = Callable[[str], None]
 _SAMPLE_S = 0.2  # of gradient steps in a row
 _REDUCTION = ("cut", "spectrum", "optimizer")
 
@@ -122,14 +118,6 @@ class NotChecked(Exception):  # noqa: N818 - read as a sentence
         stopped = isinstance(why, Interrupted)
         super().__init__("stopped before the check was done" if stopped else f"the check failed: {why}")
         self.measurement, self.stopped = measurement, stopped
-
-
-class TurnSeconds(NamedTuple):
-    """Seconds of one turn."""
-
-    train: float
-    evaluate: float
-    cut: float
 
 
 @dataclass
@@ -144,7 +132,7 @@ class Bench:
 
     @classmethod
     def of(cls, recipe: Recipe, task: Task, order: int, device: torch.device) -> Bench:
-        """As training builds it."""
+        """Build model, optimizer and steps as training does."""
         torch.manual_seed(recipe.seed)
         recipe = replace(recipe, model=replace(recipe.model, order=order), spectra=None)
         model = build_model(recipe.model, task).to(device)
@@ -155,33 +143,34 @@ class Bench:
         return cls(learner, make_steps(learner, Clock(device)), recipe)
 
     def run(self, count: int) -> None:
-        """So many gradient steps."""
+        """Take so many gradient steps."""
         self.steps.run(self.done + 1, self.done + count, lambda: False)
         self.done += count
 
     def warm_up(self) -> None:
-        """On a GPU until steps are recorded; an evaluation, too, is slow the first time."""
+        """Run until steps are recorded on a GPU; an evaluation, too, is slow the first time."""
         self.run(5)
         self.evaluation_seconds()
-        self.together = max(1, round(_SAMPLE_S / max(1e-6, _seconds(lambda: self.run(2), self.learner.device) / 2)))
+        self.together = max(1, round(_SAMPLE_S / max(1e-6, seconds(lambda: self.run(2), self.learner.device) / 2)))
 
     def step_seconds(self) -> float:
-        """Of one, in the mean over a sample."""
-        return _seconds(lambda: self.run(self.together), self.learner.device) / self.together
+        """The time of one step, in the mean over a sample."""
+        return seconds(lambda: self.run(self.together), self.learner.device) / self.together
 
     def evaluation_seconds(self) -> float:
-        """Of validation and test, as a training does it."""
+        """The time to evaluate validation and test, as a training does it."""
         splits = (self.learner.task.validation, self.learner.task.test)
-        return _seconds(lambda: [evaluate(self.learner, split) for split in splits], self.learner.device)
+        return seconds(lambda: [evaluate(self.learner, split) for split in splits], self.learner.device)
 
 
 def measure_costs(
     recipe: Recipe, task: Task, orders: Sequence[int], device: torch.device, *, repeats: int, progress: Progress
 ) -> Costs:
-    """At every order, in turns: what else a machine does falls on all alike. A cut from the smallest leaves half."""
+    """Measure all orders in turns: what else a machine does falls on all alike. A cut from the smallest leaves half."""
     task, rising = placed(task, device), sorted(set(orders))
     below = dict(zip(rising, [max(1, rising[0] // 2), *rising], strict=False))
-    found: dict[int, list[TurnSeconds]] = {order: [] for order in rising}
+    # (step, evaluation, cut) of every turn.
+    found: dict[int, list[tuple[float, float, float]]] = {order: [] for order in rising}
     with products_in(recipe.training.precision):
         _cut_seconds(recipe, task, rising[0], below[rising[0]], device)  # what libraries load at a first cut
         benches = {order: Bench.of(recipe, task, order, device) for order in rising}
@@ -191,9 +180,9 @@ def measure_costs(
             progress(f"{recipe.name}, n = {', '.join(map(str, rising))}, turn {turn + 1} of {repeats}")
             for order, bench in benches.items():
                 cut = _cut_seconds(recipe, task, order, below[order], device)
-                found[order].append(TurnSeconds(bench.step_seconds(), bench.evaluation_seconds(), cut))
+                found[order].append((bench.step_seconds(), bench.evaluation_seconds(), cut))
         recapture = statistics.median(_recapture(bench) for bench in benches.values())
-    middle = [TurnSeconds(*map(statistics.median, zip(*samples, strict=True))) for samples in found.values()]
+    middle = [tuple(map(statistics.median, zip(*turns, strict=True))) for turns in found.values()]
     steps, evaluations, cuts = zip(*middle, strict=True)
     return Costs(tuple(map(float, rising)), steps, evaluations, cuts, recapture)
 
@@ -215,99 +204,29 @@ def measure_speedup(
     """
     where = torch.device(device)
     title = f"{recipe.name}: what a step, an evaluation and a cut cost, and the speed-up that follows"
+    named: Row = {"recipe": recipe.name, "device": device}
     with threads_for(where):
         costs = measure_costs(recipe, task, orders, where, repeats=repeats, progress=progress)
-        rows = [_cost_row(recipe, costs, k, device) for k in range(len(costs.orders))]
+        rows: list[Row] = []
+        for order, step, evaluation, cut in zip(costs.orders, costs.train, costs.evaluate, costs.cut, strict=True):
+            found: Row = {"order": order, "train_s": step, "evaluate_s": evaluation, "cut_s": cut}
+            rows.append({"what": "costs", **named, **found, "recapture_s": costs.recapture})
         if path is not None:
-            rows.append(_predicted(recipe, costs, [(step, float(order)) for step, order in path], device))
+            rows.append({"what": "schedule", **named, **_predicted(recipe, costs, path)})
         if check:
             progress(f"{recipe.name}, trained with its cuts and without")
             try:
-                rows.append(_checked(recipe, task, costs, where))
+                rows.append({"what": "schedule", **named, **_checked(recipe, task, costs, where)})
             except (Interrupted, Diverged, CompressionError, ControlError) as error:
                 raise NotChecked(Measurement("speedup", title, repeats, rows), error) from None
         return Measurement("speedup", title, repeats, rows)
 
 
-def _predicted(recipe: Recipe, costs: Costs, path: Sequence[tuple[int, float]], device: str) -> Row:
+def _predicted(recipe: Recipe, costs: Costs, path: Sequence[tuple[int, float]]) -> Row:
     plan = Plan.of(recipe)
     stretches = stretches_of(path, plan.steps, plan.evaluations)
-    return _schedule_row(recipe, device, stretches, predict(costs, stretches))
-
-
-def _checked(recipe: Recipe, task: Task, costs: Costs, where: torch.device) -> Row:
-    """What is predicted for the cuts of a real training, and what it took."""
-    reduced, whole = (_trained(one, task, where) for one in (recipe, replace(recipe, compression=None)))
-    return _predicted(recipe, costs, _mean_path(reduced), where.type) | _measured(reduced, whole)
-
-
-def _recapture(bench: Bench) -> float:
-    """What four steps take longer when the graph is recorded anew among them; nothing without a graph."""
-    if bench.learner.device.type != "cuda":
-        return 0.0
-    times = []
-    for _ in range(3):
-        bench.steps.renew()
-        times.append(_seconds(lambda: bench.run(4), bench.learner.device) - 4 * bench.step_seconds())
-    return max(0.0, statistics.median(times))
-
-
-def _cut_seconds(recipe: Recipe, task: Task, order: int, rank: int, device: torch.device) -> float:
-    """One cut, as the recipe cuts, of a model that has trained a little."""
-    options = recipe.compression or CompressionConfig(rho=1.0, when=WhenConfig(steps=(1,)))
-    plain = dict.fromkeys(("tau", "rho", "bound", "total_states", "fewer"), None)
-    cut = replace(options, **plain, order=rank, gate=1.0, rollback=None, when=WhenConfig(steps=(1,)))  # type: ignore[arg-type]
-    bench = Bench.of(replace(recipe, compression=cut), task, order, device)
-    bench.run(2)
-    compressor = build_compressor(bench.recipe, bench.learner.model, bench.learner.optimizer, task, lambda: 0.0)
-    assert compressor is not None
-    return _seconds(lambda: compressor.step(1), device)
-
-
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """On a GPU until it is done."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    wait()
-    begin = time.perf_counter()
-    work()
-    wait()
-    return time.perf_counter() - begin
-
-
-def _trained(recipe: Recipe, task: Task, device: torch.device) -> Run:
-    """Without spectra, which the formula does not count."""
-    with tempfile.TemporaryDirectory() as folder:
-        return read_run(train(replace(recipe, spectra=None), task, Path(folder) / "run", device=device))
-
-
-def _mean_path(run: Run) -> list[tuple[int, float]]:
-    """(step, mean order over layers from there on)."""
-    steps = sorted({step for path in run.order_paths.values() for step, _ in path})
-    found = []
-    for step in steps:
-        orders = [[order for begin, order in path if begin <= step][-1] for path in run.order_paths.values()]
-        found.append((step, sum(orders) / len(orders)))
-    return found
-
-
-def _cost_row(recipe: Recipe, costs: Costs, k: int, device: str) -> Row:
+    found = predict(costs, stretches)
     return {
-        "what": "costs",
-        "recipe": recipe.name,
-        "device": device,
-        "order": costs.orders[k],
-        "train_s": costs.train[k],
-        "evaluate_s": costs.evaluate[k],
-        "cut_s": costs.cut[k],
-        "recapture_s": costs.recapture,
-    }
-
-
-def _schedule_row(recipe: Recipe, device: str, stretches: Sequence[Leg], found: Prediction) -> Row:
-    return {
-        "what": "schedule",
-        "recipe": recipe.name,
-        "device": device,
         "orders": " → ".join(f"{stretch.order:g}" for stretch in stretches),
         "steps": sum(stretch.steps for stretch in stretches),
         "whole_s": found.whole,
@@ -319,8 +238,53 @@ def _schedule_row(recipe: Recipe, device: str, stretches: Sequence[Leg], found: 
     }
 
 
+def _checked(recipe: Recipe, task: Task, costs: Costs, where: torch.device) -> Row:
+    """Train the recipe with its cuts and without; predict the time of the cuts that came of it."""
+    reduced, whole = (_trained(one, task, where) for one in (recipe, replace(recipe, compression=None)))
+    return _predicted(recipe, costs, _mean_path(reduced)) | _measured(reduced, whole)
+
+
+def _recapture(bench: Bench) -> float:
+    """The extra time of four steps when the graph is recorded anew among them; 0 without a graph."""
+    if bench.learner.device.type != "cuda":
+        return 0.0
+    times = []
+    for _ in range(3):
+        bench.steps.renew()
+        times.append(seconds(lambda: bench.run(4), bench.learner.device) - 4 * bench.step_seconds())
+    return max(0.0, statistics.median(times))
+
+
+def _cut_seconds(recipe: Recipe, task: Task, order: int, rank: int, device: torch.device) -> float:
+    """The time of one cut, as the recipe cuts, of a model that has trained a little."""
+    options = recipe.compression or CompressionConfig(rho=1.0, when=WhenConfig(steps=(1,)))
+    plain = dict.fromkeys(("tau", "rho", "bound", "total_states", "fewer"), None)
+    cut = replace(options, **plain, order=rank, gate=1.0, rollback=None, when=WhenConfig(steps=(1,)))  # type: ignore[arg-type]
+    bench = Bench.of(replace(recipe, compression=cut), task, order, device)
+    bench.run(2)
+    compressor = build_compressor(bench.recipe, bench.learner.model, bench.learner.optimizer, task, lambda: 0.0)
+    assert compressor is not None
+    return seconds(lambda: compressor.step(1), device)
+
+
+def _trained(recipe: Recipe, task: Task, device: torch.device) -> Run:
+    """Train without spectra, which the formula does not count."""
+    with tempfile.TemporaryDirectory() as folder:
+        return read_run(train(replace(recipe, spectra=None), task, Path(folder) / "run", device=device))
+
+
+def _mean_path(run: Run) -> list[tuple[int, float]]:
+    """The steps at which orders changed, each with the mean order over layers from there on."""
+    paths = run.order_paths.values()
+    found = []
+    for step in sorted({step for path in paths for step, _ in path}):
+        orders = [[order for begin, order in path if begin <= step][-1] for path in paths]
+        found.append((step, sum(orders) / len(orders)))
+    return found
+
+
 def _measured(reduced: Run, whole: Run) -> Row:
-    """The same of real trainings, checkpoints left out."""
+    """The times of real trainings, checkpoints left out."""
     spent, before = _phases(reduced), _phases(whole)
     total, base = sum(spent.values()), sum(before.values())
     return {

@@ -27,17 +27,17 @@ def measure_each(
     title: str,
     cases: Iterable[_Case],
     row: Callable[[_Case, torch.device, int], Row],
-    *,
     device: str,
     repeats: int,
     progress: Progress,
+    label: Callable[[_Case], str] = str,
 ) -> Measurement:
-    """Measure the row of every case, named by `str(case)` to `progress`; on the CPU with one thread."""
+    """Measure the row of every case, whose label is shown first; on the CPU with one thread."""
     where = torch.device(device)
     rows = []
     with threads_for(where):
         for case in cases:
-            progress(str(case))
+            progress(label(case))
             rows.append(row(case, where, repeats))
         return Measurement(name, title, repeats, rows)
 

@@ -1,4 +1,4 @@
-"""What a training step is measured on: sizes of a model and of its data."""
+"""Time a training step at the sizes of the paper's models, beside the least time it could take."""
 
 from __future__ import annotations
 
@@ -16,7 +16,16 @@ from torch.nn.functional import cross_entropy
 from compressm.layers import LRU
 from compressm.models import OneMask, SequenceClassifier
 from compressm.ops import Path
-from compressm_lab.bench.timing import Captured, Ceilings, capture, measure_ceilings, median_seconds, threads_for
+from compressm_lab.bench.timing import (
+    Captured,
+    Ceilings,
+    Progress,
+    capture,
+    columns,
+    measure_ceilings,
+    median_seconds,
+    threads_for,
+)
 from compressm_lab.runs.measurement import Measurement, Row
 from compressm_lab.training.building import DTYPES, largest_first, products_in
 
@@ -42,8 +51,17 @@ class StepCase:
 
     @property
     def sequences(self) -> int:
-        """In a batch: two for every pair where there are two towers."""
+        """Sequences in a batch: two for every pair where there are two towers."""
         return self.batch * self.towers
+
+    @property
+    def tokens(self) -> int:
+        """Steps of all sequences in a batch."""
+        return self.sequences * self.length
+
+    @property
+    def activation_bytes(self) -> int:
+        return DTYPES[self.precision].itemsize
 
 
 # Depth, width, order, batch and dropout: tab:hyperparameters. The rest: the tasks.
@@ -64,21 +82,13 @@ PAPER = {
 }
 
 
-def paper_case(
-    task: str,
-    order: int | None = None,
-    *,
-    precision: str = "float32",
-    path: Path | None = None,
-    compiled: bool = False,
-) -> StepCase:
+def paper_case(task: str, order: int | None = None, *, precision: str = "float32", compiled: bool = False) -> StepCase:
     """A row of the paper's table of hyper-parameters, at its own order or another."""
-    case = PAPER[task]
-    return replace(case, order=order or case.order, precision=precision, path=path, compiled=compiled)
+    return replace(PAPER[task], order=order or PAPER[task].order, precision=precision, compiled=compiled)
 
 
 def paper_orders(task: str) -> tuple[int, ...]:
-    """What the tables compare: sMNIST at the orders the paper cuts it to, the others whole and at a quarter."""
+    """The orders that tables compare: sMNIST at those the paper cuts it to, the others whole and at a quarter."""
     whole = PAPER[task].order
     return (256, 28, 13) if task == "smnist" else (whole, whole // 4)
 
@@ -86,26 +96,21 @@ def paper_orders(task: str) -> tuple[int, ...]:
 def default_cases(device: str, *, compiled: bool = False) -> tuple[StepCase, ...]:
     """The sMNIST model on a CPU; on a GPU every model of the paper, the larger ones in bfloat16."""
     if device == "cpu":
-        return tuple(paper_case("smnist", n, compiled=compiled) for n in (256, 28, 13))
-    half = [("scifar", 384), ("scifar", 57)]
-    half += [(task, n) for task in ("listops", "aan", "imdb", "pathfinder") for n in paper_orders(task)]
-    return (
-        *(
-            paper_case("smnist", n, precision=precision, compiled=compiled)
-            for precision in ("float32", "tf32")
-            for n in (256, 13)
-        ),
-        *(paper_case(task, n, precision="bfloat16", compiled=compiled) for task, n in half),
-    )
+        sizes = [("smnist", n, "float32") for n in paper_orders("smnist")]
+    else:
+        sizes = [("smnist", n, precision) for precision in ("float32", "tf32") for n in (256, 13)]
+        sizes += [("scifar", n, "bfloat16") for n in (384, 57)]
+        others = ("listops", "aan", "imdb", "pathfinder")
+        sizes += [(task, n, "bfloat16") for task in others for n in paper_orders(task)]
+    return tuple(paper_case(task, n, precision=precision, compiled=compiled) for task, n, precision in sizes)
 
 
-_ACTIVATION_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 _BLOCK_PASSES, _PARAMETER_PASSES = 15, 10
 
 
 @dataclass(frozen=True)
 class Work:
-    """Of one training step."""
+    """The flops of one training step, and the bytes it moves."""
 
     flops: int
     bytes: int
@@ -114,7 +119,7 @@ class Work:
         return Work(self.flops + other.flops, self.bytes + other.bytes)
 
     def seconds(self, ceilings: Ceilings) -> float:
-        """On a device that multiplies while it moves."""
+        """The least time on a device that multiplies while it moves."""
         return max(self.flops / ceilings.flops, self.bytes / ceilings.bytes)
 
 
@@ -128,7 +133,7 @@ class Floor:
 
 
 def floor(case: StepCase, parameters: int, ceilings: Ceilings) -> Floor:
-    """Of a step of `case`, whose model has so many parameters."""
+    """The least time of a step of `case`, whose model has so many parameters."""
     around = around_work(case, parameters)
     forms = {name: around + states for name, states in states_work(case).items()}
     best = min(forms, key=lambda name: forms[name].seconds(ceilings))
@@ -136,8 +141,8 @@ def floor(case: StepCase, parameters: int, ceilings: Ceilings) -> Floor:
 
 
 def states_work(case: StepCase) -> dict[str, Work]:
-    """All SSM layers in each form, without the passes over their inputs and outputs."""
-    tokens, width, n, element = _tokens(case), case.width, case.order, _ACTIVATION_BYTES[case.precision]
+    """The work of all SSM layers in each form, without the passes over their inputs and outputs."""
+    tokens, width, n, element = case.tokens, case.width, case.order, case.activation_bytes
     drive = 4 * tokens * width * n
     transforms = round(5 * case.length * math.log2(2 * case.length)) * (2 * case.sequences * width + width**2)
     response = case.length * width**2
@@ -151,8 +156,8 @@ def states_work(case: StepCase) -> dict[str, Work]:
 
 
 def around_work(case: StepCase, parameters: int) -> Work:
-    """Everything but the states."""
-    tokens, width, element = _tokens(case), case.width, _ACTIVATION_BYTES[case.precision]
+    """The work of everything but the states."""
+    tokens, width, element = case.tokens, case.width, case.activation_bytes
     gates = 3 * case.depth * 4 * tokens * width**2
     encoder = 2 * 2 * tokens * (case.inputs or 0) * width
     compared = 4 * width * width if case.towers == 2 else 0
@@ -163,16 +168,12 @@ def around_work(case: StepCase, parameters: int) -> Work:
     return Work(gates + encoder + head, moved)
 
 
-def _tokens(case: StepCase) -> int:
-    return case.sequences * case.length
-
-
 def measure_steps(
     cases: Iterable[StepCase] | None = None,
     *,
     device: str = "cpu",
     repeats: int = 9,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> Measurement:
     """Time one step of each case; on the CPU with one thread."""
     where = torch.device(device)
@@ -181,20 +182,14 @@ def measure_steps(
         ceilings = ceilings_here(where, progress)
         for case in cases if cases is not None else default_cases(where.type):
             progress(f"{case.task}, n = {case.order}, {case.precision}")
-            row: Row = {
-                "task": case.task,
-                "order": case.order,
-                "precision": case.precision,
-                "path": case.path.name if case.path else "chosen",
-                "compiled": case.compiled,
-                "device": where.type,
-            }
+            row = columns(case, "task", "order", "precision")
+            row |= {"path": case.path.name if case.path else "chosen", "compiled": case.compiled, "device": where.type}
             rows.append(row | measure_step(case, where, repeats, ceilings(case.precision)))
         return Measurement("step", "One training step: forward, backward, AdamW", repeats, rows)
 
 
-def ceilings_here(device: torch.device, progress: Callable[[str], None]) -> Callable[[str], Ceilings]:
-    """From a precision to the ceilings of `device`, each measured when it is first asked for."""
+def ceilings_here(device: torch.device, progress: Progress) -> Callable[[str], Ceilings]:
+    """A function from a precision to the ceilings of `device`, each measured when it is first asked for."""
 
     @cache
     def of(precision: str) -> Ceilings:
@@ -207,7 +202,7 @@ def ceilings_here(device: torch.device, progress: Callable[[str], None]) -> Call
 def measure_step(
     case: StepCase, device: torch.device, repeats: int, ceilings: Ceilings, *, within: float = math.inf
 ) -> Row:
-    """The time of a step, its floor and what both are made of; on a GPU also its peak of memory and its kernels."""
+    """Time a step and compute its floor; on a GPU, also count its kernels and find its peak of memory."""
     gc.collect()  # what the case before left behind would count as memory of this one
     torch.manual_seed(0)
     model = build_model(case).to(device)
@@ -233,19 +228,11 @@ def measure_step(
 
 
 def build_model(case: StepCase, **layer_options: Any) -> SequenceClassifier:
-    """As the case says; where it is compiled, block by block: the regions around the SSM layers."""
-    model = SequenceClassifier(
-        LRU,
-        depth=case.depth,
-        width=case.width,
-        order=case.order,
-        classes=case.classes,
-        inputs=case.inputs,
-        vocabulary=case.vocabulary,
-        towers=case.towers,
-        dropout=OneMask(case.dropout),
-        layer_options={"path": case.path, **layer_options},
-    )
+    """The model of a case; where it is compiled, block by block: the regions around the SSM layers."""
+    names = ("depth", "width", "order", "classes", "inputs", "vocabulary", "towers")
+    sizes: dict[str, Any] = {name: getattr(case, name) for name in names}
+    options = {"path": case.path, **layer_options}
+    model = SequenceClassifier(LRU, dropout=OneMask(case.dropout), layer_options=options, **sizes)
     if case.compiled:
         for block in model.blocks:
             block.compile()
@@ -253,7 +240,7 @@ def build_model(case: StepCase, **layer_options: Any) -> SequenceClassifier:
 
 
 def build_batch(case: StepCase, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Random inputs and targets."""
+    """Random inputs and targets of a case."""
     shape = (case.batch, case.length) if case.towers == 1 else (case.batch, case.towers, case.length)
     if case.vocabulary is None:
         x = torch.randn(*shape, case.inputs or 1, device=device)
