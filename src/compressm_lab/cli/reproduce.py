@@ -23,37 +23,27 @@ from compressm_lab.runs.records import RunError
 from compressm_lab.training.config import ConfigError
 
 LIST = "LIST"
-NameArgument = Annotated[str, typer.Argument(help="LIST, or a table or figure by its label in the paper.")]
-SeedsOption = Annotated[int | None, integer_option("Seeds of each training. Default: as the paper.")]
-QuickOption = Annotated[bool, typer.Option("--quick", help="Digits and few steps: minutes on a CPU.")]
-ProcessesOption = Annotated[int, integer_option("Trainings at a time, here.")]
-ExecutorOption = Annotated[
-    Literal["local", "slurm"], typer.Option(help="This machine, or a Slurm cluster by submitit.")
-]
-PartitionOption = Annotated[str | None, typer.Option(help="Partition of the cluster.")]
-HoursOption = Annotated[float, typer.Option(parser=number, metavar="NUMBER", help="Hours of a job on the cluster.")]
-GpusOption = Annotated[int, typer.Option(min=0, help="GPUs of a job on the cluster.")]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show what would be trained and stop.")]
-ReportOption = Annotated[bool, typer.Option("--only-report", help="Train nothing; report what is there.")]
-DataOption = Annotated[Path | None, typer.Option(help="Folder of data sets that are there; nothing is fetched.")]
-OutOption = Annotated[
-    Path | None, typer.Option(help="Folder for runs and reports. Default: out/reproduce, with --quick out/quick.")
-]
 
 
 def command(
-    name: NameArgument = LIST,
-    seeds: SeedsOption = None,
-    quick: QuickOption = False,
-    processes: ProcessesOption = 1,
-    executor: ExecutorOption = "local",
-    partition: PartitionOption = None,
-    hours: HoursOption = 24.0,
-    gpus: GpusOption = 1,
-    dry_run: DryRunOption = False,
-    only_report: ReportOption = False,
-    data: DataOption = None,
-    out: OutOption = None,
+    name: Annotated[str, typer.Argument(help="LIST, or a table or figure by its label in the paper.")] = LIST,
+    seeds: Annotated[int | None, integer_option("Seeds of each training. Default: as the paper.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Digits and few steps: minutes on a CPU.")] = False,
+    processes: Annotated[int, integer_option("Trainings at a time, here.")] = 1,
+    executor: Annotated[
+        Literal["local", "slurm"], typer.Option(help="This machine, or a Slurm cluster by submitit.")
+    ] = "local",
+    partition: Annotated[str | None, typer.Option(help="Partition of the cluster.")] = None,
+    hours: Annotated[
+        float, typer.Option(parser=number, metavar="NUMBER", help="Hours of a job on the cluster.")
+    ] = 24.0,
+    gpus: Annotated[int, typer.Option(min=0, help="GPUs of a job on the cluster.")] = 1,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be trained and stop.")] = False,
+    only_report: Annotated[bool, typer.Option("--only-report", help="Train nothing; report what is there.")] = False,
+    data: Annotated[Path | None, typer.Option(help="Folder of data sets that are there; nothing is fetched.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for runs and reports. Default: out/reproduce, with --quick out/quick.")
+    ] = None,
 ) -> None:
     """Train what a table or figure of the paper needs and show it beside the paper's numbers.
 

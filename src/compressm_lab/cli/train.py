@@ -51,43 +51,32 @@ _WAYS = {
     "selective": "averages over data",
 }
 
-RecipeArgument = Annotated[
-    str | None, typer.Argument(help="A recipe by name, a .yaml file, or, with --resume, the folder of a run.")
-]
-ListOption = Annotated[bool, typer.Option("--list", help="Show the recipes and stop.")]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change one value, as compression.tau=0.02; again for more."),
-]
-SeedOption = Annotated[int | None, integer_option("Seed of initial weights, order of data and dropout.", integer)]
-OrderOption = Annotated[int | None, integer_option("States of every layer at the start.", integer)]
-BaselineOption = Annotated[
-    bool, typer.Option("--baseline", help="Train without compression, penalty, teacher and cuts after training.")
-]
-OutOption = Annotated[
-    Path | None, typer.Option(help="Folder of the run. Default: out/runs/NAME/LABEL-nORDER/seed-SEED.")
-]
-ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint of the folder.")]
-ThreadsOption = Annotated[
-    int | None, integer_option("Threads on a CPU. Default: 1 below 64 channels, where more are slower.")
-]
-TensorBoardOption = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard events too.")]
-
 
 def command(
-    recipe: RecipeArgument = None,
-    listed: ListOption = False,
-    settings: SetOption = None,
-    seed: SeedOption = None,
-    order: OrderOption = None,
-    baseline: BaselineOption = False,
-    out: OutOption = None,
-    resume: ResumeOption = False,
+    recipe: Annotated[
+        str | None, typer.Argument(help="A recipe by name, a .yaml file, or, with --resume, the folder of a run.")
+    ] = None,
+    listed: Annotated[bool, typer.Option("--list", help="Show the recipes and stop.")] = False,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change one value, as compression.tau=0.02; again for more."),
+    ] = None,
+    seed: Annotated[int | None, integer_option("Seed of initial weights, order of data and dropout.", integer)] = None,
+    order: Annotated[int | None, integer_option("States of every layer at the start.", integer)] = None,
+    baseline: Annotated[
+        bool, typer.Option("--baseline", help="Train without compression, penalty, teacher and cuts after training.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the run. Default: out/runs/NAME/LABEL-nORDER/seed-SEED.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint of the folder.")] = False,
     device: DeviceChoice = "auto",
-    threads: ThreadsOption = None,
+    threads: Annotated[
+        int | None, integer_option("Threads on a CPU. Default: 1 below 64 channels, where more are slower.")
+    ] = None,
     data: DataOption = None,
     offline: OfflineOption = False,
-    tensorboard: TensorBoardOption = False,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard events too.")] = False,
 ) -> None:
     """Train a recipe: everything it does is written into the folder of the run, for `compressm report`.
 
