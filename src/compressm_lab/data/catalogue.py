@@ -1,4 +1,4 @@
-"""All data sets by name."""
+"""All data sets by name, and data sets of your own by the path of their class."""
 
 from __future__ import annotations
 
@@ -15,28 +15,15 @@ from compressm_lab.data.synthetic import DelayedCopy, LTITeacher
 from compressm_lab.data.task import DataError
 from compressm_lab.data.text import AAN, IMDB
 
-CATALOGUE: dict[str, type[DataSet]] = {
-    kind.name: kind
-    for kind in (
-        SequentialMNIST,
-        SequentialCIFAR,
-        FashionMNIST,
-        ListOps,
-        IMDB,
-        AAN,
-        Pathfinder,
-        Digits,
-        DelayedCopy,
-        LTITeacher,
-    )
-}
+_KINDS: tuple[type[DataSet], ...] = (
+    *(SequentialMNIST, SequentialCIFAR, FashionMNIST, ListOps, IMDB, AAN, Pathfinder),
+    *(Digits, DelayedCopy, LTITeacher),
+)
+CATALOGUE = {kind.name: kind for kind in _KINDS}
 
 
 def make(name: str, **options: Any) -> DataSet:
-    """The data set of that name, or of a class "package.module:Name", with these options.
-
-    What is unknown is refused, with what is known.
-    """
+    """The data set of that name, or of a class "package.module:Name", with these options; unknown ones are refused."""
     kind = CATALOGUE[name] if name in CATALOGUE else _own(name)
     allowed = {field.name: field.default for field in fields(kind)}
     for option, value in options.items():
@@ -45,7 +32,10 @@ def make(name: str, **options: Any) -> DataSet:
             near = did_you_mean(option, allowed)
             raise DataError(f"{name} has no option {option!r}; its options: {known}{near}")
         hint = get_type_hints(kind)[option]
-        _require_type(name, option, value, hint)
+        fits = type(value) in (int, float) if hint is float else isinstance(value, hint)
+        if not fits or (isinstance(value, bool) and hint is not bool):
+            wanted = getattr(hint, "__name__", None) or str(hint)
+            raise DataError(f"{option} of {name} is {value!r}, expected {wanted}")
         options[option] = float(value) if hint is float else value
     return kind(**options)
 
@@ -71,7 +61,7 @@ def _own(path: str) -> type[DataSet]:
 
 
 def imported(path: str) -> Any:
-    """What "package.module:Name" names; its module is imported."""
+    """Import the module of "package.module:Name" and return the object of that name."""
     module_name, _, name = path.partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), name)):
         raise DataError(f"{path!r} names no class, expected package.module:Name")
@@ -90,10 +80,3 @@ def imported(path: str) -> Any:
         classes = [known for known, value in vars(module).items() if isinstance(value, type)]
         near = did_you_mean(name, classes)
         raise DataError(f"{module_name} has no {name!r}, which {path!r} names{near}") from None
-
-
-def _require_type(name: str, option: str, value: Any, hint: Any) -> None:
-    fits = type(value) in (int, float) if hint is float else isinstance(value, hint)
-    if not fits or (isinstance(value, bool) and hint is not bool):
-        wanted = getattr(hint, "__name__", None) or str(hint)
-        raise DataError(f"{option} of {name} is {value!r}, expected {wanted}")

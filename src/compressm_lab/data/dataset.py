@@ -1,4 +1,4 @@
-"""A parsed data set in one safetensors file: found by its options, checked when read, made again when broken."""
+"""Data sets with options, and the cache of parsed ones: one safetensors file each, made again when broken."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from compressm_lab.data.task import Split, Splits, Task, TaskKind
 @final
 @dataclass(frozen=True)
 class Cache:
-    """`folder`/`name`-(hash of the options).safetensors."""
+    """The parsed splits in `folder`/`name`-(hash of the options).safetensors."""
 
     folder: Path
     name: str
@@ -37,13 +37,9 @@ class Cache:
         digest = hashlib.sha256(json.dumps(self.options, sort_keys=True, default=str).encode()).hexdigest()
         return self.folder / f"{self.name}-{digest[:16]}.safetensors"
 
-    def holds(self) -> bool:
-        """Something is there that may be read."""
-        return self.path.is_file()
-
     def read(self) -> Splits | None:
-        """None where nothing is stored, it is broken, or a file it was read from has changed since."""
-        if not self.holds():
+        """The splits; None if nothing is stored, it is broken, or a file it was read from has changed since."""
+        if not self.path.is_file():
             return None
         try:
             with safe_open(self.path, "pt") as file:
@@ -55,10 +51,14 @@ class Cache:
             return None
         if any(_sum(tensor) != notes["sums"].get(key) for key, tensor in tensors.items()):
             return None
-        return Splits(*(_split(tensors, which) for which in Splits._fields))
+        found: dict[str, dict[str, Tensor]] = {which: {} for which in Splits._fields}
+        for key, tensor in tensors.items():
+            which, field = key.split(".")
+            found[which][field] = tensor
+        return Splits(**{which: Split(**fields) for which, fields in found.items()})
 
     def write(self, splits: Splits, sources: Iterable[Path]) -> None:
-        """Whole or not at all; where the folder cannot be written, the next time takes as long as this one."""
+        """Write the file whole or not at all; a folder that cannot be written costs time only."""
         tensors = {
             f"{which}.{field}": tensor.contiguous()
             for which, split in zip(Splits._fields, splits, strict=True)
@@ -80,10 +80,6 @@ class Cache:
                 scratch.unlink()
 
 
-def _split(tensors: Mapping[str, Tensor], which: str) -> Split:
-    return Split(tensors[f"{which}.inputs"], tensors[f"{which}.targets"], tensors.get(f"{which}.lengths"))
-
-
 def _sum(tensor: Tensor) -> int:
     return zlib.crc32(tensor.flatten().view(torch.uint8).numpy().data)
 
@@ -94,14 +90,14 @@ def _stamp(path: Path) -> list[int]:
 
 
 def _changed(sources: Mapping[str, list[int]]) -> bool:
-    """A file that is gone is no reason to parse again."""
+    """True if a file is another one now; a file that is gone is no reason to parse again."""
     return any(Path(path).exists() and _stamp(Path(path)) != stamp for path, stamp in sources.items())
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """What is known of a task before a file is read; the fields are those of `Task`."""
+    """The sizes of a task, known before a file is read; the fields are those of `Task`."""
 
     length: int
     classes: int
@@ -115,7 +111,7 @@ class Form:
 
 @dataclass(frozen=True)
 class DataSet(ABC):
-    """Options are fields; `load` gives the task they describe."""
+    """A data set whose options are its fields; `load` gives the task they describe."""
 
     name: ClassVar[str]
     # Of the parsed form: raised when `parse` gives something else for the same files and options.
@@ -137,13 +133,12 @@ class DataSet(ABC):
 
     @final
     def present(self, store: Store) -> bool:
-        """It can be loaded without a network."""
-        found = [store.find(wanted) for wanted in self.wanted]
-        return None not in found or self._cache(store).holds()
+        """True if it can be loaded without a network."""
+        return all(map(store.find, self.wanted)) or self._cache(store).path.is_file()
 
     @final
     def load(self, store: Store) -> Task:
-        """Read from the cache, from files, or fetched first."""
+        """Read the task from the cache, or parse its files, which are fetched first if need be."""
         cache = self._cache(store)
         splits = cache.read()
         if splits is None:

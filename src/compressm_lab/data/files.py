@@ -1,4 +1,4 @@
-"""Where the files of data sets lie, how they are fetched, and how archives and tables are read."""
+"""Find and fetch the files of data sets, and read archives and tables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import sys
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
@@ -27,11 +26,11 @@ Progress = Callable[[str, int, int | None], None]
 
 
 def silent(what: str, done: int, total: int | None) -> None:
-    """No progress shown."""
+    """Show no progress."""
 
 
 def default_root() -> Path:
-    """$COMPRESSM_DATA, or the platform's folder for what can be fetched again."""
+    """The folder $COMPRESSM_DATA, or the platform's folder for what can be fetched again."""
     if given := os.environ.get(ROOT_VARIABLE):
         return Path(given)
     if sys.platform == "win32":
@@ -70,7 +69,7 @@ class Wanted:
 @final
 @dataclass(frozen=True)
 class Store:
-    """The folder that holds data sets as they were published, and `cache/`, what was read from them."""
+    """The folder that holds data sets as they were published, and in `cache/` what was parsed from them."""
 
     root: Path = field(default_factory=default_root)
     offline: bool = False
@@ -84,12 +83,12 @@ class Store:
         return self.root / "cache"
 
     def find(self, wanted: Wanted) -> Path | None:
-        """The first place where it lies."""
+        """The first place where the file lies; None if there is none."""
         paths = (self.root / place for place in wanted.places)
         return next((path for path in paths if path.exists()), None)
 
     def get(self, wanted: Wanted) -> Path:
-        """Where it lies, fetched if need be."""
+        """The path of the file, which is fetched if need be."""
         if (path := self.find(wanted)) is not None:
             return path
         if wanted.remote is None:
@@ -99,23 +98,21 @@ class Store:
         return self._fetched(wanted, wanted.remote)
 
     def _fetched(self, wanted: Wanted, remote: Remote) -> Path:
+        missing = self._missing(wanted)
         try:
             import pooch
             import requests
         except ModuleNotFoundError as error:
             raise DataError(
-                f"{self._missing(wanted)}, and fetching needs the package {error.name}: pip install 'compressm[cli]'"
+                f"{missing}, and fetching needs the package {error.name}: pip install 'compressm[cli]'"
             ) from None
         target = self.root / wanted.place
         pooch.get_logger().setLevel("WARNING")
+        download = _Resuming(target, self.progress)
         try:
-            pooch.retrieve(
-                remote.url, remote.checksum, target.name, target.parent, downloader=_Resuming(target, self.progress)
-            )
+            pooch.retrieve(remote.url, remote.checksum, target.name, target.parent, downloader=download)
         except (requests.RequestException, OSError) as error:
-            raise DataError(
-                f"{self._missing(wanted)}, and {remote.url} did not give it: {error}; {self._by_hand(wanted)}"
-            ) from None
+            raise DataError(f"{missing}, and {remote.url} did not give it: {error}; {self._by_hand(wanted)}") from None
         except ValueError as error:  # pooch's answer to another checksum
             raise DataError(f"{target.name} from {remote.url} is not the official file: {error}") from None
         return target
@@ -161,18 +158,13 @@ class _Resuming:
             answer.raise_for_status()
             if answer.status_code != requests.codes.partial_content:
                 have = 0
-            self._receive(answer, have)
-
-    def _receive(self, answer, have: int) -> None:
-        import requests
-
-        length = answer.headers.get("Content-Length")
-        total = None if length is None else have + int(length)
-        with self.part.open("ab" if have else "wb") as file:
-            for block in answer.iter_content(_BLOCK):
-                file.write(block)
-                have += len(block)
-                self.progress(self.name, have, total)
+            length = answer.headers.get("Content-Length")
+            total = None if length is None else have + int(length)
+            with self.part.open("ab" if have else "wb") as file:
+                for block in answer.iter_content(_BLOCK):
+                    file.write(block)
+                    have += len(block)
+                    self.progress(self.name, have, total)
         if total is not None and have != total:
             raise requests.ConnectionError(f"{self.name} ended after {have} of {total} bytes")
 
@@ -181,7 +173,7 @@ BROKEN = (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile)
 
 
 def members(path: Path, pattern: str) -> Iterator[tuple[str, BufferedReader]]:
-    """Names that the pattern is found in, and their bytes; an archive is read once, in its own order."""
+    """The files whose names match the pattern, with their bytes; an archive is read once, in its own order."""
     wanted = re.compile(pattern)
     if path.is_dir():
         for file in sorted(path.rglob("*")):
@@ -202,7 +194,7 @@ def members(path: Path, pattern: str) -> Iterator[tuple[str, BufferedReader]]:
 
 
 def contents(stream: BufferedReader, where: str) -> bytes:
-    """All bytes of a member."""
+    """All bytes of a member of an archive or folder."""
     try:
         return stream.read()
     except BROKEN as error:
@@ -210,19 +202,19 @@ def contents(stream: BufferedReader, where: str) -> bytes:
 
 
 def half_there(where: Path | str, error: Exception) -> DataError:
-    """What a file that ends too early is called."""
+    """The error for a file that is damaged or ends too early."""
     return DataError(
         f"{where} is broken or only half there ({type(error).__name__}: {error}); delete it and get it again"
     )
 
 
 def place(path: Path, name: str) -> str:
-    """How to call a member in a complaint."""
+    """The name of a member in error messages."""
     return str(path / name) if path.is_dir() else f"{name} in {path}"
 
 
 def require_members(path: Path, found: set[str], expected: set[str]) -> None:
-    """All that a data set needs were there."""
+    """Refuse an archive or folder that lacks files of the data set."""
     if missing := sorted(expected - found):
         raise DataError(f"{path} has no {', '.join(missing)}; expected {', '.join(sorted(expected))}")
 
@@ -231,25 +223,18 @@ LONGEST_FIELD = 1 << 27  # characters; Python's own limit is 2¹⁷, below some 
 
 
 def rows(stream: BufferedReader, where: str, columns: int) -> Iterator[tuple[int, list[str]]]:
-    """The line a row ends on, and its fields; quotes are taken off."""
+    """The rows of a table: the line that each ends on, and its fields without quotes."""
     reader = csv.reader((line.decode("utf-8", "replace") for line in stream), delimiter="\t", strict=True)
-    with _long_fields():
-        try:
-            for row in reader:
-                if len(row) != columns:
-                    raise DataError(f"{where}, line {reader.line_num}: {len(row)} columns, expected {columns}")
-                yield reader.line_num, row
-        except csv.Error as error:
-            raise DataError(f"{where}, line {reader.line_num}: {error}; broken or only half there") from None
-        except BROKEN as error:
-            raise half_there(where, error) from None
-
-
-@contextmanager
-def _long_fields() -> Iterator[None]:
     before = csv.field_size_limit(LONGEST_FIELD)
     try:
-        yield
+        for row in reader:
+            if len(row) != columns:
+                raise DataError(f"{where}, line {reader.line_num}: {len(row)} columns, expected {columns}")
+            yield reader.line_num, row
+    except csv.Error as error:
+        raise DataError(f"{where}, line {reader.line_num}: {error}; broken or only half there") from None
+    except BROKEN as error:
+        raise half_there(where, error) from None
     finally:
         csv.field_size_limit(before)
 
@@ -258,7 +243,7 @@ ARCHIVE = "https://storage.googleapis.com/long-range-arena/lra_release.gz"
 
 
 def released(*folders: str) -> Wanted:
-    """A folder of the release, alone or unpacked with the rest, or the archive: no checksum of it was published."""
+    """A folder of the Long Range Arena, alone or unpacked with the rest, or its archive, which has no checksum."""
     around = ("", "lra_release/", "lra_release/lra_release/")
     places = tuple(f"{before}{folder}" for folder in folders for before in around)
     advice = (
@@ -269,7 +254,7 @@ def released(*folders: str) -> Wanted:
 
 
 def read_each(path: Path, files: Mapping[str, str], read: Callable[[BufferedReader, str], Split]) -> Splits:
-    """One split a file, in whatever order an archive has them; `files` says which is which."""
+    """Read one split a file, in whatever order an archive has them; `files` maps file names to splits."""
     found: dict[str, Split] = {}
     for name, stream in members(path, rf"(^|/)({'|'.join(map(re.escape, files))})$"):
         file, where = name.split("/")[-1], place(path, name)

@@ -22,7 +22,7 @@ BLANK, GO = 0, 1  # symbols begin at 2
 @final
 @dataclass(frozen=True)
 class DelayedCopy(DataSet):
-    """`copied` symbols, `delay` blanks, then at every GO the next of the symbols is asked for."""
+    """Show `copied` symbols, then `delay` blanks, then ask at every GO for the next of the symbols."""
 
     symbols: int = 8
     copied: int = 10
@@ -60,8 +60,8 @@ class DelayedCopy(DataSet):
         targets[:, -self.copied :] = messages
         return Splits(*map(Split, inputs.split(counts), targets.split(counts)))
 
-    def _messages(self, count: int) -> torch.Tensor:
-        """All different, so that no split holds a message of another."""
+    def _messages(self, count: int) -> Tensor:
+        """Messages that all differ, so that no split holds a message of another."""
         generator, found = seeded("delayed copy", self.seed), torch.empty(0, self.copied, dtype=torch.int64)
         while len(found) < count:
             drawn = torch.randint(self.symbols, (count, self.copied), generator=generator)
@@ -70,7 +70,7 @@ class DelayedCopy(DataSet):
 
 
 class TeacherSystem(NamedTuple):
-    """h[t] = λ ⊙ h[t−1] + B u[t], y[t] = Re(C h[t])."""
+    """The system h[t] = λ ⊙ h[t−1] + B u[t], y[t] = Re(C h[t])."""
 
     poles: Complex[Tensor, " n"]
     B: Complex[Tensor, "n inputs"]
@@ -80,7 +80,7 @@ class TeacherSystem(NamedTuple):
 @final
 @dataclass(frozen=True)
 class LTITeacher(DataSet):
-    """`order` modes on a ring of the unit disc, at angles up to `angle`; outputs have variance 1 plus `noise`²."""
+    """Outputs of `order` modes on a ring of the unit disc, at angles up to `angle`; variance 1 plus `noise`²."""
 
     order: int = 8
     inputs: int = 1
@@ -111,7 +111,7 @@ class LTITeacher(DataSet):
         return Form(length=self.length, classes=self.outputs, kind=TaskKind.REGRESS, channels=self.inputs)
 
     def teacher(self) -> TeacherSystem:
-        """The system that the targets come from; scaled so that white noise gives outputs of variance 1."""
+        """The system that the targets come from, scaled so that white noise gives outputs of variance 1."""
         generator = seeded("lti teacher", self.seed)
         low, high = self.smallest_radius, self.largest_radius
         # Uniform over the ring, as the LRU begins (Orvieto et al. 2023).
@@ -140,7 +140,7 @@ class LTITeacher(DataSet):
 
 
 def impulse_response(teacher: TeacherSystem, length: int) -> Float[Tensor, "{length} outputs inputs"]:
-    """Re(C Λᵗ B)."""
+    """The response Re(C Λᵗ B) at t = 0, 1, …"""
     powers = teacher.poles[None] ** torch.arange(length)[:, None]
     return torch.einsum("on,tn,ni->toi", teacher.C, powers, teacher.B).real
 

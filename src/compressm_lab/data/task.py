@@ -1,13 +1,15 @@
-"""What a model is trained on: splits of examples, batches of them, and the order in which they are seen."""
+"""Tasks that models are trained on: splits of examples, batches of them, and the order in which they are seen."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
 from typing import NamedTuple, final
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int, Int64, Shaped
 from torch import Tensor
@@ -18,7 +20,7 @@ class DataError(ValueError):
 
 
 def require_counts(at_least: int = 1, **counts: int) -> None:
-    """Options that count something."""
+    """Refuse options that are not integers of at least `at_least`."""
     for name, count in counts.items():
         if isinstance(count, bool) or not isinstance(count, int) or count < at_least:
             raise DataError(f"{name} is {count!r}, expected an integer of at least {at_least}")
@@ -28,7 +30,7 @@ IGNORED = -100  # the target of a step at which nothing is asked, as in torch's 
 
 
 class TaskKind(Enum):
-    """What is asked: one class of a sequence, one class a step, or real outputs at every step."""
+    """The question of a task: one class of a sequence, one class a step, or real outputs at every step."""
 
     CLASSIFY = "classify"
     LABEL_STEPS = "label_steps"
@@ -36,7 +38,7 @@ class TaskKind(Enum):
 
 
 class Batch(NamedTuple):
-    """As a model takes it: signals are normalised float32, tokens int64; `indices` say which examples of a split."""
+    """Examples as a model takes them: normalised float32 signals or int64 tokens; `indices` are those in the split."""
 
     inputs: Float[Tensor, "batch length channels"] | Int64[Tensor, "batch *towers length"]
     targets: Shaped[Tensor, "batch *target"]
@@ -66,18 +68,19 @@ class Split:
         return len(self.targets)
 
     def to(self, device: torch.device | str) -> Split:
-        lengths = None if self.lengths is None else self.lengths.to(device)
-        return Split(self.inputs.to(device), self.targets.to(device), lengths)
+        return self._each(lambda tensor: tensor.to(device))
 
     def select(self, indices: Int64[Tensor, " chosen"]) -> Split:
         """The examples at `indices`, in that order."""
-        lengths = None if self.lengths is None else self.lengths.index_select(0, indices)
-        return Split(self.inputs.index_select(0, indices), self.targets.index_select(0, indices), lengths)
+        return self._each(lambda tensor: tensor.index_select(0, indices))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Split:
+        return replace(self, **{name: change(tensor) for name, tensor in vars(self).items() if tensor is not None})
 
     @property
     def bytes(self) -> int:
-        """What it takes in memory."""
-        return sum(t.nbytes for t in (self.inputs, self.targets, self.lengths) if t is not None)
+        """The memory that all tensors take."""
+        return sum(tensor.nbytes for tensor in vars(self).values() if tensor is not None)
 
 
 @final
@@ -112,39 +115,32 @@ class Task:
 
     @property
     def length(self) -> int:
-        """Steps of a sequence, padding included."""
+        """The steps of a sequence, padding included."""
         return self.train.inputs.shape[1 if self.vocabulary is None else -1]
 
     def to(self, device: torch.device | str) -> Task:
-        """All splits on one device."""
+        """The same task with all splits on one device."""
         train, validation, test = (split.to(device) for split in (self.train, self.validation, self.test))
         return replace(self, train=train, validation=validation, test=test)
 
     def batch(self, split: Split, indices: Int[Tensor, " batch"]) -> Batch:
-        """On the split's device, by operations that a CUDA graph can hold: no copy from the host, no wait."""
+        """The examples at `indices`, by operations that a CUDA graph can hold: no copy from the host, no wait."""
         chosen = split.select(indices)
-        if self.vocabulary is not None:
-            return Batch(chosen.inputs.long(), chosen.targets, chosen.lengths, indices)
-        return Batch(self._normalised(chosen.inputs), chosen.targets, chosen.lengths, indices)
+        inputs = self._normalised(chosen.inputs) if self.vocabulary is None else chosen.inputs.long()
+        return Batch(inputs, chosen.targets, chosen.lengths, indices)
 
     def _normalised(self, x: Shaped[Tensor, "*batch channels"]) -> Float[Tensor, "*batch channels"]:
         unit = 1 / 255 if x.dtype == torch.uint8 else 1.0
         weight = tuple(scale * unit for scale in self.scale)
-        bias = tuple(-s * k for s, k in zip(*_as_long(self.shift, self.scale), strict=True))
+        bias = tuple((-np.array(self.shift) * np.array(self.scale)).tolist())  # one value stands for all channels
         if len(set(weight)) == 1 and len(set(bias)) == 1:
             x = x.float()  # a copy: `select` made it
             return x if (weight[0], bias[0]) == (1.0, 0.0) else x.mul_(weight[0]).add_(bias[0])
         return torch.addcmul(_filled(bias, x.device), x.float(), _filled(weight, x.device))
 
 
-def _as_long(*values: tuple[float, ...]) -> list[tuple[float, ...]]:
-    """One value stands for all channels."""
-    most = max(len(value) for value in values)
-    return [value * most if len(value) == 1 else value for value in values]
-
-
 def _filled(values: tuple[float, ...], device: torch.device) -> Float[Tensor, " values"]:
-    """Written by kernels: a copy from the host could not be captured in a CUDA graph."""
+    """A vector that kernels fill: a copy from the host could not be captured in a CUDA graph."""
     made = torch.empty(len(values), device=device)
     for slot, value in zip(made.unbind(), values, strict=True):
         slot.fill_(value)
@@ -174,18 +170,16 @@ class Order:
         return self.rows(step, step)[0]
 
     def rows(self, first: int, last: int) -> Int64[Tensor, "steps batch"]:
-        """Those of steps `first` to `last`, both included."""
+        """The examples of steps `first` to `last`, both included."""
         if not 1 <= first <= last:
             raise DataError(f"steps {first} to {last}, expected 1 <= first <= last")
         steps = self.steps_per_epoch
         epochs = range((first - 1) // steps, (last - 1) // steps + 1)
-        rows = torch.cat([self._epoch(epoch) for epoch in epochs])
+        used = steps * self.batch
+        shuffled = [_permutation(self.examples, self.seed, epoch)[:used] for epoch in epochs]
+        rows = torch.cat(shuffled).unflatten(0, (-1, self.batch))
         skipped = first - 1 - epochs.start * steps
         return rows[skipped : skipped + last - first + 1].clone()
-
-    def _epoch(self, epoch: int) -> Int64[Tensor, "steps batch"]:
-        shuffled = _permutation(self.examples, self.seed, epoch)
-        return shuffled[: self.steps_per_epoch * self.batch].unflatten(0, (-1, self.batch))
 
 
 # Two: consecutive steps of one epoch, and rows that reach into the next.
@@ -195,7 +189,7 @@ def _permutation(examples: int, seed: int, epoch: int) -> Int64[Tensor, " exampl
 
 
 def seeded(*words: int | str) -> torch.Generator:
-    """A generator of its own for every sequence of words; torch's own numbers go on as if it had not been."""
+    """A generator of its own for every sequence of words; torch's global generator is not touched."""
     digest = hashlib.blake2b("/".join(map(str, words)).encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
@@ -204,7 +198,7 @@ SHARE = 0.1  # of the training set, for validation
 
 
 class Splits(NamedTuple):
-    """All examples, each in one of three."""
+    """All examples of a data set, each in one of three splits."""
 
     train: Split
     validation: Split
@@ -225,7 +219,7 @@ def hold_out(
 
 
 def _shares(counts: Int64[Tensor, " classes"], share: float) -> Int64[Tensor, " classes"]:
-    """Whole numbers near share · counts; they add up to share of the sum, rounded (largest remainders)."""
+    """Whole numbers near share · counts that add up to share of the sum, rounded (largest remainders)."""
     exact = share * counts.double()
     whole = exact.floor()
     missing = round(float(exact.sum())) - int(whole.sum())
@@ -234,7 +228,7 @@ def _shares(counts: Int64[Tensor, " classes"], share: float) -> Int64[Tensor, " 
 
 
 def with_validation(train: Split, test: Split) -> Splits:
-    """A tenth of the training examples become the validation split."""
+    """Make a tenth of the training examples the validation split."""
     kept, held = hold_out(train.targets)
     return Splits(train.select(kept), train.select(held), test)
 
