@@ -172,15 +172,18 @@ class _Resuming:
 BROKEN = (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile)
 
 
-def members(path: Path, pattern: str) -> Iterator[tuple[str, BufferedReader]]:
-    """The files whose names match the pattern, with their bytes; an archive is read once, in its own order."""
+def members(path: Path, pattern: str) -> Iterator[tuple[str, str, BufferedReader]]:
+    """The files of an archive or folder whose names match: name, name in error messages, and bytes.
+
+    An archive is read once, in its own order.
+    """
     wanted = re.compile(pattern)
     if path.is_dir():
         for file in sorted(path.rglob("*")):
             name = file.relative_to(path).as_posix()
             if wanted.search(name) and file.is_file():
                 with file.open("rb") as stream:
-                    yield name, stream
+                    yield name, str(file), stream
         return
     try:
         with tarfile.open(path, "r|*") as archive:
@@ -188,7 +191,7 @@ def members(path: Path, pattern: str) -> Iterator[tuple[str, BufferedReader]]:
                 if not wanted.search(member.name):
                     continue
                 if isinstance(content := archive.extractfile(member), BufferedReader):
-                    yield member.name, content
+                    yield member.name, f"{member.name} in {path}", content
     except BROKEN as error:
         raise half_there(path, error) from None
 
@@ -206,11 +209,6 @@ def half_there(where: Path | str, error: Exception) -> DataError:
     return DataError(
         f"{where} is broken or only half there ({type(error).__name__}: {error}); delete it and get it again"
     )
-
-
-def place(path: Path, name: str) -> str:
-    """The name of a member in error messages."""
-    return str(path / name) if path.is_dir() else f"{name} in {path}"
 
 
 def require_members(path: Path, found: set[str], expected: set[str]) -> None:
@@ -256,8 +254,8 @@ def released(*folders: str) -> Wanted:
 def read_each(path: Path, files: Mapping[str, str], read: Callable[[BufferedReader, str], Split]) -> Splits:
     """Read one split a file, in whatever order an archive has them; `files` maps file names to splits."""
     found: dict[str, Split] = {}
-    for name, stream in members(path, rf"(^|/)({'|'.join(map(re.escape, files))})$"):
-        file, where = name.split("/")[-1], place(path, name)
+    for name, where, stream in members(path, rf"(^|/)({'|'.join(map(re.escape, files))})$"):
+        file = name.split("/")[-1]
         found[file] = read(stream, where)
         if not len(found[file]):
             raise DataError(f"{where} holds no examples; broken or only half there")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import io
 import pickle
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,17 +16,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
 from compressm_lab.data.dataset import DataSet, Form
-from compressm_lab.data.files import (
-    BROKEN,
-    Progress,
-    Remote,
-    Wanted,
-    contents,
-    half_there,
-    members,
-    place,
-    require_members,
-)
+from compressm_lab.data.files import BROKEN, Progress, Remote, Wanted, contents, half_there, members, require_members
 from compressm_lab.data.task import DataError, Split, Splits, require_counts, with_validation
 
 TEST_SAMPLES = 360  # of 1797, drawn once
@@ -36,7 +25,7 @@ TEST_SAMPLES = 360  # of 1797, drawn once
 @final
 @dataclass(frozen=True)
 class Digits(DataSet):
-    """8 × 8 pixels in [0, 1] as they are, other sizes by bilinear interpolation; the split is the same for all."""
+    """Handwritten digits of 8 × 8 pixels in [0, 1], other sizes by bilinear interpolation; one split for all sizes."""
 
     side: int = 8
 
@@ -57,9 +46,8 @@ class Digits(DataSet):
         bunch = datasets.load_digits()
         images = torch.tensor(bunch.images, dtype=torch.float32)[:, None] / 16
         if self.side != images.shape[-1]:
-            images = nn.functional.interpolate(
-                images, size=(self.side, self.side), mode="bilinear", align_corners=False
-            )
+            size = (self.side, self.side)
+            images = nn.functional.interpolate(images, size=size, mode="bilinear", align_corners=False)
         everything = Split(images.flatten(1)[..., None], torch.tensor(bunch.target, dtype=torch.int64))
         shuffled = torch.randperm(len(everything), generator=torch.Generator().manual_seed(0))
         return with_validation(everything.select(shuffled[TEST_SAMPLES:]), everything.select(shuffled[:TEST_SAMPLES]))
@@ -71,11 +59,15 @@ _UNSIGNED_BYTE = 0x08  # the third byte of an IDX file
 
 @dataclass(frozen=True)
 class _ImagesInIDX(DataSet):
-    """Four files: images and labels, to train and to test."""
+    """Images of 28 × 28 pixels in four files: images and labels, to train and to test."""
 
     address: ClassVar[str]
     folders: ClassVar[tuple[str, ...]]
     checksums: ClassVar[dict[str, str]]
+
+    @property
+    def form(self) -> Form:
+        return Form(length=MNIST_SIDE * MNIST_SIDE, classes=10, channels=1)
 
     @property
     def wanted(self) -> tuple[Wanted, ...]:
@@ -107,10 +99,6 @@ class SequentialMNIST(_ImagesInIDX):
         "t10k-labels-idx1-ubyte": "ec29112dd5afa0611ce80d1b7f02629c",
     }
 
-    @property
-    def form(self) -> Form:
-        return Form(length=MNIST_SIDE * MNIST_SIDE, classes=10, channels=1)
-
 
 @final
 @dataclass(frozen=True)
@@ -127,10 +115,6 @@ class FashionMNIST(_ImagesInIDX):
         "t10k-labels-idx1-ubyte": "bb300cfdad3c16e7a12a480ee83cd310",
     }
 
-    @property
-    def form(self) -> Form:
-        return Form(length=MNIST_SIDE * MNIST_SIDE, classes=10, channels=1)
-
 
 def _split(images: Path, labels: Path) -> Split:
     x, y = read_idx(images, axes=3), read_idx(labels, axes=1)
@@ -144,8 +128,13 @@ def _split(images: Path, labels: Path) -> Split:
 
 
 def read_idx(path: Path, *, axes: int) -> UInt8[np.ndarray, "..."]:
-    """Bytes 0, 0, type, number of axes; each axis as a big-endian int32; then the values."""
-    data = _contents(path)
+    """Read an IDX file: 0, 0, type, number of axes; each axis as a big-endian int32; then the values."""
+    data = path.read_bytes()
+    if path.suffix == ".gz":
+        try:
+            data = gzip.decompress(data)
+        except BROKEN as error:
+            raise half_there(path, error) from None
     magic = bytes([0, 0, _UNSIGNED_BYTE, axes])
     if data[:4] != magic:
         raise DataError(f"{path} begins with {data[:4].hex(' ')}, expected {magic.hex(' ')}: bytes with {axes} axes")
@@ -154,15 +143,6 @@ def read_idx(path: Path, *, axes: int) -> UInt8[np.ndarray, "..."]:
     if shape is None or len(data) != start + int(np.prod(shape)):
         raise DataError(f"{path} has {len(data)} bytes, its head promises {shape}; delete it and get it again")
     return np.frombuffer(bytearray(data), np.uint8, offset=start).reshape(shape)
-
-
-def _contents(path: Path) -> bytes:
-    if path.suffix != ".gz":
-        return path.read_bytes()
-    try:
-        return gzip.decompress(path.read_bytes())
-    except BROKEN as error:
-        raise half_there(path, error) from None
 
 
 CIFAR_SIDE, COLOURS = 32, 3
@@ -179,7 +159,7 @@ LUMINANCE = (0.299, 0.587, 0.114)  # ITU-R BT.601, as Pillow and torchvision tur
 @final
 @dataclass(frozen=True)
 class SequentialCIFAR(DataSet):
-    """sCIFAR: mean 0 and variance 1 a channel."""
+    """sCIFAR: images of CIFAR-10, mean 0 and variance 1 a channel."""
 
     grey: bool = False
 
@@ -201,10 +181,9 @@ class SequentialCIFAR(DataSet):
     def parse(self, paths: Sequence[Path], progress: Progress) -> Splits:
         (path,) = paths
         read: dict[str, tuple[UInt8[np.ndarray, "images pixels"], list[int]]] = {}
-        for name, stream in members(path, rf"(^|/)({'|'.join(BATCHES)})(\.bin)?$"):
-            batch = re.split(r"[/.]", name)[-2 if name.endswith(".bin") else -1]
-            where, parse = place(path, name), _records if name.endswith(".bin") else _pickled
-            read[batch] = parse(contents(stream, where), where)
+        for name, where, stream in members(path, rf"(^|/)({'|'.join(BATCHES)})(\.bin)?$"):
+            parse = _records if name.endswith(".bin") else _pickled
+            read[Path(name).name.removesuffix(".bin")] = parse(contents(stream, where), where)
             progress("reading CIFAR-10", len(read), len(BATCHES))
         require_members(path, set(read), set(BATCHES))
         return with_validation(self._split(read, BATCHES[:-1]), self._split(read, BATCHES[-1:]))
@@ -217,14 +196,14 @@ class SequentialCIFAR(DataSet):
 
 
 def greyed(x: UInt8[Tensor, "images length 3"]) -> UInt8[Tensor, "images length 1"]:
-    """The luminance, rounded."""
+    """The luminance of an image, rounded."""
     weights: Float[Tensor, " 3"] = torch.tensor(LUMINANCE)
     parts = [(part.float() @ weights).round().to(torch.uint8) for part in x.split(10_000)]
     return torch.cat(parts)[..., None]
 
 
 def _records(data: bytes, where: str) -> tuple[UInt8[np.ndarray, "images pixels"], list[int]]:
-    """The binary version: a byte of label and 3072 of pixels a record."""
+    """Read the binary version: a byte of label and 3072 of pixels a record."""
     if len(data) != RECORDS * (1 + PIXELS):
         raise DataError(f"{where} has {len(data)} bytes, expected {RECORDS * (1 + PIXELS)}; get it again")
     records = np.frombuffer(bytearray(data), np.uint8).reshape(RECORDS, 1 + PIXELS)
@@ -232,7 +211,7 @@ def _records(data: bytes, where: str) -> tuple[UInt8[np.ndarray, "images pixels"
 
 
 def _pickled(data: bytes, where: str) -> tuple[UInt8[np.ndarray, "images pixels"], list[int]]:
-    """The Python version: a dictionary with `data` and `labels`."""
+    """Read the Python version: a dictionary with `data` and `labels`."""
     try:
         stored = _ArraysOnly(io.BytesIO(data), encoding="bytes").load()
     # A damaged pickle can fail in any of these ways, inside NumPy's own reconstruction too.
@@ -242,9 +221,8 @@ def _pickled(data: bytes, where: str) -> tuple[UInt8[np.ndarray, "images pixels"
         found = sorted(map(str, stored)) if isinstance(stored, dict) else type(stored).__name__
         raise DataError(f"{where} holds {found}, expected a dictionary with b'data' and b'labels'")
     pixels, labels = stored[b"data"], stored[b"labels"]
-    expected = (RECORDS, PIXELS)
-    if getattr(pixels, "shape", None) != expected or pixels.dtype != np.uint8 or len(labels) != RECORDS:
-        shape = getattr(pixels, "shape", None)
+    shape, expected = getattr(pixels, "shape", None), (RECORDS, PIXELS)
+    if shape != expected or pixels.dtype != np.uint8 or len(labels) != RECORDS:
         raise DataError(f"{where} holds data {shape} and {len(labels)} labels, expected bytes {expected}")
     return pixels, _labels(list(labels), where)
 
@@ -257,7 +235,7 @@ def _labels(labels: list[int], where: str) -> list[int]:
 
 @final
 class _ArraysOnly(pickle.Unpickler):
-    """Unpickles NumPy arrays in plain containers; whatever else a pickle may name is never called."""
+    """Unpickle NumPy arrays in plain containers; whatever else a pickle may name is never called."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name == "_reconstruct" and module in ("numpy.core.multiarray", "numpy._core.multiarray"):
@@ -265,9 +243,5 @@ class _ArraysOnly(pickle.Unpickler):
         if (module, name) in (("numpy", "ndarray"), ("numpy", "dtype")):
             return getattr(np, name)
         if (module, name) == ("_codecs", "encode"):  # how Python 3 writes bytes in an old protocol
-            return _latin1
+            return lambda text, encoding: text.encode("latin1")
         raise pickle.UnpicklingError(f"it names {module}.{name}, expected arrays of NumPy alone")
-
-
-def _latin1(text: str, encoding: str) -> bytes:
-    return text.encode("latin1")

@@ -1,4 +1,4 @@
-"""Random nested lists with their values, after the rules of the Long Range Arena (Tay et al. 2021).
+"""Nested lists with their values, read or made after the rules of the Long Range Arena (Tay et al. 2021).
 
 A node is an operator with probability 1/4 and a digit otherwise, at the largest depth always a digit; an operator has
 2 to `arguments` children. Trees whose length is out of range are thrown away. All trees of a batch grow together, level
@@ -28,17 +28,6 @@ DIGIT = -1
 FIRST_DIGIT, FIRST_OPERATOR, END = 1, 11, 15  # tokens; 0 is padding
 
 
-@final
-@dataclass(frozen=True)
-class Rules:
-    """Depth counts digits too; lengths are tokens without parentheses."""
-
-    depth: int = 10
-    arguments: int = 10
-    shortest: int = 500
-    longest: int = 2000
-
-
 class Level(NamedTuple):
     """The nodes of one depth, in the order of their trees; `parent` counts the operators of the level above."""
 
@@ -49,15 +38,15 @@ class Level(NamedTuple):
 
 
 class Expressions(NamedTuple):
-    """Tokens, padded with 0, their number, and what each comes to."""
+    """Expressions as tokens, padded with 0, with their lengths and values."""
 
     tokens: UInt8[np.ndarray, "trees longest"]
     lengths: Int64[np.ndarray, " trees"]
     values: Int64[np.ndarray, " trees"]
 
 
-def expressions(trees: int, rules: Rules, random: np.random.Generator) -> Expressions:
-    """Those of `trees` random ones whose length is in range."""
+def expressions(trees: int, rules: ListOps, random: np.random.Generator) -> Expressions:
+    """Grow `trees` random trees and keep those whose length is in range."""
     levels = _grown(trees, rules, random)
     lengths = _sizes(levels)[0]
     fit = (lengths >= rules.shortest) & (lengths <= rules.longest)
@@ -71,7 +60,7 @@ def expressions(trees: int, rules: Rules, random: np.random.Generator) -> Expres
     return Expressions(tokens, lengths[fit], _values(levels))
 
 
-def _grown(trees: int, rules: Rules, random: np.random.Generator) -> list[Level]:
+def _grown(trees: int, rules: ListOps, random: np.random.Generator) -> list[Level]:
     tree = parent = np.arange(trees)
     levels = []
     for depth in range(1, rules.depth + 1):
@@ -85,7 +74,7 @@ def _grown(trees: int, rules: Rules, random: np.random.Generator) -> list[Level]
 
 
 def _only(levels: list[Level], fit: Bool[np.ndarray, " trees"]) -> list[Level]:
-    """The same without trees that do not fit."""
+    """The levels without trees that do not fit."""
     number = np.cumsum(fit) - 1
     kept, above = [], None
     for level in levels:
@@ -98,12 +87,12 @@ def _only(levels: list[Level], fit: Bool[np.ndarray, " trees"]) -> list[Level]:
 
 
 def _groups(level: Level) -> Int64[np.ndarray, " parents"]:
-    """Where the children of each parent begin."""
+    """The index of each parent's first child."""
     return np.flatnonzero(np.diff(level.parent, prepend=-1))
 
 
 def _sizes(levels: list[Level]) -> list[Int64[np.ndarray, " _"]]:
-    """Tokens of every node: one for a digit, two and those of its children for an operator."""
+    """The tokens of every node: one for a digit, two and those of its children for an operator."""
     sizes = [np.ones(len(levels[-1].tree), np.int64)]
     for level, below in zip(levels[-2::-1], levels[:0:-1], strict=True):
         size = np.ones(len(level.tree), np.int64)
@@ -162,7 +151,10 @@ for _token, _symbol in enumerate(SYMBOLS, start=1):
 @final
 @dataclass(frozen=True)
 class ListOps(DataSet):
-    """The files of the Long Range Arena, or expressions made here after their rules, `examples` to train on."""
+    """The files of the Long Range Arena, or expressions made here after their rules, `examples` to train on.
+
+    `depth` counts digits too; `shortest` and `longest` are in tokens, without parentheses.
+    """
 
     generated: bool = False
     examples: int = 96_000
@@ -183,10 +175,10 @@ class ListOps(DataSet):
             raise DataError(
                 f"shortest, longest, length are {self.shortest}, {self.longest}, {self.length}, expected ascending"
             )
-        if self.shortest > _most_tokens(self.depth, self.arguments):
+        if self.shortest > (most := _most_tokens(self.depth, self.arguments)):
             raise DataError(
-                f"depth {self.depth} and {self.arguments} arguments make at most "
-                f"{_most_tokens(self.depth, self.arguments)} tokens, shortest is {self.shortest}"
+                f"depth {self.depth} and {self.arguments} arguments make at most {most} tokens,"
+                f" shortest is {self.shortest}"
             )
 
     @property
@@ -216,12 +208,10 @@ class ListOps(DataSet):
         return Splits(*(Split(*part) for part in parts))
 
     def _different(self) -> Iterator[tuple[UInt8[np.ndarray, " tokens"], int]]:
-        """Expressions without end, each once."""
+        """Make expressions without end, each once."""
         random, seen = np.random.default_rng(self.seed), set()
-        rules = Rules(self.depth, self.arguments, self.shortest, self.longest)
         while True:
-            made = expressions(_TREES, rules, random)
-            for row, length, value in zip(*made, strict=True):
+            for row, length, value in zip(*expressions(_TREES, self, random), strict=True):
                 line = row[:length]
                 key = hashlib.blake2b(line.tobytes(), digest_size=16).digest()
                 if key not in seen:
@@ -261,7 +251,7 @@ class ListOps(DataSet):
 
 
 def _most_tokens(depth: int, arguments: int) -> int:
-    """Every node above the largest depth an operator."""
+    """The length of an expression in which every node above the largest depth is an operator."""
     tokens = 1
     for _ in range(depth - 1):
         tokens = 2 + arguments * tokens

@@ -1,4 +1,4 @@
-"""Scenes of Pathfinder: dashed paths that keep apart, and two dots (Linsley et al. 2018).
+"""Scenes of Pathfinder, read or made here: dashed paths that keep apart, and two dots (Linsley et al. 2018).
 
 Two long paths and some short ones, none near another. Label 1: the dots stand on both ends of one long path; label 0:
 on one end of each. All scenes of a batch grow together, dash by dash; one where a long path finds no room is dropped.
@@ -10,7 +10,6 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from io import BufferedReader
 from pathlib import Path
 from typing import NamedTuple, final
 
@@ -20,7 +19,7 @@ from jaxtyping import Bool, Float, Int64, UInt8
 from torch import Tensor
 
 from compressm_lab.data.dataset import DataSet, Form
-from compressm_lab.data.files import Progress, Wanted, contents, members, place, released
+from compressm_lab.data.files import Progress, Wanted, contents, members, released
 from compressm_lab.data.task import DataError, Split, Splits, in_three, require_counts, seeded
 
 TRIES = 6  # directions of a next dash, or places of a first one, of which the first that fits is taken
@@ -31,7 +30,7 @@ NOWHERE = -1  # the path of a dash that found no room
 @final
 @dataclass(frozen=True)
 class Geometry:
-    """In pixels; `bend` is the largest turn between two dashes, in radians."""
+    """The sizes of a scene in pixels; `bend` is the largest turn between two dashes, in radians."""
 
     side: int
     dash: float
@@ -43,7 +42,7 @@ class Geometry:
 
     @property
     def clearance(self) -> float:
-        """Between paths: more than the gap within one, so that nearness tells which dashes belong together."""
+        """The distance between paths: more than the gap within one, so that nearness tells which dashes are of one path."""
         return self.gap + self.thickness
 
 
@@ -56,7 +55,7 @@ GEOMETRIES = {
 
 
 class Scenes(NamedTuple):
-    """Dashes from one point to another, the path each belongs to, and the dots with the paths whose ends they mark."""
+    """Dashes from point to point, the path each belongs to, and the dots with the paths whose ends they mark."""
 
     dashes: Float[Tensor, "scenes dashes 2 2"]
     paths: Int64[Tensor, "scenes dashes"]
@@ -70,7 +69,7 @@ class Scenes(NamedTuple):
 
 @final
 class _Canvas:
-    """What stands in each scene so far, as points with the distance that others must keep."""
+    """The shapes in each scene so far, as points with the distance that others must keep."""
 
     def __init__(self, scenes: int, geometry: Geometry, generator: torch.Generator) -> None:
         self.geometry, self.generator = geometry, generator
@@ -93,7 +92,7 @@ class _Canvas:
         return ((points >= edge) & (points <= self.geometry.side - edge)).all(dim=-1)
 
     def fits(self, dashes: Float[Tensor, "scenes tries 2 2"], ignored: int) -> Bool[Tensor, "scenes tries"]:
-        """Inside, and clear of all but the last `ignored` points."""
+        """True for dashes that are inside, and clear of all but the last `ignored` points."""
         inside = self.inside(dashes).all(dim=-1)
         count = self.points.shape[1] - ignored
         if count <= 0:
@@ -107,7 +106,7 @@ class _Canvas:
 
 
 def scenes(count: int, geometry: Geometry, contour_length: int, generator: torch.Generator) -> Scenes:
-    """At most `count`, those in which all found room: both labels in turn, equally often and equally far apart."""
+    """Make at most `count` scenes in which all paths fit: both labels in turn, equally often and equally far apart."""
     canvas = _Canvas(count, geometry, generator)
     dashes = torch.empty(count, 0, 2, 2)
     for _ in range(2):
@@ -128,7 +127,7 @@ def scenes(count: int, geometry: Geometry, contour_length: int, generator: torch
 
 
 def _long_path_(canvas: _Canvas, length: int) -> Float[Tensor, "scenes {length} 2 2"]:
-    """Begun anew where it got stuck, RESTARTS times; NaN where it never found room."""
+    """Draw a long path in every scene, begun anew up to RESTARTS times where it is stuck; NaN where none fits."""
     count = len(canvas.points)
     path = torch.full((count, length, 2, 2), math.nan)
     stuck = torch.arange(count)
@@ -142,7 +141,7 @@ def _long_path_(canvas: _Canvas, length: int) -> Float[Tensor, "scenes {length} 
 
 
 def _whole_paths(canvas: _Canvas, length: int) -> tuple[Int64[Tensor, " found"], Float[Tensor, "found {length} 2 2"]]:
-    """Those that found room to their end, and in which scenes; the others are given up where they are stuck."""
+    """Draw a long path in every scene, and give up where it is stuck: the scenes with a whole path, and the paths."""
     rows = torch.arange(len(canvas.points))
     path = torch.empty(len(rows), 0, 2, 2)
     tip = None
@@ -158,7 +157,7 @@ def _whole_paths(canvas: _Canvas, length: int) -> tuple[Int64[Tensor, " found"],
 def _short_path_(
     canvas: _Canvas, length: int
 ) -> tuple[Float[Tensor, "scenes {length} 2 2"], Bool[Tensor, "scenes {length}"]]:
-    """A dash and its followers, and which are there: after one that found no room there are no more."""
+    """Draw a dash and its followers, and say which are there: after one that does not fit there are no more."""
     alive, tip = torch.ones(len(canvas.points), dtype=torch.bool), None
     grown, there = [], []
     for _ in range(length):
@@ -172,7 +171,7 @@ def _short_path_(
 def _next_dash_(
     canvas: _Canvas, tip: Float[Tensor, "scenes 2 2"] | None
 ) -> tuple[Float[Tensor, "scenes 2 2"], Bool[Tensor, " scenes"]]:
-    """One that follows the last, or begins a path where there is none; and whether it fits."""
+    """Draw a dash that follows the last one, or begins a path where there is none, and say whether it fits."""
     geometry, count = canvas.geometry, len(canvas.points)
     if tip is None:
         start = geometry.side * canvas.uniform(count, TRIES, 2)
@@ -194,7 +193,7 @@ def _next_dash_(
 
 
 def _samples(dashes: Float[Tensor, "*shape 2 2"]) -> Float[Tensor, "*shape 3 2"]:
-    """Points that stand for a dash: its ends and its middle."""
+    """The points that stand for a dash: its ends and its middle."""
     return torch.cat([dashes, dashes.mean(-2, keepdim=True)], dim=-2)
 
 
@@ -205,7 +204,7 @@ def _direction(angle: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape 2"]:
 def _dots(
     canvas: _Canvas, dashes: Float[Tensor, "scenes dashes 2 2"]
 ) -> tuple[Float[Tensor, "scenes 2 2"], Int64[Tensor, "scenes 2"], Int64[Tensor, " kept"]]:
-    """Two ends a scene, the paths they are of, and which scenes to keep."""
+    """Mark two ends a scene with dots: the dots, the paths they are of, and the scenes to keep."""
     count, geometry = len(dashes), canvas.geometry
     first, second = dashes.chunk(2, dim=1)
     ends = torch.stack([first[:, 0, 0], first[:, -1, 1], second[:, 0, 0], second[:, -1, 1]], dim=1)
@@ -225,7 +224,7 @@ def _dots(
 def _matched(
     label: Int64[Tensor, " scenes"], distance: Int64[Tensor, " scenes"], clear: Bool[Tensor, " scenes"]
 ) -> Int64[Tensor, " kept"]:
-    """Scenes with labels 1 and 0 in turn, at every distance as many of one as of the other.
+    """The scenes to keep, labels 1 and 0 in turn, at every distance as many of one as of the other.
 
     Ends of one path are nearer to each other than ends of two: distance alone would tell many labels.
     """
@@ -240,7 +239,7 @@ def _matched(
 
 
 def drawn(scenes: Scenes, geometry: Geometry) -> UInt8[Tensor, "scenes side side"]:
-    """The brightest shape counts where several meet."""
+    """The pictures of scenes; the brightest shape counts where several meet."""
     count, side = len(scenes.dots), geometry.side
     canvas = torch.zeros(count * side * side)
     there = scenes.paths != NOWHERE
@@ -258,7 +257,7 @@ def _paint_(
     segments: Float[Tensor, "shapes 2 2"],
     radius: float,
 ) -> None:
-    """Each segment, as thick as its radius, on the patch of pixels around it: a fortieth of all pixels."""
+    """Paint each segment, as thick as its radius, on the patch of pixels around it: a fortieth of all pixels."""
     if not len(segments):
         return
     begin, along = segments[:, :1], segments[:, 1:] - segments[:, :1]
@@ -356,23 +355,24 @@ class Pathfinder(DataSet):
         size = "" if path.is_dir() else rf"pathfinder{self.side}/"
         images: dict[str, UInt8[np.ndarray, "side side"]] = {}
         labels: dict[str, int] = {}
-        for name, stream in members(path, rf"(^|/){size}{level}/(imgs/\d+/[^/]+\.png|metadata/\d+\.npy)$"):
+        pattern = rf"(^|/){size}{level}/(imgs/\d+/[^/]+\.png|metadata/\d+\.npy)$"
+        for name, where, stream in members(path, pattern):
             short = name[name.index(f"{level}/") :]
             if short.endswith(".npy"):
-                labels |= _labels(stream, level, place(path, name))
+                labels |= _labels(contents(stream, where), level, where)
             elif not (self.side == 32 and short in EMPTY_AS_PUBLISHED):
-                images[short] = self._image(stream, place(path, name))
+                images[short] = self._image(contents(stream, where), where)
             if len(images) % 1000 == 1:
                 progress(f"reading {path}", len(images), None)
         return _joined(images, labels, path / level)
 
-    def _image(self, stream: BufferedReader, where: str) -> UInt8[np.ndarray, "side side"]:
+    def _image(self, data: bytes, where: str) -> UInt8[np.ndarray, "side side"]:
         try:
             from PIL import Image, UnidentifiedImageError
         except ModuleNotFoundError as error:
             raise DataError(f"reading {where} needs the package {error.name}: pip install pillow") from None
         try:
-            pixels = np.array(Image.open(io.BytesIO(contents(stream, where))).convert("L"))
+            pixels = np.array(Image.open(io.BytesIO(data)).convert("L"))
         # How Pillow says that a PNG is empty, cut short or damaged.
         except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
             raise DataError(f"{where} is broken or only half there ({error}); get it again") from None
@@ -381,10 +381,10 @@ class Pathfinder(DataSet):
         return pixels
 
 
-def _labels(stream: BufferedReader, level: str, where: str) -> dict[str, int]:
-    """Lines of text: folder, file, number, label, and how the image was made."""
+def _labels(data: bytes, level: str, where: str) -> dict[str, int]:
+    """Read lines of text: folder, file, number, label, and how the image was made."""
     found = {}
-    for number, line in enumerate(contents(stream, where).decode("utf-8", "replace").splitlines(), start=1):
+    for number, line in enumerate(data.decode("utf-8", "replace").splitlines(), start=1):
         columns = line.split()
         if len(columns) <= LABEL_COLUMN or columns[LABEL_COLUMN] not in ("0", "1"):
             raise DataError(f"{where}, line {number}: {line[:80]!r}, expected folder, file, number and label 0 or 1")
@@ -393,7 +393,7 @@ def _labels(stream: BufferedReader, level: str, where: str) -> dict[str, int]:
 
 
 def _joined(images: dict[str, UInt8[np.ndarray, "side side"]], labels: dict[str, int], where: Path) -> Split:
-    """By name: an archive and a folder have other orders."""
+    """Join images and labels by name: an archive and a folder have other orders."""
     labels = {name: label for name, label in labels.items() if name not in EMPTY_AS_PUBLISHED or name in images}
     if missing := sorted(labels.keys() - images.keys()):
         raise DataError(f"{where}: {len(missing)} images are missing, the first is {missing[0]}; get it again")

@@ -14,19 +14,19 @@ from jaxtyping import Int64, UInt8
 from torch import Tensor
 
 from compressm_lab.data.dataset import DataSet, Form
-from compressm_lab.data.files import Progress, Remote, Wanted, contents, members, place, read_each, released, rows
+from compressm_lab.data.files import Progress, Remote, Wanted, contents, members, read_each, released, rows
 from compressm_lab.data.task import DataError, Split, Splits, require_counts, with_validation
 
 VOCABULARY = 257  # 256 bytes and padding
 
 
 def as_bytes(text: bytes, length: int) -> bytes:
-    """At most `length` bytes of UTF-8; what is not UTF-8 becomes U+FFFD."""
+    """Cut a text to at most `length` bytes of UTF-8; what is not UTF-8 becomes U+FFFD."""
     return text.decode("utf-8", "replace").encode()[:length]
 
 
 def padded(texts: Sequence[bytes], length: int) -> tuple[UInt8[Tensor, "texts {length}"], Int64[Tensor, " texts"]]:
-    """Tokens and lengths of texts that `as_bytes` has cut."""
+    """The tokens and lengths of texts that `as_bytes` has cut."""
     # One byte a token is enough: UTF-8 has no byte above 0xF4, so no token above 0xF5.
     tokens = np.zeros((len(texts), length), np.uint8)
     for row, text in zip(tokens, texts, strict=True):
@@ -44,7 +44,7 @@ FOLDERS = ("train/neg", "train/pos", "test/neg", "test/pos")
 @final
 @dataclass(frozen=True)
 class IMDB(DataSet):
-    """The first `length` bytes of each review; a tenth of the training reviews is for validation."""
+    """Reviews cut to their first `length` bytes; a tenth of the training reviews is for validation."""
 
     length: int = 4096
 
@@ -66,9 +66,10 @@ class IMDB(DataSet):
     def parse(self, paths: Sequence[Path], progress: Progress) -> Splits:
         (path,) = paths
         reviews: dict[str, dict[str, bytes]] = {folder: {} for folder in FOLDERS}
-        for number, (name, stream) in enumerate(members(path, r"(^|/)(train|test)/(neg|pos)/[^/]+\.txt$")):
+        found = members(path, r"(^|/)(train|test)/(neg|pos)/[^/]+\.txt$")
+        for number, (name, where, stream) in enumerate(found):
             *_, part, tone, file = name.split("/")
-            reviews[f"{part}/{tone}"][file] = as_bytes(contents(stream, place(path, name)), self.length)
+            reviews[f"{part}/{tone}"][file] = as_bytes(contents(stream, where), self.length)
             if number % 1000 == 0:
                 progress("reading IMDB", number, len(FOLDERS) * REVIEWS)
         for folder, texts in reviews.items():
@@ -78,18 +79,12 @@ class IMDB(DataSet):
 
     def _split(self, reviews: dict[str, dict[str, bytes]], part: str) -> Split:
         # By name: an archive and a folder have other orders.
-        texts = [
-            reviews[f"{part}/{tone}"][file] for tone in ("neg", "pos") for file in sorted(reviews[f"{part}/{tone}"])
-        ]
+        texts = [text for tone in ("neg", "pos") for _, text in sorted(reviews[f"{part}/{tone}"].items())]
         tokens, lengths = padded(texts, self.length)
         return Split(tokens, torch.arange(2).repeat_interleave(REVIEWS), lengths)
 
 
-FILES = {
-    "new_aan_pairs.train.tsv": "train",
-    "new_aan_pairs.eval.tsv": "validation",
-    "new_aan_pairs.test.tsv": "test",
-}
+FILES = {"new_aan_pairs.train.tsv": "train", "new_aan_pairs.eval.tsv": "validation", "new_aan_pairs.test.tsv": "test"}
 COLUMNS = 5  # label, id1, id2, text1, text2
 LABELS = {"0": 0, "1": 1, "0.0": 0, "1.0": 1}
 
@@ -97,7 +92,7 @@ LABELS = {"0": 0, "1": 1, "0.0": 0, "1.0": 1}
 @final
 @dataclass(frozen=True)
 class AAN(DataSet):
-    """The first `length` bytes of both texts, as they stand in the files."""
+    """Pairs of papers, both cut to their first `length` bytes, as they stand in the files."""
 
     length: int = 4000
 
