@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from compressm.compression import Compressor, Cut, Restart, Transport
 from compressm.compression.planning import STAGES, watching
-from compressm_lab.bench.timing import Progress, capture, columns, median_seconds, threads_for
+from compressm_lab.bench.timing import Captured, Progress, capture, columns, median_seconds, silent, threads_for
 from compressm_lab.bench.train_step import StepCase, build_batch, build_model, eager_step, make_optimizer, paper_case
 from compressm_lab.runs.measurement import Measurement, Row
 from compressm_lab.training.building import products_in
@@ -74,11 +75,7 @@ _CALIBRATION = 8  # sequences; 2 to 10 are enough for a good Gramian
 
 
 def measure_cuts(
-    cases: Iterable[CutCase] | None = None,
-    *,
-    device: str = "cpu",
-    repeats: int = 5,
-    progress: Progress = lambda _: None,
+    cases: Iterable[CutCase] | None = None, *, device: str = "cpu", repeats: int = 5, progress: Progress = silent
 ) -> Measurement:
     """Time one cold and `repeats` warm cuts of each case; on the CPU with one thread."""
     rows: list[Row] = []
@@ -112,17 +109,12 @@ def cut_once(case: CutCase, device: torch.device) -> dict[str, float]:
     x, target = build_batch(case.model, device)
     optimizer = make_optimizer(model, device)
     step = eager_step(model, x, target, case.model, optimizer)
-    data: dict[str, Any] = {} if case.gramian == "white noise" else {"calibrate": _calibration(case, x)}
-    compressor = Compressor(
-        model,
-        optimizer,
-        when=[1],
-        keep=lambda spectra: dict(zip(spectra, case.ranks, strict=True)),
-        gate=1.0,
-        moments=_MOMENTS[case.moments],
-        **data,
-    )
-    training = _begin(step, device)
+    options: dict[str, Any] = {"gate": 1.0, "moments": _MOMENTS[case.moments]}
+    options["keep"] = lambda spectra: dict(zip(spectra, case.ranks, strict=True))
+    if case.gramian == "measured":
+        options["calibrate"] = partial(_calibrate, x=x[:_CALIBRATION], half=case.model.precision == "bfloat16")
+    compressor = Compressor(model, optimizer, when=[1], **options)
+    training = _train(step, device, _STEPS_BEFORE)
     times = {"step_before_s": median_seconds(training, repeats=3, device=device)}
     watch = Stopwatch(device)
     with watch("cut"), watching(watch):
@@ -130,39 +122,27 @@ def cut_once(case: CutCase, device: torch.device) -> dict[str, float]:
     assert [event.rank for event in events if isinstance(event, Cut)] == case.ranks
     with watch("first_step"):
         del training  # a graph keeps its memory, and what it would replay has gone
-        training = _resume(step, device)
+        training = _train(step, device, 1)
+        if isinstance(training, Captured):
+            training()
     times |= {f"{name}_s": watch.seconds.get(name, 0.0) for name in ("cut", *STAGES, "first_step")}
     times["total_s"] = watch.seconds["cut"] + watch.seconds["first_step"]
     return times | {"step_after_s": median_seconds(training, repeats=3, device=device)}
 
 
-def _calibration(case: CutCase, x: Tensor) -> Callable[[nn.Module], object]:
-    """A function that runs a model on a few sequences, in the precision of the training."""
-
-    def calibrate(model: nn.Module) -> object:
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=case.model.precision == "bfloat16"):
-            return model(x[:_CALIBRATION])
-
-    return calibrate
+def _calibrate(model: nn.Module, x: Tensor, half: bool) -> None:
+    """Run a model on a few sequences, in the precision of the training."""
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=half):
+        model(x)
 
 
-def _begin(step: Callable[[], None], device: torch.device) -> Callable[[], object]:
-    """Train a little; on a GPU, record a step."""
+def _train(step: Callable[[], None], device: torch.device, count: int) -> Callable[[], object]:
+    """Take `count` steps; on a GPU, record a step after them."""
     if device.type == "cuda":
-        return capture(step, warm_up=_STEPS_BEFORE)
-    for _ in range(_STEPS_BEFORE):
+        return capture(step, warm_up=count)
+    for _ in range(count):
         step()
     return step
-
-
-def _resume(step: Callable[[], None], device: torch.device) -> Callable[[], object]:
-    """Take the first step at the new size; on a GPU, record it and replay the recording once."""
-    if device.type != "cuda":
-        step()
-        return step
-    again = capture(step, warm_up=1)
-    again()
-    return again
 
 
 class Stopwatch:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from compressm_lab.bench.timing import Progress, columns, threads_for
+from compressm_lab.bench.timing import Progress, columns, silent, threads_for
 from compressm_lab.bench.train_step import StepCase, ceilings_here, measure_step
 from compressm_lab.runs.measurement import Measurement, Row
 
@@ -30,7 +30,7 @@ def measure_growth(
     precisions: Iterable[str] | None = None,
     repeats: int = 9,
     compiled: bool = False,
-    progress: Progress = lambda _: None,
+    progress: Progress = silent,
 ) -> Measurement:
     """Time a step at every point of every axis; on the CPU with one thread, in float32, on a GPU in bfloat16 too."""
     where = torch.device(device)

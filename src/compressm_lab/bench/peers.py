@@ -15,16 +15,17 @@ only here and only when asked for; none is a dependency. Those on PyPI that were
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from importlib import import_module
 from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
 
 from compressm.ops import linear_recurrence
-from compressm_lab.bench.timing import Progress, capture, median_seconds, threads_for
+from compressm_lab.bench.timing import Progress, capture, median_seconds, silent, threads_for
 from compressm_lab.runs.measurement import Measurement, Row
 from compressm_lab.training.building import DTYPES
 
@@ -195,18 +196,6 @@ def _torch_compiled() -> PeerScan:
     return torch.compile(scan, dynamic=False)
 
 
-def _accelerated_scan() -> PeerScan:
-    from accelerated_scan.complex import scan
-
-    return scan
-
-
-def _assoc_scan() -> PeerScan:
-    from assoc_scan import AssocScan
-
-    return AssocScan()
-
-
 def _s5() -> PeerScan:
     from s5.jax_compat import associative_scan
     from s5.s5_model import binary_operator
@@ -225,19 +214,13 @@ def _philtorch() -> PeerScan:
 
 
 def _mambapy() -> PeerScan:
-    from mambapy.pscan import pscan
-
+    pscan = import_module("mambapy.pscan").pscan
     return lambda log_modulus, x: pscan(torch.exp(log_modulus), x)
 
 
-def _hgrn(name: str) -> Callable[[], PeerScan]:
-    def load() -> PeerScan:
-        from fla.ops import hgrn
-
-        kernel = getattr(hgrn, name)
-        return lambda log_modulus, x: kernel(x.flatten(2), log_modulus.flatten(2))[0].view_as(x)
-
-    return load
+def _hgrn(name: str) -> PeerScan:
+    kernel = getattr(import_module("fla.ops").hgrn, name)
+    return lambda log_modulus, x: kernel(x.flatten(2), log_modulus.flatten(2))[0].view_as(x)
 
 
 PEERS: tuple[Peer, ...] = (
@@ -245,13 +228,15 @@ PEERS: tuple[Peer, ...] = (
     ComplexPeer("PyTorch loop", _loop_peer, constant=True),
     ComplexPeer("torch scan, eager", _torch_tree),
     PairPeer("torch scan, compiled", _torch_compiled, longest=4096),  # 16384 compile for more than two minutes
-    ComplexPeer("accelerated-scan", _accelerated_scan, time_last=True, gpu_only=True),
-    ComplexPeer("assoc-scan", _assoc_scan),
+    ComplexPeer(
+        "accelerated-scan", lambda: import_module("accelerated_scan.complex").scan, time_last=True, gpu_only=True
+    ),
+    ComplexPeer("assoc-scan", lambda: import_module("assoc_scan").AssocScan()),
     ComplexPeer("s5-pytorch", _s5),
     ComplexPeer("philtorch", _philtorch, time_last=True, constant=True),
     RotatedPeer("mambapy", _mambapy),
-    RotatedPeer("fla-core, chunks", _hgrn("chunk_hgrn"), gpu_only=True),
-    RotatedPeer("fla-core, recurrent", _hgrn("fused_recurrent_hgrn"), gpu_only=True),
+    RotatedPeer("fla-core, chunks", partial(_hgrn, "chunk_hgrn"), gpu_only=True),
+    RotatedPeer("fla-core, recurrent", partial(_hgrn, "fused_recurrent_hgrn"), gpu_only=True),
 )
 
 
@@ -274,21 +259,22 @@ def measure_peers(
     shapes: Iterable[tuple[int, int, int]] = SHAPES,
     *,
     device: str = "cpu",
-    peers: Iterable[Peer] = PEERS,
+    peers: Sequence[Peer] = PEERS,
     repeats: int = 9,
-    progress: Progress = lambda _: None,
+    progress: Progress = silent,
 ) -> Measurement:
     """Time each peer at each shape in every precision it has; on the CPU with one thread."""
-    where, chosen = torch.device(device), tuple(peers)
+    where = torch.device(device)
+    precisions = ("float32", "bfloat16") if where.type == "cuda" else ("float32",)
+    chosen = [(precision, peer) for precision in precisions for peer in peers if precision in peer.precisions]
     rows: list[Row] = []
     with threads_for(where):
-        for shape in shapes:
-            problem = random_problem(*shape, where)
+        for batch, length, n in shapes:
+            problem = random_problem(batch, length, n, where)
             truth = solve(problem)
-            for precision in ("float32", "bfloat16") if where.type == "cuda" else ("float32",):
-                for peer in (peer for peer in chosen if precision in peer.precisions):
-                    progress(f"batch {shape[0]}, length {shape[1]}, n = {shape[2]}, {precision}: {peer.name}")
-                    rows.append(_row(peer, problem, truth, precision, repeats))
+            for precision, peer in chosen:
+                progress(f"batch {batch}, length {length}, n = {n}, {precision}: {peer.name}")
+                rows.append(_row(peer, problem, truth, precision, repeats))
         return Measurement("peers", "The recurrence beside other scans", repeats, rows)
 
 
@@ -319,8 +305,14 @@ def _loop(poles: Tensor, x: Tensor) -> Tensor:
 def _row(peer: Peer, problem: Problem, truth: Truth, precision: str, repeats: int) -> Row:
     batch, length, n = problem.x.shape
     device = problem.x.device.type
-    row: Row = {"peer": peer.name, "precision": precision, "device": device}
-    row |= {"batch": batch, "length": length, "order": n}
+    row: Row = {
+        "peer": peer.name,
+        "precision": precision,
+        "device": device,
+        "batch": batch,
+        "length": length,
+        "order": n,
+    }
     if peer.gpu_only and device == "cpu":
         return row | {"note": "needs a GPU"}
     if peer.longest is not None and length > peer.longest:
@@ -339,8 +331,7 @@ def _row(peer: Peer, problem: Problem, truth: Truth, precision: str, repeats: in
 
 def _measured(peer: Peer, problem: Problem, truth: Truth, precision: str, repeats: int) -> Row:
     device, dtype = problem.x.device, DTYPES[precision]
-    x, weight = (peer.pack(z) for z in (problem.x, truth.weight))
-    poles = peer.poles(problem)
+    x, weight, poles = peer.pack(problem.x), peer.pack(truth.weight), peer.poles(problem)
     if dtype != torch.float32:
         x, weight = x.to(dtype), weight.to(dtype)
         poles = poles if isinstance(peer, Ours) else poles.to(dtype)

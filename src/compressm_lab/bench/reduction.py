@@ -19,7 +19,7 @@ from torch import Tensor
 
 from compressm.control import DiagonalSystem, balanced_truncation, hankel_singular_values
 from compressm.control.gramians import gramians
-from compressm_lab.bench.timing import Progress, columns, measure_each, median_seconds
+from compressm_lab.bench.timing import Progress, columns, measure_each, median_seconds, silent
 from compressm_lab.runs.measurement import Measurement, Row
 
 Array = NDArray[np.complex128]
@@ -52,26 +52,19 @@ def plain_hankel_values(P: Array, Q: Array) -> NDArray[np.float64]:
     return np.sort(np.sqrt(np.maximum(squares, 0)))[::-1]
 
 
-def plain_balance(system: PlainSystem, P: Array, Q: Array) -> tuple[Array, Array, Array]:
-    """Steps 5 and 6: T = P^½ U Σ^{-½} with P^½ Q P^½ = U Σ² Uᴴ, and all of (T⁻¹ A T, T⁻¹ B, C T)."""
-    root = scipy.linalg.sqrtm(P)
-    U, squares, _ = np.linalg.svd(root @ Q @ root)
-    T = root @ U / np.sqrt(np.sqrt(squares))
-    inverse = np.linalg.inv(T)
-    return inverse @ np.diag(system.poles) @ T, inverse @ system.B, system.C @ T
-
-
-def plain_truncate(A: Array, B: Array, C: Array, order: int) -> PlainSystem:
-    """Steps 7 and 8: slice, and diagonalise again."""
-    poles, X = np.linalg.eig(A[:order, :order])
-    return PlainSystem(poles, np.linalg.inv(X) @ B[:order], C[:, :order] @ X)
-
-
 def plain_reduction(system: PlainSystem, order: int) -> PlainSystem:
     """The whole reduction, steps 2 to 8."""
     P, Q = plain_gramians(system)
     plain_hankel_values(P, Q)
-    return plain_truncate(*plain_balance(system, P, Q), order)
+    # Steps 5 and 6: T = P^½ U Σ^{-½} with P^½ Q P^½ = U Σ² Uᴴ, and all of (T⁻¹ A T, T⁻¹ B, C T).
+    root = scipy.linalg.sqrtm(P)
+    U, squares, _ = np.linalg.svd(root @ Q @ root)
+    T = root @ U / np.sqrt(np.sqrt(squares))
+    inverse = np.linalg.inv(T)
+    A, B, C = inverse @ np.diag(system.poles) @ T, inverse @ system.B, system.C @ T
+    # Steps 7 and 8: slice, and diagonalise again.
+    poles, X = np.linalg.eig(A[:order, :order])
+    return PlainSystem(poles, np.linalg.inv(X) @ B[:order], C[:, :order] @ X)
 
 
 def lru_at_initialisation(order: int, width: int, *, seed: int = 0, bank: tuple[int, ...] = ()) -> DiagonalSystem:
@@ -154,7 +147,7 @@ def measure_reduction(
     device: str = "cpu",
     repeats: int = 9,
     compare: bool = True,
-    progress: Progress = lambda _: None,
+    progress: Progress = silent,
 ) -> Measurement:
     """Time each case; on the CPU with one thread and, if `compare`, beside the plain formulas."""
     if cases is None:

@@ -14,7 +14,7 @@ from compressm.adapters.base import linear_adapter
 from compressm.compression.distributed import Processes
 from compressm.models import SequenceClassifier
 from compressm_lab.baselines import HankelMajoriser, HankelNuclearNorm
-from compressm_lab.bench.timing import Progress, measure_each, median_seconds
+from compressm_lab.bench.timing import Progress, measure_each, median_seconds, silent
 from compressm_lab.bench.train_step import StepCase, build_batch, build_model, captured_step, eager_step, paper_case
 from compressm_lab.runs.measurement import Measurement, Row
 from compressm_lab.training.building import products_in
@@ -51,11 +51,7 @@ def default_cases(device: str, orders: Iterable[int] = ORDERS) -> tuple[PenaltyC
 
 
 def measure_regulariser(
-    cases: Iterable[PenaltyCase] | None = None,
-    *,
-    device: str = "cpu",
-    repeats: int = 9,
-    progress: Progress = lambda _: None,
+    cases: Iterable[PenaltyCase] | None = None, *, device: str = "cpu", repeats: int = 9, progress: Progress = silent
 ) -> Measurement:
     """Time value and gradient of each penalty, and a step; on the CPU with one thread and the paper's way beside."""
     chosen = default_cases(device) if cases is None else cases

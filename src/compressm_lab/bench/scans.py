@@ -12,7 +12,7 @@ from torch import Tensor
 from compressm.ops import Path, lti_layer
 from compressm.ops.lti.cost import cheapest_path
 from compressm.ops.selective import selective_scan
-from compressm_lab.bench.timing import Progress, copy_rate, measure_each, median_seconds, threads_for
+from compressm_lab.bench.timing import Progress, copy_rate, measure_each, median_seconds, silent, threads_for
 from compressm_lab.runs.measurement import Measurement, Row
 
 # (batch, length, n, channels): the paper's sMNIST layer at three orders, then narrow, square and wide ones.
@@ -29,7 +29,7 @@ def measure_paths(
     *,
     device: str = "cpu",
     repeats: int = 9,
-    progress: Progress = lambda _: None,
+    progress: Progress = silent,
 ) -> Measurement:
     """Time each path at each shape, beside the path that the cost rule picks; on the CPU with one thread."""
 
@@ -85,7 +85,7 @@ def measure_selective(
     device: str = "cpu",
     sizes: Sizes | None = None,
     repeats: int = 9,
-    progress: Progress = lambda _: None,
+    progress: Progress = silent,
 ) -> Measurement:
     """Time a scan with softplus and D inside, as other people's kernels have them; on the CPU with one thread."""
     where = torch.device(device)

@@ -18,7 +18,7 @@ import torch
 from compressm.compression import CompressionError
 from compressm.compression.distributed import Processes
 from compressm.control import ControlError
-from compressm_lab.bench.timing import Progress, seconds, threads_for
+from compressm_lab.bench.timing import Progress, seconds, silent, threads_for
 from compressm_lab.data.task import Order, Task
 from compressm_lab.runs.measurement import Measurement, Row
 from compressm_lab.runs.run import Run, read_run
@@ -196,7 +196,7 @@ def measure_speedup(
     check: bool = True,
     device: str = "cpu",
     repeats: int = 9,
-    progress: Progress = lambda _: None,
+    progress: Progress = silent,
 ) -> Measurement:
     """A row an order, then one for the schedule of `path`, (step, order from there on), and one for the check.
 
@@ -240,8 +240,12 @@ def _predicted(recipe: Recipe, costs: Costs, path: Sequence[tuple[int, float]]) 
 
 def _checked(recipe: Recipe, task: Task, costs: Costs, where: torch.device) -> Row:
     """Train the recipe with its cuts and without; predict the time of the cuts that came of it."""
-    reduced, whole = (_trained(one, task, where) for one in (recipe, replace(recipe, compression=None)))
-    return _predicted(recipe, costs, _mean_path(reduced)) | _measured(reduced, whole)
+    runs = []
+    plain = replace(recipe, spectra=None)  # the formula does not count spectra
+    for one in (plain, replace(plain, compression=None)):
+        with tempfile.TemporaryDirectory() as folder:
+            runs.append(read_run(train(one, task, Path(folder) / "run", device=where)))
+    return _predicted(recipe, costs, _mean_path(runs[0])) | _measured(*runs)
 
 
 def _recapture(bench: Bench) -> float:
@@ -267,12 +271,6 @@ def _cut_seconds(recipe: Recipe, task: Task, order: int, rank: int, device: torc
     return seconds(lambda: compressor.step(1), device)
 
 
-def _trained(recipe: Recipe, task: Task, device: torch.device) -> Run:
-    """Train without spectra, which the formula does not count."""
-    with tempfile.TemporaryDirectory() as folder:
-        return read_run(train(replace(recipe, spectra=None), task, Path(folder) / "run", device=device))
-
-
 def _mean_path(run: Run) -> list[tuple[int, float]]:
     """The steps at which orders changed, each with the mean order over layers from there on."""
     paths = run.order_paths.values()
@@ -285,7 +283,11 @@ def _mean_path(run: Run) -> list[tuple[int, float]]:
 
 def _measured(reduced: Run, whole: Run) -> Row:
     """The times of real trainings, checkpoints left out."""
-    spent, before = _phases(reduced), _phases(whole)
+    wanted = ("steps", "data", "evaluation", *_REDUCTION, "capture")
+    spent, before = (
+        {phase: sum(timing.seconds.get(phase, 0.0) for timing in run.timings) for phase in wanted}
+        for run in (reduced, whole)
+    )
     total, base = sum(spent.values()), sum(before.values())
     return {
         "measured_whole_s": base,
@@ -295,8 +297,3 @@ def _measured(reduced: Run, whole: Run) -> Row:
         "measured_recaptures_s": spent["capture"],
         "measured_speedup": base / total,
     }
-
-
-def _phases(run: Run) -> dict[str, float]:
-    wanted = ("steps", "data", "evaluation", *_REDUCTION, "capture")
-    return {phase: sum(timing.seconds.get(phase, 0.0) for timing in run.timings) for phase in wanted}

@@ -22,6 +22,10 @@ _Case = TypeVar("_Case")
 _SAMPLE_S = 5e-3
 
 
+def silent(line: str) -> None:
+    """Show no progress."""
+
+
 def measure_each(
     name: str,
     title: str,

@@ -24,6 +24,7 @@ from compressm_lab.bench.timing import (
     columns,
     measure_ceilings,
     median_seconds,
+    silent,
     threads_for,
 )
 from compressm_lab.runs.measurement import Measurement, Row
@@ -169,11 +170,7 @@ def around_work(case: StepCase, parameters: int) -> Work:
 
 
 def measure_steps(
-    cases: Iterable[StepCase] | None = None,
-    *,
-    device: str = "cpu",
-    repeats: int = 9,
-    progress: Progress = lambda _: None,
+    cases: Iterable[StepCase] | None = None, *, device: str = "cpu", repeats: int = 9, progress: Progress = silent
 ) -> Measurement:
     """Time one step of each case; on the CPU with one thread."""
     where = torch.device(device)

@@ -83,6 +83,7 @@ def command(
     Ctrl-C saves a checkpoint; --resume goes on from it. `torchrun --nproc-per-node 2 -m compressm.cli train ...` trains
     on several processes.
     """
+    console.quiet = not _is_first()
     if listed:
         _list()
         return
@@ -92,7 +93,7 @@ def command(
         wanted = _recipe(recipe, settings or [], seed, order, baseline, resume)
         folder = _folder(wanted, recipe, out, resume)
         if resume and is_finished(RunDirectory(folder), wanted):
-            _say(
+            say(
                 f"{folder} is finished: all {wanted.training.steps} steps are trained, nothing is left to do",
                 f"model: {RunDirectory(folder).model}; `compressm report {shlex.quote(str(folder))}` shows the run",
             )
@@ -111,10 +112,10 @@ def _exit_codes() -> Iterator[None]:
     except _REFUSED as error:
         raise typer.BadParameter(str(error)) from error
     except Interrupted as stopped:
-        _say(str(stopped), f"to go on: compressm train {shlex.quote(str(stopped.directory))} --resume")
+        say(str(stopped), f"to go on: compressm train {shlex.quote(str(stopped.directory))} --resume")
         raise typer.Exit(INTERRUPTED) from None
     except Diverged as error:
-        _say(str(error))
+        say(str(error))
         raise typer.Exit(1) from None
 
 
@@ -163,11 +164,6 @@ def _folder(recipe: Recipe, name: str, out: Path | None, resume: bool) -> Path:
         raise RunError(f"{folder} holds no run to go on with")
     require_writable(folder / "config.json")
     return folder
-
-
-def _say(*lines: str) -> None:
-    if _is_first():
-        say(*lines)
 
 
 def _is_first() -> bool:

@@ -42,7 +42,7 @@ class Geometry:
 
     @property
     def clearance(self) -> float:
-        """The distance between paths: more than the gap within one, so that nearness tells which dashes are of one path."""
+        """The distance between paths: more than the gap within one, so that near dashes belong together."""
         return self.gap + self.thickness
 
 
