@@ -1,4 +1,4 @@
-"""`compressm report`."""
+"""`compressm report`: write the page and the figures of runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`compressm reproduce`."""
+"""`compressm reproduce`: train and report the tables and figures of the paper."""
 
 from __future__ import annotations
 

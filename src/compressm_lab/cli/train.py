@@ -1,4 +1,4 @@
-"""`compressm train`."""
+"""`compressm train`: train a recipe, or go on with a run."""
 
 from __future__ import annotations
 
