@@ -1,4 +1,4 @@
-"""What compression in training is compared with: penalties on a model's systems, and teachers (app:other)."""
+"""Methods to compare compression in training with: penalties on a model's systems, and teachers (app:other)."""
 
 from compressm_lab.baselines.distillation import DistillationError, Teacher, distillation_loss
 from compressm_lab.baselines.regularisers import HankelMajoriser, HankelNuclearNorm, ModalL1, Regulariser

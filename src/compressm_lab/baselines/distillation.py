@@ -10,6 +10,8 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional
 
+TEMPERATURE, ALPHA = 2.0, 0.5
+
 
 class DistillationError(ValueError):
     """A teacher's answers that a student cannot learn from."""
@@ -20,13 +22,21 @@ def distillation_loss(
     teacher: Float[Tensor, "m classes"],
     targets: Int64[Tensor, " m"],
     *,
-    temperature: float = 2.0,
-    alpha: float = 0.5,
+    temperature: float = TEMPERATURE,
+    alpha: float = ALPHA,
     ignored: int = -100,
 ) -> Float[Tensor, ""]:
     """(1 − α) H(y, softmax z) + α T² KL(softmax z_t/T ‖ softmax z/T), the mean over targets that are not `ignored`."""
-    _require_shapes(logits, teacher, targets)
-    _require_weights(temperature, alpha)
+    # Torch would broadcast one row of answers, or one class, over all.
+    if logits.ndim != 2 or teacher.shape != logits.shape or targets.shape != logits.shape[:1]:
+        raise DistillationError(
+            f"logits, teacher and targets are of shapes {tuple(logits.shape)}, {tuple(teacher.shape)} and"
+            f" {tuple(targets.shape)}, expected (m, classes), (m, classes) and (m,): flatten steps into the first"
+        )
+    if not (math.isfinite(temperature) and temperature > 0):
+        raise DistillationError(f"temperature is {temperature}, expected a number above 0")
+    if not 0 <= alpha <= 1:
+        raise DistillationError(f"alpha is {alpha}, expected a number at least 0 and at most 1")
     wanted, given = (functional.log_softmax(z.float() / temperature, dim=-1) for z in (teacher, logits))
     # A class that the teacher rules out has no part in the divergence.
     distance = torch.where(wanted.isneginf(), 0, wanted.exp() * (wanted - given)).sum(-1)
@@ -37,10 +47,10 @@ def distillation_loss(
 
 
 class Teacher:
-    """A model that answers without gradients and without dropout; what it said of every example can be kept.
+    """A frozen model in evaluation mode; its logits can be kept by example.
 
-    The model itself is frozen and put in evaluation mode, at every question anew. Keeping is for data that are not
-    augmented: an example is known by its number alone.
+    The mode is set again at every call. Keep logits only of data that are not augmented: an example is known by its
+    number alone.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -49,7 +59,7 @@ class Teacher:
 
     @torch.no_grad()
     def __call__(self, *inputs: Tensor | None) -> Float[Tensor, "..."]:
-        """Its logits, by asking it."""
+        """Compute the logits, without gradients."""
         answer = self.model.eval()(*inputs)
         if not isinstance(answer, Tensor):
             raise DistillationError(f"the teacher answers with a {type(answer).__name__}, expected logits alone")
@@ -57,7 +67,7 @@ class Teacher:
 
     @torch.no_grad()
     def keep(self, batches: Iterable[tuple[Tensor | None, ...]], ask: Callable[..., Tensor] | None = None) -> None:
-        """Ask about all examples, in their order, and keep what it says; `ask` in place of itself."""
+        """Keep the logits of all examples, in their order; `ask` computes them in place of the teacher."""
         self._kept = torch.cat([(ask or self)(*inputs) for inputs in batches])
 
     @property
@@ -65,23 +75,7 @@ class Teacher:
         return self._kept is not None
 
     def recall(self, examples: Int64[Tensor, " m"]) -> Float[Tensor, "m ..."]:
-        """What it said of these."""
+        """The kept logits of these examples."""
         if self._kept is None:
             raise DistillationError("the teacher was not asked yet: call keep before recall")
         return self._kept.index_select(0, examples)
-
-
-def _require_shapes(logits: Tensor, teacher: Tensor, targets: Tensor) -> None:
-    """Torch would spread one row of answers, or one class, over all."""
-    if logits.ndim != 2 or teacher.shape != logits.shape or targets.shape != logits.shape[:1]:
-        raise DistillationError(
-            f"logits, teacher and targets are of shapes {tuple(logits.shape)}, {tuple(teacher.shape)} and"
-            f" {tuple(targets.shape)}, expected (m, classes), (m, classes) and (m,): flatten steps into the first"
-        )
-
-
-def _require_weights(temperature: float, alpha: float) -> None:
-    if not (math.isfinite(temperature) and temperature > 0):
-        raise DistillationError(f"temperature is {temperature}, expected a number above 0")
-    if not 0 <= alpha <= 1:
-        raise DistillationError(f"alpha is {alpha}, expected a number at least 0 and at most 1")

@@ -18,15 +18,15 @@ from compressm.control.linear_algebra import modulus
 
 
 class Regulariser(ABC):
-    """From a model to a number that can be differentiated: Σ over its linear layers, those of one shape at once."""
+    """A differentiable penalty of a model: the sum over its linear layers, those of one shape as one bank."""
 
     def __call__(self, model: nn.Module) -> Float[Tensor, ""]:
-        """In float64, whatever the parameters are."""
+        """Compute the penalty, in float64 whatever the parameters are."""
         return torch.stack([self.of(system).sum() for system in _banks(model)]).sum()
 
     @abstractmethod
     def of(self, system: DiagonalSystem) -> Float[Tensor, "*bank"]:
-        """Of each member of a bank."""
+        """Compute the penalty of each member of a bank."""
 
 
 @final
@@ -74,7 +74,7 @@ class ModalL1(Regulariser):
 
 
 def _banks(model: nn.Module) -> Iterator[DiagonalSystem]:
-    """The systems of all layers, one bank for every shape."""
+    """Read the systems of all layers, as one bank for every shape."""
     groups: dict[object, list[DiagonalSystem]] = {}
     for name, (module, adapter) in find(model).items():
         try:
@@ -98,5 +98,5 @@ def _banks(model: nn.Module) -> Iterator[DiagonalSystem]:
 
 
 def _stacked(tensors: list[Tensor]) -> Tensor:
-    """Without a copy where there is one."""
+    """Stack tensors on a new first axis; a single one is not copied."""
     return torch.stack(tensors) if len(tensors) > 1 else tensors[0][None]

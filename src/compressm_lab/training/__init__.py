@@ -1,4 +1,4 @@
-"""Training runs: recipes, a loop that evaluates, cuts and saves on schedules, and what can go on after a stop."""
+"""Training runs: recipes, and a loop that evaluates, cuts and saves on schedules, and resumes after a stop."""
 
 from compressm_lab.training.config import (
     CompressionConfig,

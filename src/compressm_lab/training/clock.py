@@ -1,4 +1,4 @@
-"""Where the time of a run goes, phase by phase."""
+"""A clock that counts the seconds of a run by phase."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ PHASES = (
     *("steps", "data", "evaluation", "spectrum", "cut", "optimizer", "capture", "checkpoint"),
     *("regulariser", "teacher", "truncation"),
 )
-# What a gradient step is made of.
+# The phases that a gradient step is made of.
 _STEPS = ("steps", "regulariser")
-# The stages of a cut, in words of the paper's analysis.
+# The phases of a cut's stages, in the paper's words.
 _STAGES = {"spectra": "spectrum", "optimizer": "optimizer"}
 
 
 class Clock:
-    """Seconds by phase since `take`, and of all phases since training began; a phase inside another is its own."""
+    """Seconds by phase since `take`, and in `total` since training began; time in an inner phase counts once, there."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._seconds: dict[str, float] = {}
-        self._open: list[float] = []  # what phases inside the open ones have taken
+        self._open: list[float] = []  # seconds of the phases inside each open one
         self.total = 0.0
         self.in_steps = 0.0
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """On a GPU the work before and inside is waited for."""
+        """A context whose time counts as phase `name`; a GPU finishes its work before it begins and ends."""
         self._wait()
         begin = time.perf_counter()
         self._open.append(0.0)
@@ -50,19 +50,19 @@ class Clock:
             self._seconds[name] = self._seconds.get(name, 0.0) + own
 
     def stages(self) -> AbstractContextManager[None]:
-        """Within it the stages of a cut count as phases."""
+        """A context in which the stages of a cut count as phases."""
         return watching(lambda name: self.phase(_STAGES.get(name, "cut")))
 
     def peek(self) -> dict[str, float]:
         return dict(self._seconds)
 
     def take(self) -> dict[str, float]:
-        """What the phases took since the last time."""
+        """Seconds by phase since the last call."""
         taken, self._seconds = self._seconds, {}
         return taken
 
     def restore(self, total: float, in_steps: float, seconds: dict[str, float]) -> None:
-        """Go on from what a checkpoint remembers."""
+        """Continue from the seconds of a checkpoint."""
         self.total, self.in_steps, self._seconds = total, in_steps, dict(seconds)
 
     def _wait(self) -> None:

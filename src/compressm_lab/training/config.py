@@ -1,23 +1,70 @@
-"""What a run is made of: frozen values, checked when they are made, equal to what a recipe file holds."""
+"""Recipes of runs as frozen dataclasses with the keys of a recipe file; values are checked when one is made."""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from types import ModuleType
 from typing import Annotated, Any, ClassVar, Literal, final
 
+from compressm.adapters.base import adapter_of
+from compressm.compression import Measured, Rollback, savable
+from compressm.compression.policies import GATE
+from compressm.errors import did_you_mean
+from compressm.families import family_of
+from compressm.layers import LRU, S4D, S5, Mamba, SSMLayer
+from compressm.saving.kinds import is_known
+from compressm_lab.baselines import HankelNuclearNorm
+from compressm_lab.baselines.distillation import ALPHA, TEMPERATURE
+from compressm_lab.data import DataError
+from compressm_lab.data.catalogue import imported
+
 Precision = Literal["float32", "tf32", "bfloat16"]
+GramianName = Literal["white_noise", "measured", "modal"]
+LAYERS: dict[str, type[SSMLayer]] = {"LRU": LRU, "S5": S5, "S4D": S4D, "Mamba": Mamba}
 
 
 class ConfigError(ValueError):
     """A recipe that cannot be run."""
 
 
+def layer_class(name: object) -> type[SSMLayer]:
+    """The layer class that a recipe names, ours or package.module:Name; the latter may then be part of saved models."""
+    if isinstance(name, str) and name in LAYERS:
+        return LAYERS[name]
+    if not isinstance(name, str) or ":" not in name:
+        *first, last = map(repr, LAYERS)
+        module, _, kind = str(name).rpartition(".")
+        near = did_you_mean(str(name), LAYERS) or (f"; did you mean '{module}:{kind}'?" if module else "")
+        raise ConfigError(
+            f"Input should be {', '.join(first)} or {last}, or a class of your own as package.module:Name{near}"
+        )
+    try:
+        found = imported(name)
+    except DataError as error:
+        raise ConfigError(str(error)) from error
+    if not (isinstance(found, type) and issubclass(found, SSMLayer)):
+        raise ConfigError(f"it is {found!r:.80}, expected a class of compressm.layers.SSMLayer")
+    if missing := sorted(found.__abstractmethods__):
+        raise ConfigError(f"{found.__name__} has no {' and no '.join(missing)}, which every SSMLayer has")
+    signature = inspect.signature(found)
+    try:
+        signature.bind(1, order=1)
+    except TypeError as error:
+        raise ConfigError(f"{found.__name__}{signature} is built as (width, order=n): {error}") from None
+    return found if is_known(found) else savable(found)
+
+
+def needs_data(name: str) -> bool:
+    """Tell if a layer can only be cut with data, as selective layers: it has no fixed poles and no error bound."""
+    adapter = adapter_of(layer_class(name))
+    return adapter is not None and family_of(adapter).needs_data
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Unknown keys are errors wherever one is read from a file."""
+    """A part of a recipe; an unknown key in a file is an error."""
 
     __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
 
@@ -39,14 +86,14 @@ class Config:
 
 
 class _LayerName:
-    """Lets pydantic refuse the name of a layer where it stands in a recipe."""
+    """A validator that lets pydantic report a wrong layer at its key, model.layer."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         from pydantic_core import PydanticCustomError, core_schema
 
         def checked(name: object) -> object:
             try:
-                _layers().layer_class(name)
+                layer_class(name)
             except ConfigError as error:
                 raise PydanticCustomError("layer", "{said}", {"said": str(error)}) from error
             return name
@@ -79,7 +126,7 @@ class ModelConfig(Config):
         self._at_least(1, "depth", "width", "order")
         self._share("dropout")
         try:
-            _layers().layer_class(self.layer)
+            layer_class(self.layer)
         except ConfigError as error:
             raise ConfigError(f"layer is {self.layer!r}: {error}") from error
 
@@ -129,7 +176,7 @@ class TrainingConfig(Config):
 @final
 @dataclass(frozen=True, kw_only=True)
 class WhenConfig(Config):
-    """Steps of cuts: `warmup_cuts` in the warm-up, `every` k-th from `first` to `last`, or the `steps` themselves."""
+    """Steps of cuts: `warmup_cuts` in the warm-up, every `every` steps from `first` to `last`, or listed in `steps`."""
 
     warmup_cuts: int | None = None
     every: int | None = None
@@ -153,7 +200,7 @@ class WhenConfig(Config):
 class RollbackConfig(Config):
     """The paper's pragmatic variant: undo a cut after which validation accuracy stays more than `drop` below."""
 
-    drop: float = 0.01
+    drop: float = Rollback.drop
     settle: int | None = None  # default: 1 % of all steps
 
     def __post_init__(self) -> None:
@@ -161,14 +208,14 @@ class RollbackConfig(Config):
         self._at_least(1, "settle")
 
 
-# What each kind of cut can be told.
+# The options of each kind of cut.
 _SELECTIVE = {"baked": ("two_sided", "refit"), "per-channel": ("surrogate", "two_sided"), "shared-index": ("refit",)}
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class SelectiveConfig(Config):
-    """How Mamba layers are cut: the kind, with options that only some kinds have; None is the default of the kind."""
+    """Options of cuts of Mamba layers; None is the default of the `kind`, and some options are only for some kinds."""
 
     kind: Literal["baked", "per-channel", "shared-index"] = "baked"
     two_sided: bool | None = None
@@ -182,9 +229,8 @@ class SelectiveConfig(Config):
 
     @property
     def options(self) -> dict[str, bool | str]:
-        """Those that were given."""
-        given = {"two_sided": self.two_sided, "refit": self.refit, "surrogate": self.surrogate}
-        return {name: value for name, value in given.items() if value is not None}
+        """The options that are set."""
+        return {name: value for name, value in vars(self).items() if name != "kind" and value is not None}
 
 
 _POLICIES = ("tau", "rho", "order", "bound", "total_states", "fewer")
@@ -193,10 +239,7 @@ _POLICIES = ("tau", "rho", "order", "bound", "total_states", "fewer")
 @final
 @dataclass(frozen=True, kw_only=True)
 class CompressionConfig(Config):
-    """The options of `Compressor`; the policy is the one of `_POLICIES` that is given.
-
-    fewer: so many states less at every cut.
-    """
+    """The options of `Compressor`; exactly one of `_POLICIES` is given. fewer: states to drop at every cut."""
 
     when: WhenConfig
     tau: float | None = None
@@ -205,12 +248,12 @@ class CompressionConfig(Config):
     bound: float | None = None
     total_states: int | None = None
     fewer: int | None = None
-    gramian: Literal["white_noise", "measured", "modal"] = "white_noise"
-    calibration_batches: int = 4
+    gramian: GramianName = "white_noise"
+    calibration_batches: int = Measured.batches
     fold: bool = True
     moments: Literal["transport", "restart", "slice"] = "transport"
     select: Literal["largest", "smallest", "random"] = "largest"
-    gate: float = 0.95
+    gate: float = GATE
     round_to: int = 1
     at_least: int = 1
     rollback: RollbackConfig | None = None
@@ -223,8 +266,7 @@ class CompressionConfig(Config):
                 f"compression has {' and '.join(given) or 'no policy'}, expected one of {', '.join(_POLICIES)}"
             )
         self._share("tau")
-        self._share("rho", above=True, up_to_one=True)
-        self._share("gate", above=True, up_to_one=True)
+        self._share("rho", "gate", above=True, up_to_one=True)
         self._at_least(1, "order", "total_states", "fewer", "round_to", "at_least", "calibration_batches")
         self._at_least(0, "bound")
         if self.bound is not None and self.gramian == "measured":
@@ -237,7 +279,7 @@ class CompressionConfig(Config):
 @final
 @dataclass(frozen=True, kw_only=True)
 class SpectraConfig(Config):
-    """Hankel singular values `every` so many steps; `changes` adds max |eig δH| since the record before."""
+    """Records of Hankel singular values, one every `every` steps; `changes` adds max |eig δH| since the last one."""
 
     every: int
     changes: bool = False
@@ -249,9 +291,9 @@ class SpectraConfig(Config):
 @final
 @dataclass(frozen=True, kw_only=True)
 class RegulariserConfig(Config):
-    """alpha · loss + beta · penalty of the linear layers; the gradient of the penalty is found `every` so many steps.
+    """alpha · loss + beta · penalty of the linear layers; the penalty's gradient is computed every `every` steps.
 
-    hold: it is added at every step until it is found again; otherwise once, with `every` times its weight. floor and
+    hold: add the gradient at every step until it is computed again; otherwise add it once, times `every`. floor and
     fold are for hankel-nuclear-norm: the share of σ₁ below which σ count for less, and whether modes are folded.
     """
 
@@ -260,19 +302,18 @@ class RegulariserConfig(Config):
     alpha: float = 1.0
     every: int = 1
     hold: bool = True
-    floor: float = 1e-4
-    fold: bool = True
+    floor: float = HankelNuclearNorm.floor
+    fold: bool = HankelNuclearNorm.fold
 
     def __post_init__(self) -> None:
         self._at_least(0, "alpha", "beta")
         self._at_least(1, "every")
         if not 1e-6 <= self.floor < 1:
             raise ConfigError(f"floor is {self.floor}, expected at least 1e-06 and below 1")
-        for name, usual in (("floor", 1e-4), ("fold", True)):
-            if self.kind != "hankel-nuclear-norm" and getattr(self, name) != usual:
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)} with {self.kind}, expected of hankel-nuclear-norm only"
-                )
+        for name in ("floor", "fold"):
+            value = getattr(self, name)
+            if self.kind != "hankel-nuclear-norm" and value != getattr(HankelNuclearNorm, name):
+                raise ConfigError(f"{name} is {value} with {self.kind}, expected of hankel-nuclear-norm only")
 
 
 @final
@@ -280,12 +321,12 @@ class RegulariserConfig(Config):
 class DistillationConfig(Config):
     """(1 − alpha) cross-entropy + alpha T² KL to the answers of a teacher: the folder of a run or of a saved model.
 
-    cache: the teacher is asked about every training example once, before the first step, instead of at every step.
+    cache: run the teacher on every training example once, before the first step, instead of at every step.
     """
 
     teacher: str
-    temperature: float = 2.0
-    alpha: float = 0.5
+    temperature: float = TEMPERATURE
+    alpha: float = ALPHA
     cache: bool = True
 
     def __post_init__(self) -> None:
@@ -297,11 +338,11 @@ class DistillationConfig(Config):
 @final
 @dataclass(frozen=True, kw_only=True)
 class TruncationConfig(Config):
-    """After the last step copies of the model are cut once to each of `orders`, and evaluated."""
+    """Orders to which copies of the final model are cut once, and evaluated."""
 
     orders: tuple[int, ...]
-    gramian: Literal["white_noise", "measured", "modal"] = "white_noise"
-    calibration_batches: int = 4
+    gramian: GramianName = "white_noise"
+    calibration_batches: int = Measured.batches
     fold: bool = True
 
     def __post_init__(self) -> None:
@@ -313,7 +354,7 @@ class TruncationConfig(Config):
 @final
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Config):
-    """One run. Runs with the same name and label and other seeds belong together."""
+    """One run; runs that differ only in their seed share name and label."""
 
     name: str
     task: dict[str, Any]
@@ -333,54 +374,37 @@ class Recipe(Config):
             raise ConfigError(f"task is {self.task!r:.100}, expected its name and options, as in {{name: smnist}}")
         if not 0 <= self.seed < 2**31:
             raise ConfigError(f"seed is {self.seed}, expected an integer from 0 to 2**31 - 1")
-        if self.compression is not None:
-            _require_selective(self.compression, self.model.layer)
-        _require_comparable(self)
+        for refusal in self._refusals():
+            raise ConfigError(refusal)
         if not self.label:
             parts = {"compressed": self.compression, "regularised": self.regulariser, "distilled": self.distillation}
             given = [label for label, part in parts.items() if part is not None]
             object.__setattr__(self, "label", " and ".join(given) or "baseline")
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON and YAML."""
+        """Plain values for JSON and YAML."""
         return asdict(self)
 
-
-def _layers() -> ModuleType:
-    """Layers by name: loaded when a recipe is made, since they bring in torch and need the errors here."""
-    from compressm_lab.training import layers
-
-    return layers
-
-
-def _require_selective(compression: CompressionConfig, layer: str) -> None:
-    """What the input chooses has no error bound, and what it does not choose is not cut by averages over data."""
-    selective = _layers().needs_data(layer)
-    if selective and compression.bound is not None:
-        raise ConfigError(
-            f"compression: bound is {compression.bound} with layer {layer}, whose cuts have no error bound: expected"
-            " another policy, such as tau"
-        )
-    if selective and compression.gramian == "modal":
-        raise ConfigError(f"compression: {_modal(layer)}")
-    if not selective and compression.selective is not None:
-        raise ConfigError(f"compression: selective is for layer Mamba, and layer is {layer}: leave it out")
-
-
-def _require_comparable(recipe: Recipe) -> None:
-    """What the other methods need of the model."""
-    model, truncation = recipe.model, recipe.truncation
-    selective = _layers().needs_data(model.layer)
-    if recipe.regulariser is not None and selective:
-        raise ConfigError(
-            f"regulariser: {recipe.regulariser.kind} is for layers that are linear systems, and layer is {model.layer}:"
-            " expected LRU, S5 or S4D"
-        )
-    if truncation is not None and max(truncation.orders) >= model.order:
-        raise ConfigError(f"truncation: orders has {max(truncation.orders)}, expected less than order, {model.order}")
-    if truncation is not None and truncation.gramian == "modal" and selective:
-        raise ConfigError(f"truncation: {_modal(model.layer)}")
-
-
-def _modal(layer: str) -> str:
-    return f"gramian is modal with layer {layer}, whose input chooses its poles: leave it out"
+    def _refusals(self) -> Iterator[str]:
+        """Parts that the layer of the model, or its order, does not allow."""
+        compression, truncation, layer = self.compression, self.truncation, self.model.layer
+        selective = needs_data(layer)
+        modal = f"gramian is modal with layer {layer}, whose input chooses its poles: leave it out"
+        if selective and compression is not None and compression.bound is not None:
+            yield (
+                f"compression: bound is {compression.bound} with layer {layer}, whose cuts have no error bound:"
+                " expected another policy, such as tau"
+            )
+        if selective and compression is not None and compression.gramian == "modal":
+            yield f"compression: {modal}"
+        if not selective and compression is not None and compression.selective is not None:
+            yield f"compression: selective is for layer Mamba, and layer is {layer}: leave it out"
+        if selective and self.regulariser is not None:
+            yield (
+                f"regulariser: {self.regulariser.kind} is for layers that are linear systems, and layer is {layer}:"
+                " expected LRU, S5 or S4D"
+            )
+        if truncation is not None and max(truncation.orders) >= self.model.order:
+            yield f"truncation: orders has {max(truncation.orders)}, expected less than order, {self.model.order}"
+        if selective and truncation is not None and truncation.gramian == "modal":
+            yield f"truncation: {modal}"

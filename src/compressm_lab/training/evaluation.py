@@ -1,9 +1,10 @@
-"""Loss and accuracy of a whole split, without dropout."""
+"""Loss and accuracy of a model on a whole split, and of copies of it that are cut."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from statistics import fmean
 from typing import NamedTuple, get_args
 
 import torch
@@ -15,32 +16,31 @@ from compressm.saving.rebuilding import orders_of
 from compressm_lab.data.task import Split, Task, TaskKind
 from compressm_lab.runs.records import SplitName, TruncationRecord
 from compressm_lab.training.building import batch_on, build_truncation
-from compressm_lab.training.config import Recipe
-from compressm_lab.training.layers import needs_data
+from compressm_lab.training.config import Recipe, needs_data
 from compressm_lab.training.steps import Learner, task_objective
 
 
 class Score(NamedTuple):
-    """Accuracy is None where the task is a regression."""
+    """Loss and accuracy; a regression has no accuracy."""
 
     loss: float
     accuracy: float | None
 
     @property
     def value(self) -> float:
-        """The accuracy, or the loss where there is none."""
+        """The accuracy, or the loss of a regression."""
         return self.loss if self.accuracy is None else self.accuracy
 
 
 def evaluate(learner: Learner, split: Split) -> Score:
-    """As the recipe computes, whatever the objective of training is."""
+    """Score a learner's model with the precision of its recipe and the loss of its task."""
     with learner.autocast():
         return score(unwrapped(learner.model), learner.task, split, size=learner.config.evaluation_batch)
 
 
 @torch.no_grad()
 def score(model: nn.Module, task: Task, split: Split, *, size: int = 500) -> Score:
-    """In evaluation mode; the mode is as it was afterwards."""
+    """Score a model in evaluation mode, in batches of `size`; its mode is restored."""
     objective, training = task_objective(task.kind), model.training
     model.eval()
     device = next(model.parameters()).device
@@ -57,7 +57,7 @@ def score(model: nn.Module, task: Task, split: Split, *, size: int = 500) -> Sco
 
 
 def truncations(recipe: Recipe, learner: Learner, step: int) -> Iterator[TruncationRecord]:
-    """Validation and test of a copy of the model at every order; the model itself stays whole."""
+    """Cut a copy of the model to every order of the recipe and score it on validation and test data."""
     config = recipe.truncation
     if config is None:
         return
@@ -67,17 +67,8 @@ def truncations(recipe: Recipe, learner: Learner, step: int) -> Iterator[Truncat
         model = copy.deepcopy(unwrapped(learner.model)).eval()
         cuts = compress_(model, keep=TargetOrder(order), **options)
         bounds = [cut.error_bound for cut in cuts if cut.error_bound is not None]
-        orders = orders_of(model).values()
+        mean = fmean(orders_of(model).values())
         for split in get_args(SplitName)[1:]:
             with learner.autocast():
                 found = score(model, learner.task, getattr(learner.task, split), size=learner.config.evaluation_batch)
-            yield TruncationRecord(
-                step,
-                way,
-                order,
-                sum(orders) / len(orders),
-                max(bounds, default=None),
-                split,
-                found.loss,
-                found.accuracy,
-            )
+            yield TruncationRecord(step, way, order, mean, max(bounds, default=None), split, found.loss, found.accuracy)

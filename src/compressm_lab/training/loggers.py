@@ -1,4 +1,4 @@
-"""Who is told what a run does: the command line, a notebook, or nobody."""
+"""Loggers of a run: the interface, several at once, none, and TensorBoard."""
 
 from __future__ import annotations
 
@@ -13,76 +13,66 @@ from compressm_lab.training.plan import Plan
 
 @runtime_checkable
 class RunLogger(Protocol):
-    """Every method is called on the first process only."""
+    """An observer of a run; the methods are called on the first process only."""
 
     def begins(self, recipe: Recipe, plan: Plan, step: int) -> None:
-        """After everything was built; `step` is above 0 where a run goes on."""
+        """Everything is built; `step` is above 0 if the run resumes."""
 
     def reached(self, step: int, loss: float) -> None:
-        """The mean loss since the record before."""
+        """Training reached a step; `loss` is the mean since the last evaluation."""
 
     def evaluated(self, evaluation: Evaluation) -> None:
-        """One split."""
+        """One split was evaluated."""
 
     def happened(self, event: Cut | Restored) -> None:
-        """A cut, or its undoing."""
+        """A layer was cut, or a cut was undone."""
 
     def kept(self, step: int) -> None:
-        """A cut was due, and no layer had enough to lose."""
+        """A cut was due, but no layer had enough states to lose."""
 
     def compared(self, record: PenaltyRecord | TruncationRecord) -> None:
-        """The value of a penalty at an evaluation, or one split by the final model cut once."""
-
-
-class Silent:
-    """Hears nothing."""
-
-    def begins(self, recipe: Recipe, plan: Plan, step: int) -> None: ...
-
-    def reached(self, step: int, loss: float) -> None: ...
-
-    def evaluated(self, evaluation: Evaluation) -> None: ...
-
-    def happened(self, event: Cut | Restored) -> None: ...
-
-    def kept(self, step: int) -> None: ...
-
-    def compared(self, record: PenaltyRecord | TruncationRecord) -> None: ...
+        """A penalty was recorded, or a cut copy of the final model evaluated."""
 
 
 class Several:
-    """Tells all of them, in their order."""
+    """A logger that passes every call on to several others, in their order."""
 
-    def __init__(self, *listeners: RunLogger) -> None:
-        self.listeners = listeners
+    loggers: tuple[RunLogger, ...] = ()
+
+    def __init__(self, *loggers: RunLogger) -> None:
+        self.loggers = loggers
 
     def begins(self, recipe: Recipe, plan: Plan, step: int) -> None:
-        for listener in self.listeners:
-            listener.begins(recipe, plan, step)
+        for logger in self.loggers:
+            logger.begins(recipe, plan, step)
 
     def reached(self, step: int, loss: float) -> None:
-        for listener in self.listeners:
-            listener.reached(step, loss)
+        for logger in self.loggers:
+            logger.reached(step, loss)
 
     def evaluated(self, evaluation: Evaluation) -> None:
-        for listener in self.listeners:
-            listener.evaluated(evaluation)
+        for logger in self.loggers:
+            logger.evaluated(evaluation)
 
     def happened(self, event: Cut | Restored) -> None:
-        for listener in self.listeners:
-            listener.happened(event)
+        for logger in self.loggers:
+            logger.happened(event)
 
     def kept(self, step: int) -> None:
-        for listener in self.listeners:
-            listener.kept(step)
+        for logger in self.loggers:
+            logger.kept(step)
 
     def compared(self, record: PenaltyRecord | TruncationRecord) -> None:
-        for listener in self.listeners:
-            listener.compared(record)
+        for logger in self.loggers:
+            logger.compared(record)
+
+
+class Silent(Several):
+    """A logger that passes nothing on; subclasses write only the methods that they need."""
 
 
 class TensorBoard(Silent):
-    """Loss, accuracy and learning rate of every evaluation, and the order of every layer after a cut."""
+    """A logger of TensorBoard events: every evaluation, penalty, and the order of every layer after a cut."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -95,7 +85,7 @@ class TensorBoard(Silent):
         self._writer: Any = None
 
     def begins(self, recipe: Recipe, plan: Plan, step: int) -> None:
-        # Where a run goes on, what it had written beyond its last checkpoint comes again.
+        # A run that resumes writes again what it had written after its last checkpoint.
         self._writer = self._open(str(self._folder), purge_step=step + 1 if step else None)
         self._writer.add_text("recipe", f"{recipe.name}, {recipe.label}, seed {recipe.seed}", step)
 

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM are heard between two steps; a second one ends the process at once."""
+"""The training loop: run steps up to the next due one, then cut, evaluate, record and save as the plan says."""
 
 from __future__ import annotations
 
@@ -19,25 +19,9 @@ from compressm.compression import Cut, save_model
 from compressm.compression.distributed import Processes, unwrapped
 from compressm.saving.rebuilding import orders_of
 from compressm_lab.data.task import Order, Task, TaskKind
+from compressm_lab.runs import records
 from compressm_lab.runs.directory import RunDirectory, Status
-from compressm_lab.runs.records import (
-    CutRecord,
-    Evaluation,
-    PenaltyRecord,
-    RestoredRecord,
-    Spectrum,
-    SplitName,
-    Timing,
-    TruncationRecord,
-)
-from compressm_lab.training.building import (
-    build_compressor,
-    build_model,
-    build_optimizer,
-    build_tracker,
-    placed,
-    products_in,
-)
+from compressm_lab.training import building
 from compressm_lab.training.clock import Clock
 from compressm_lab.training.config import ConfigError, Recipe
 from compressm_lab.training.evaluation import evaluate, truncations
@@ -50,7 +34,7 @@ from compressm_lab.training.steps import Learner, Objective, Prepared, make_step
 
 
 class Stop:
-    """Called, it says whether a signal has come; `signal` is its name."""
+    """The name of the first signal that came; calling it tells if one has."""
 
     def __init__(self) -> None:
         self.signal: str | None = None
@@ -60,30 +44,33 @@ class Stop:
 
 
 @contextmanager
-def heard() -> Iterator[Stop]:
-    """Within it the first signal is remembered; afterwards, and outside the main thread, all is as before."""
+def catching_signals() -> Iterator[Stop]:
+    """A context that remembers the first SIGINT or SIGTERM; a second one ends the process at once.
+
+    Outside the main thread nothing is caught.
+    """
     stop = Stop()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
     before: dict[signal.Signals, Any] = {}
+
+    def restore() -> None:
+        for which, handler in before.items():
+            signal.signal(which, handler)
 
     def remember(number: int, frame: FrameType | None) -> None:
         stop.signal = signal.Signals(number).name
-        for which, handler in before.items():
-            signal.signal(which, handler)
+        restore()
 
-    for which in (signal.SIGINT, signal.SIGTERM):
-        before[which] = signal.signal(which, remember)
+    if threading.current_thread() is threading.main_thread():
+        for which in (signal.SIGINT, signal.SIGTERM):
+            before[which] = signal.signal(which, remember)
     try:
         yield stop
     finally:
-        for which, handler in before.items():
-            signal.signal(which, handler)
+        restore()
 
 
 class Interrupted(Exception):  # noqa: N818 - it is not an error
-    """A signal came; everything is saved."""
+    """A run that a signal stopped; everything is saved."""
 
     def __init__(self, signal: str, step: int, directory: Path) -> None:
         super().__init__(f"{signal} at step {step}: saved in {directory}, resume to go on")
@@ -91,7 +78,7 @@ class Interrupted(Exception):  # noqa: N818 - it is not an error
 
 
 class Diverged(RuntimeError):  # noqa: N818 - read as a sentence
-    """The loss is not finite."""
+    """A loss, or weights, that are not finite."""
 
 
 def train(
@@ -107,23 +94,27 @@ def train(
 ) -> RunDirectory:
     """Train as the recipe says and write everything into the directory; with `resume`, go on from its last checkpoint.
 
-    A run that is finished stays as it is.
-    On the CPU a run that was stopped and resumed ends with the same bits as one that was not. Another `objective`
-    replaces the loss of the task in training, not in evaluation; `penalty` is what `recipe.regulariser` weighs.
-    `compressm_lab.experiments.comparisons` makes both for recipes that ask for them.
+    A finished run stays as it is. On the CPU a run that was stopped and resumed ends with the same bits as one that was
+    not. `objective` replaces the loss of the task in training, not in evaluation; `penalty` is weighed by
+    `recipe.regulariser`. `compressm_lab.experiments.comparisons` makes both for recipes that ask for them.
     """
-    _require_parts(recipe, objective, penalty)
+    if (recipe.regulariser is None) != (penalty is None):
+        given, wanted = ("no penalty", "one") if penalty is None else ("a penalty", "a recipe that weighs it")
+        raise ConfigError(f"regulariser is {recipe.regulariser} with {given}, expected {wanted}")
+    if recipe.distillation is not None and objective is None:
+        raise ConfigError(f"distillation is {recipe.distillation} without an objective, expected that of its teacher")
     directory = directory if isinstance(directory, RunDirectory) else RunDirectory(directory)
     plan = Plan.of(recipe)
     if resume and is_finished(directory, recipe):
         return directory
-    processes = Processes()
-    with products_in(recipe.training.precision), heard() as stop:
-        # What cannot be built leaves no folder behind.
-        state = _build(recipe, task, torch.device(device), processes, objective, penalty)
+    with building.products_in(recipe.training.precision), catching_signals() as stop:
+        # A run that cannot be built leaves no folder behind.
+        state = _build(recipe, task, torch.device(device), objective, penalty)
         run = Trainer(recipe, plan, directory, listener or Silent(), state)
-        if processes.is_first:
-            _open(directory, recipe, resume)
+        if run.is_first and resume:
+            require_same_recipe(directory, recipe)
+        elif run.is_first:
+            directory.begin(recipe.as_dict())
         try:
             return run.go(stop, resume)
         except Interrupted:
@@ -136,28 +127,16 @@ def train(
             raise
 
 
-def _open(directory: RunDirectory, recipe: Recipe, resume: bool) -> None:
-    if resume:
-        require_same_recipe(directory, recipe)
-    else:
-        directory.begin(recipe.as_dict())
-
-
 def _build(
-    recipe: Recipe,
-    task: Task,
-    device: torch.device,
-    processes: Processes,
-    objective: Objective | None,
-    penalty: Penalty | None,
+    recipe: Recipe, task: Task, device: torch.device, objective: Objective | None, penalty: Penalty | None
 ) -> Resumable:
-    task = placed(task, device)
+    processes, clock = Processes(), Clock(device)
+    task = building.placed(task, device)
     torch.manual_seed(recipe.seed)
-    model = distributed(build_model(recipe.model, task).to(device), recipe, processes)
-    optimizer = build_optimizer(model, recipe.training, device)
+    model = distributed(building.build_model(recipe.model, task).to(device), recipe, processes)
+    optimizer = building.build_optimizer(model, recipe.training, device)
     order = Order(len(task.train), recipe.training.batch, recipe.seed)
     learner = Learner(model, optimizer, objective or task_objective(task.kind), task, order, recipe.training, processes)
-    clock = Clock(device)
     if recipe.regulariser is not None and penalty is not None:
         learner.penalty = HeldPenalty(model, penalty, recipe.regulariser, clock, processes)
 
@@ -165,23 +144,14 @@ def _build(
         with clock.phase("evaluation"):
             return evaluate(learner, task.validation).value
 
-    compressor = build_compressor(recipe, model, optimizer, task, validate)
-    tracker = build_tracker(recipe, model, task)
+    compressor = building.build_compressor(recipe, model, optimizer, task, validate)
+    tracker = building.build_tracker(recipe, model, task)
     return Resumable(learner, make_steps(learner, clock), compressor, tracker, clock)
-
-
-def _require_parts(recipe: Recipe, objective: Objective | None, penalty: Penalty | None) -> None:
-    """What the recipe asks for is there, and nothing that it does not weigh."""
-    if (recipe.regulariser is None) != (penalty is None):
-        given, wanted = ("no penalty", "one") if penalty is None else ("a penalty", "a recipe that weighs it")
-        raise ConfigError(f"regulariser is {recipe.regulariser} with {given}, expected {wanted}")
-    if recipe.distillation is not None and objective is None:
-        raise ConfigError(f"distillation is {recipe.distillation} without an objective, expected that of its teacher")
 
 
 @dataclass
 class Trainer:
-    """A recipe under way."""
+    """A run in progress; `timed` is the last step whose time is in a record."""
 
     recipe: Recipe
     plan: Plan
@@ -189,21 +159,24 @@ class Trainer:
     listener: RunLogger
     state: Resumable
     step: int = 0
-    timed: int = 0  # the last step whose time is in a record
+    timed: int = 0
 
     @property
     def is_first(self) -> bool:
+        """Tell if this process is the one that writes."""
         return self.state.learner.processes.is_first
 
     def go(self, stop: Stop, resume: bool) -> RunDirectory:
-        """All that is left of the run."""
-        state = self.state
-        self._prepare()
+        """Train to the last step, from the newest checkpoint where the run resumes."""
+        state, learner = self.state, self.state.learner
+        if isinstance(learner.objective, Prepared):
+            with state.clock.phase("teacher"):  # a resumed run replaces this time by that of its checkpoint
+                learner.objective.prepare(learner.task, learner.device, learner.autocast())
         if resume:
             self.step, self.timed = state.load(self.directory)
-        join(state.learner.processes, self.recipe.seed, self.step)
+        join(learner.processes, self.recipe.seed, self.step)
         if self.is_first:
-            # A run that begins anew writes the spectra of step 0 too.
+            # A new run writes the spectra of step 0 too.
             self.directory.rewind(self.step or -1)
             self.listener.begins(self.recipe, self.plan, self.step)
         self.write_status("running")
@@ -215,23 +188,16 @@ class Trainer:
             self._require_finite()
             if self.step == goal:
                 self._do_what_is_due()
-            self._heed(stop)
+            self._end_if_signalled(stop)
         self._finish(stop)
         return self.directory
 
-    def _heed(self, stop: Stop) -> None:
-        """End, with everything saved, where a signal has come to one of the processes."""
+    def _end_if_signalled(self, stop: Stop) -> None:
+        """Save and raise `Interrupted` if a signal has come to one of the processes."""
         if any_of(self.state.learner.processes, stop()):
             self._save()
             self.write_status("interrupted", message=stop.signal or "")
             raise Interrupted(stop.signal or "", self.step, self.directory.path)
-
-    def _prepare(self) -> None:
-        """What an objective does before the first step; where a run goes on its time has been counted."""
-        learner, clock = self.state.learner, self.state.clock
-        if isinstance(learner.objective, Prepared):
-            with clock.phase("teacher"):
-                learner.objective.prepare(learner.task, learner.device, learner.autocast())
 
     def _run_to(self, goal: int, stop: Stop) -> None:
         try:
@@ -251,7 +217,8 @@ class Trainer:
         if step in plan.cuts or step in plan.judgements:
             self._cut()
         if step in plan.evaluations:
-            self._record_penalty()
+            if (penalty := self.state.learner.penalty) is not None:
+                self._log(penalty.record(step))
             self._evaluate("validation")
             self._evaluate("test")
             self._record_timing()
@@ -269,85 +236,64 @@ class Trainer:
             if self.is_first and self.step in self.plan.cuts:
                 self.listener.kept(self.step)
             return
-        # What follows runs at other orders.
+        # The steps that follow run at other orders.
         self._record_timing(before)
         state.steps.renew()
         if self.is_first:
             for event in events:
-                kind = CutRecord if isinstance(event, Cut) else RestoredRecord
+                kind = records.CutRecord if isinstance(event, Cut) else records.RestoredRecord
                 self.directory.append(kind(**event.as_dict()))
                 self.listener.happened(event)
 
-    def _evaluate(self, split: SplitName) -> None:
+    def _evaluate(self, split: records.SplitName) -> None:
         learner = self.state.learner
         with self.state.clock.phase("evaluation"):
             score = evaluate(learner, getattr(learner.task, split))
-        self._append(split, score.loss, score.accuracy)
+        self._log_evaluation(split, score.loss, score.accuracy)
 
     def _record_training(self) -> None:
-        learner, steps = self.state.learner, self.state.steps.totals().steps
-        sums = torch.tensor(self.state.steps.totals()[1:], dtype=torch.float64)
-        loss, hits, asked = learner.processes.total(sums).tolist()
+        learner, (steps, *sums) = self.state.learner, self.state.steps.totals()
+        loss, hits, asked = learner.processes.total(torch.tensor(sums, dtype=torch.float64)).tolist()
         if steps:
             accuracy = None if learner.task.kind is TaskKind.REGRESS else hits / asked
-            self._append("train", loss / (steps * learner.processes.count), accuracy)
+            self._log_evaluation("train", loss / (steps * learner.processes.count), accuracy)
         self.state.steps.clear()
 
-    def _append(self, split: SplitName, loss: float, accuracy: float | None) -> None:
+    def _log_evaluation(self, split: records.SplitName, loss: float, accuracy: float | None) -> None:
+        clock, rate = self.state.clock, self.recipe.training.rate(self.step)
+        self._log(records.Evaluation(self.step, split, loss, accuracy, rate, clock.total, clock.in_steps))
+
+    def _log(self, *found: records.Record) -> None:
+        """Write records, and tell the listener, on the first process."""
         if not self.is_first:
             return
-        clock, rate = self.state.clock, self.recipe.training.rate(self.step)
-        record = Evaluation(self.step, split, loss, accuracy, rate, clock.total, clock.in_steps)
-        self.directory.append(record)
-        self.listener.evaluated(record)
-
-    def _record_penalty(self) -> None:
-        penalty = self.state.learner.penalty
-        if penalty is not None and self.is_first:
-            config = penalty.config
-            numbers = (penalty.value, config.beta, penalty.found_at, penalty.evaluations, penalty.seconds)
-            self._compare(PenaltyRecord(self.step, config.kind, *numbers))
-
-    def _compare(self, *records: PenaltyRecord | TruncationRecord) -> None:
-        self.directory.append(*records)
-        for record in records:
-            self.listener.compared(record)
-
-    def _truncate(self, stop: Stop) -> None:
-        """All of it or, where a run that was stopped had come this far, nothing."""
-        if self.recipe.truncation is None or self.directory.records(TruncationRecord):
-            return
-        with self.state.clock.phase("truncation"):
-            found = []
-            for record in truncations(self.recipe, self.state.learner, self.step):
-                found.append(record)
-                self._heed(stop)
-        if found and self.is_first:
-            self._compare(*found)
+        self.directory.append(*found)
+        for record in found:
+            if isinstance(record, records.Evaluation):
+                self.listener.evaluated(record)
+            elif isinstance(record, records.PenaltyRecord | records.TruncationRecord):
+                self.listener.compared(record)
 
     def _record_spectra(self) -> None:
         tracker = self.state.tracker
         assert tracker is not None
         with self.state.clock.phase("spectrum"):
             found = tracker.step(self.step)
-        if found is not None and self.is_first:
-            for module, sigma in found.items():
-                mean = sigma.reshape(-1, sigma.shape[-1]).mean(0).tolist()
-                self.directory.append(Spectrum(self.step, module, mean, tracker.bounds[-1][module]))
+        for module, sigma in (found or {}).items():
+            mean = sigma.reshape(-1, sigma.shape[-1]).mean(0).tolist()
+            self._log(records.Spectrum(self.step, module, mean, tracker.bounds[-1][module]))
 
     def _orders(self) -> dict[str, int]:
         return orders_of(unwrapped(self.state.learner.model))
 
     def _record_timing(self, orders: dict[str, int] | None = None) -> None:
-        """Of the phases since the record before; `orders` are those that the steps ran at, where others now."""
+        """Record the phases since the last record; `orders` are those of the steps, if the model has others now."""
         orders = orders or self._orders()
         done, self.timed = self.step - self.timed, self.step
-        seconds = self.state.clock.take()
-        if self.is_first:
-            self.directory.append(Timing(self.step, done, orders, seconds))
+        self._log(records.Timing(self.step, done, orders, self.state.clock.take()))
 
     def _require_finite(self) -> None:
-        """Of loss and weights: a finite loss may have had a gradient that was not."""
+        """Check loss and weights: the gradient of a finite loss may not have been finite."""
         totals, model = self.state.steps.totals(), self.state.learner.model
         if self.is_first and totals.steps:
             self.listener.reached(self.step, totals.loss / totals.steps)
@@ -364,11 +310,17 @@ class Trainer:
     def _save(self) -> None:
         if self.is_first:
             with self.state.clock.phase("checkpoint"):
-                keep = self.recipe.training.keep_checkpoints
-                self.state.save(self.directory, self.step, self.timed, keep=keep)
+                self.state.save(self.directory, self.step, self.timed, keep=self.recipe.training.keep_checkpoints)
 
     def _finish(self, stop: Stop) -> None:
-        self._truncate(stop)
+        """Cut and evaluate copies, unless a run that was stopped has done so, and save the model."""
+        if self.recipe.truncation is not None and not self.directory.records(records.TruncationRecord):
+            found = []
+            with self.state.clock.phase("truncation"):
+                for record in truncations(self.recipe, self.state.learner, self.step):
+                    found.append(record)
+                    self._end_if_signalled(stop)
+            self._log(*found)
         if self.state.clock.peek():
             self._record_timing()  # of the last checkpoint
         if self.is_first:

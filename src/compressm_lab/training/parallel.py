@@ -1,4 +1,4 @@
-"""Several processes, as torchrun starts them: each learns from its share of every batch, the first one writes."""
+"""Data-parallel processes, started by torchrun: each learns from its share of every batch, the first one writes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from compressm_lab.training.config import ConfigError, Recipe
 
 @contextmanager
 def process_group(device: torch.device) -> Iterator[torch.device]:
-    """Under torchrun all processes joined and each with its own GPU; otherwise nothing."""
+    """A context that joins the processes of torchrun, each on a GPU of its own; without torchrun it does nothing."""
     if "LOCAL_RANK" not in os.environ or dist.is_initialized():
         yield device
         return
@@ -32,7 +32,7 @@ def process_group(device: torch.device) -> Iterator[torch.device]:
 
 
 def distributed(model: nn.Module, recipe: Recipe, processes: Processes) -> nn.Module:
-    """Wrapped where there are several processes; a batch that they cannot share evenly is refused."""
+    """The model, wrapped if there are several processes; a batch that they cannot share evenly is refused."""
     if processes.count == 1:
         return model
     batch = recipe.training.batch
@@ -42,13 +42,11 @@ def distributed(model: nn.Module, recipe: Recipe, processes: Processes) -> nn.Mo
 
 
 def any_of(processes: Processes, flag: bool) -> bool:
-    """Whether it is true in one of them: they stop together."""
-    if processes.count == 1:
-        return flag
-    return bool(processes.total(torch.tensor(float(flag))) > 0)
+    """Tell if the flag is set in any of the processes, so that all stop together."""
+    return flag if processes.count == 1 else bool(processes.total(torch.tensor(float(flag))) > 0)
 
 
 def join(processes: Processes, seed: int, step: int) -> None:
-    """Different random numbers, for dropout, in every process but the first, which goes on with its own."""
+    """Give every process but the first random numbers of its own, for dropout."""
     if processes.index:
         torch.manual_seed(hash((seed, step, processes.index)) % 2**31)

@@ -1,8 +1,8 @@
-"""Value and gradient of a penalty as one CUDA graph: some 250 small kernels, which Python launches in 9 ms.
+"""A penalty's value and gradient as one CUDA graph, instead of some 250 small kernels that Python launches in 9 ms.
 
-A recording reads parameters where they lie and writes to tensors that stay, so that a replay is one launch. It holds as
-long as all of them do: after a cut it is made anew. Work that looks at values on the host cannot be recorded; it is
-found out beforehand, because a recording that breaks off leaves the generator of random numbers inside it.
+A recording reads parameters in place and writes to tensors that stay, so that a replay is one launch; after a cut it is
+made anew. Work that reads values on the host cannot be recorded: `require_no_waiting` refuses it beforehand, because a
+recording that breaks off leaves the random number generator in a broken state.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from torch.utils._pytree import tree_leaves
 
 from compressm.compression.distributed import Processes, unwrapped
 from compressm.control.validation import values_unread
+from compressm_lab.runs.records import PenaltyRecord
 from compressm_lab.training.clock import Clock
 from compressm_lab.training.config import RegulariserConfig
 
-# Operations whose result, or its size, is read on the host.
+# Operations whose result, or its size, the host reads.
 _WAITING = (
     *("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "unique", "_unique2"),
     *("repeat_interleave", "linalg_eig", "_linalg_eigvals", "_linalg_eigh", "_linalg_svd", "_linalg_solve_ex"),
@@ -33,7 +34,7 @@ _WAITING = (
 
 
 class Waiting(TorchDispatchMode):
-    """Counts what a GPU would run, and what the host would wait for in between, by name."""
+    """Counters of the operations that a GPU would launch, and of those that the host would wait for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,39 +54,45 @@ class Waiting(TorchDispatchMode):
 
 
 def _masks(name: str, args: tuple[Any, ...]) -> bool:
-    """x[mask], whose size depends on the mask."""
+    """Tell if it is x[mask], whose size depends on the mask."""
     indices = tree_leaves(args[1]) if name.startswith("index") and len(args) > 1 else []
     return any(isinstance(leaf, Tensor) and leaf.dtype == torch.bool for leaf in indices)
 
 
 def _moves(result: object, given: object) -> bool:
-    """From a GPU to the host."""
+    """Tell if the operation copies from a GPU to the host."""
     there = any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in tree_leaves(given))
     return there and any(isinstance(leaf, Tensor) and not leaf.is_cuda for leaf in tree_leaves(result))
 
 
 class Unrecordable(RuntimeError):  # noqa: N818 - read as a sentence
-    """Work of which no CUDA graph can be made; the message says why."""
+    """Work that no CUDA graph can hold; the message says why."""
 
 
 def require_no_waiting(work: Callable[[], object]) -> Waiting:
-    """Run it once and refuse it where the host waits for the device."""
-    with Waiting() as seen:
+    """Run work once and refuse it if the host waits for the device."""
+    with Waiting() as counts:
         work()
-    if seen.waited:
-        listed = ", ".join(f"{name} ({count} times)" for name, count in seen.waited.items())
+    if counts.waited:
+        listed = ", ".join(f"{name} ({count} times)" for name, count in counts.waited.items())
         raise Unrecordable(f"the host waits for {listed}")
-    return seen
+    return counts
 
 
 class Recording:
-    """`work`, which reads `read` and writes `written`, to be replayed as long as these lie where they did."""
+    """A CUDA graph of `work`, which reads `read` and writes `written`; valid until one of these moves."""
 
     def __init__(self, work: Callable[[], object], read: Iterable[Tensor], written: Mapping[str, Tensor]) -> None:
-        self._read, self._written = list(read), dict(written)
+        self._tensors = [*read, *written.values()]
         self._places = self._look()
-        _warm_up(work)
         self._graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        # Libraries open their handles, and kernels are loaded, before anything is recorded.
+        own = torch.cuda.Stream()
+        own.wait_stream(stream)
+        with torch.cuda.stream(own):
+            require_no_waiting(work)
+        stream.wait_stream(own)
+        torch.cuda.synchronize()
         try:
             with torch.cuda.graph(self._graph):
                 work()
@@ -94,34 +101,26 @@ class Recording:
             raise Unrecordable(" ".join(str(error).split())[:300]) from error
 
     def holds(self) -> bool:
-        """Nothing has been moved or resized since."""
+        """Tell if no tensor has been moved or resized since."""
         return self._look() == self._places
 
     def replay(self) -> None:
-        """On the current stream."""
+        """Run the work again, on the current stream."""
         self._graph.replay()
 
     def _look(self) -> list[tuple[int, torch.Size, torch.dtype]]:
-        tensors = [*self._read, *self._written.values()]
-        return [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in tensors]
+        return [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in self._tensors]
 
 
-def _warm_up(work: Callable[[], object]) -> None:
-    """On a stream of its own: libraries open their handles, and kernels are loaded, before anything is recorded."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        require_no_waiting(work)
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-
-
-# From a model to a number that can be differentiated with respect to its parameters.
+# A number of a model that can be differentiated with respect to its parameters.
 Penalty = Callable[[nn.Module], Tensor]
 
 
 class HeldPenalty:
-    """beta times a penalty: outside a CUDA graph its gradient is written into tensors that the graph adds."""
+    """The gradient of beta times a penalty, held in tensors that every step, or its CUDA graph, adds.
+
+    `record` computes it by a CUDA graph if the model is on a GPU.
+    """
 
     def __init__(
         self,
@@ -133,7 +132,6 @@ class HeldPenalty:
         *,
         record: bool = True,
     ) -> None:
-        """`record`: as a CUDA graph, where the model is on a GPU."""
         self.config = config
         self._model, self._penalty, self._clock, self._processes = unwrapped(model), penalty, clock, processes
         self._held: dict[str, Tensor] = {}
@@ -147,35 +145,42 @@ class HeldPenalty:
 
     @property
     def recorded(self) -> bool:
-        """It is found by a CUDA graph."""
+        """Tell if a CUDA graph computes the gradient."""
         return self._recording is not None
 
     @property
     def value(self) -> float:
-        """Of the penalty without its weight, when it was found last."""
+        """The last value of the penalty, without its weight."""
         return float(self._value)
 
+    def record(self, step: int) -> PenaltyRecord:
+        """A record of the last value, for an evaluation at `step`."""
+        numbers = (self.value, self.config.beta, self.found_at, self.evaluations, self.seconds)
+        return PenaltyRecord(step, self.config.kind, *numbers)
+
     def weigh(self, loss: Tensor) -> Tensor:
-        """The share of the task in what is minimised."""
+        """Multiply the loss of the task by alpha."""
         return loss if self.config.alpha == 1 else self.config.alpha * loss
 
     def add_(self) -> None:
-        """To the gradients of the loss."""
-        parameters = dict(self._model.named_parameters())
-        fresh = {name: part for name, part in self._held.items() if parameters[name].grad is None}
-        for name, part in fresh.items():
-            parameters[name].grad = part.clone()
-        there = [name for name in self._held if name not in fresh]
-        if there:
-            gradients: Any = [parameters[name].grad for name in there]
-            held: Any = [self._held[name] for name in there]
+        """Add the held gradient to those of the parameters."""
+        gradients: Any = []
+        held: Any = []
+        for name, part in self._held.items():
+            parameter = self._parameter(name)
+            if parameter.grad is None:
+                parameter.grad = part.clone()
+            else:
+                gradients.append(parameter.grad)
+                held.append(part)
+        if held:
             torch._foreach_add_(gradients, held)
 
     def ready(self, step: int) -> int:
-        """Hold what this step is to add; the last step from here on that adds the same."""
+        """Hold the gradient that this step adds; returns the last step that adds the same."""
         every, hold = self.config.every, self.config.hold
         due = (step - 1) % every == 0
-        # A step that is asked for again, as after the recording of a graph, has what it needs.
+        # A step that is repeated, as after the recording of a graph, has its gradient already.
         if (due and self.found_at != step) or (self._stale and hold):
             self._find(step)
         elif not (hold or due):
@@ -184,22 +189,17 @@ class HeldPenalty:
         return step if due and not hold else step + every - 1 - (step - 1) % every
 
     def renew(self) -> None:
-        """Sizes have changed."""
+        """Forget everything that depends on the sizes before a cut."""
         self._stale, self._recording = True, None
 
     def state_dict(self) -> dict[str, Any]:
-        """To go on with the same bits in the middle of an interval."""
-        return {
-            "held": {name: part.cpu() for name, part in self._held.items()},
-            "stale": self._stale,
-            "value": self.value,
-            "found_at": self.found_at,
-            "evaluations": self.evaluations,
-            "seconds": self.seconds,
-        }
+        """State of a checkpoint: a run resumes with the same bits in the middle of an interval."""
+        held = {name: part.cpu() for name, part in self._held.items()}
+        counts = {"found_at": self.found_at, "evaluations": self.evaluations, "seconds": self.seconds}
+        return {"held": held, "stale": self._stale, "value": self.value, **counts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse, on the device of the model."""
+        """Restore the state of a checkpoint, on the device of the model."""
         self._recording = None
         self._held = {name: part.to(self._parameter(name).device) for name, part in state["held"].items()}
         self._stale, self._value, self.found_at = state["stale"], state["value"], state["found_at"]
@@ -218,14 +218,14 @@ class HeldPenalty:
         self.evaluations += 1
         self.seconds += time.perf_counter() - begin
         if self._recording is None and self._recordable:
-            self._prepare()
+            self._capture()
 
     @property
     def _recordable(self) -> bool:
         return self._record and self._processes.count == 1 and next(self._model.parameters()).is_cuda
 
     def _evaluate(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """The value, and the gradients with their weight."""
+        """Compute the value, and the gradients with their weight."""
         names, parameters = zip(*self._model.named_parameters(), strict=True)
         with torch.enable_grad():
             value = self._penalty(self._model)
@@ -235,8 +235,8 @@ class HeldPenalty:
         gradients: Any = list(there.values())
         return value.detach(), dict(zip(there, torch._foreach_mul(gradients, weight), strict=True))
 
-    def _prepare(self) -> None:
-        """The next evaluation as a graph; one of which none can be made goes on as it is."""
+    def _capture(self) -> None:
+        """Record the next evaluation as a CUDA graph; without one if that cannot be."""
         assert isinstance(self._value, Tensor)
         held, value = self._held, self._value.clone()
 
@@ -257,14 +257,14 @@ class HeldPenalty:
                 warnings.warn(f"the penalty runs without a CUDA graph, several times slower: {reason}", stacklevel=2)
 
     def _as_first(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The same bits on all processes: rounding may differ between machines, and weights would drift apart."""
+        """The first process's bits on all: rounding may differ between machines, and weights would drift apart."""
         if self._processes.count == 1:
             return gradients
         sent = self._processes.as_first({name: part.cpu() for name, part in gradients.items()})
         return {name: part.to(gradients[name].device) for name, part in sent.items()}
 
     def _hold(self, gradients: dict[str, Tensor]) -> None:
-        """In the tensors that are there, where a graph looks for them, as long as shapes are the same."""
+        """Copy gradients into the held tensors, which a graph reads; new tensors only for new shapes."""
         for name, part in gradients.items():
             before = self._held.get(name)
             if before is not None and before.shape == part.shape:

@@ -1,4 +1,4 @@
-"""Recipes in files: YAML, strict; single values can be set from outside."""
+"""Readers of recipes: strict YAML files, with single values set by key=value."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from compressm_lab.training.config import Config, ConfigError, Recipe
 
 
 def read_recipe(path: Path | str, settings: Iterable[str] = (), *, spoken: Mapping[str, str] | None = None) -> Recipe:
-    """The recipe of a YAML file, with settings such as "compression.tau=0.02" on top.
+    """Read the recipe of a YAML file, with settings such as "compression.tau=0.02" on top.
 
-    What is wrong is said of the setting that made it so, or else of the file. `spoken` has the words for settings that
-    were not given by --set.
+    An error names the setting that caused it, or else the file. `spoken` maps settings that did not come from --set to
+    what the user typed instead.
     """
     contents, settings = _contents(Path(path)), tuple(settings)
     recipe, problems = _checked(with_settings(contents, settings))
@@ -28,7 +28,7 @@ def read_recipe(path: Path | str, settings: Iterable[str] = (), *, spoken: Mappi
 
 
 def make_recipe(contents: Mapping[str, Any], *, source: str = "recipe") -> Recipe:
-    """A recipe from plain values; every value that is wrong is named with what is allowed."""
+    """Make a recipe from plain values; the error names every wrong value and what is allowed."""
     recipe, problems = _checked(contents)
     if recipe is None:
         raise ConfigError(f"{source}: {'; '.join(problems)}")
@@ -50,7 +50,7 @@ def _contents(path: Path) -> dict[str, Any]:
 
 
 def _checked(contents: Mapping[str, Any]) -> tuple[Recipe | None, list[str]]:
-    """The recipe, or all that is wrong with it."""
+    """The recipe, or None and all its problems."""
     from pydantic import TypeAdapter, ValidationError
 
     try:
@@ -63,19 +63,19 @@ def _checked(contents: Mapping[str, Any]) -> tuple[Recipe | None, list[str]]:
     return (None if mistaken else recipe), mistaken
 
 
-def _problems(contents: dict[str, Any], settings: Sequence[str]) -> list[str]:
-    try:
-        return _checked(with_settings(contents, settings))[1]
-    except ConfigError as error:  # a setting that needed another one
-        return [str(error)]
-
-
 def _blamed(
     problems: Sequence[str], contents: dict[str, Any], settings: Sequence[str], file: str, words: Mapping[str, str]
 ) -> str:
-    """Every problem after the settings without which it would not be there; after the file where it is its own."""
+    """Say every problem after the settings that cause it, or after the file if none does."""
+
+    def problems_without(setting: str) -> list[str]:
+        try:
+            return _checked(with_settings(contents, [other for other in settings if other != setting]))[1]
+        except ConfigError as error:  # a setting that needed this one
+            return [str(error)]
+
     own = _checked(contents)[1]
-    without = {s: _problems(contents, [other for other in settings if other != s]) for s in settings}
+    without = {setting: problems_without(setting) for setting in settings}
     said: dict[str, list[str]] = {}
     for problem in problems:
         guilty = [] if problem in own else [s for s in settings if problem not in without[s]] or settings
@@ -84,7 +84,7 @@ def _blamed(
 
 
 def _mistaken(given: Any, read: Any, key: str = "") -> Iterator[str]:
-    """Pydantic reads true as 1, and 1 as true."""
+    """Find numbers given for booleans and booleans for numbers, which pydantic converts."""
     if isinstance(given, Mapping) and isinstance(read, Mapping):
         for name, value in given.items():
             yield from _mistaken(value, read.get(name), f"{key}.{name}".strip("."))
@@ -97,7 +97,7 @@ def _mistaken(given: Any, read: Any, key: str = "") -> Iterator[str]:
 
 
 def with_settings(contents: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]:
-    """A copy in which "a.b=value" has set contents["a"]["b"]; values are read as YAML."""
+    """Copy `contents` and set ["a"]["b"] for every setting "a.b=value"; values are read as YAML."""
     import yaml
 
     changed = copy.deepcopy(dict(contents))
@@ -136,7 +136,7 @@ def _problem(problem: Mapping[str, Any]) -> str:
 
 
 def _unknown(*parts: str) -> str:
-    """A key beside those that are allowed, with the one that may have been meant, there or elsewhere."""
+    """Describe an unknown key: the allowed ones, and the one that may have been meant, there or elsewhere."""
     *above, last = parts
     places = [key.split(".") for key in _keys(Recipe)]
     allowed = [place[-1] for place in places if place[:-1] == above]
@@ -146,7 +146,7 @@ def _unknown(*parts: str) -> str:
 
 
 def _keys(kind: type[Config], prefix: str = "") -> Iterator[str]:
-    """All that a recipe may have, as "model.order"."""
+    """All keys of a recipe, as "model.order"."""
     hints = get_type_hints(kind)
     for field in fields(kind):
         yield f"{prefix}{field.name}"

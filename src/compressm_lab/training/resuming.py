@@ -1,4 +1,4 @@
-"""Checkpoints of a run: the last few, each whole, and what goes on from them."""
+"""Checkpoints of a run: what they hold, which are kept, and how a run continues from them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NAME = re.compile(r"step-(\d+)\.pt")
 
 @dataclass
 class Resumable:
-    """All that changes from step to step."""
+    """The state of a run that changes from step to step."""
 
     learner: Learner
     steps: Steps
@@ -34,7 +34,7 @@ class Resumable:
     clock: Clock
 
     def save(self, directory: RunDirectory, step: int, timed: int, *, keep: int) -> Path:
-        """One more checkpoint; of those before it the last `keep` − 1 stay. `timed`: the last step in a `Timing`."""
+        """Write a checkpoint and keep the newest `keep`; `timed` is the last step of a `Timing`."""
         directory.sync()
         path = directory.checkpoints / f"step-{step:08d}.pt"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,7 +49,7 @@ class Resumable:
                 "totals": list(self.steps.totals()),
                 "seconds": [self.clock.total, self.clock.in_steps],
                 "phases": self.clock.peek(),
-                "tracker": _latest(self.tracker),
+                "tracker": None if self.tracker is None else self._latest(self.tracker),
                 "penalty": None if self.learner.penalty is None else self.learner.penalty.state_dict(),
             },
         )
@@ -57,7 +57,7 @@ class Resumable:
         return path
 
     def load(self, directory: RunDirectory) -> tuple[int, int]:
-        """Step and `timed` of the newest checkpoint that is whole, newer ones go; 0 and 0 if there is none yet."""
+        """Load the newest checkpoint that is whole, remove newer ones, and return its step and `timed`, or 0 and 0."""
         problems: dict[Path, str] = {}
         for path in checkpoints(directory):
             try:
@@ -67,15 +67,15 @@ class Resumable:
             except SavingError as error:
                 problems[path] = str(error)
                 continue
-            self._remember(found.extra)
+            self._restore(found.extra)
             if self.learner.processes.is_first:
-                _remove(*problems, *directory.checkpoints.glob(".step-*.pt"))  # those half written have a dot
+                _remove(*problems, *directory.checkpoints.glob(".step-*.pt"))  # a dot: written by half
             return found.step, found.extra["timed"]
         if problems:
             raise SavingError(f"no checkpoint of {directory.path} can be read: {'; '.join(problems.values())}")
         return 0, 0
 
-    def _remember(self, extra: Any) -> None:
+    def _restore(self, extra: Any) -> None:
         self.steps.restore(Totals(*extra["totals"]))
         keep_rates_on_(self.learner.optimizer, self.learner.device)
         total, in_steps = extra["seconds"]
@@ -83,26 +83,33 @@ class Resumable:
         if self.learner.penalty is not None:
             self.learner.penalty.load_state_dict(extra["penalty"])
         if self.tracker is not None and extra["tracker"] is not None:
-            self.tracker.load_state_dict(_moved(extra["tracker"], self.learner.device))
+            before = _moved(extra["tracker"]["before"], self.learner.device)
+            self.tracker.load_state_dict({**extra["tracker"], "before": before})
+
+    @staticmethod
+    def _latest(tracker: HankelTracker) -> dict[str, Any]:
+        """The tracker's state without spectra, which are in the run's files: the systems to compare with next."""
+        state = tracker.state_dict()
+        before = _moved(state["before"], torch.device("cpu"))
+        return {"steps": state["steps"][-1:], "spectra": [], "bounds": [], "before": before}
 
 
 def is_finished(directory: RunDirectory, recipe: Recipe) -> bool:
-    """Whether nothing of this recipe is left to do there; a run of another recipe is refused."""
-    if not directory.finished:
-        return False
-    require_same_recipe(directory, recipe)
-    return True
+    """Tell if the run in the folder is finished; a run of another recipe is refused."""
+    if directory.finished:
+        require_same_recipe(directory, recipe)
+    return directory.finished
 
 
 def require_same_recipe(directory: RunDirectory, recipe: Recipe) -> None:
-    """A run goes on as it began."""
+    """Refuse to continue a run of another recipe."""
     mine = json.loads(json.dumps(recipe.as_dict()))
     if changed := "; ".join(differences(directory.config(), mine)):
         raise ConfigError(f"{directory.path} is a run of another recipe: {changed}")
 
 
 def differences(stored: Any, mine: Any, key: str = "") -> Iterator[str]:
-    """What two recipes as plain values differ in, in words."""
+    """Describe each value that differs between two recipes, given as plain values."""
     if isinstance(stored, dict) and isinstance(mine, dict):
         for name in sorted({*stored, *mine}):
             yield from differences(stored.get(name), mine.get(name), f"{key}.{name}".strip("."))
@@ -110,27 +117,15 @@ def differences(stored: Any, mine: Any, key: str = "") -> Iterator[str]:
         yield f"{key} was {stored!r:.200} and is {mine!r:.200}"
 
 
+def checkpoints(directory: RunDirectory) -> list[Path]:
+    """Checkpoints of a run, newest first."""
+    return sorted((path for path in directory.checkpoints.glob("*.pt") if _NAME.fullmatch(path.name)), reverse=True)
+
+
 def _remove(*paths: Path) -> None:
     for path in paths:
         path.unlink(missing_ok=True)
 
 
-def checkpoints(directory: RunDirectory) -> list[Path]:
-    """Newest first."""
-    found = [path for path in directory.checkpoints.glob("step-*.pt") if _NAME.fullmatch(path.name)]
-    return sorted(found, reverse=True)
-
-
-def _latest(tracker: HankelTracker | None) -> dict[str, Any] | None:
-    """What it compares with next; the spectra themselves are in the run's files."""
-    if tracker is None:
-        return None
-    state = tracker.state_dict()
-    cpu = {name: {key: value.cpu() for key, value in parts.items()} for name, parts in state["before"].items()}
-    return {"steps": state["steps"][-1:], "spectra": [], "bounds": [], "before": cpu}
-
-
-def _moved(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """The tracker's systems where the model is."""
-    moved = {name: {key: value.to(device) for key, value in parts.items()} for name, parts in state["before"].items()}
-    return {**state, "before": moved}
+def _moved(systems: dict[str, dict[str, Any]], device: torch.device) -> dict[str, dict[str, Any]]:
+    return {name: {key: value.to(device) for key, value in parts.items()} for name, parts in systems.items()}

@@ -23,7 +23,7 @@ from compressm_lab.training import (
 )
 from compressm_lab.training.building import build_model, build_optimizer
 from compressm_lab.training.clock import Clock
-from compressm_lab.training.steps import EagerSteps, GraphSteps, Learner, task_objective
+from compressm_lab.training.steps import GraphSteps, Learner, Steps, task_objective
 from tests.lab.training.tiny import Sending, lines, tokens
 
 pytestmark = pytest.mark.gpu
@@ -67,7 +67,7 @@ def losses(steps, first, last):
 def test_a_graph_learns_what_a_plain_loop_learns_before_and_after_a_cut():
     """With a rate that rises and falls inside the graph."""
     found = []
-    for kind in (EagerSteps, GraphSteps):
+    for kind in (Steps, GraphSteps):
         steps = steps_of(kind, clip=1.0, ssm_factor=0.5, weight_decay=0.05)
         before = losses(steps, 1, 12)
         learner = steps.learner
@@ -81,7 +81,7 @@ def test_a_graph_learns_what_a_plain_loop_learns_before_and_after_a_cut():
 
 
 def test_many_replays_together_count_every_step():
-    together, single = steps_of(GraphSteps), steps_of(EagerSteps)
+    together, single = steps_of(GraphSteps), steps_of(Steps)
     assert together.run(1, 40, lambda: False) == single.run(1, 40, lambda: False) == 40
     mine, its = together.totals(), single.totals()
     assert (mine.steps, mine.asked) == (its.steps, its.asked) == (40, 320)

@@ -15,7 +15,7 @@ from compressm_lab.data import CATALOGUE, DataError, make
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.records import CutRecord, Spectrum
 from compressm_lab.training import ConfigError, Interrupted, ModelConfig, train
-from compressm_lab.training.layers import LAYERS, layer_class, needs_data
+from compressm_lab.training.config import LAYERS, layer_class, needs_data
 from compressm_lab.training.reading import make_recipe
 from tests.lab.training import own
 from tests.lab.training.tiny import CUTS, Sending, check_same_run, from_dataset, recipe

@@ -26,7 +26,7 @@ class Stand(Recording):
 
     def __init__(self, work, read, written):
         Stand.made += 1
-        self._read, self._written = list(read), dict(written)
+        self._tensors = [*read, *written.values()]
         self._places = self._look()
         require_no_waiting(work)
         self.replay = work
