@@ -1,1 +1,1 @@
-"""Studies of what a cut does to trained models: each module measures one thing and writes a result file."""
+"""Experiments: arms × seeds of trainings, the paper's tables and figures, and result files of our own."""

@@ -13,34 +13,32 @@ from compressm_lab.runs.measurement import Row
 from compressm_lab.training.config import Recipe
 
 ORDER, TOTAL, TEACHER = "ORDER", "TOTAL", "TEACHER"
-# "begun": a process was stopped, or is at it; "waits": for the order of other runs, or for its teacher.
+# "begun": it was stopped, or is running; "waits": for the order of other runs, or for its teacher.
 TrainingState = Literal["done", "begun", "new", "waits"]
 
 
 @dataclass(frozen=True)
 class FinalOrder:
-    """What an arm ended with: the mean over its seeds of the mean over layers, and how many layers there are."""
+    """The final order of an arm: the mean over seeds and layers, and the number of layers."""
 
     mean: float
     layers: int
 
     def filled(self, text: str) -> str:
-        """The text with numbers in the place of ORDER, the rounded mean, and TOTAL, that of all layers together."""
+        """Replace ORDER by the rounded mean and TOTAL by that of all layers together."""
         return text.replace(ORDER, str(round(self.mean))).replace(TOTAL, str(round(self.mean * self.layers)))
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One recipe with settings of its own; `task`, `method` and `column` say what it stands for.
+    """One recipe with settings of its own; `task`, `method` and `column` name its cell in a table of the paper.
 
-    They name its cell in a table of the paper, or its row in a result file, where `method` is the variant and `order`
-    is kept where a variant is trained at several.
-
-    `folder` is that of its runs: arms of several experiments with the same folder are the same trainings. `beside` is
-    the arm whose final order takes the place of ORDER and TOTAL in settings and folder: as in the paper, a baseline has
-    the mean order that compressed runs ended with (sec:setup). The run of `teacher` with the same seed takes the
-    place of TEACHER: it is trained first. `truncated` is the order that the cell shows the runs at, cut once after they
-    were trained. `once`: trained with the first seed alone.
+    In a result file `method` is the variant, and `order` a column for variants that are trained at several. `folder`
+    is that of its runs: arms of several experiments with the same folder are the same trainings. `beside` is the arm
+    whose final order replaces ORDER and TOTAL in settings and folder: as in the paper, a baseline has the mean order
+    that compressed runs ended with (sec:setup). The run of `teacher` with the same seed replaces TEACHER and is trained
+    first. `truncated` is the order that the cell shows, of runs cut once after training. `once`: only the first seed
+    is trained.
     """
 
     task: str
@@ -56,23 +54,23 @@ class Arm:
     once: bool = False
 
     def filled(self, final: FinalOrder | None) -> Arm:
-        """The arm with the order of the one beside it; the same where there is none."""
+        """Fill in the final order of the arm beside it; without one the arm stays as it is."""
         if self.beside is None or final is None:
             return self
         settings = tuple(map(final.filled, self.settings))
         return replace(self, folder=final.filled(self.folder), settings=settings, beside=None)
 
     def taught_by(self, teacher: Path) -> Arm:
-        """The arm with the folder of a run to learn from."""
+        """Fill in the folder of the teacher's run."""
         return replace(self, settings=tuple(part.replace(TEACHER, teacher.as_posix()) for part in self.settings))
 
     @property
     def known(self) -> bool:
-        """Nothing is left to be filled in."""
+        """Tell if no order is left to fill in."""
         return self.beside is None
 
     def read(self, seed: int) -> Recipe:
-        """The recipe as it will be trained."""
+        """Read the recipe of one seed."""
         return find_recipe(self.recipe, (*self.settings, f"seed={seed}"))
 
     def __str__(self) -> str:
@@ -81,10 +79,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Training:
-    """One seed of an arm: a `compressm train` as a person would type it, and the folder of its run.
-
-    `teacher` is the folder of the run that it learns from.
-    """
+    """One seed of an arm: its `compressm train` command, the folder of its run, and that of its teacher's run."""
 
     arm: Arm
     seed: int
@@ -101,7 +96,7 @@ class Training:
 
     @property
     def state(self) -> TrainingState:
-        """As the disk has it now."""
+        """The state on the disk now."""
         if not self.arm.known:
             return "waits"
         if self.finished:
@@ -112,7 +107,7 @@ class Training:
 
     @property
     def waits_for(self) -> str:
-        """What it waits for, in words; empty where it does not."""
+        """Words for what it waits for; empty if it does not wait."""
         if self.state != "waits":
             return ""
         order = [f"takes the mean final order of {self.arm.beside}"] if self.arm.beside else []
@@ -121,18 +116,18 @@ class Training:
 
     @property
     def key(self) -> tuple[str, int]:
-        """The same for the same training, whichever arm asks for it."""
+        """A key that arms which share a training have in common."""
         beside = "" if self.arm.beside is None else f" beside {self.arm.beside.folder}"
         return f"{self.arm.folder}{beside}", self.seed
 
     @property
     def names(self) -> Row:
-        """The columns that tell its row from all others."""
+        """Columns that identify its row in a result file."""
         names: Row = {"variant": self.arm.method, "seed": self.seed}
         return names if self.arm.order is None else names | {"order": self.arm.order}
 
     def command(self, data: Path | None) -> list[str]:
-        """To begin, or to go on with what a stopped process left; `data` is the folder of data sets."""
+        """Make the command that begins the training, or resumes it; `data` is the folder of data sets."""
         place = [] if data is None else ["--data", str(data), "--offline"]
         train = [sys.executable, "-m", "compressm.cli", "train"]
         if self.run.exists:
@@ -142,7 +137,7 @@ class Training:
 
     @property
     def differs(self) -> str:
-        """What differs from this in a run that is in the folder, in words; empty where nothing does."""
+        """Words for how a run in the folder differs from this training; empty if it does not."""
         return run_differs(self.run, self.arm.read(self.seed)) if self.arm.known and self.run.exists else ""
 
     def __str__(self) -> str:

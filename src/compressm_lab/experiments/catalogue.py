@@ -1,4 +1,4 @@
-"""Every table and figure of the paper by its label, and four ablations of our own: which arms each is made of."""
+"""Tables and figures of the paper by label, and four ablations of our own, each with the arms that it needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from compressm_lab.experiments.engine import Campaign
 from compressm_lab.experiments.paper import QUICK, QUICK_DEEP, QUICK_MAMBA, SMNIST, Setting
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.paper import Compared, Exhibit, paper_labels, read_paper
-from compressm_lab.runs.run import Run, read_run
+from compressm_lab.runs.run import read_run
 from compressm_lab.training.config import ConfigError
 
 # Pictures of runs on the disk that a report knows how to draw.
@@ -44,42 +44,29 @@ class Experiment:
     head: float = 1.0
 
     def plan(self, folder: Path, seeds: int | None = None) -> Campaign:
-        """Its trainings below `folder`/runs; others may share them."""
+        """Plan its trainings below `folder`/runs, where other experiments may share them."""
         return Campaign(self.arms, range(seeds or self.seeds), folder / "runs")
 
 
 def exhibit(shown: Experiment, plan: Campaign, *, quick: bool) -> Exhibit:
-    """All runs that are there, finished or not, in the cells of the paper."""
+    """Put all runs on the disk, finished or not, into the cells of the paper's table or figure."""
     cells = []
     for arm, resolved in plan.resolved():
-        runs: tuple[Run, ...] = ()
-        if resolved is not None:
-            folders = [RunDirectory(plan.folder(resolved, seed)) for seed in plan.seeds]
-            runs = tuple(read_run(folder) for folder in folders if (folder.path / "status.json").is_file())
-        teachers = (plan.finished_run(arm.teacher, seed) for seed in plan.seeds) if arm.teacher else ()
-        before = tuple(teacher for teacher in teachers if teacher is not None)
+        folders = [] if resolved is None else [plan.folder(resolved, seed) for seed in plan.seeds]
+        runs = tuple(read_run(RunDirectory(folder)) for folder in folders if (folder / "status.json").is_file())
+        teachers = [plan.finished_run(arm.teacher, seed) for seed in plan.seeds] if arm.teacher else []
         missing = "" if runs else "not trained yet"
+        before = tuple(filter(None, teachers))
         cells.append(Compared(arm.task, arm.method, arm.column, runs, missing, arm.truncated, before))
-    return Exhibit(
-        shown.label,
-        shown.title,
-        shown.picture,
-        shown.quantity,
-        tuple(cells),
-        read_paper(shown.label) if shown.label in paper_labels() else None,
-        _sizes_said(shown.arms) if quick else "",
-        shown.head,
-    )
-
-
-def _sizes_said(arms: Arms) -> str:
-    recipes = [arm.read(0) for arm in arms if arm.known]
+    stated = read_paper(shown.label) if shown.label in paper_labels() else None
+    recipes = [arm.read(0) for arm in shown.arms if quick and arm.known]
     steps = max((recipe.training.steps for recipe in recipes), default=0)
     order = max((recipe.model.order for recipe in recipes), default=0)
-    return _QUICK.format(steps=steps, order=order)
+    note = _QUICK.format(steps=steps, order=order) if quick else ""
+    return Exhibit(shown.label, shown.title, shown.picture, shown.quantity, tuple(cells), stated, note, shown.head)
 
 
-Build = Callable[[bool], Arms]  # of the quick version, or of the whole
+Build = Callable[[bool], Arms]  # True: the quick version
 _SMNIST, _DEEP, _LISTOPS = (SMNIST, QUICK), (paper.CIFAR10, QUICK_DEEP), (paper.LISTOPS, QUICK_DEEP)
 _MAMBA, _MAMBA_CIFAR = (paper.MAMBA_IMDB, QUICK_MAMBA), (paper.MAMBA_CIFAR, QUICK_MAMBA)
 _TASKS = (paper.CIFAR10, paper.LISTOPS, paper.AAN, paper.IMDB, paper.PATHFINDER, SMNIST)
@@ -87,7 +74,7 @@ _MADE: dict[str, Callable[[bool], Experiment]] = {}
 
 
 def _on(sizes: tuple[Setting, Setting], *builds: Callable[[Setting], Arms]) -> Build:
-    """The arms of a task, whole or quick, in one or several ways."""
+    """Build the arms of a task, at full size or quick, by one or several functions."""
     return lambda quick: tuple(arm for build in builds for arm in build(sizes[quick]))
 
 
@@ -96,23 +83,18 @@ def _both(*builds: Build) -> Build:
 
 
 def _sizes(sizes: tuple[Setting, Setting], orders: tuple[int, ...], quick_orders: tuple[int, ...] = (16,)) -> Build:
-    """Models that are never cut."""
+    """Build models that are never cut."""
     return lambda quick: paper.sizes(sizes[quick], quick_orders if quick else orders)
 
 
-def _paper(label: str, seeds: int, build: Build, **options: Any) -> None:
-    """Take in a table or figure with the title that its label has in the data of the paper."""
+def _add(label: str, seeds: int, build: Build, title: str = "", **options: Any) -> None:
+    """Add a table or figure; one of the paper has the title that its label has there."""
 
     def make(quick: bool) -> Experiment:
         wanted = min(seeds, _QUICK_SEEDS) if quick else seeds
-        return Experiment(label, read_paper(label).title, build(quick), wanted, **options)
+        return Experiment(label, title or read_paper(label).title, build(quick), wanted, **options)
 
     _MADE[label] = make
-
-
-def _ours(label: str, title: str, build: Build) -> None:
-    """Take in an ablation of our own."""
-    _MADE[label] = lambda quick: Experiment(label, title, build(quick), _QUICK_SEEDS if quick else _MANY, "curves")
 
 
 def _results(quick: bool) -> Arms:
@@ -123,43 +105,49 @@ def _results(quick: bool) -> Arms:
 _nuclear = _on(_SMNIST, paper.tolerances, paper.nuclear_norm)
 _distillation = _on(_DEEP, paper.tolerances, paper.distillation)
 _MAMBA_SIZES = ((8, 16, 32, 64, 128), (4, 16, 32))
-_paper("results", _SEEDS, _results)
-_paper("results-max", _SEEDS, _results, quantity="best")
-_paper("red-perf-all", _SEEDS, _results)
-_paper("speedup", _SEEDS, _on(_DEEP, paper.tolerances))
-_paper("combined", _SEEDS, _both(_nuclear, _distillation))
-_paper("hnn_vs_compressm", _MANY, _nuclear)
-_paper("knowledge-distillation", _MANY, _distillation)
-_paper("pragmatic", _SEEDS, _both(_on(_SMNIST, paper.pragmatic), _on(_DEEP, paper.pragmatic)))
-_paper("hankel_analysis", 1, lambda q: paper.every_step(_SMNIST[q], 8, 100 if q else 25_000), picture="hankel")
-_paper("hank_mnist", 1, _sizes(_SMNIST, (64,)), picture="hankel")
-_paper("hank_imdb", 1, _sizes((paper.IMDB, QUICK), (64,)), picture="hankel")
-_paper("hank_cifar", 1, _sizes(_DEEP, (57,)), picture="hankel")
-_paper("hank_listops", 1, _sizes(_LISTOPS, (56,)), picture="hankel")
-_paper("sanity", _MANY, _on(_SMNIST, paper.selections, paper.references), picture="curves")
-_paper("sanity_hankel", 1, _on(_SMNIST, paper.selections), picture="spectra", head=0.25)
-_paper("num_red", _MANY, _on(_SMNIST, paper.numbers, paper.references), picture="curves")
-_paper("num_red_hankel", 1, lambda q: paper.numbers(_SMNIST[q])[:4], picture="spectra", head=0.25)
-_paper("red_window", _MANY, _on(_SMNIST, paper.windows, paper.references), picture="curves")
-_paper("red_window_hankel", 1, lambda q: paper.windows(_SMNIST[q])[:4], picture="spectra")
-_paper("timer", 1, lambda q: paper.timer(_SMNIST[q], 8, 8), picture="timer")
-_paper("reduction-complexity", 1, lambda q: (), measures="reduction")
-_paper("mamba-cifar", _SEEDS, _sizes(_MAMBA_CIFAR, *_MAMBA_SIZES))
-_paper("mamba-imdb", _SEEDS, _both(_on(_MAMBA, paper.mamba_cuts), _sizes(_MAMBA, *_MAMBA_SIZES)), picture="seeds")
-_paper("mamba-speedup", _SEEDS, _both(lambda q: paper.mamba_cuts(_MAMBA[q])[::2], _sizes(_MAMBA, (16, 128), (4, 32))))
-_ours("fold", "Ours: conjugate modes folded or not", _on(_SMNIST, paper.folds))
-_ours("gramian", "Ours: Gramians for white noise or measured", _on(_SMNIST, paper.gramians))
-_ours("moments", "Ours: what happens to the optimizer's moments", _on(_SMNIST, paper.moments))
-_ours("policy", "Ours: a tolerance for every layer, or one budget of as many states", _on(_LISTOPS, paper.policies))
+_add("results", _SEEDS, _results)
+_add("results-max", _SEEDS, _results, quantity="best")
+_add("red-perf-all", _SEEDS, _results)
+_add("speedup", _SEEDS, _on(_DEEP, paper.tolerances))
+_add("combined", _SEEDS, _both(_nuclear, _distillation))
+_add("hnn_vs_compressm", _MANY, _nuclear)
+_add("knowledge-distillation", _MANY, _distillation)
+_add("pragmatic", _SEEDS, _both(_on(_SMNIST, paper.pragmatic), _on(_DEEP, paper.pragmatic)))
+_add("hankel_analysis", 1, lambda q: paper.every_step(_SMNIST[q], 8, 100 if q else 25_000), picture="hankel")
+_add("hank_mnist", 1, _sizes(_SMNIST, (64,)), picture="hankel")
+_add("hank_imdb", 1, _sizes((paper.IMDB, QUICK), (64,)), picture="hankel")
+_add("hank_cifar", 1, _sizes(_DEEP, (57,)), picture="hankel")
+_add("hank_listops", 1, _sizes(_LISTOPS, (56,)), picture="hankel")
+_add("sanity", _MANY, _on(_SMNIST, paper.selections, paper.references), picture="curves")
+_add("sanity_hankel", 1, _on(_SMNIST, paper.selections), picture="spectra", head=0.25)
+_add("num_red", _MANY, _on(_SMNIST, paper.numbers, paper.references), picture="curves")
+_add("num_red_hankel", 1, lambda q: paper.numbers(_SMNIST[q])[:4], picture="spectra", head=0.25)
+_add("red_window", _MANY, _on(_SMNIST, paper.windows, paper.references), picture="curves")
+_add("red_window_hankel", 1, lambda q: paper.windows(_SMNIST[q])[:4], picture="spectra")
+_add("timer", 1, lambda q: paper.timer(_SMNIST[q], 8, 8), picture="timer")
+_add("reduction-complexity", 1, lambda q: (), measures="reduction")
+_add("mamba-cifar", _SEEDS, _sizes(_MAMBA_CIFAR, *_MAMBA_SIZES))
+_add("mamba-imdb", _SEEDS, _both(_on(_MAMBA, paper.mamba_cuts), _sizes(_MAMBA, *_MAMBA_SIZES)), picture="seeds")
+_add("mamba-speedup", _SEEDS, _both(lambda q: paper.mamba_cuts(_MAMBA[q])[::2], _sizes(_MAMBA, (16, 128), (4, 32))))
+_add("fold", _MANY, _on(_SMNIST, paper.folds), "Ours: conjugate modes folded or not", picture="curves")
+_add("gramian", _MANY, _on(_SMNIST, paper.gramians), "Ours: Gramians for white noise or measured", picture="curves")
+_add("moments", _MANY, _on(_SMNIST, paper.moments), "Ours: what happens to the optimizer's moments", picture="curves")
+_add(
+    "policy",
+    _MANY,
+    _on(_LISTOPS, paper.policies),
+    "Ours: a tolerance for every layer, or one budget of as many states",
+    picture="curves",
+)
 
 
 def experiment_names() -> list[str]:
-    """The paper's labels in their order of dependence, then our own."""
+    """Labels of the paper, in their order of dependence, then our own."""
     return list(_MADE)
 
 
 def find_experiment(name: str, *, quick: bool = False) -> Experiment:
-    """An experiment by its label in the paper; `quick` is a size that a CPU trains in minutes."""
+    """Find an experiment by its label; `quick` is a size that a CPU trains in minutes."""
     if name not in _MADE:
         hint = did_you_mean(name, experiment_names())
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What a recipe asks for beside its task: a penalty on its layers, or a teacher. `train` takes both as functions."""
+"""Penalties and teachers of recipes, made into functions that `train` takes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from compressm.compression import load_model
 from compressm.errors import SavingError
@@ -20,27 +20,26 @@ from compressm_lab.training.building import batch_on
 from compressm_lab.training.penalty import Penalty
 from compressm_lab.training.steps import Objective, StepResult
 
-_ASKED_AT_ONCE = 500  # examples
+_BATCH = 500  # examples that the teacher answers at once
 
 
 class Comparison(NamedTuple):
-    """Keywords of `train`."""
+    """Keywords of `train`: the objective of a student, and a penalty."""
 
     objective: Objective | None
     penalty: Penalty | None
 
 
 def comparison(recipe: Recipe, task: Task) -> Comparison:
-    """None where the recipe does not ask."""
+    """Make the objective and the penalty of a recipe; None for each that it does not have."""
     objective = None
     if recipe.distillation is not None:
-        _require_same_task(Path(recipe.distillation.teacher), recipe.task)
-        objective = distillation(recipe.distillation, task)
+        objective = distillation(recipe.distillation, recipe.task, task)
     return Comparison(objective, None if recipe.regulariser is None else penalty(recipe.regulariser))
 
 
 def penalty(config: RegulariserConfig) -> Penalty:
-    """By its name."""
+    """Make the penalty that a recipe names."""
     return {
         "hankel-nuclear-norm": HankelNuclearNorm(floor=config.floor, fold=config.fold),
         "hankel-majoriser": HankelMajoriser(),
@@ -48,11 +47,16 @@ def penalty(config: RegulariserConfig) -> Penalty:
     }[config.kind]
 
 
-def distillation(config: DistillationConfig, task: Task) -> Distilled:
-    """With the teacher read from its folder; one that does not fit the task is refused."""
+def distillation(config: DistillationConfig, wanted: Mapping[str, Any], task: Task) -> Distilled:
+    """Read the teacher from its folder; one that learned another task than `wanted`, or does not fit, is refused."""
+    path = Path(config.teacher)
+    is_run = (path / "status.json").is_file()  # a saved model has a config.json too
+    learned = RunDirectory(path).config()["task"] if is_run else wanted
+    if dict(learned) != dict(wanted):
+        raise ConfigError(f"distillation: {path} learned on {learned}, expected {dict(wanted)}, as its student")
     if task.kind is TaskKind.REGRESS:
         raise ConfigError(f"distillation: {task.name} is a regression, expected a task with classes")
-    teacher = Teacher(_teacher(Path(config.teacher)))
+    teacher = Teacher(_teacher(path, is_run))
     batch = task.batch(task.train, torch.zeros(1, dtype=torch.int64, device=task.train.inputs.device))
     try:
         answer = teacher(batch.inputs.cpu(), None if batch.lengths is None else batch.lengths.cpu())
@@ -67,16 +71,16 @@ def distillation(config: DistillationConfig, task: Task) -> Distilled:
 
 
 class Distilled:
-    """The objective of a student; steps at which nothing is asked count for neither part."""
+    """The objective of a student; ignored steps count for neither part."""
 
     def __init__(self, teacher: Teacher, config: DistillationConfig) -> None:
         self.teacher, self.config = teacher, config
 
     def prepare(self, task: Task, device: torch.device, autocast: AbstractContextManager[object]) -> None:
-        """The teacher where the student is, and, where answers are kept, asked about all training examples."""
+        """Move the teacher to the device and, with `cache`, keep its answers to all training examples."""
         self.teacher.model.to(device)
         if self.config.cache:
-            numbers = torch.arange(len(task.train)).split(_ASKED_AT_ONCE)
+            numbers = torch.arange(len(task.train)).split(_BATCH)
             batches = (batch_on(device, task, task.train, some) for some in numbers)
             with autocast:
                 self.teacher.keep((batch.inputs, batch.lengths) for batch in batches)
@@ -84,37 +88,20 @@ class Distilled:
     def __call__(self, model: nn.Module, batch: Batch) -> StepResult:
         logits = model(batch.inputs, batch.lengths).float()
         asked = batch.targets != IGNORED
-        loss = distillation_loss(
-            logits.flatten(0, -2),
-            self._answers(batch).flatten(0, -2),
-            batch.targets.flatten(),
-            temperature=self.config.temperature,
-            alpha=self.config.alpha,
-            ignored=IGNORED,
-        )
-        return StepResult(loss, (logits.detach().argmax(-1) == batch.targets).sum(), asked.sum())
-
-    def _answers(self, batch: Batch) -> Tensor:
         if self.teacher.keeps:
             assert batch.indices is not None
-            return self.teacher.recall(batch.indices)
-        return self.teacher(batch.inputs, batch.lengths)
+            answers = self.teacher.recall(batch.indices)
+        else:
+            answers = self.teacher(batch.inputs, batch.lengths)
+        rows = (logits.flatten(0, -2), answers.flatten(0, -2), batch.targets.flatten())
+        temperature, alpha = self.config.temperature, self.config.alpha
+        loss = distillation_loss(*rows, temperature=temperature, alpha=alpha, ignored=IGNORED)
+        return StepResult(loss, (logits.detach().argmax(-1) == batch.targets).sum(), asked.sum())
 
 
-def _require_same_task(teacher: Path, task: Mapping[str, Any]) -> None:
-    """Where the teacher is a run, which says on what it learned."""
-    learned = RunDirectory(teacher).config()["task"] if _is_run(teacher) else task
-    if dict(learned) != dict(task):
-        raise ConfigError(f"distillation: {teacher} learned on {learned}, expected {dict(task)}, as its student")
-
-
-def _is_run(path: Path) -> bool:
-    return (path / "status.json").is_file()  # a saved model has a config.json too
-
-
-def _teacher(path: Path) -> nn.Module:
-    """The model of a finished run, or a saved model."""
-    run, is_run = RunDirectory(path), _is_run(path)
+def _teacher(path: Path, is_run: bool) -> nn.Module:
+    """Load the model of a finished run, or a saved model."""
+    run = RunDirectory(path)
     if is_run and not run.finished:
         raise ConfigError(f"distillation: {path} is a run that has not finished: a teacher has learned what it can")
     try:

@@ -19,19 +19,19 @@ from compressm_lab.runs.measurement import Measurement, Row
 from compressm_lab.runs.run import read_run
 from compressm_lab.training import Silent, train
 
-# Labels, and what differs from the recipe; the last is compressed too, with the Gramians of the paper.
+# Settings by label; the last is compressed too, with the Gramians of the paper.
 MODELS: dict[str, tuple[str, ...]] = {
     "large": ("compression=null",),
     "small": ("compression=null", "model.order=4"),
     "compressed": (),
     "white noise": ("compression.gramian=white_noise",),
 }
-# Which model, which seed, how many steps are done.
+# Called with a label, a seed and a step.
 Progress = Callable[[str, int, int], None]
 
 
 def plan(out: Path, seeds: int, settings: Sequence[str] = ()) -> Campaign:
-    """All trainings, seed by seed: what else the machine does falls on all models alike."""
+    """Plan all trainings, seed by seed, so that other load on the machine affects all models alike."""
     arms = (
         Arm("", label, "", "digits", label.replace(" ", "-"), (*settings, *differs, f"label={label!r}"))
         for label, differs in MODELS.items()
@@ -40,32 +40,22 @@ def plan(out: Path, seeds: int, settings: Sequence[str] = ()) -> Campaign:
 
 
 def collect(out: Path) -> Measurement:
-    """One row a training that is done: its orders, its test accuracy where validation was best, its time and cuts."""
+    """Collect one row a finished training: orders, test accuracy where validation was best, time and bounds of cuts."""
     rows: list[Row] = []
     for run in map(read_run, find_runs([out / "runs"])):
         if run.finished and run.score is not None and run.score.test is not None and run.seconds is not None:
-            bounds = [cut.error_bound for cut in run.lasting_cuts]
-            rows.append(
-                {
-                    "model": run.label,
-                    "seed": run.seed,
-                    "initial_order": sum(run.initial_orders.values()),
-                    "order": sum(run.final_orders.values()),
-                    "accuracy": 100 * run.score.test,
-                    "seconds": run.seconds,
-                    "bounds": ", ".join("none" if bound is None else f"{bound:.3g}" for bound in bounds),
-                }
-            )
+            bounds = ["none" if cut.error_bound is None else f"{cut.error_bound:.3g}" for cut in run.lasting_cuts]
+            row: Row = {"model": run.label, "seed": run.seed}
+            row |= {"initial_order": sum(run.initial_orders.values()), "order": sum(run.final_orders.values())}
+            rows.append(row | {"accuracy": 100 * run.score.test, "seconds": run.seconds, "bounds": ", ".join(bounds)})
     places = list(MODELS)
     rows.sort(key=lambda row: (places.index(str(row["model"])), row["seed"]))
     return Measurement("demo", "Digits: large, small and compressed", 1, rows)
 
 
 def run(wanted: Campaign, *, processes: int, progress: Progress) -> None:
-    """Train all of it, `processes` at a time; the first error ends it.
-
-    In one pool of processes, since trainings of seconds would take longer to load each in its own than to train.
-    """
+    """Train everything, `processes` at a time; the first error ends it."""
+    # One pool: in a process of its own a training of seconds would take longer to load than to train.
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     with ProcessPoolExecutor(processes, mp_context=context, initializer=_receive, initargs=(queue,)) as pool:
@@ -94,10 +84,10 @@ _queue: Any = None
 
 
 def _receive(queue: Any) -> None:
-    """In every process of the pool: models as small as these are slower on several threads."""
+    """Set up a process of the pool."""
     global _queue
     _queue = queue
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # models as small as these are slower on several threads
 
 
 def _train(training: Training) -> None:

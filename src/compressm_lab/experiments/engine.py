@@ -1,7 +1,7 @@
-"""The engine of experiments: arms × seeds are trainings; what is done is left alone, what was stopped goes on.
+"""The engine of experiments: it trains arms × seeds, leaves finished runs alone and resumes stopped ones.
 
-Before anything is trained `require_ready` looks whether data and devices are there. `conduct` begins each training as
-soon as what it waits for is there; one that fails does not hold up the others.
+`require_ready` checks data and devices before anything is trained. `conduct` begins each training as soon as its
+teacher, or the order it needs, is there; one that fails does not hold up the others.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from compressm_lab.runs.run import Run, read_run
 from compressm_lab.training.config import ConfigError
 
 Say = Callable[[str], None]
-UnderWay = dict[tuple[str, int], tuple[Training, Started]]
 
 
 @dataclass(frozen=True)
 class Campaign:
-    """Arms × seeds below one folder, read from the disk each time; arm by arm, or seed by seed."""
+    """Trainings of arms × seeds below one folder, arm by arm or `by_seed`; the disk is read at each call."""
 
     arms: tuple[Arm, ...]
     seeds: range
@@ -34,7 +33,7 @@ class Campaign:
     by_seed: bool = False
 
     def trainings(self, failed: Collection[tuple[str, int]] = ()) -> list[Training]:
-        """Every training once; those that wait for an arm go on without its seeds that `failed`."""
+        """List every training once; those that wait for an arm do not wait for its seeds that `failed`."""
         finals: dict[str, FinalOrder | None] = {}
         found: dict[tuple[str, int], Training] = {}
         for arm in self.arms:
@@ -48,21 +47,19 @@ class Campaign:
         return sorted(found.values(), key=lambda training: training.seed) if self.by_seed else list(found.values())
 
     def resolved(self) -> Iterator[tuple[Arm, Arm | None]]:
-        """Every arm as it was written, and with its order where that is known."""
+        """Yield every arm, and the arm with its order filled in, None while no run tells that order."""
         for arm in self.arms:
-            if arm.beside is None:
-                yield arm, arm
-            else:
-                final = self._mean([run for seed in self.seeds if (run := self.finished_run(arm.beside, seed))])
-                yield arm, None if final is None else arm.filled(final)
+            runs = [] if arm.beside is None else [self.finished_run(arm.beside, seed) for seed in self.seeds]
+            resolved = arm.filled(self._mean([run for run in runs if run]))
+            yield arm, resolved if resolved.known else None
 
     def final_order(self, arm: Arm, failed: Collection[tuple[str, int]] = ()) -> FinalOrder | None:
-        """None until every seed is finished or has failed, and at least one is finished."""
+        """The final order of an arm; None until every seed has finished or failed, and one has finished."""
         runs = [self.finished_run(arm, seed) for seed in self.seeds if (arm.folder, seed) not in failed]
         return None if None in runs else self._mean([run for run in runs if run])
 
     def finished_run(self, arm: Arm, seed: int) -> Run | None:
-        """None where it is not trained to its end."""
+        """Read a finished run; None if it is not finished."""
         directory = RunDirectory(self.folder(arm, seed))
         return read_run(directory) if directory.finished else None
 
@@ -83,7 +80,7 @@ class Campaign:
 
 
 def require_same_recipes(trainings: Iterable[Training]) -> None:
-    """Refuse runs that are there already and are of another recipe: they can neither go on nor be collected."""
+    """Refuse runs in the folder that are of another recipe: they can neither be resumed nor collected."""
     for training in trainings:
         try:
             said = training.differs
@@ -96,16 +93,16 @@ def require_same_recipes(trainings: Iterable[Training]) -> None:
 
 
 def require_ready(trainings: Iterable[Training], executor: Executor, data: Path | None, say: Say = print) -> None:
-    """Refuse, in one error and before anything is trained, what trainings that are not done would fail by.
+    """Raise one error for everything that is missing, before anything is trained.
 
-    Data sets are fetched here, once, where that is allowed: without a folder of `data`.
+    Without a folder of `data`, data sets are fetched here, once.
     """
     left = [training for training in trainings if not training.finished]
     if not left:
         return
     store = Store() if data is None else Store(data, offline=True)
-    # Each once, also where data sets of several options are read from the same files.
-    wrong = list(dict.fromkeys(said for dataset in _data_sets(left) if (said := _why_missing(dataset, store, say))))
+    # Each reason once: data sets of several options may be read from the same files.
+    wrong = list(dict.fromkeys(why for dataset in _data_sets(left) if (why := _why_missing(dataset, store, say))))
     if wrong:
         sets = "1 data set" if len(wrong) == 1 else f"{len(wrong)} data sets"
         wrong.insert(0, f"{sets} of {len(left)} trainings cannot be had, nothing was trained")
@@ -116,14 +113,14 @@ def require_ready(trainings: Iterable[Training], executor: Executor, data: Path 
 
 
 def _data_sets(trainings: Iterable[Training]) -> list[DataSet]:
-    """What the trainings read, each once, also of arms whose order is not known yet."""
+    """List the data sets of trainings, each once, also of arms whose order is not known yet."""
     tasks = {(t.arm.recipe, tuple(s for s in t.arm.settings if s.startswith("task"))): t for t in trainings}
     found = (dict(find_recipe(recipe, settings).task) for recipe, settings in tasks)
     return list(dict.fromkeys(make(task.pop("name"), **task) for task in found))
 
 
 def _why_missing(dataset: DataSet, store: Store, say: Say) -> str:
-    """Empty where it is there, can be made, or could be fetched just now."""
+    """Fetch a data set if that is allowed; words for why it is missing, empty if it is there."""
     if dataset.present(store):
         return ""
     if not store.offline:
@@ -140,7 +137,7 @@ def _why_missing(dataset: DataSet, store: Store, say: Say) -> str:
 
 @dataclass
 class Outcome:
-    """How many trainings were done before, how many by now, and why others are not; by folder and seed."""
+    """Numbers of trainings done before and by now, and why others failed, by folder and seed."""
 
     before: int = 0
     done: int = 0
@@ -149,23 +146,26 @@ class Outcome:
 
 
 def conduct(plan: Campaign, executor: Executor, say: Say = lambda line: None) -> Outcome:
-    """Train what is not done; Ctrl-C has every training save and end, and the outcome says so."""
+    """Train what is not done; after Ctrl-C every training saves and ends, and the outcome says so."""
     before = _done(plan, ())
     outcome = Outcome(before, before)
-    under_way: UnderWay = {}
+    running: dict[tuple[str, int], tuple[Training, Started]] = {}
     try:
         while True:
-            _submit(plan, executor, outcome, under_way)
-            if not under_way:
+            for training in plan.trainings(outcome.failed):
+                begun = training.key in running or training.key in outcome.failed
+                if not begun and training.state in ("new", "begun"):
+                    running[training.key] = (training, executor.submit(training))
+            if not running:
                 break
-            while not (ended := [key for key, (_, started) in under_way.items() if started.done()]):
+            while not (ended := [key for key, (_, started) in running.items() if started.done()]):
                 time.sleep(executor.patience)
             for key in ended:
-                training, started = under_way.pop(key)
+                training, started = running.pop(key)
                 _note(outcome, training, started.result(), say)
     except KeyboardInterrupt:
         outcome.interrupted = True
-        say(f"stopping: {len(under_way)} trainings are under way or wait; those under way save what they have")
+        say(f"stopping: {len(running)} trainings are under way or wait; those under way save what they have")
         executor.stop()
     outcome.done = _done(plan, outcome.failed)
     return outcome
@@ -173,14 +173,6 @@ def conduct(plan: Campaign, executor: Executor, say: Say = lambda line: None) ->
 
 def _done(plan: Campaign, failed: Collection[tuple[str, int]]) -> int:
     return sum(training.finished for training in plan.trainings(failed) if training.arm.known)
-
-
-def _submit(plan: Campaign, executor: Executor, outcome: Outcome, under_way: UnderWay) -> None:
-    """Whatever is ready and was not begun yet."""
-    for training in plan.trainings(outcome.failed):
-        asked = training.key in under_way or training.key in outcome.failed
-        if not asked and training.state in ("new", "begun"):
-            under_way[training.key] = (training, executor.submit(training))
 
 
 def _note(outcome: Outcome, training: Training, ended: Ended, say: Say) -> None:

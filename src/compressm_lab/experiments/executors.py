@@ -1,4 +1,4 @@
-"""Where trainings run: as processes of this machine, so many at a time, or as jobs of a Slurm cluster."""
+"""Executors of trainings: processes of this machine, a few at a time, or jobs of a Slurm cluster."""
 
 from __future__ import annotations
 
@@ -20,48 +20,46 @@ import torch
 from compressm_lab.experiments.arms import Training
 from compressm_lab.training.config import ConfigError
 
-_SAID = 600  # of the last words of a training that failed
+_SHOWN = 600  # characters of the last output of a training that failed
 
 
 @dataclass(frozen=True)
 class Ended:
-    """`message` is empty where the training came to its end; `interrupted` where it was stopped and saved."""
+    """The end of a training: the message is empty if it finished; `interrupted` if it was stopped and saved."""
 
     message: str = ""
     interrupted: bool = False
 
 
 class Started(Protocol):
-    """What `submit` gives back, as `concurrent.futures.Future` and the jobs of submitit do."""
+    """A submitted training, as a `concurrent.futures.Future`."""
 
-    def done(self) -> bool:
-        """Whether it has ended."""
+    def done(self) -> bool: ...
 
-    def result(self) -> Ended:
-        """How it ended."""
+    def result(self) -> Ended: ...
 
 
 class Executor(ABC):
-    """Begins trainings; `patience` is how many seconds lie between two looks at them."""
+    """A place where trainings run; `patience` is the time in seconds between two checks of them."""
 
     patience = 0.1
 
     def trouble(self) -> str:
-        """Why no training could run here, as far as that is known beforehand; empty where all could."""
+        """Words for why no training can run here, as far as that is known beforehand; empty if all can."""
         return ""
 
     @abstractmethod
     def submit(self, training: Training) -> Started:
-        """Begin, as soon as there is room for it."""
+        """Begin a training as soon as a place is free."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Have every training save what it has and end."""
+        """Make every training save and end."""
 
 
 @final
 class LocalExecutor(Executor):
-    """So many at a time on this machine. A signal reaches a training once: a second would keep it from saving."""
+    """Processes of this machine, `count` at a time; each gets one signal, as a second would keep it from saving."""
 
     def __init__(self, count: int, data: Path | None = None) -> None:
         self._pool = ThreadPoolExecutor(count)
@@ -70,25 +68,22 @@ class LocalExecutor(Executor):
         self._running: set[subprocess.Popen[str]] = set()
 
     def trouble(self) -> str:
-        """A GPU that is seen but cannot be used; without one, trainings run on the CPU."""
+        """Words for why the GPU of this machine cannot be used; without a GPU trainings run on the CPU."""
         if not torch.cuda.is_available():
             return ""
-        # In a process of its own: a GPU that takes one process alone stays free for the trainings.
+        # A process of its own: a GPU that takes only one process stays free for the trainings.
         code = "import torch; torch.zeros(1, device='cuda')"
         tried = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        if tried.returncode == 0:
-            return ""
-        return (
-            f"the GPU of this machine cannot be used: {last_words(tried.stderr)}; free it, or set"
-            " CUDA_VISIBLE_DEVICES='' to train on the CPU"
-        )
+        cure = "free it, or set CUDA_VISIBLE_DEVICES='' to train on the CPU"
+        why = f"the GPU of this machine cannot be used: {last_words(tried.stderr)}; {cure}"
+        return why if tried.returncode else ""
 
     def submit(self, training: Training) -> Future[Ended]:
-        """In a thread that waits for it."""
+        """Begin a training in a thread that waits for its process."""
         return self._pool.submit(self._run, training)
 
     def stop(self) -> None:
-        """Ask those that run, forget those that wait, and be back when all have ended."""
+        """Signal those that run, forget those that wait, and return when all have ended."""
         with self._lock:
             self._stopped = True
             for process in self._running:
@@ -109,31 +104,29 @@ class LocalExecutor(Executor):
 
 
 def _start(training: Training, data: Path | None) -> subprocess.Popen[str]:
-    """In a session of its own, which Ctrl-C on a terminal does not reach."""
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        training.command(data), stdout=pipe, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+    """Start a training in a session of its own, which Ctrl-C on a terminal does not reach."""
+    command, pipe = training.command(data), subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, start_new_session=True)
 
 
 def _ending(process: subprocess.Popen[str]) -> Ended:
-    """Wait for it; what it said last where it failed."""
-    said, _ = process.communicate()
+    """Wait for a process; the message is the end of its output if it failed."""
+    output, _ = process.communicate()
     if process.returncode == 0:
         return Ended()
     # 130 is a training that saved; a negative number one that a signal ended before it could.
-    return Ended(f"exit {process.returncode}: {last_words(said)}", interrupted=process.returncode in (130, -15, -2))
+    return Ended(f"exit {process.returncode}: {last_words(output)}", interrupted=process.returncode in (130, -15, -2))
 
 
-def last_words(said: str) -> str:
-    """The end of what a training said, on one line; refusals come in a box, after what else could have been typed."""
-    plain = " ".join("".join(" " if sign in "│╭╮╰╯─" else sign for sign in said).split())
-    return plain.rpartition("for help. Error ")[2][-_SAID:]
+def last_words(output: str) -> str:
+    """Shorten output to its end, on one line; the command line frames its errors, after a hint to --help."""
+    plain = " ".join("".join(" " if sign in "│╭╮╰╯─" else sign for sign in output).split())
+    return plain.rpartition("for help. Error ")[2][-_SHOWN:]
 
 
 @contextmanager
 def heard_as_ctrl_c() -> Iterator[None]:
-    """What ends a process politely is heard as Ctrl-C is."""
+    """A context in which SIGTERM and SIGHUP do what Ctrl-C does."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -147,13 +140,13 @@ def heard_as_ctrl_c() -> Iterator[None]:
 
 
 def run_here(training: Training, data: Path | None) -> Ended:
-    """One training, in the job of a cluster."""
+    """Run one training, in the job of a cluster."""
     return _ending(_start(training, data))
 
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """Options of every job; `cluster` is for tests: "debug" runs jobs at once, in this process."""
+    """Options of every Slurm job; tests set `cluster` to "debug", which runs jobs at once, in this process."""
 
     partition: str | None = None
     hours: float = 24.0
@@ -167,12 +160,17 @@ class SlurmOptions:
 
 @final
 class SlurmExecutor(Executor):
-    """One job a training, by submitit; it writes the same records as a process of this machine."""
+    """Jobs of a Slurm cluster, one a training, by submitit; they write the same records as local processes."""
 
     patience = 10.0
 
     def __init__(self, folder: Path, options: SlurmOptions, data: Path | None = None) -> None:
-        submitit = _submitit()
+        try:
+            import submitit
+        except ImportError:
+            raise ConfigError(
+                "--executor slurm needs submitit, which is not installed: pip install 'compressm[slurm]'"
+            ) from None
         self._data, self._jobs = data, []  # type: tuple[Path | None, list[Any]]
         try:
             self._executor = submitit.AutoExecutor(folder=str(folder / "%j"), cluster=options.cluster)
@@ -186,13 +184,13 @@ class SlurmExecutor(Executor):
         self._executor.update_parameters(name="compressm", tasks_per_node=1, **chosen)
 
     def submit(self, training: Training) -> Started:
-        """To the queue."""
+        """Put a training into the queue."""
         job = self._executor.submit(run_here, training, self._data)
         self._jobs.append(job)
         return _Job(job)
 
     def stop(self) -> None:
-        """Slurm signals the trainings, which save."""
+        """Cancel all jobs: Slurm signals the trainings, which save."""
         for job in self._jobs:
             if not job.done():
                 job.cancel()
@@ -208,13 +206,3 @@ class _Job:
     def result(self) -> Ended:
         error = self._job.exception()
         return self._job.result() if error is None else Ended(f"job {self._job.job_id}: {error!r:.300}")
-
-
-def _submitit() -> Any:
-    try:
-        import submitit
-    except ImportError:
-        raise ConfigError(
-            "--executor slurm needs submitit, which is not installed: pip install 'compressm[slurm]'"
-        ) from None
-    return submitit

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from compressm_lab.experiments.arms import ORDER, TEACHER, TOTAL, Arm
 
@@ -14,10 +16,10 @@ UNCUT = "τ = 0"
 
 @dataclass(frozen=True)
 class Setting:
-    """A task of the paper: its recipe, the order it starts from, and its tolerances; `when` are the paper's cuts.
+    """A task of the paper: its recipe, the order it starts from, its tolerances, and the steps of the paper's cuts.
 
-    `extra` is what differs from the recipe in all of its runs. With the nuclear norm in its loss, weighed by `beta` and
-    found at every `interval`-th step, it is cut once to `finals`: what the paper's tolerances lead to.
+    `extra` are settings of all its runs. The nuclear norm in its loss has the weight `beta` and is computed at every
+    `interval`-th step; the model is then cut once to `finals`, the orders that the paper's tolerances lead to.
     """
 
     task: str
@@ -32,46 +34,32 @@ class Setting:
     interval: int = 20
     finals: tuple[int, ...] = ()
 
-    @property
-    def place(self) -> str:
-        return self.folder or self.recipe
-
-    def arm(
-        self,
-        method: str,
-        column: str,
-        name: str,
-        *settings: str,
-        label: str = "",
-        beside: Arm | None = None,
-        teacher: Arm | None = None,
-        truncated: int | None = None,
-    ) -> Arm:
-        """With the settings on top of those of the task; the label is the column of what shrinks, else the method."""
+    def arm(self, method: str, column: str, name: str, *settings: str, label: str = "", **options: Any) -> Arm:
+        """Make an arm with settings on top of the task's; its label is the column if it shrinks, else the method."""
         label = label or (column if method == COMPRESSED else method)
         chosen = (*self.extra, f"label={label!r}", *settings)
-        return Arm(self.task, method, column, self.recipe, f"{self.place}/{name}", chosen, beside, teacher, truncated)
+        return Arm(self.task, method, column, self.recipe, f"{self.folder or self.recipe}/{name}", chosen, **options)
 
     def compressed(self, tau: float) -> Arm:
-        """By the paper's rule, at the steps of the paper."""
+        """Make the arm that is cut by the paper's rule, at the paper's steps."""
         cuts = f"compression={{tau: {tau}, when: {self.when}}}"
         return self.arm(COMPRESSED, f"τ = {tau:g}", f"tau-{tau:g}", f"model.order={self.order}", cuts)
 
     def whole(self) -> Arm:
-        """Never cut, with the order of the start."""
+        """Make the arm that is never cut and has the order of the start."""
         return self.uncut(self.order, UNCUT)
 
     def uncut(self, order: int, column: str) -> Arm:
-        """Never cut, with an order of its own."""
+        """Make an arm that is never cut, of any order."""
         return self.arm(BASELINE, column, f"n-{order}", f"model.order={order}", "compression=null")
 
     def beside(self, arm: Arm) -> Arm:
-        """Never cut, with the order that the arm ends with."""
+        """Make an arm that is never cut and has the final order of `arm`."""
         settings = (f"model.order={ORDER}", "compression=null")
         return self.arm(BASELINE, arm.column, f"n-{ORDER}", *settings, beside=arm)
 
     def scaled(self, step: float) -> int:
-        """A step of sMNIST's 200 000, in this training."""
+        """Scale a step of sMNIST's 200 000 to this training."""
         return max(1, round(step * self.steps / 200_000))
 
 
@@ -101,16 +89,8 @@ _SMALL = (
 QUICK = Setting(
     *("sMNIST", "digits", 64, _STEPS, _FINE[:3], "{every: 30}", _SMALL), beta=0.001, interval=5, finals=(8, 16, 32)
 )
-QUICK_DEEP = Setting(
-    "CIFAR10",
-    "digits",
-    64,
-    _STEPS,
-    (0.15, 0.05),
-    _WARMUP,
-    (*_SMALL, "name=digits-deep", "model.depth=2"),
-    folder="digits-deep",
-)
+_DEEP = (*_SMALL, "name=digits-deep", "model.depth=2")
+QUICK_DEEP = Setting("CIFAR10", "digits", 64, _STEPS, (0.15, 0.05), _WARMUP, _DEEP, folder="digits-deep")
 QUICK_MAMBA = Setting("IMDB, Mamba", "digits-mamba", 32, _STEPS, (0.001,), _WARMUP, _SMALL)
 
 
@@ -118,16 +98,13 @@ QUICK_MAMBA = Setting("IMDB, Mamba", "digits-mamba", 32, _STEPS, (0.001,), _WARM
 
 
 def tolerances(setting: Setting) -> tuple[Arm, ...]:
-    """For every τ a model that shrinks and one of the order it ends with; and the one that is never cut."""
-    found: list[Arm] = []
-    for tau in setting.taus:
-        arm = setting.compressed(tau)
-        found += [arm, setting.beside(arm)]
-    return (*found, setting.whole())
+    """Arms that shrink by every τ, beside each one of the order it ends with; and the one that is never cut."""
+    pairs = [(arm, setting.beside(arm)) for arm in map(setting.compressed, setting.taus)]
+    return (*(arm for pair in pairs for arm in pair), setting.whole())
 
 
 def nuclear_norm(setting: Setting) -> tuple[Arm, ...]:
-    """One training with the nuclear norm in its loss (app:hnn_det), whole, then cut once to the order of every τ."""
+    """A training with the nuclear norm in its loss (app:hnn_det), whole, and cut once to the order of every τ."""
     settings = (
         *(f"model.order={setting.order}", "compression=null"),
         f"regulariser={{kind: hankel-nuclear-norm, beta: {setting.beta}, every: {setting.interval}}}",
@@ -158,7 +135,7 @@ def pragmatic(setting: Setting) -> tuple[Arm, ...]:
     return (arm, setting.compressed(setting.taus[-1]), setting.whole())
 
 
-# Trainings that are looked at through their spectra or their clock.
+# Trainings whose spectra or times are shown.
 
 
 def every_step(setting: Setting, order: int, steps: int) -> tuple[Arm, ...]:
@@ -169,7 +146,7 @@ def every_step(setting: Setting, order: int, steps: int) -> tuple[Arm, ...]:
 
 
 def timer(setting: Setting, fewer: int, last: int) -> tuple[Arm, ...]:
-    """So many states fewer at equal intervals until `last` are left (app:time)."""
+    """An arm that drops `fewer` states at equal intervals until `last` are left (app:time)."""
     every = setting.scaled(5_000)
     cuts = (setting.order - last) // fewer
     rule = f"compression={{fewer: {fewer}, gate: 1.0, when: {{every: {every}, last: {every * cuts}}}}}"
@@ -183,7 +160,7 @@ def sizes(setting: Setting, orders: tuple[int, ...]) -> tuple[Arm, ...]:
 
 
 def mamba_cuts(setting: Setting) -> tuple[Arm, ...]:
-    """The paper's way, every channel by its mean system; as many of its Hankel states, drawn at random; and ours."""
+    """Cuts of Mamba: the paper's, every channel by its mean system; as many random states; and our one projection."""
     (tau,) = setting.taus
     column, rule = f"τ = {tau:g}", f"tau: {tau}, when: {setting.when}"
     mean = "selective: {kind: per-channel, surrogate: mean}"
@@ -208,88 +185,73 @@ WINDOWS = (0, 25_000, 50_000, 100_000, 150_000)
 
 
 def references(setting: Setting) -> tuple[Arm, ...]:
-    """Never cut, at both ends of the way."""
+    """Arms that are never cut, of the order before all cuts and after."""
     small = setting.order // SHRINK
     return (setting.uncut(small, f"n = {small}"), setting.uncut(setting.order, f"n = {setting.order}"))
 
 
-def selections(setting: Setting) -> tuple[Arm, ...]:
-    """Four cuts that keep the largest values, random ones or the smallest."""
-    return (
-        _four(setting, "largest kept", "folded"),
-        _four(setting, "random kept", "random", select="random"),
-        _four(setting, "smallest kept", "smallest", select="smallest"),
-    )
+Arms = Callable[[Setting], tuple[Arm, ...]]
+
+
+def _four_cuts(*ways: tuple[str, str, str]) -> Arms:
+    """Arms with four cuts each: columns, names, and options of `compression`."""
+
+    def made(setting: Setting) -> tuple[Arm, ...]:
+        steps = [setting.scaled(5_000 * k) for k in range(1, 5)]
+        return tuple(_arm(setting, column, f"four-{name}", steps, options) for column, name, options in ways)
+
+    return made
+
+
+# Cuts that keep the largest values, random ones or the smallest.
+selections = _four_cuts(
+    ("largest kept", "folded", ""),
+    ("random kept", "random", "select: random"),
+    ("smallest kept", "smallest", "select: smallest"),
+)
+# Conjugate modes folded or not; and all that the paper does, with moments cut to the first rows.
+folds = _four_cuts(
+    ("folded", "folded", ""),
+    ("unfolded", "unfolded", "fold: false"),
+    ("as in the paper", "paper", "fold: false, moments: slice"),
+)
+# Gramians for white noise, or for the data.
+gramians = _four_cuts(("white noise", "folded", ""), ("measured", "measured", "gramian: measured"))
+# The optimizer's moments: carried over, forgotten, or their first rows kept.
+moments = _four_cuts(
+    ("transport", "folded", ""), ("restart", "restart", "moments: restart"), ("slice", "slice", "moments: slice")
+)
 
 
 def numbers(setting: Setting) -> tuple[Arm, ...]:
-    """R cuts in the first tenth of training, each to the same share: n ρ^R = n/8."""
-    return tuple(_cuts(setting, count) for count in CUTS)
+    """Arms with R cuts in the first tenth of training, each to the same share: n ρ^R = n/8."""
+    steps = {count: [setting.scaled(WINDOW * k / count) for k in range(1, count + 1)] for count in CUTS}
+    # Four cuts are trained by other ablations too.
+    names = {count: "four-folded" if count == 4 else f"cuts-{count}" for count in CUTS}
+    return tuple(_arm(setting, f"{n} cut{'s' if n > 1 else ''}", names[n], steps[n]) for n in CUTS)
 
 
 def windows(setting: Setting) -> tuple[Arm, ...]:
-    """Four cuts, 5000 steps apart, early or late."""
-    return tuple(_window(setting, begin) for begin in WINDOWS)
-
-
-def folds(setting: Setting) -> tuple[Arm, ...]:
-    """Conjugate modes folded or not; and all that the paper does, with moments cut to the first rows."""
-    return (
-        _four(setting, "folded", "folded"),
-        _four(setting, "unfolded", "unfolded", fold="false"),
-        _four(setting, "as in the paper", "paper", fold="false", moments="slice"),
-    )
-
-
-def gramians(setting: Setting) -> tuple[Arm, ...]:
-    """For white noise, or for what the data do."""
-    return (_four(setting, "white noise", "folded"), _four(setting, "measured", "measured", gramian="measured"))
-
-
-def moments(setting: Setting) -> tuple[Arm, ...]:
-    """What an optimizer has learned: carried over, forgotten, or its first rows kept."""
-    return (
-        _four(setting, "transport", "folded"),
-        _four(setting, "restart", "restart", moments="restart"),
-        _four(setting, "slice", "slice", moments="slice"),
-    )
+    """Arms with four cuts, 5000 steps apart, early or late."""
+    found = []
+    for begin in WINDOWS:
+        steps = [setting.scaled(begin + 5_000 * k) for k in range(1, 5)]
+        column = f"steps {setting.scaled(begin) if begin else 0} to {setting.scaled(begin + WINDOW)}"
+        found.append(_arm(setting, column, "four-folded" if begin == 0 else f"window-{begin}", steps))
+    return tuple(found)
 
 
 def policies(setting: Setting) -> tuple[Arm, ...]:
     """One cut at the end of the warm-up: τ for every layer, or as many states in all, shared out by the bound."""
-    step = setting.steps // 10
-    when = f"when: {{steps: [{step}]}}"
-    order = f"model.order={setting.order}"
+    when, order = f"when: {{steps: [{setting.steps // 10}]}}", f"model.order={setting.order}"
     tolerance = setting.arm(COMPRESSED, "EnergyTolerance", "once-tau", order, f"compression={{tau: 0.05, {when}}}")
     rule = f"compression={{total_states: {TOTAL}, gate: 1.0, {when}}}"
-    return (
-        tolerance,
-        setting.arm(COMPRESSED, "Budget", f"once-budget-{TOTAL}", order, rule, beside=tolerance),
-        setting.whole(),
-    )
+    budget = setting.arm(COMPRESSED, "Budget", f"once-budget-{TOTAL}", order, rule, beside=tolerance)
+    return (tolerance, budget, setting.whole())
 
 
-def _four(setting: Setting, column: str, name: str, **options: str) -> Arm:
-    steps = [setting.scaled(5_000 * k) for k in range(1, 5)]
-    return _arm(setting, column, f"four-{name}", steps, **options)
-
-
-def _cuts(setting: Setting, count: int) -> Arm:
-    steps = [setting.scaled(WINDOW * k / count) for k in range(1, count + 1)]
-    column = "1 cut" if count == 1 else f"{count} cuts"
-    # Four of them are what other ablations train too.
-    return _arm(setting, column, "four-folded" if count == 4 else f"cuts-{count}", steps)
-
-
-def _window(setting: Setting, begin: int) -> Arm:
-    steps = [setting.scaled(begin + 5_000 * k) for k in range(1, 5)]
-    column = f"steps {setting.scaled(begin) if begin else 0} to {setting.scaled(begin + WINDOW)}"
-    return _arm(setting, column, "four-folded" if begin == 0 else f"window-{begin}", steps)
-
-
-def _arm(setting: Setting, column: str, name: str, steps: list[int], **options: str) -> Arm:
-    """Cuts to the same share of what is there each time; arms that share their runs share their label too."""
-    rule = [f"rho: {SHRINK ** (-1 / len(steps)):.6f}", "gate: 1.0", f"when: {{steps: {steps}}}"]
-    rule += [f"{key}: {value}" for key, value in options.items()]
-    settings = (f"model.order={setting.order}", f"compression={{{', '.join(rule)}}}")
-    return setting.arm(COMPRESSED, column, name, *settings, label=name.replace("-", " "))
+def _arm(setting: Setting, column: str, name: str, steps: list[int], options: str = "") -> Arm:
+    """Make an arm whose cuts all keep the same share; arms that share their runs share their label too."""
+    rule = f"rho: {SHRINK ** (-1 / len(steps)):.6f}, gate: 1.0, when: {{steps: {steps}}}"
+    cuts = f"compression={{{', '.join(filter(None, (rule, options)))}}}"
+    return setting.arm(COMPRESSED, column, name, f"model.order={setting.order}", cuts, label=name.replace("-", " "))

@@ -1,11 +1,12 @@
-"""The recipes that come with the package, by name, and whether a run on the disk is of one."""
+"""Recipes that come with the package, by name, and a comparison of a run on the disk with a recipe."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from compressm.errors import did_you_mean
 from compressm_lab.runs.directory import RunDirectory
@@ -13,18 +14,18 @@ from compressm_lab.training.config import ConfigError, Recipe
 from compressm_lab.training.reading import make_recipe, read_recipe
 from compressm_lab.training.resuming import differences
 
-# What a baseline does without.
+# Settings that make a baseline of a recipe.
 BASELINE = ("compression=null", "regulariser=null", "distillation=null", "truncation=null")
 FOLDER = Path(str(resources.files("compressm_lab.experiments"))) / "recipes"
 
 
 def recipe_names() -> list[str]:
-    """All recipes in the folder."""
+    """Names of all recipes of the package."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 def find_recipe(name: str, settings: tuple[str, ...] = (), *, spoken: Mapping[str, str] | None = None) -> Recipe:
-    """A recipe by its name, or from a YAML file of your own; settings and their words as in `read_recipe`."""
+    """Read a recipe by its name, or from a YAML file of your own; settings and `spoken` as in `read_recipe`."""
     path = Path(name)
     if path.suffix in (".yaml", ".yml", ".json"):  # the last: config.json of a run
         return read_recipe(path, settings, spoken=spoken)
@@ -39,27 +40,16 @@ def find_recipe(name: str, settings: tuple[str, ...] = (), *, spoken: Mapping[st
 
 
 def run_differs(run: RunDirectory, wanted: Recipe) -> str:
-    """What differs between the recipe of a run and the one that is wanted, in words; empty where nothing does."""
+    """Describe how the recipe of a run differs from the wanted one; empty if it does not."""
     stored = make_recipe(run.config(), source=str(run.path / "config.json"))
-    # A run that goes on asks the teacher that it began with, wherever that is now.
-    named = _arm_and_seed if run.finished else _place
-    then, now = (_taught(recipe, named).as_dict() for recipe in (stored, wanted))
-    return "; ".join(differences(then, now))
 
+    def values(recipe: Recipe) -> dict[str, Any]:
+        if recipe.distillation is None:
+            return recipe.as_dict()
+        teacher = Path(recipe.distillation.teacher)
+        # A run that goes on needs the teacher that it began with, wherever that is now; of a finished one arm and seed,
+        # the end of the path, are compared: the same wherever the folder of all runs lies.
+        name = "/".join(teacher.parts[-2:]) if run.finished else str(teacher.resolve())
+        return replace(recipe, distillation=replace(recipe.distillation, teacher=name)).as_dict()
 
-def _arm_and_seed(teacher: Path) -> str:
-    """The end of its path: the same wherever the folder of all runs lies."""
-    return "/".join(teacher.parts[-2:])
-
-
-def _place(teacher: Path) -> str:
-    """The one path that all others lead to."""
-    return str(teacher.resolve())
-
-
-def _taught(recipe: Recipe, named: Callable[[Path], str]) -> Recipe:
-    """The recipe with its teacher named so, where it has one."""
-    if recipe.distillation is None:
-        return recipe
-    teacher = named(Path(recipe.distillation.teacher))
-    return replace(recipe, distillation=replace(recipe.distillation, teacher=teacher))
+    return "; ".join(differences(values(stored), values(wanted)))

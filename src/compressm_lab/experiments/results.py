@@ -1,4 +1,4 @@
-"""Results of our own on the paper's tasks: whole models, small ones from the start, and models cut in several ways.
+"""Our own results on the paper's tasks: whole models, small ones from the start, and models cut in several ways.
 
 smnist, with the paper's 200 000 steps: cuts with τ tried through all of training, in the paper's way and in ours, and
 gentle cuts that end at exactly 28 and 13 states; beside them, with one seed, penalties on Hankel singular values and a
@@ -33,12 +33,12 @@ OURS = ("compression.gramian=measured",)
 
 @dataclass(frozen=True)
 class Variant:
-    """The order at the start, and what differs in its cuts from the recipe; nothing does in one that is never cut.
+    """A model to train: its label, its order at the start, and settings of its cuts, none if it is never cut.
 
-    training: what differs but for cuts. tries: how often a cut is tried through all of training, where the recipe does
-    not say; since, until: from and up to which shares of the steps; at: the shares of the steps at which cuts are, in
-    the place of all three. recipe: where it is not that of the task; teacher: the variant whose run of the same seed
-    teaches this one; once: trained with the first seed alone.
+    training: other settings. tries: the number of cuts tried in all of training, if the recipe does not say; since,
+    until: the shares of the steps between which they are; at: the shares of the steps of all cuts, instead of these.
+    recipe: one other than that of the task; teacher: the variant whose run of the same seed teaches this one; once:
+    trained with the first seed only.
     """
 
     label: str
@@ -54,7 +54,7 @@ class Variant:
     once: bool = False
 
     def when(self, steps: int) -> tuple[str, ...]:
-        """The steps of its cuts, in a training of so many."""
+        """Settings of the steps of its cuts, in a training of `steps` steps."""
         if self.at:
             found: list[int] = []
             for share in self.at:  # none twice, however few steps there are
@@ -70,7 +70,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Lineup:
-    """Variants of a recipe by name, side by side in one table, and how long they are trained here."""
+    """Variants of a recipe by name that share a table, and the length of their training."""
 
     name: str
     title: str
@@ -81,9 +81,9 @@ class Lineup:
     settings: tuple[str, ...] = ()
 
     def arm(self, name: str, steps: int, task: str = "") -> Arm:
-        """A variant; with fewer steps cuts come as much earlier. Errors name its `task`."""
+        """Make the arm of a variant; with fewer steps its cuts are earlier too. Errors name its `task`."""
         variant = self.variants[name]
-        taught = variant.teacher is not None
+        teacher = None if variant.teacher is None else self.arm(variant.teacher, steps, task)
         settings = (
             f"label={variant.label!r}",
             "spectra=null",
@@ -94,24 +94,23 @@ class Lineup:
             *variant.training,
             *variant.differs,
             *variant.when(steps),
-            *((f"distillation.teacher={TEACHER}",) if taught else ()),
+            *((f"distillation.teacher={TEACHER}",) if teacher else ()),
             *(() if variant.differs or variant.recipe else BASELINE),
             f"model.order={variant.order}",
         )
-        teacher = self.arm(variant.teacher, steps, task) if variant.teacher is not None else None
         # Runs lie in folders whose names begin with that of the lineup.
         place = (variant.recipe or self.recipe, f"{self.name}-{name}-{steps}")
         return Arm(task, variant.label, "", *place, settings, teacher=teacher, once=variant.once)
 
     def plan(self, out: Path, names: Sequence[str], seeds: range, steps: int | None = None, task: str = "") -> Campaign:
-        """All trainings of these variants, seed by seed."""
+        """Plan the trainings of these variants, seed by seed."""
         arms = tuple(self.arm(name, steps or self.steps, task) for name in dict.fromkeys(names))
         return Campaign(arms, seeds, out / "runs", by_seed=True)
 
     def file(self, out: Path, plan: Campaign, steps: int | None = None) -> ResultFile:
-        """Where the rows of the plan go."""
-        path = out / f"results-{self.name}.json"
-        return ResultFile(path, self.title, plan.trainings(), _found, steps or self.steps)
+        """The result file of a plan."""
+        path, steps = out / f"results-{self.name}.json", steps or self.steps
+        return ResultFile(path, self.title, plan.trainings(), _found, steps)
 
 
 def _tolerance(label: str, tau: float, *differs: str, until: float = 0.75) -> Variant:
@@ -119,13 +118,13 @@ def _tolerance(label: str, tau: float, *differs: str, until: float = 0.75) -> Va
 
 
 def _gently(order: int, *way: str) -> Variant:
-    """A tenth of the states at a time, until there are so many."""
+    """Cut a tenth of the states at a time, until `order` are left."""
     rule = ("compression.tau=null", "compression.rho=0.9", f"compression.at_least={order}", "compression.gate=1.0")
     return Variant(f"gently to {order}", 256, (*rule, *way), tries=100)
 
 
 def _penalised(weight: float | None = None) -> Variant:
-    """With the recipe's weight, which is the paper's, or another."""
+    """Train with a penalty of the recipe's weight, which is the paper's, or another; then cut to 28 states."""
     given = () if weight is None else (f"regulariser.beta={weight}",)
     label = "Σσ penalty" if weight is None else f"Σσ penalty of {weight:g}"
     cut = ("truncation={orders: [28]}",)
@@ -133,7 +132,7 @@ def _penalised(weight: float | None = None) -> Variant:
 
 
 def _selected(label: str, select: str) -> Variant:
-    """256 → 152 → 91 → 54 → 32 within the first tenth, as in the paper's ablation of what is kept."""
+    """Cut 256 → 152 → 91 → 54 → 32 within the first tenth, as in the paper's ablation of what is kept."""
     rule = ("compression.tau=null", "compression.rho=0.594604", "compression.gate=1.0", f"compression.select={select}")
     return Variant(label, 256, rule, at=(0.025, 0.05, 0.075, 0.1))
 
@@ -143,12 +142,12 @@ def _smnist(name: str, title: str, variants: dict[str, Variant], *settings: str)
 
 
 def _falling(rate: float) -> tuple[str, ...]:
-    """Up to this rate in a fiftieth of the steps, then down along a cosine."""
+    """Settings of a rate that rises to `rate` in a fiftieth of the steps and falls along a cosine."""
     return ("training.schedule=cosine", "training.warmup=0.02", f"training.learning_rate={rate}")
 
 
 def _chosen(variant: Variant, label: str, *training: str, since: float | None = None) -> Variant:
-    """The same with another choice, under a name that says so, once."""
+    """Copy a variant with one other choice, which its label names; it is trained once."""
     begun = variant.since if since is None else since
     return replace(variant, label=f"{variant.label}, {label}", training=training, since=begun, once=True)
 
@@ -218,7 +217,7 @@ LINEUPS = {
 
 
 def _found(directory: RunDirectory) -> Row:
-    """What came of a training; of one that is cut afterwards, what is left then."""
+    """Summarise a run; one that is cut after training, as it is after the cut."""
     found = outcome(directory) | concurrency(directory)
     cuts = {record.split: record for record in directory.records(TruncationRecord)}  # the last of each split
     if "test" in cuts and cuts["test"].accuracy is not None:
@@ -241,11 +240,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _require_variants(parser: argparse.ArgumentParser, given: argparse.Namespace, lineup: Lineup, seed: int) -> None:
-    """Refuse names that are none, and a student whose teacher is neither trained nor asked for."""
+    """Refuse unknown variants, and a student whose teacher is neither trained nor asked for."""
     for name in given.only or ():
         if name not in lineup.variants:
-            known = ", ".join(lineup.variants)
-            parser.error(f"--only {name}: expected one of {known}, the variants of {lineup.name}")
+            parser.error(f"--only {name}: expected one of {', '.join(lineup.variants)}, the variants of {lineup.name}")
         teacher = lineup.variants[name].teacher
         if teacher is None or teacher in given.only or given.only_collect:
             continue
@@ -262,13 +260,11 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
     lineups = [LINEUPS[name] for name in dict.fromkeys(given.tasks)]
     for lineup in lineups:
         _require_variants(parser, given, lineup, given.first_seed)
-    plans = [
-        lineup.plan(
-            given.out, given.only or list(lineup.variants), seeds, given.steps, lineup.name if len(lineups) > 1 else ""
-        )
-        for lineup in lineups
-    ]
-    files = [lineup.file(given.out, plan, given.steps) for lineup, plan in zip(lineups, plans, strict=True)]
+    plans, files = [], []
+    for lineup in lineups:
+        task = lineup.name if len(lineups) > 1 else ""
+        plans.append(lineup.plan(given.out, given.only or list(lineup.variants), seeds, given.steps, task))
+        files.append(lineup.file(given.out, plans[-1], given.steps))
     return train_and_write(parser, given, replace(plans[0], arms=sum((plan.arms for plan in plans), ())), files)
 
 

@@ -1,7 +1,4 @@
-"""Trainings as rows of a result file: what is kept of each, and how results of several days become one.
-
-`train_and_write` is what every command does that trains arms and writes such a file.
-"""
+"""Result files with one row a training: collecting, joining with earlier results, and the commands that write them."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -26,21 +24,19 @@ from compressm_lab.runs.records import RunError
 from compressm_lab.runs.run import Run, read_run
 from compressm_lab.training.config import ConfigError
 
-_CONCURRENCY = "together.json"  # in the folder of a run: how many were trained at a time
-# What every row of `outcome` has, beside its variant.
+_CONCURRENCY = "together.json"  # the file of a run with the number of trainings at a time
+# The columns of every row of `outcome`, beside its variant.
 _COLUMNS = ("seed", "steps", "initial_order", "order", "best", "last", "steps_s", "seconds", "cuts_s", "step_s")
 
 
 def outcome(directory: RunDirectory) -> Row:
-    """Orders, accuracies in percent, and seconds.
+    """Summarise a run: orders, accuracies in percent, and seconds.
 
-    `best` is the test accuracy where `validation` was best since the last cut; `step_s` of one step at the end;
-    `recording_s` is what CUDA graphs took, with the first steps at each size, in which kernels are compiled.
+    `best` is the test accuracy where `validation` was best since the last cut; `step_s` is the time of one step at the
+    end; `recording_s` that of recording CUDA graphs, with the first steps at each size, in which kernels are compiled.
     """
     run = read_run(directory)
-    tests = [
-        (found, found.accuracy) for found in run.evaluations if found.split == "test" and found.accuracy is not None
-    ]
+    tests = [(one, one.accuracy) for one in run.evaluations if one.split == "test" and one.accuracy is not None]
     if not tests or run.score is None or run.score.test is None:
         raise RunError(f"{directory.path} is finished, but has no accuracy on test: move it away to train it again")
     last, accuracy = tests[-1]
@@ -63,7 +59,7 @@ def outcome(directory: RunDirectory) -> Row:
 
 
 def _step_seconds(run: Run) -> float:
-    """At the orders of the end, where no graph was recorded; all steps where there is no such stretch."""
+    """The median time of a step at the final orders without recording; of all steps if there is no such span."""
     whole = [timing for timing in run.timings if timing.steps]
     if not whole:
         raise RunError(f"{run.path} has no times: move it away to train it again")
@@ -72,7 +68,7 @@ def _step_seconds(run: Run) -> float:
 
 
 def note_concurrency(trainings: Iterable[Training], processes: int) -> None:
-    """Write down how many run at a time, before they begin; of one that goes on the most that there were."""
+    """Write the number of trainings at a time into each run; a run that is resumed keeps the largest."""
     new = [training.run for training in trainings if not training.finished]
     for run in new:
         before = concurrency(run).get("together", 1) if run.exists else 1
@@ -82,7 +78,7 @@ def note_concurrency(trainings: Iterable[Training], processes: int) -> None:
 
 
 def concurrency(directory: RunDirectory) -> Row:
-    """How many trainings ran at a time with this one; nothing where that was not written down."""
+    """The number of trainings that ran at a time with this one, as a column; no column if it is not known."""
     try:
         return {"together": int(json.loads((directory.path / _CONCURRENCY).read_text())["together"])}
     except (OSError, ValueError, KeyError, TypeError):
@@ -91,10 +87,10 @@ def concurrency(directory: RunDirectory) -> Row:
 
 @dataclass(frozen=True)
 class ResultFile:
-    """A result named as its file: one row a training, of what `found` reads in the folder of its run.
+    """A result with the name of its file and one row a training, which `found` reads from the folder of its run.
 
-    `steps` are those of every training where the file is joined with earlier ones, whose rows are those of `outcome`;
-    0 where it is written anew each time.
+    `steps` is the number of steps of every training if rows are joined with earlier ones, those of `outcome`; 0 if the
+    file is written anew each time.
     """
 
     path: Path
@@ -104,10 +100,10 @@ class ResultFile:
     steps: int = 0
 
     def collect(self) -> Measurement | None:
-        """One row a training that is done: which it is, what is found, when, where and at which commit.
+        """Collect the rows of finished trainings, with date, commit and machine; None without any.
 
-        Those that cannot be read are named and left out. The environment is the last on the machine that has most of
-        them; None where there is no row.
+        Trainings that cannot be read are named and left out. The environment is the last on the machine that has most
+        rows.
         """
         rows: list[Row] = []
         environments: dict[str, Environment] = {}
@@ -122,7 +118,7 @@ class ResultFile:
         return Measurement(self.path.stem, self.title, 1, rows, environments[_most(rows)]) if rows else None
 
     def earlier(self, added: Sequence[Measurement] = ()) -> list[Measurement]:
-        """The result that is at the path already, if any, before those `added`; refused where rows do not fit."""
+        """Earlier results to join with: the file on the disk and those `added`; rows that do not fit are refused."""
         if not self.steps:
             return []
         added = [one for one in added if one.name == self.path.stem]
@@ -139,7 +135,7 @@ class ResultFile:
         return [there, *added]
 
     def write(self, earlier: Sequence[Measurement], *, all_count: bool = False) -> list[Training]:
-        """What is finished, beside `earlier` results; which trainings have no row: in all of it, or of those here."""
+        """Write rows joined with `earlier` ones; returns trainings without a new row, or with `all_count` any row."""
         new = self.collect()
         if new is None and not earlier:
             print(f"no training of {self.path.stem.removeprefix('results-')} was finished: there is nothing to write")
@@ -156,26 +152,22 @@ class ResultFile:
 
 def missing(found: Measurement | None, trainings: Iterable[Training]) -> list[Training]:
     """The trainings that have no row."""
-    rows = [] if found is None else found.rows
-    return [training for training in trainings if not any(_is_of(row, training) for row in rows)]
+    return [one for one in trainings if found is None or not any(_is_of(row, one) for row in found.rows)]
 
 
 def _is_of(row: Row, training: Training) -> bool:
     return all(row[name] == value for name, value in training.names.items())
 
 
-def joined(found: Iterable[Measurement | None], by: Sequence[str] = ("variant",)) -> Measurement:
-    """The rows of all that there are, variant by variant; where columns `by` and seed are the same, that of the last.
+def joined(measured: Iterable[Measurement | None], by: Sequence[str] = ("variant",)) -> Measurement:
+    """Join results, variant by variant; of rows with the same columns `by` and the same seed the last one stays.
 
-    Rows of older results that do not say where they are from are from where the whole is. The environment is the last
-    on the machine that has most of the rows.
+    A row without date, commit and machine has those of its result. The environment is the last on the machine that has
+    most rows.
     """
-    results = [one for one in found if one is not None]
-    rows = {
-        (tuple(row[name] for name in by), row["seed"]): _origin(one.environment) | row
-        for one in results
-        for row in one.rows
-    }
+    results = [one for one in measured if one is not None]
+    found = ((_origin(one.environment) | row) for one in results for row in one.rows)
+    rows = {(tuple(row[name] for name in by), row["seed"]): row for row in found}
     arms = list(dict.fromkeys(arm for arm, _ in rows))
     keys = sorted(rows, key=lambda key: (arms.index(key[0]), key[1]))
     machine = _most(rows.values())
@@ -185,27 +177,26 @@ def joined(found: Iterable[Measurement | None], by: Sequence[str] = ("variant",)
 
 
 def _origin(here: Environment) -> Row:
-    """When, at which commit and where."""
+    """Date, commit and machine of a training."""
     return {"date": here.date, "commit": here.commit, "machine": here.machine}
 
 
 def _most(rows: Iterable[Row]) -> str:
-    """The machine that trained most of them."""
+    """The machine that trained most rows."""
     return Counter(str(row["machine"]) for row in rows).most_common(1)[0][0]
 
 
 def _keep_concurrency(found: Measurement, earlier: Sequence[Measurement]) -> None:
-    """A row that does not say how many were trained at a time takes that of an earlier result."""
+    """Copy the number of trainings at a time from earlier results into rows without one."""
     rows = (row for one in earlier for row in one.rows if "together" in row)
-    known = {(str(row["variant"]), row["seed"]): row["together"] for row in rows}
+    known = {(row["variant"], row["seed"]): row["together"] for row in rows}
     for row in found.rows:
-        key = (str(row["variant"]), row["seed"])
-        if "together" not in row and key in known:
+        if "together" not in row and (key := (row["variant"], row["seed"])) in known:
             row["together"] = known[key]
 
 
 def _why_not(earlier: Iterable[Measurement], name: str, steps: int) -> str | None:
-    """What keeps earlier results from one table with new ones of this name, whose trainings have so many steps."""
+    """Words for why earlier results do not fit into one table with new ones of this name and number of steps."""
     for one in earlier:
         try:
             one.require(name, needed=("variant", *_COLUMNS), words=("variant",), command="this study")
@@ -220,7 +211,7 @@ def _why_not(earlier: Iterable[Measurement], name: str, steps: int) -> str | Non
 
 
 def _possible(row: Row) -> bool:
-    """Whether numbers are finite and not below 0, accuracies in percent, seed and concurrency integers."""
+    """Tell if numbers are finite and not below 0, accuracies in percent, seed and concurrency integers."""
     numbers = [value for value in row.values() if not isinstance(value, str)]
     if any(isinstance(value, bool) or not math.isfinite(value) or value < 0 for value in numbers):
         return False
@@ -230,20 +221,13 @@ def _possible(row: Row) -> bool:
 
 
 def options(parser: argparse.ArgumentParser, *, seeds: int, steps: str, processes: int = 1, joins: bool = True) -> None:
-    """Add what all commands understand that train arms; `steps` says how many if nothing is said.
-
-    `joins`: whether rows of an earlier result stay in the file.
-    """
+    """Add the options of all commands that train arms; `steps` names the default, `joins` adds --add."""
     parser.add_argument(
         "--out", type=Path, default=Path("out/studies"), help="folder of results and runs (%(default)s)"
     )
     parser.add_argument("--seeds", type=count, default=seeds, help="trainings of each (%(default)s)")
-    parser.add_argument(
-        "--processes",
-        type=count,
-        default=processes,
-        help="trainings at a time; times compare only one by one (%(default)s)",
-    )
+    at_a_time = "trainings at a time; times compare only one by one (%(default)s)"
+    parser.add_argument("--processes", type=count, default=processes, help=at_a_time)
     parser.add_argument("--data", type=Path, help="folder of data sets")
     parser.add_argument("--steps", type=count, help=f"of each training ({steps})")
     parser.add_argument("--only-collect", action="store_true", help="train nothing, write what is finished")
@@ -255,7 +239,7 @@ def options(parser: argparse.ArgumentParser, *, seeds: int, steps: str, processe
 def train_and_write(
     parser: argparse.ArgumentParser, given: argparse.Namespace, plan: Campaign, files: Sequence[ResultFile]
 ) -> list[Path]:
-    """Train what is not done yet and write every file; then an error where trainings are missing in them."""
+    """Train what is not done yet and write every file; exit with an error if trainings are missing in them."""
     try:
         names = [file.path.stem for file in files]
         if strange := [one.name for one in given.add if one.name not in names]:
@@ -277,29 +261,22 @@ def train_and_write(
 
 
 def train(plan: Campaign, processes: int, data: Path | None) -> None:
-    """What is not done yet, `processes` at a time; how each ended is printed.
-
-    After Ctrl-C, or what ends a process politely, trainings save; exit 130.
-    """
-    executor, wanted = LocalExecutor(processes, data), plan.trainings()
-    require_ready(wanted, executor, data, _said)
+    """Train what is not done yet, `processes` at a time; after a signal trainings save, and the exit code is 130."""
+    say, executor, wanted = partial(print, flush=True), LocalExecutor(processes, data), plan.trainings()
+    require_ready(wanted, executor, data, say)
     for training in wanted:
         if training.finished:
-            _said(f"{training}: was done")
+            say(f"{training}: was done")
     note_concurrency(wanted, processes)
     with heard_as_ctrl_c():
-        ended = conduct(plan, executor, _said)
+        ended = conduct(plan, executor, say)
     if ended.interrupted:
         print("stopped, and what was trained is saved: the same command goes on", file=sys.stderr)
         raise SystemExit(130)
 
 
-def _said(line: str) -> None:
-    print(line, flush=True)
-
-
 def result(path: str) -> Measurement:
-    """A result, read before anything is trained, so that a wrong one is not found out after it."""
+    """Read a result that --add names, before anything is trained."""
     try:
         return Measurement.read(path)
     except MeasurementError as error:
@@ -307,7 +284,7 @@ def result(path: str) -> Measurement:
 
 
 def count(text: str, least: int = 1) -> int:
-    """An integer of at least so much, or why it is none."""
+    """Read an integer of at least `least` from the command line."""
     if not text.isascii() or not text.isdigit() or int(text) < least:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {least}")
     return int(text)
