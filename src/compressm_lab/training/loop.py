@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compressm.compression import Cut, save_model
+from compressm.compression import Compressor, Cut, HankelTracker, save_model
 from compressm.compression.distributed import Processes, unwrapped
 from compressm.saving.rebuilding import orders_of
 from compressm_lab.data.task import Order, Task, TaskKind
@@ -30,7 +30,7 @@ from compressm_lab.training.parallel import any_of, distributed, join
 from compressm_lab.training.penalty import HeldPenalty, Penalty
 from compressm_lab.training.plan import Plan
 from compressm_lab.training.resuming import Resumable, checkpoints, is_finished, require_same_recipe
-from compressm_lab.training.steps import Learner, Objective, Prepared, make_steps, task_objective
+from compressm_lab.training.steps import Learner, Objective, Prepared, Steps, make_steps, task_objective
 
 
 class Stop:
@@ -109,8 +109,8 @@ def train(
         return directory
     with building.products_in(recipe.training.precision), catching_signals() as stop:
         # A run that cannot be built leaves no folder behind.
-        state = _build(recipe, task, torch.device(device), objective, penalty)
-        run = Trainer(recipe, plan, directory, listener or Silent(), state)
+        parts = _build(recipe, task, torch.device(device), objective, penalty)
+        run = Trainer(recipe, directory, *parts, plan, listener or Silent())
         if run.is_first and resume:
             require_same_recipe(directory, recipe)
         elif run.is_first:
@@ -129,7 +129,8 @@ def train(
 
 def _build(
     recipe: Recipe, task: Task, device: torch.device, objective: Objective | None, penalty: Penalty | None
-) -> Resumable:
+) -> tuple[Learner, Steps, Compressor | None, HankelTracker | None, Clock]:
+    """Build the parts of a `Trainer`."""
     processes, clock = Processes(), Clock(device)
     task = building.placed(task, device)
     torch.manual_seed(recipe.seed)
@@ -146,41 +147,36 @@ def _build(
 
     compressor = building.build_compressor(recipe, model, optimizer, task, validate)
     tracker = building.build_tracker(recipe, model, task)
-    return Resumable(learner, make_steps(learner, clock), compressor, tracker, clock)
+    return learner, make_steps(learner, clock), compressor, tracker, clock
 
 
 @dataclass
-class Trainer:
-    """A run in progress; `timed` is the last step whose time is in a record."""
+class Trainer(Resumable):
+    """A run in progress."""
 
-    recipe: Recipe
     plan: Plan
-    directory: RunDirectory
     listener: RunLogger
-    state: Resumable
-    step: int = 0
-    timed: int = 0
 
     @property
     def is_first(self) -> bool:
         """Tell if this process is the one that writes."""
-        return self.state.learner.processes.is_first
+        return self.learner.processes.is_first
 
     def go(self, stop: Stop, resume: bool) -> RunDirectory:
         """Train to the last step, from the newest checkpoint where the run resumes."""
-        state, learner = self.state, self.state.learner
+        learner = self.learner
         if isinstance(learner.objective, Prepared):
-            with state.clock.phase("teacher"):  # a resumed run replaces this time by that of its checkpoint
+            with self.clock.phase("teacher"):  # a resumed run replaces this time by that of its checkpoint
                 learner.objective.prepare(learner.task, learner.device, learner.autocast())
         if resume:
-            self.step, self.timed = state.load(self.directory)
+            self.load()
         join(learner.processes, self.recipe.seed, self.step)
         if self.is_first:
             # A new run writes the spectra of step 0 too.
             self.directory.rewind(self.step or -1)
             self.listener.begins(self.recipe, self.plan, self.step)
         self.write_status("running")
-        if self.step == 0 and state.tracker is not None:
+        if self.step == 0 and self.tracker is not None:
             self._record_spectra()
         while self.step < self.plan.steps:
             goal = self.plan.next_after(self.step)
@@ -194,17 +190,17 @@ class Trainer:
 
     def _end_if_signalled(self, stop: Stop) -> None:
         """Save and raise `Interrupted` if a signal has come to one of the processes."""
-        if any_of(self.state.learner.processes, stop()):
+        if any_of(self.learner.processes, stop()):
             self._save()
             self.write_status("interrupted", message=stop.signal or "")
             raise Interrupted(stop.signal or "", self.step, self.directory.path)
 
     def _run_to(self, goal: int, stop: Stop) -> None:
         try:
-            with self.state.clock.phase("steps"):
-                self.step = self.state.steps.run(self.step + 1, goal, stop)
+            with self.clock.phase("steps"):
+                self.step = self.steps.run(self.step + 1, goal, stop)
         except ValueError as error:  # a layer, or a penalty, met weights that are not finite
-            if _all_finite(self.state.learner.model):
+            if _all_finite(self.learner.model):
                 raise
             raise self._diverged("the weights are", f"between steps {self.step} and {goal}") from error
 
@@ -217,7 +213,7 @@ class Trainer:
         if step in plan.cuts or step in plan.judgements:
             self._cut()
         if step in plan.evaluations:
-            if (penalty := self.state.learner.penalty) is not None:
+            if (penalty := self.learner.penalty) is not None:
                 self._log(penalty.record(step))
             self._evaluate("validation")
             self._evaluate("test")
@@ -227,18 +223,17 @@ class Trainer:
             self._save()
 
     def _cut(self) -> None:
-        state = self.state
-        assert state.compressor is not None
+        assert self.compressor is not None
         before = self._orders()
-        with state.clock.phase("cut"), state.clock.stages():
-            events = state.compressor.step(self.step)
+        with self.clock.phase("cut"), self.clock.stages():
+            events = self.compressor.step(self.step)
         if not events:
             if self.is_first and self.step in self.plan.cuts:
                 self.listener.kept(self.step)
             return
         # The steps that follow run at other orders.
         self._record_timing(before)
-        state.steps.renew()
+        self.steps.renew()
         if self.is_first:
             for event in events:
                 kind = records.CutRecord if isinstance(event, Cut) else records.RestoredRecord
@@ -246,22 +241,21 @@ class Trainer:
                 self.listener.happened(event)
 
     def _evaluate(self, split: records.SplitName) -> None:
-        learner = self.state.learner
-        with self.state.clock.phase("evaluation"):
-            score = evaluate(learner, getattr(learner.task, split))
+        with self.clock.phase("evaluation"):
+            score = evaluate(self.learner, getattr(self.learner.task, split))
         self._log_evaluation(split, score.loss, score.accuracy)
 
     def _record_training(self) -> None:
-        learner, (steps, *sums) = self.state.learner, self.state.steps.totals()
+        learner, (steps, *sums) = self.learner, self.steps.totals()
         loss, hits, asked = learner.processes.total(torch.tensor(sums, dtype=torch.float64)).tolist()
         if steps:
             accuracy = None if learner.task.kind is TaskKind.REGRESS else hits / asked
             self._log_evaluation("train", loss / (steps * learner.processes.count), accuracy)
-        self.state.steps.clear()
+        self.steps.clear()
 
     def _log_evaluation(self, split: records.SplitName, loss: float, accuracy: float | None) -> None:
-        clock, rate = self.state.clock, self.recipe.training.rate(self.step)
-        self._log(records.Evaluation(self.step, split, loss, accuracy, rate, clock.total, clock.in_steps))
+        rate, seconds = self.recipe.training.rate(self.step), (self.clock.total, self.clock.in_steps)
+        self._log(records.Evaluation(self.step, split, loss, accuracy, rate, *seconds))
 
     def _log(self, *found: records.Record) -> None:
         """Write records, and tell the listener, on the first process."""
@@ -275,29 +269,28 @@ class Trainer:
                 self.listener.compared(record)
 
     def _record_spectra(self) -> None:
-        tracker = self.state.tracker
-        assert tracker is not None
-        with self.state.clock.phase("spectrum"):
-            found = tracker.step(self.step)
+        assert self.tracker is not None
+        with self.clock.phase("spectrum"):
+            found = self.tracker.step(self.step)
         for module, sigma in (found or {}).items():
             mean = sigma.reshape(-1, sigma.shape[-1]).mean(0).tolist()
-            self._log(records.Spectrum(self.step, module, mean, tracker.bounds[-1][module]))
+            self._log(records.Spectrum(self.step, module, mean, self.tracker.bounds[-1][module]))
 
     def _orders(self) -> dict[str, int]:
-        return orders_of(unwrapped(self.state.learner.model))
+        return orders_of(unwrapped(self.learner.model))
 
     def _record_timing(self, orders: dict[str, int] | None = None) -> None:
         """Record the phases since the last record; `orders` are those of the steps, if the model has others now."""
         orders = orders or self._orders()
         done, self.timed = self.step - self.timed, self.step
-        self._log(records.Timing(self.step, done, orders, self.state.clock.take()))
+        self._log(records.Timing(self.step, done, orders, self.clock.take()))
 
     def _require_finite(self) -> None:
         """Check loss and weights: the gradient of a finite loss may not have been finite."""
-        totals, model = self.state.steps.totals(), self.state.learner.model
+        totals = self.steps.totals()
         if self.is_first and totals.steps:
             self.listener.reached(self.step, totals.loss / totals.steps)
-        if not math.isfinite(totals.loss) or not _all_finite(model):
+        if not math.isfinite(totals.loss) or not _all_finite(self.learner.model):
             what = "the weights are" if math.isfinite(totals.loss) else "the loss is"
             raise self._diverged(what, f"at step {self.step}")
 
@@ -309,22 +302,22 @@ class Trainer:
 
     def _save(self) -> None:
         if self.is_first:
-            with self.state.clock.phase("checkpoint"):
-                self.state.save(self.directory, self.step, self.timed, keep=self.recipe.training.keep_checkpoints)
+            with self.clock.phase("checkpoint"):
+                self.save()
 
     def _finish(self, stop: Stop) -> None:
         """Cut and evaluate copies, unless a run that was stopped has done so, and save the model."""
         if self.recipe.truncation is not None and not self.directory.records(records.TruncationRecord):
             found = []
-            with self.state.clock.phase("truncation"):
-                for record in truncations(self.recipe, self.state.learner, self.step):
+            with self.clock.phase("truncation"):
+                for record in truncations(self.recipe, self.learner, self.step):
                     found.append(record)
                     self._end_if_signalled(stop)
             self._log(*found)
-        if self.state.clock.peek():
+        if self.clock.peek():
             self._record_timing()  # of the last checkpoint
         if self.is_first:
-            save_model(unwrapped(self.state.learner.model), self.directory.model)
+            save_model(unwrapped(self.learner.model), self.directory.model)
         self.write_status("finished")
 
     def write_status(self, state: str, message: str = "") -> None:

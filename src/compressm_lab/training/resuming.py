@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,55 +25,59 @@ _NAME = re.compile(r"step-(\d+)\.pt")
 
 @dataclass
 class Resumable:
-    """The state of a run that changes from step to step."""
+    """A run that can be saved and continued; `timed` is the last step whose time is in a record."""
 
+    recipe: Recipe
+    directory: RunDirectory
     learner: Learner
     steps: Steps
     compressor: Compressor | None
     tracker: HankelTracker | None
     clock: Clock
+    step: int = field(default=0, kw_only=True)
+    timed: int = field(default=0, kw_only=True)
 
-    def save(self, directory: RunDirectory, step: int, timed: int, *, keep: int) -> Path:
-        """Write a checkpoint and keep the newest `keep`; `timed` is the last step of a `Timing`."""
-        directory.sync()
-        path = directory.checkpoints / f"step-{step:08d}.pt"
+    def save(self) -> None:
+        """Write a checkpoint and remove the oldest ones."""
+        self.directory.sync()
+        path = self.directory.checkpoints / f"step-{self.step:08d}.pt"
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_checkpoint(
-            path,
-            model=self.learner.model,
-            optimizer=self.learner.optimizer,
-            compressor=self.compressor,
-            step=step,
-            extra={
-                "timed": timed,
-                "totals": list(self.steps.totals()),
-                "seconds": [self.clock.total, self.clock.in_steps],
-                "phases": self.clock.peek(),
-                "tracker": None if self.tracker is None else self._latest(self.tracker),
-                "penalty": None if self.learner.penalty is None else self.learner.penalty.state_dict(),
-            },
-        )
-        _remove(*checkpoints(directory)[keep:])
-        return path
+        tracker, penalty = None, self.learner.penalty
+        if self.tracker is not None:
+            # The systems to compare with next; spectra are in the run's files.
+            state = self.tracker.state_dict()
+            before = _moved(state["before"], torch.device("cpu"))
+            tracker = {"steps": state["steps"][-1:], "spectra": [], "bounds": [], "before": before}
+        extra = {
+            "timed": self.timed,
+            "totals": list(self.steps.totals()),
+            "seconds": [self.clock.total, self.clock.in_steps],
+            "phases": self.clock.peek(),
+            "tracker": tracker,
+            "penalty": None if penalty is None else penalty.state_dict(),
+        }
+        save_checkpoint(path, **self._parts(), step=self.step, extra=extra)
+        _remove(*checkpoints(self.directory)[self.recipe.training.keep_checkpoints :])
 
-    def load(self, directory: RunDirectory) -> tuple[int, int]:
-        """Load the newest checkpoint that is whole, remove newer ones, and return its step and `timed`, or 0 and 0."""
+    def load(self) -> None:
+        """Continue from the newest checkpoint that is whole, if there is one; newer ones are removed."""
         problems: dict[Path, str] = {}
-        for path in checkpoints(directory):
+        for path in checkpoints(self.directory):
             try:
-                found = load_checkpoint(
-                    path, model=self.learner.model, optimizer=self.learner.optimizer, compressor=self.compressor
-                )
+                found = load_checkpoint(path, **self._parts())
             except SavingError as error:
                 problems[path] = str(error)
                 continue
+            self.step, self.timed = found.step, found.extra["timed"]
             self._restore(found.extra)
             if self.learner.processes.is_first:
-                _remove(*problems, *directory.checkpoints.glob(".step-*.pt"))  # a dot: written by half
-            return found.step, found.extra["timed"]
+                _remove(*problems, *self.directory.checkpoints.glob(".step-*.pt"))  # a dot: half written
+            return
         if problems:
-            raise SavingError(f"no checkpoint of {directory.path} can be read: {'; '.join(problems.values())}")
-        return 0, 0
+            raise SavingError(f"no checkpoint of {self.directory.path} can be read: {'; '.join(problems.values())}")
+
+    def _parts(self) -> dict[str, Any]:
+        return {"model": self.learner.model, "optimizer": self.learner.optimizer, "compressor": self.compressor}
 
     def _restore(self, extra: Any) -> None:
         self.steps.restore(Totals(*extra["totals"]))
@@ -85,13 +89,6 @@ class Resumable:
         if self.tracker is not None and extra["tracker"] is not None:
             before = _moved(extra["tracker"]["before"], self.learner.device)
             self.tracker.load_state_dict({**extra["tracker"], "before": before})
-
-    @staticmethod
-    def _latest(tracker: HankelTracker) -> dict[str, Any]:
-        """The tracker's state without spectra, which are in the run's files: the systems to compare with next."""
-        state = tracker.state_dict()
-        before = _moved(state["before"], torch.device("cpu"))
-        return {"steps": state["steps"][-1:], "spectra": [], "bounds": [], "before": before}
 
 
 def is_finished(directory: RunDirectory, recipe: Recipe) -> bool:

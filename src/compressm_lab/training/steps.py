@@ -42,28 +42,18 @@ class Prepared(Protocol):
 
 def task_objective(kind: TaskKind) -> Objective:
     """The loss of a kind of task: cross-entropy of one class, or one a step, or mean squared error of signals."""
-    return {TaskKind.CLASSIFY: _classify, TaskKind.LABEL_STEPS: _label_steps, TaskKind.REGRESS: _regress}[kind]
+    return _regress if kind is TaskKind.REGRESS else _classify
 
 
 def _classify(model: nn.Module, batch: Batch) -> StepResult:
-    logits = model(batch.inputs, batch.lengths).float()
-    count = torch.full((), len(logits), device=logits.device)
-    return StepResult(functional.cross_entropy(logits, batch.targets), _hits(logits, batch.targets), count)
-
-
-def _label_steps(model: nn.Module, batch: Batch) -> StepResult:
-    logits = model(batch.inputs, batch.lengths).float()
-    loss = functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORED)
-    return StepResult(loss, _hits(logits, batch.targets), (batch.targets != IGNORED).sum())
+    logits, targets = model(batch.inputs, batch.lengths).float(), batch.targets
+    loss = functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED)
+    return StepResult(loss, (logits.detach().argmax(-1) == targets).sum(), (targets != IGNORED).sum())
 
 
 def _regress(model: nn.Module, batch: Batch) -> StepResult:
     loss = functional.mse_loss(model(batch.inputs, batch.lengths).float(), batch.targets)
     return StepResult(loss, torch.zeros((), device=loss.device), torch.full((), len(batch.targets), device=loss.device))
-
-
-def _hits(logits: Tensor, targets: Tensor) -> Tensor:
-    return (logits.detach().argmax(-1) == targets).sum()
 
 
 class Totals(NamedTuple):
