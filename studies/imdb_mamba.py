@@ -17,9 +17,8 @@ from statistics import fmean
 
 from compressm.compression import load_model
 from compressm.layers import Mamba
-from compressm_lab.experiments.arms import Arm
 from compressm_lab.experiments.engine import Campaign
-from compressm_lab.experiments.recipes import BASELINE
+from compressm_lab.experiments.recipes import BASELINE, Arm
 from compressm_lab.experiments.rows import ResultFile, count, options, outcome, train_and_write
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.measurement import Row

@@ -12,9 +12,8 @@ import argparse
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from compressm_lab.experiments.arms import Arm
 from compressm_lab.experiments.engine import Campaign
-from compressm_lab.experiments.recipes import BASELINE
+from compressm_lab.experiments.recipes import BASELINE, Arm
 from compressm_lab.experiments.rows import ResultFile, options, train_and_write
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.measurement import Row

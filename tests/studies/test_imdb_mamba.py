@@ -9,9 +9,8 @@ import pytest
 import imdb_mamba
 from compressm.compression import Baked, PerChannel, SharedIndex, load_model
 from compressm_lab.experiments import rows
-from compressm_lab.experiments.arms import Arm
 from compressm_lab.experiments.engine import Campaign
-from compressm_lab.experiments.recipes import find_recipe
+from compressm_lab.experiments.recipes import Arm, find_recipe
 from compressm_lab.reports.measurements import grids
 from compressm_lab.runs.directory import Status
 from compressm_lab.runs.measurement import Measurement

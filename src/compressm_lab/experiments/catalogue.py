@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from compressm.errors import did_you_mean
 from compressm_lab.experiments import paper
-from compressm_lab.experiments.arms import Arm
 from compressm_lab.experiments.engine import Campaign
 from compressm_lab.experiments.paper import QUICK, QUICK_DEEP, QUICK_MAMBA, SMNIST, Setting
+from compressm_lab.experiments.recipes import Arm
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.paper import Compared, Exhibit, paper_labels, read_paper
 from compressm_lab.runs.run import read_run

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from compressm_lab.data import Store, make
-from compressm_lab.experiments.arms import Arm, Training
 from compressm_lab.experiments.engine import Campaign
+from compressm_lab.experiments.recipes import Arm, Training
 from compressm_lab.runs.directory import find_runs
 from compressm_lab.runs.measurement import Measurement, Row
 from compressm_lab.runs.run import read_run

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from compressm_lab.data import DataError, DataSet, Store, make
-from compressm_lab.experiments.arms import Arm, FinalOrder, Training
 from compressm_lab.experiments.executors import Ended, Executor, Started
-from compressm_lab.experiments.recipes import find_recipe
+from compressm_lab.experiments.recipes import Arm, FinalOrder, Training, find_recipe
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.records import RunError
 from compressm_lab.runs.run import Run, read_run

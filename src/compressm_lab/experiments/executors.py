@@ -17,7 +17,7 @@ from typing import Any, Protocol, final
 
 import torch
 
-from compressm_lab.experiments.arms import Training
+from compressm_lab.experiments.recipes import Training
 from compressm_lab.training.config import ConfigError
 
 _SHOWN = 600  # characters of the last output of a training that failed

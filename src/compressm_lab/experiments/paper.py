@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from compressm_lab.experiments.arms import ORDER, TEACHER, TOTAL, Arm
+from compressm_lab.experiments.recipes import ORDER, TEACHER, TOTAL, Arm
 
 COMPRESSED, BASELINE = "CompreSSM", "baseline"
 NUCLEAR, DISTILLATION, PRAGMATIC = "Hankel nuclear norm", "distillation", "pragmatic"

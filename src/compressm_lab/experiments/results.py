@@ -18,9 +18,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from compressm_lab.experiments.arms import TEACHER, Arm
 from compressm_lab.experiments.engine import Campaign
-from compressm_lab.experiments.recipes import BASELINE
+from compressm_lab.experiments.recipes import BASELINE, TEACHER, Arm
 from compressm_lab.experiments.rows import ResultFile, concurrency, count, options, outcome, train_and_write
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.measurement import Row

@@ -15,9 +15,9 @@ from statistics import median
 
 from compressm.errors import SavingError
 from compressm.files import replacing
-from compressm_lab.experiments.arms import Training
 from compressm_lab.experiments.engine import Campaign, conduct, require_ready, require_same_recipes
 from compressm_lab.experiments.executors import LocalExecutor, heard_as_ctrl_c
+from compressm_lab.experiments.recipes import Training
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.measurement import Environment, Measurement, MeasurementError, Row
 from compressm_lab.runs.records import RunError

@@ -1,10 +1,12 @@
 """Training runs: recipes, and a loop that evaluates, cuts and saves on schedules, and resumes after a stop."""
 
+# ruff: noqa: F401 - the public names
 from compressm_lab.training.config import (
     CompressionConfig,
     ConfigError,
     DistillationConfig,
     ModelConfig,
+    Plan,
     Recipe,
     RegulariserConfig,
     RollbackConfig,
@@ -16,25 +18,3 @@ from compressm_lab.training.config import (
 )
 from compressm_lab.training.loggers import RunLogger, Silent
 from compressm_lab.training.loop import Diverged, Interrupted, train
-from compressm_lab.training.plan import Plan
-
-__all__ = [
-    "CompressionConfig",
-    "ConfigError",
-    "DistillationConfig",
-    "Diverged",
-    "Interrupted",
-    "ModelConfig",
-    "Plan",
-    "Recipe",
-    "RegulariserConfig",
-    "RollbackConfig",
-    "RunLogger",
-    "SelectiveConfig",
-    "Silent",
-    "SpectraConfig",
-    "TrainingConfig",
-    "TruncationConfig",
-    "WhenConfig",
-    "train",
-]

@@ -7,8 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from compressm.compression import Cut, Restored
 from compressm_lab.runs.records import Evaluation, PenaltyRecord, TruncationRecord
-from compressm_lab.training.config import ConfigError, Recipe
-from compressm_lab.training.plan import Plan
+from compressm_lab.training.config import ConfigError, Plan, Recipe
 
 
 @runtime_checkable

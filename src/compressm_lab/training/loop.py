@@ -23,14 +23,22 @@ from compressm_lab.runs import records
 from compressm_lab.runs.directory import RunDirectory, Status
 from compressm_lab.training import building
 from compressm_lab.training.clock import Clock
-from compressm_lab.training.config import ConfigError, Recipe
+from compressm_lab.training.config import ConfigError, Plan, Recipe
 from compressm_lab.training.evaluation import evaluate, truncations
 from compressm_lab.training.loggers import RunLogger, Silent
-from compressm_lab.training.parallel import any_of, distributed, join
 from compressm_lab.training.penalty import HeldPenalty, Penalty
-from compressm_lab.training.plan import Plan
 from compressm_lab.training.resuming import Resumable, checkpoints, is_finished, require_same_recipe
-from compressm_lab.training.steps import Learner, Objective, Prepared, Steps, make_steps, task_objective
+from compressm_lab.training.steps import (
+    Learner,
+    Objective,
+    Prepared,
+    Steps,
+    any_of,
+    distributed,
+    join,
+    make_steps,
+    task_objective,
+)
 
 
 class Stop:

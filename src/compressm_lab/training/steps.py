@@ -1,22 +1,24 @@
-"""Gradient steps: objectives by the kind of a task, a plain loop, and replays of a CUDA graph."""
+"""Gradient steps: objectives by the kind of a task, a plain loop, replays of a CUDA graph, and several processes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 
 from compressm.compression.distributed import Processes
 from compressm_lab.data.task import IGNORED, Batch, Order, Task, TaskKind
 from compressm_lab.training.building import batch_on, set_rate
 from compressm_lab.training.clock import Clock
-from compressm_lab.training.config import TrainingConfig
-from compressm_lab.training.parallel import any_of
+from compressm_lab.training.config import ConfigError, Recipe, TrainingConfig
 from compressm_lab.training.penalty import HeldPenalty
 
 
@@ -244,3 +246,43 @@ class GraphSteps(Steps):
                 self._rates[: len(rates)].copy_(rates)
             self._loaded = (first, last)
         self._cursor.fill_(step - first)
+
+
+# Data-parallel processes, started by torchrun: each learns from its share of every batch, the first one writes.
+
+
+@contextmanager
+def process_group(device: torch.device) -> Iterator[torch.device]:
+    """A context that joins the processes of torchrun, each on a GPU of its own; without torchrun it does nothing."""
+    if "LOCAL_RANK" not in os.environ or dist.is_initialized():
+        yield device
+        return
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+def distributed(model: nn.Module, recipe: Recipe, processes: Processes) -> nn.Module:
+    """The model, wrapped if there are several processes; a batch that they cannot share evenly is refused."""
+    if processes.count == 1:
+        return model
+    batch = recipe.training.batch
+    if batch % processes.count:
+        raise ConfigError(f"training.batch is {batch}, expected a multiple of the {processes.count} processes")
+    return DistributedDataParallel(model)
+
+
+def any_of(processes: Processes, flag: bool) -> bool:
+    """Tell if the flag is set in any of the processes, so that all stop together."""
+    return flag if processes.count == 1 else bool(processes.total(torch.tensor(float(flag))) > 0)
+
+
+def join(processes: Processes, seed: int, step: int) -> None:
+    """Give every process but the first random numbers of its own, for dropout."""
+    if processes.index:
+        torch.manual_seed(hash((seed, step, processes.index)) % 2**31)

@@ -8,13 +8,11 @@ import torch
 
 from compressm.compression import KeepFraction
 from compressm_lab.experiments import paper
-from compressm_lab.experiments.arms import FinalOrder
 from compressm_lab.experiments.catalogue import experiment_names, find_experiment
 from compressm_lab.experiments.paper import QUICK, SMNIST
-from compressm_lab.experiments.recipes import find_recipe
+from compressm_lab.experiments.recipes import FinalOrder, find_recipe
 from compressm_lab.runs.paper import paper_labels
-from compressm_lab.training.config import ConfigError
-from compressm_lab.training.plan import Plan
+from compressm_lab.training.config import ConfigError, Plan
 
 OURS = {"fold", "gramian", "moments", "policy"}
 

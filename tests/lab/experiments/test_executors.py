@@ -5,9 +5,8 @@ import time
 
 import pytest
 
-from compressm_lab.experiments.arms import Arm, Training
 from compressm_lab.experiments.executors import LocalExecutor, SlurmExecutor, SlurmOptions
-from compressm_lab.experiments.recipes import BASELINE
+from compressm_lab.experiments.recipes import BASELINE, Arm, Training
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.training.config import ConfigError
 from tests.lab.experiments.tiny import SMALL

@@ -8,9 +8,9 @@ import torch
 from compressm_lab.data import Store
 from compressm_lab.data.task import DataError
 from compressm_lab.experiments import results
-from compressm_lab.experiments.arms import Arm
 from compressm_lab.experiments.engine import Campaign, require_ready
 from compressm_lab.experiments.executors import LocalExecutor
+from compressm_lab.experiments.recipes import Arm
 from compressm_lab.training.config import ConfigError
 from tests.lab.experiments.tiny import Inline, arms, plan
 

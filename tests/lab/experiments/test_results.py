@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from compressm_lab.experiments import results, rows
-from compressm_lab.experiments.arms import Arm
 from compressm_lab.experiments.engine import Campaign
-from compressm_lab.experiments.recipes import find_recipe
+from compressm_lab.experiments.recipes import Arm, find_recipe
 from compressm_lab.experiments.results import LINEUPS
 from compressm_lab.experiments.rows import missing
 from compressm_lab.runs.measurement import Measurement

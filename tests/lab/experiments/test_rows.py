@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 
 from compressm_lab.experiments import rows
-from compressm_lab.experiments.arms import Arm
 from compressm_lab.experiments.engine import Campaign
+from compressm_lab.experiments.recipes import Arm
 from compressm_lab.experiments.rows import concurrency, joined, train
 from compressm_lab.runs.directory import RunDirectory, Status
 from compressm_lab.runs.measurement import Measurement

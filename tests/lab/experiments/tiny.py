@@ -6,11 +6,11 @@ from concurrent.futures import Future
 from typer.testing import CliRunner
 
 from compressm.cli.app import app
-from compressm_lab.experiments.arms import Training
 from compressm_lab.experiments.catalogue import Experiment, exhibit
 from compressm_lab.experiments.engine import Campaign
 from compressm_lab.experiments.executors import Ended, Executor
 from compressm_lab.experiments.paper import Setting
+from compressm_lab.experiments.recipes import Training
 
 STEPS = 12
 SMALL = (

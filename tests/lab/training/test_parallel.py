@@ -16,7 +16,7 @@ from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.records import CutRecord, Evaluation, PenaltyRecord, Spectrum
 from compressm_lab.training import ConfigError, RegulariserConfig, train
 from compressm_lab.training.building import build_model
-from compressm_lab.training.parallel import distributed, join
+from compressm_lab.training.steps import distributed, join
 from tests import unhooked
 from tests.lab.training.tiny import copies, recipe, weights
 
