@@ -18,18 +18,18 @@ Study = Callable[..., Measurement]
 
 
 def silent(line: str) -> None:
-    """Progress that nobody reads."""
+    """Drop a line of progress."""
 
 
 def spoken(line: str) -> None:
-    """Progress at once, from any process."""
+    """Print a line of progress at once, from any process."""
     print(line, flush=True)
 
 
 def run(
     study: Study, *, seeds: int, description: str, arguments: Sequence[str] | None = None, parallel: bool = False
 ) -> Path:
-    """Measure, with a line whenever something was done, and write OUT/NAME.json."""
+    """Run a study from the command line, print its progress, and write OUT/NAME.json."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, default=Path("out/studies"), help="folder of the result (%(default)s)")
     parser.add_argument("--seeds", type=count, default=seeds, help="how often, each with its own seed (%(default)s)")

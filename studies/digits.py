@@ -17,7 +17,7 @@ TEST_SAMPLES = 360  # of 1797, drawn once
 
 @dataclass(frozen=True)
 class DigitsSplits:
-    """Images in [0, 1] as sequences of one channel, and which digit each shows."""
+    """Images in [0, 1] as sequences of one channel, and the digit of each."""
 
     train_x: Float[Tensor, "train length 1"]
     train_y: Int[Tensor, " train"]
@@ -29,7 +29,7 @@ class DigitsSplits:
         return self.train_x.shape[1]
 
     def batches(self, size: int, *, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Training samples without end, in a new order every epoch; the same for the same seed."""
+        """Yield training batches without end, in a new order every epoch that the seed determines."""
         generator = torch.Generator().manual_seed(seed)
         while True:
             shuffled = torch.randperm(len(self.train_y), generator=generator)
@@ -40,7 +40,7 @@ class DigitsSplits:
 
 @dataclass(frozen=True)
 class DigitsSetting:
-    """A model and how it is trained, on digits of `side` × `side` pixels."""
+    """Sizes of a model and options of its training, on digits of `side` × `side` pixels."""
 
     name: str
     side: int
@@ -53,16 +53,16 @@ class DigitsSetting:
     batch: int = 50
 
     def model(self) -> SequenceClassifier:
-        """As initialised by torch's random numbers."""
+        """Make a model with random weights from torch's generator."""
         return SequenceClassifier(LRU, depth=self.depth, width=self.width, order=self.order, inputs=1, classes=10)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """AdamW; without weight decay it is Adam."""
+        """Make the AdamW optimizer of a model; without weight decay it is Adam."""
         return torch.optim.AdamW(model.parameters(), lr=self.learning_rate, weight_decay=self.weight_decay)
 
 
 def load_digits(side: int = 8) -> DigitsSplits:
-    """8 × 8 pixels as they are, other sizes by bilinear interpolation; the split is the same for all."""
+    """Load the digits, with 8 × 8 pixels or resized by bilinear interpolation; all sizes have the same split."""
     from sklearn import datasets  # takes a second, and only studies need it
 
     bunch = datasets.load_digits()
@@ -76,7 +76,7 @@ def load_digits(side: int = 8) -> DigitsSplits:
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> float:
-    """One step of gradient descent; the loss before it."""
+    """Make one optimizer step; returns the loss before it."""
     model.train()
     loss = nn.functional.cross_entropy(model(x), y)
     optimizer.zero_grad()
@@ -88,7 +88,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y:
 def trained(
     setting: DigitsSetting, data: DigitsSplits, *, seed: int, progress: Callable[[str], None] = lambda _: None
 ) -> SequenceClassifier:
-    """A model after all steps of its setting; random numbers elsewhere go on as if it had not been."""
+    """Train a model for all steps of its setting; the random state outside is not changed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = setting.model()
@@ -102,7 +102,7 @@ def trained(
 
 @torch.no_grad()
 def evaluate(model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, float]:
-    """Accuracy and mean cross-entropy, without dropout."""
+    """Compute accuracy and mean cross-entropy, without dropout."""
     model.eval()
     logits = torch.cat([model(part) for part in x.split(120)])
     return float((logits.argmax(1) == y).double().mean()), float(nn.functional.cross_entropy(logits, y))

@@ -1,4 +1,4 @@
-"""A student with far more states than the hidden system it learned from: does the error bound find the true order?"""
+"""A test of the error bound: does it find the order of a hidden system, if a student has far more states?"""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _TEST_SEQUENCES = 64
 
 @dataclass(frozen=True)
 class HiddenSystem:
-    """A hidden LRU of `order` poles, a student of `states`, and how it learns.
+    """A hidden LRU of `order` poles, a student of `states` states, and options of its training.
 
     Each phase is a number of L-BFGS iterations on one batch of white noise, and the weight decay of B and C in it.
-    Decay takes away the modes that nothing asks for; as it falls towards 0 so does what it costs in accuracy.
+    Decay removes modes that the output does not need; as it falls towards 0, so does its cost in accuracy.
     """
 
     order: int = 12
@@ -43,7 +43,7 @@ QUICK = HiddenSystem(order=3, states=12, width=2, length=64, phases=((60, 1e-2),
 def measure_hidden_system(
     *, seeds: int = 5, quick: bool = False, progress: Progress = silent, task: HiddenSystem | None = None
 ) -> Measurement:
-    """One row a seed: the order found, and mean squared errors before the cut, after it and after some more steps."""
+    """Measure one row a seed: the order found, and mean squared errors before the cut, after it and some steps later."""
     rows = [_one_seed(task or (QUICK if quick else HiddenSystem()), seed, progress) for seed in range(seeds)]
     return Measurement("hidden_system", "The order of a hidden system", seeds, rows)
 
@@ -75,7 +75,7 @@ def _one_seed(task: HiddenSystem, seed: int, progress: Progress) -> Row:
 
 
 def hidden(task: HiddenSystem) -> LRU:
-    """Poles evenly over phases 0.3 … 2.85 and on two radii; the output has mean square 1, without a skip."""
+    """Make a hidden system: phases evenly from 0.3 to 2.85, two radii, no skip, and outputs of mean square 1."""
     layer = LRU(task.width, task.order).double().requires_grad_(False)
     phases = torch.linspace(0.3, 2.85, task.order, dtype=torch.float64)
     radii = torch.where(torch.arange(task.order) % 2 == 0, 0.88, 0.92).double()
@@ -90,12 +90,12 @@ def hidden(task: HiddenSystem) -> LRU:
 
 
 def learner(task: HiddenSystem) -> LRU:
-    """Poles all over a ring around those of the hidden system."""
+    """Make a student with poles in a ring around those of the hidden system."""
     return LRU(task.width, task.states, r_min=0.5, r_max=0.9).double()
 
 
 def learn(teacher: LRU, student: LRU, task: HiddenSystem, iterations: int, decay: float) -> float:
-    """Minimise mean (y − ŷ)² + decay ‖B, C‖² on one batch of white noise; the first part, as it last was."""
+    """Minimise mean (y − ŷ)² + decay ‖B, C‖² on one batch of white noise; returns the last mean (y − ŷ)²."""
     noise = _noise(task, task.batch)
     wanted = teacher(noise)[0]
     matrices = (student.B_re, student.B_im, student.C_re, student.C_im)
@@ -125,7 +125,7 @@ def learn(teacher: LRU, student: LRU, task: HiddenSystem, iterations: int, decay
 
 @torch.no_grad()
 def mean_squared_error(teacher: LRU, student: LRU, noise: Float[Tensor, "batch length width"]) -> float:
-    """Of outputs whose mean square is 1."""
+    """Compute the error of outputs whose mean square is 1."""
     return float((student(noise)[0] - teacher(noise)[0]).square().mean())
 
 

@@ -25,8 +25,8 @@ from compressm_lab.runs.measurement import Row
 
 STEPS, EVALUATIONS = 3_000, 6
 LARGE, SMALL = 128, 16
-# By what a user calls them, what their labels are and what differs from the recipe, where SIZE is the final order and
-# SHARE what each of four cuts leaves; None: never cut, with so many states from the start.
+# Labels and settings by name, where SIZE is the final order and SHARE the share that each of four cuts keeps; None:
+# never cut.
 VARIANTS: dict[str, tuple[str, tuple[str, ...] | None]] = {
     "whole": (f"{LARGE} states", None),
     "small": ("SIZE states", None),
@@ -50,19 +50,19 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...] | None]] = {
 
 @dataclass(frozen=True)
 class Scale:
-    """Steps and evaluations of every training, and the order that small models have and cut ones get."""
+    """Steps and evaluations of every training, and the order of small models and of models after their cuts."""
 
     steps: int = STEPS
     evaluations: int = EVALUATIONS
     size: int = SMALL
 
     def filled(self, text: str) -> str:
-        """With numbers in the place of SIZE and SHARE."""
+        """Replace SIZE and SHARE by numbers."""
         return text.replace("SIZE", str(self.size)).replace("SHARE", f"{(self.size / LARGE) ** 0.25:.4f}")
 
 
 def plan(out: Path, variants: Iterable[str], seeds: int, scale: Scale) -> Campaign:
-    """All trainings, seed by seed; folders are named by final orders and numbers of steps."""
+    """Plan all trainings, seed by seed; folders are named by final orders and numbers of steps."""
     return Campaign(tuple(_arm(name, scale) for name in variants), range(seeds), out / "runs", by_seed=True)
 
 
@@ -83,7 +83,7 @@ def _arm(variant: str, scale: Scale) -> Arm:
 
 
 def file(out: Path, wanted: Campaign, steps: int) -> ResultFile:
-    """One row a training that is done: orders, test accuracies in percent, and seconds."""
+    """The result file, one row a training: orders, test accuracies in percent, and seconds."""
     return ResultFile(out / "imdb_mamba.json", "Mamba on IMDB, cut in the warm-up", wanted.trainings(), _found, steps)
 
 
@@ -92,7 +92,7 @@ def _found(directory: RunDirectory) -> Row:
 
 
 def _sizes(directory: RunDirectory) -> Row:
-    """States of a channel in the mean over channels and layers, how many layers have complex ones, and all numbers."""
+    """The mean number of states of a channel, the number of layers with complex states, and that of all parameters."""
     model = load_model(directory.model)
     layers = [module for module in model.modules() if isinstance(module, Mamba)]
     states = [layer.order if layer.orders is None else float(layer.orders.double().mean()) for layer in layers]

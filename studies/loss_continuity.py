@@ -23,9 +23,9 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Continuation:
-    """A model that trains for `setting.steps` steps until the cut, of which the last `shown` are recorded, and then on.
+    """A training of `setting.steps` steps until the cut, of which the last `shown` are recorded, and `after` it.
 
-    Many states for few channels, so that 1 % of the energy is many of them.
+    It has many states for few channels, so that 1 % of the energy is many states.
     """
 
     setting: DigitsSetting
@@ -43,19 +43,19 @@ QUICK = Continuation(
 
 @dataclass
 class Continued:
-    """All that the next step depends on."""
+    """Everything that the next step depends on."""
 
     model: SequenceClassifier
     optimizer: torch.optim.Optimizer
     random_state: Tensor
 
     def copied(self) -> Continued:
-        """The same again; what happens to one is nothing to the other."""
+        """Make an independent copy."""
         model, optimizer = copy.deepcopy((self.model, self.optimizer))
         return Continued(model, optimizer, self.random_state.clone())
 
     def run(self, batches: Iterator[Batch], steps: int) -> list[float]:
-        """The loss of each step, with dropout masks that go on where they were."""
+        """Train and return the loss of each step; dropout masks continue where they were."""
         torch.set_rng_state(self.random_state)
         losses = [train_step(self.model, self.optimizer, *next(batches)) for _ in range(steps)]
         self.random_state = torch.get_rng_state()
@@ -65,7 +65,7 @@ class Continued:
 def measure_loss_continuity(
     *, seeds: int = 5, quick: bool = False, progress: Progress = silent, plan: Continuation | None = None
 ) -> Measurement:
-    """One row a seed and way: states before and after, and the loss at each step; +1 is the first after the cut."""
+    """Measure one row a seed and way: states before and after, and the loss of each step; +1 is the first after the cut."""
     plan = plan or (QUICK if quick else PLAN)
     data = load_digits(plan.setting.side)
     rows = [row for seed in range(seeds) for row in _one_seed(plan, data, seed, progress)]
@@ -73,7 +73,7 @@ def measure_loss_continuity(
 
 
 def ways(data: DigitsSplits, batch: int) -> dict[str, Mapping[str, Any] | None]:
-    """What is said to `Compressor` beside when and how much; None: no cut."""
+    """Options of `Compressor` by way, beside when and how much; None: no cut."""
 
     def calibrate(model: nn.Module) -> None:
         for k in range(_CALIBRATION_BATCHES):
@@ -110,7 +110,7 @@ def _one_seed(plan: Continuation, data: DigitsSplits, seed: int, progress: Progr
 
 
 def _cut(training: Continued, step: int, options: Mapping[str, Any] | None) -> tuple[int, int]:
-    """The states of all layers together, before and after."""
+    """Cut the model; returns the states of all layers together, before and after."""
     before = _states(training.model)
     if options is not None:
         Compressor(training.model, training.optimizer, when=[step], keep=KEEP, **options).step(step)

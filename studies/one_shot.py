@@ -30,7 +30,7 @@ _CALIBRATION_BATCHES = 4
 def measure_one_shot(
     *, seeds: int = 3, quick: bool = False, progress: Progress = silent, settings: Iterable[DigitsSetting] | None = None
 ) -> Measurement:
-    """One row a model, way and order: test accuracy and loss right after the cut, and before it."""
+    """Measure one row a model, way and order: test accuracy and loss right after the cut, and before it."""
     rows: list[Row] = []
     for setting in settings or (QUICK if quick else SETTINGS):
         data = load_digits(setting.side)
@@ -43,7 +43,7 @@ def measure_one_shot(
 
 
 def ways(data: DigitsSplits, batch: int, seed: int) -> dict[str, Mapping[str, Any]]:
-    """How to cut: the keywords of `compress_`."""
+    """Options of `compress_` by way."""
 
     def calibrate(model: nn.Module) -> None:
         for k in range(_CALIBRATION_BATCHES):
@@ -58,7 +58,7 @@ def ways(data: DigitsSplits, batch: int, seed: int) -> dict[str, Mapping[str, An
 
 
 def cut_in_every_way(setting: DigitsSetting, model: nn.Module, data: DigitsSplits, seed: int) -> list[Row]:
-    """Copies of one model, each cut once."""
+    """Cut copies of one model in every way and to every order; one row each."""
     full_accuracy, full_loss = evaluate(model, data.test_x, data.test_y)
     rows: list[Row] = []
     for rank in (setting.order // share for share in SHARES if setting.order // share >= _LEAST_RANK):

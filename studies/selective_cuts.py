@@ -38,7 +38,7 @@ from compressm_lab.training.steps import Learner, task_objective
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model, its data, and how long it is trained before the cut and after it."""
+    """A model, its data, and the steps of its training before the cut and after it."""
 
     name: str
     data: DataSet
@@ -52,7 +52,7 @@ class TrainedModel:
     batch: int = 50
 
     def learner(self, task: Task, seed: int) -> Learner:
-        """Nothing learnt yet."""
+        """Make a learner with a new model."""
         torch.manual_seed(seed)
         model = build_model(
             ModelConfig(
@@ -99,7 +99,7 @@ _CALIBRATION_BATCHES = 4
 
 
 def ways(seed: int) -> dict[str, Mapping[str, Any]]:
-    """How to cut: keywords of `compress_`. The first is the paper's."""
+    """Options of `compress_` by way; the first is the paper's."""
     return {
         "per channel, means": {"selective": PerChannel("mean")},
         "per channel, means, symmetric": {"selective": PerChannel("mean", two_sided=False)},
@@ -123,7 +123,7 @@ def measure_selective_cuts(
     settings: Iterable[TrainedModel] | None = None,
     processes: int = 1,
 ) -> Measurement:
-    """One row a model, way and order: the change of outputs, test accuracy right after the cut and some steps later."""
+    """Measure one row a model, way and order: the change of outputs, and test accuracy after the cut and steps later."""
     models = [(setting, seed) for setting in settings or (QUICK if quick else SETTINGS) for seed in range(seeds)]
     if processes == 1:
         found = [measure_model(*model, progress) for model in models]
@@ -138,12 +138,12 @@ def measure_selective_cuts(
 
 
 def measure_model(setting: TrainedModel, seed: int, progress: Progress = silent) -> list[Row]:
-    """All rows of one model."""
+    """Measure all rows of one model."""
     return cut_in_every_way(setting, trained(setting, _task(setting.data), seed), seed, progress)
 
 
 def trained(setting: TrainedModel, task: Task, seed: int) -> Learner:
-    """After all steps before the cut; random numbers elsewhere go on as if it had not been."""
+    """Train a learner for all steps before the cut; the random state outside is not changed."""
     with torch.random.fork_rng(devices=[]):
         learner = setting.learner(task, seed)
         learn(learner, 1, setting.steps)
@@ -151,7 +151,7 @@ def trained(setting: TrainedModel, task: Task, seed: int) -> Learner:
 
 
 def learn(learner: Learner, first: int, last: int) -> Score:
-    """These steps; how good the model is then."""
+    """Train from step `first` to `last`; returns the test score then."""
     learner.model.train()
     for step in range(first, last + 1):
         learner.learn(learner.order.at(step))
@@ -159,7 +159,7 @@ def learn(learner: Learner, first: int, last: int) -> Score:
 
 
 def cut_in_every_way(setting: TrainedModel, learner: Learner, seed: int, progress: Progress = silent) -> list[Row]:
-    """Copies of one model and its optimizer, each cut once and trained on, on the same batches as one without a cut."""
+    """Cut copies of one model in every way and train on, on the same batches as a copy without a cut."""
     steps = (setting.steps + 1, setting.steps + setting.more)
     before = score(learner.model, learner.task, learner.task.test)
     uncut = learn(_copied(learner), *steps)
@@ -182,7 +182,7 @@ def cut_in_every_way(setting: TrainedModel, learner: Learner, seed: int, progres
 
 
 def cut(learner: Learner, rank: int, options: Mapping[str, Any]) -> float:
-    """In place; the relative change of the layers' outputs, in the mean over layers."""
+    """Cut a learner's model in place; returns the relative change of layer outputs, as the mean over layers."""
     batches = Order(len(learner.task.train), learner.config.batch, seed=0)
 
     def calibrate(model: nn.Module) -> None:
@@ -196,7 +196,7 @@ def cut(learner: Learner, rank: int, options: Mapping[str, Any]) -> float:
 
 
 def _copied(learner: Learner) -> Learner:
-    """With a model and an optimizer of its own, which belong together."""
+    """Copy a learner with its model and the optimizer of that model."""
     model, optimizer = copy.deepcopy((learner.model, learner.optimizer))
     return Learner(model, optimizer, learner.objective, learner.task, learner.order, learner.config)
 

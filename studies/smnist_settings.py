@@ -1,4 +1,4 @@
-"""What matters for sMNIST without compression: initial phases, dropout, normalisation, precision.
+"""Settings that matter for sMNIST without compression: initial phases, dropout, normalisation, precision.
 
 40 000 steps at 256 and at 28 states, beside the curve of the paper's own code (seed 42, without reduction): 93.3 and
 89.5 % as the mean of steps 35 000 and 40 000.
@@ -21,7 +21,7 @@ from compressm_lab.runs.records import Evaluation, RunError
 
 STEPS = 40_000
 TURN = "model.layer_options={max_phase: 6.28}"
-# What differs from the recipe, and the orders to look at.
+# Settings beside the recipe, and the orders to train.
 VARIANTS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "recipe": ((), (256, 28)),
     "phases up to 2π": ((TURN,), (256, 28)),
@@ -37,7 +37,7 @@ VARIANTS: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
 
 
 def plan(out: Path, variants: Iterable[str], seeds: int, steps: int) -> Campaign:
-    """All trainings; folders have the number of steps in their names."""
+    """Plan all trainings; folders have the number of steps in their names."""
     arms = tuple(_arm(variant, order, steps) for variant in variants for order in VARIANTS[variant][1])
     return Campaign(arms, range(seeds), out / "runs")
 
@@ -58,7 +58,7 @@ def _arm(variant: str, order: int, steps: int) -> Arm:
 
 
 def file(out: Path, wanted: Campaign) -> ResultFile:
-    """One row a training that is done: accuracies of the last two evaluations in percent."""
+    """The result file, one row a training: accuracies of the last two evaluations in percent."""
     title = "sMNIST without compression: test accuracy of the last two evaluations"
     return ResultFile(out / "smnist_settings.json", title, wanted.trainings(), _last_two)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from jaxtyping import Float, Int64
@@ -66,9 +66,9 @@ class Teacher:
         return answer.float()
 
     @torch.no_grad()
-    def keep(self, batches: Iterable[tuple[Tensor | None, ...]], ask: Callable[..., Tensor] | None = None) -> None:
-        """Keep the logits of all examples, in their order; `ask` computes them in place of the teacher."""
-        self._kept = torch.cat([(ask or self)(*inputs) for inputs in batches])
+    def keep(self, batches: Iterable[tuple[Tensor | None, ...]]) -> None:
+        """Keep the logits of all examples, in their order."""
+        self._kept = torch.cat([self(*inputs) for inputs in batches])
 
     @property
     def keeps(self) -> bool:

@@ -71,6 +71,7 @@ def run(wanted: Campaign, *, processes: int, progress: Progress) -> None:
 
 
 def _messages(queue: Any, waiting: list[Future[None]]) -> Iterator[tuple[str, int, int]]:
+    """Yield what trainings report until all have ended or one has failed."""
     while True:
         done, pending = wait(waiting, timeout=0)
         try:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from compressm_lab.data import DataError, DataSet, Store, make
-from compressm_lab.experiments.executors import Ended, Executor, Started
+from compressm_lab.experiments.executors import Executor, Started
 from compressm_lab.experiments.recipes import Arm, FinalOrder, Training, find_recipe
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.records import RunError
@@ -161,7 +161,12 @@ def conduct(plan: Campaign, executor: Executor, say: Say = lambda line: None) ->
                 time.sleep(executor.patience)
             for key in ended:
                 training, started = running.pop(key)
-                _note(outcome, training, started.result(), say)
+                end = started.result()
+                message = end.message or ("" if training.finished else "it ended without a model")
+                if message:
+                    outcome.failed[key] = message
+                how = f"{'stopped' if end.interrupted else 'failed'}: {message}" if message else "done"
+                say(f"{training}: {how}")
     except KeyboardInterrupt:
         outcome.interrupted = True
         say(f"stopping: {len(running)} trainings are under way or wait; those under way save what they have")
@@ -172,12 +177,3 @@ def conduct(plan: Campaign, executor: Executor, say: Say = lambda line: None) ->
 
 def _done(plan: Campaign, failed: Collection[tuple[str, int]]) -> int:
     return sum(training.finished for training in plan.trainings(failed) if training.arm.known)
-
-
-def _note(outcome: Outcome, training: Training, ended: Ended, say: Say) -> None:
-    if not ended.message and training.finished:
-        say(f"{training}: done")
-        return
-    message = ended.message or "it ended without a model"
-    say(f"{training}: {'stopped' if ended.interrupted else 'failed'}: {message}")
-    outcome.failed[training.key] = message

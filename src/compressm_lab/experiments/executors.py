@@ -79,7 +79,6 @@ class LocalExecutor(Executor):
         return why if tried.returncode else ""
 
     def submit(self, training: Training) -> Future[Ended]:
-        """Begin a training in a thread that waits for its process."""
         return self._pool.submit(self._run, training)
 
     def stop(self) -> None:
@@ -184,7 +183,6 @@ class SlurmExecutor(Executor):
         self._executor.update_parameters(name="compressm", tasks_per_node=1, **chosen)
 
     def submit(self, training: Training) -> Started:
-        """Put a training into the queue."""
         job = self._executor.submit(run_here, training, self._data)
         self._jobs.append(job)
         return _Job(job)

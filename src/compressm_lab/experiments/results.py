@@ -229,16 +229,7 @@ def _found(directory: RunDirectory) -> Row:
     return found
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("tasks", nargs="+", choices=list(LINEUPS), metavar="TASK", help=f"of {', '.join(LINEUPS)}")
-    options(parser, seeds=5, steps=", ".join(f"{name} {lineup.steps}" for name, lineup in LINEUPS.items()))
-    parser.add_argument("--first-seed", type=partial(count, least=0), default=0, help="the first of them (%(default)s)")
-    parser.add_argument("--only", action="append", help="one variant of every task; again for more")
-    return parser
-
-
-def _require_variants(parser: argparse.ArgumentParser, given: argparse.Namespace, lineup: Lineup, seed: int) -> None:
+def _require_variants(parser: argparse.ArgumentParser, given: argparse.Namespace, lineup: Lineup) -> None:
     """Refuse unknown variants, and a student whose teacher is neither trained nor asked for."""
     for name in given.only or ():
         if name not in lineup.variants:
@@ -246,21 +237,25 @@ def _require_variants(parser: argparse.ArgumentParser, given: argparse.Namespace
         teacher = lineup.variants[name].teacher
         if teacher is None or teacher in given.only or given.only_collect:
             continue
-        (student,) = lineup.plan(given.out, [name], range(seed, seed + 1), given.steps).trainings()
+        first = range(given.first_seed, given.first_seed + 1)
+        (student,) = lineup.plan(given.out, [name], first, given.steps).trainings()
         if student.state == "waits":
             parser.error(f"--only {name}: its teacher, {teacher}, is not trained; add --only {teacher}")
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Path]:
     """Train what is not done yet, all tasks in one pool of processes, and write OUT/results-TASK.json of each."""
-    parser = _parser()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("tasks", nargs="+", choices=list(LINEUPS), metavar="TASK", help=f"of {', '.join(LINEUPS)}")
+    options(parser, seeds=5, steps=", ".join(f"{name} {lineup.steps}" for name, lineup in LINEUPS.items()))
+    parser.add_argument("--first-seed", type=partial(count, least=0), default=0, help="the first of them (%(default)s)")
+    parser.add_argument("--only", action="append", help="one variant of every task; again for more")
     given = parser.parse_args(arguments)
     seeds = range(given.first_seed, given.first_seed + given.seeds)
     lineups = [LINEUPS[name] for name in dict.fromkeys(given.tasks)]
-    for lineup in lineups:
-        _require_variants(parser, given, lineup, given.first_seed)
     plans, files = [], []
     for lineup in lineups:
+        _require_variants(parser, given, lineup)
         task = lineup.name if len(lineups) > 1 else ""
         plans.append(lineup.plan(given.out, given.only or list(lineup.variants), seeds, given.steps, task))
         files.append(lineup.file(given.out, plans[-1], given.steps))

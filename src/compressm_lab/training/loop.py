@@ -41,14 +41,14 @@ from compressm_lab.training.steps import (
 )
 
 
+@dataclass
 class Stop:
     """The name of the first signal that came; calling it tells if one has."""
 
-    def __init__(self) -> None:
-        self.signal: str | None = None
+    signal: str = ""
 
     def __call__(self) -> bool:
-        return self.signal is not None
+        return bool(self.signal)
 
 
 @contextmanager
@@ -200,8 +200,8 @@ class Trainer(Resumable):
         """Save and raise `Interrupted` if a signal has come to one of the processes."""
         if any_of(self.learner.processes, stop()):
             self._save()
-            self.write_status("interrupted", message=stop.signal or "")
-            raise Interrupted(stop.signal or "", self.step, self.directory.path)
+            self.write_status("interrupted", message=stop.signal)
+            raise Interrupted(stop.signal, self.step, self.directory.path)
 
     def _run_to(self, goal: int, stop: Stop) -> None:
         try:
