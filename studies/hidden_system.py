@@ -43,7 +43,7 @@ QUICK = HiddenSystem(order=3, states=12, width=2, length=64, phases=((60, 1e-2),
 def measure_hidden_system(
     *, seeds: int = 5, quick: bool = False, progress: Progress = silent, task: HiddenSystem | None = None
 ) -> Measurement:
-    """Measure one row a seed: the order found, and mean squared errors before the cut, after it and some steps later."""
+    """Measure one row a seed: the order found, and mean squared errors before the cut, after it and steps later."""
     rows = [_one_seed(task or (QUICK if quick else HiddenSystem()), seed, progress) for seed in range(seeds)]
     return Measurement("hidden_system", "The order of a hidden system", seeds, rows)
 

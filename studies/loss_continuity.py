@@ -65,7 +65,7 @@ class Continued:
 def measure_loss_continuity(
     *, seeds: int = 5, quick: bool = False, progress: Progress = silent, plan: Continuation | None = None
 ) -> Measurement:
-    """Measure one row a seed and way: states before and after, and the loss of each step; +1 is the first after the cut."""
+    """Measure one row a seed and way: states before and after, and the loss of each step; +1 follows the cut."""
     plan = plan or (QUICK if quick else PLAN)
     data = load_digits(plan.setting.side)
     rows = [row for seed in range(seeds) for row in _one_seed(plan, data, seed, progress)]

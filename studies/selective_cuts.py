@@ -123,7 +123,7 @@ def measure_selective_cuts(
     settings: Iterable[TrainedModel] | None = None,
     processes: int = 1,
 ) -> Measurement:
-    """Measure one row a model, way and order: the change of outputs, and test accuracy after the cut and steps later."""
+    """Measure one row a model, way and order: the change of outputs, and accuracy after the cut and steps later."""
     models = [(setting, seed) for setting in settings or (QUICK if quick else SETTINGS) for seed in range(seeds)]
     if processes == 1:
         found = [measure_model(*model, progress) for model in models]

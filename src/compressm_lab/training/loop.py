@@ -17,6 +17,8 @@ from torch import nn
 
 from compressm.compression import Compressor, Cut, HankelTracker, save_model
 from compressm.compression.distributed import Processes, unwrapped
+from compressm.errors import SavingError
+from compressm.saving.checkpoints import load_checkpoint, save_checkpoint
 from compressm.saving.rebuilding import orders_of
 from compressm_lab.data.task import Order, Task, TaskKind
 from compressm_lab.runs import records
@@ -27,12 +29,13 @@ from compressm_lab.training.config import ConfigError, Plan, Recipe
 from compressm_lab.training.evaluation import evaluate, truncations
 from compressm_lab.training.loggers import RunLogger, Silent
 from compressm_lab.training.penalty import HeldPenalty, Penalty
-from compressm_lab.training.resuming import Resumable, checkpoints, is_finished, require_same_recipe
+from compressm_lab.training.resuming import checkpoints, is_finished, require_same_recipe
 from compressm_lab.training.steps import (
     Learner,
     Objective,
     Prepared,
     Steps,
+    Totals,
     any_of,
     distributed,
     join,
@@ -159,11 +162,20 @@ def _build(
 
 
 @dataclass
-class Trainer(Resumable):
-    """A run in progress."""
+class Trainer:
+    """A run in progress; `timed` is the last step whose time is in a record."""
 
+    recipe: Recipe
+    directory: RunDirectory
+    learner: Learner
+    steps: Steps
+    compressor: Compressor | None
+    tracker: HankelTracker | None
+    clock: Clock
     plan: Plan
     listener: RunLogger
+    step: int = 0
+    timed: int = 0
 
     @property
     def is_first(self) -> bool:
@@ -177,7 +189,7 @@ class Trainer(Resumable):
             with self.clock.phase("teacher"):  # a resumed run replaces this time by that of its checkpoint
                 learner.objective.prepare(learner.task, learner.device, learner.autocast())
         if resume:
-            self.load()
+            self._load()
         join(learner.processes, self.recipe.seed, self.step)
         if self.is_first:
             # A new run writes the spectra of step 0 too.
@@ -311,7 +323,60 @@ class Trainer(Resumable):
     def _save(self) -> None:
         if self.is_first:
             with self.clock.phase("checkpoint"):
-                self.save()
+                self._write_checkpoint()
+
+    def _write_checkpoint(self) -> None:
+        """Write a checkpoint and remove the oldest ones."""
+        self.directory.sync()
+        path = self.directory.checkpoints / f"step-{self.step:08d}.pt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tracker, penalty = None, self.learner.penalty
+        if self.tracker is not None:
+            # The systems to compare with next; spectra are in the run's files.
+            state = self.tracker.state_dict()
+            before = _moved(state["before"], torch.device("cpu"))
+            tracker = {"steps": state["steps"][-1:], "spectra": [], "bounds": [], "before": before}
+        extra = {
+            "timed": self.timed,
+            "totals": list(self.steps.totals()),
+            "seconds": [self.clock.total, self.clock.in_steps],
+            "phases": self.clock.peek(),
+            "tracker": tracker,
+            "penalty": None if penalty is None else penalty.state_dict(),
+        }
+        save_checkpoint(path, **self._parts(), step=self.step, extra=extra)
+        _remove(*checkpoints(self.directory)[self.recipe.training.keep_checkpoints :])
+
+    def _load(self) -> None:
+        """Continue from the newest checkpoint that is whole, if there is one; newer ones are removed."""
+        problems: dict[Path, str] = {}
+        for path in checkpoints(self.directory):
+            try:
+                found = load_checkpoint(path, **self._parts())
+            except SavingError as error:
+                problems[path] = str(error)
+                continue
+            self.step, self.timed = found.step, found.extra["timed"]
+            self._restore(found.extra)
+            if self.is_first:
+                _remove(*problems, *self.directory.checkpoints.glob(".step-*.pt"))  # a dot: half written
+            return
+        if problems:
+            raise SavingError(f"no checkpoint of {self.directory.path} can be read: {'; '.join(problems.values())}")
+
+    def _parts(self) -> dict[str, Any]:
+        return {"model": self.learner.model, "optimizer": self.learner.optimizer, "compressor": self.compressor}
+
+    def _restore(self, extra: Any) -> None:
+        self.steps.restore(Totals(*extra["totals"]))
+        building.keep_rates_on_(self.learner.optimizer, self.learner.device)
+        total, in_steps = extra["seconds"]
+        self.clock.restore(total, in_steps, extra["phases"])
+        if self.learner.penalty is not None:
+            self.learner.penalty.load_state_dict(extra["penalty"])
+        if self.tracker is not None and extra["tracker"] is not None:
+            before = _moved(extra["tracker"]["before"], self.learner.device)
+            self.tracker.load_state_dict({**extra["tracker"], "before": before})
 
     def _finish(self, stop: Stop) -> None:
         """Cut and evaluate copies, unless a run that was stopped has done so, and save the model."""
@@ -335,3 +400,12 @@ class Trainer(Resumable):
 
 def _all_finite(model: nn.Module) -> bool:
     return bool(torch.stack([weight.isfinite().all() for weight in model.parameters()]).all())
+
+
+def _remove(*paths: Path) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
+
+
+def _moved(systems: dict[str, dict[str, Any]], device: torch.device) -> dict[str, dict[str, Any]]:
+    return {name: {key: value.to(device) for key, value in parts.items()} for name, parts in systems.items()}
