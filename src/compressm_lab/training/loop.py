@@ -30,18 +30,7 @@ from compressm_lab.training.evaluation import evaluate, truncations
 from compressm_lab.training.loggers import RunLogger, Silent
 from compressm_lab.training.penalty import HeldPenalty, Penalty
 from compressm_lab.training.resuming import checkpoints, is_finished, require_same_recipe
-from compressm_lab.training.steps import (
-    Learner,
-    Objective,
-    Prepared,
-    Steps,
-    Totals,
-    any_of,
-    distributed,
-    join,
-    make_steps,
-    task_objective,
-)
+from compressm_lab.training.steps import Learner, Objective, Steps, distributed, join, make_steps, task_objective
 
 
 @dataclass
@@ -185,10 +174,8 @@ class Trainer:
     def go(self, stop: Stop, resume: bool) -> RunDirectory:
         """Train to the last step, from the newest checkpoint where the run resumes."""
         learner = self.learner
-        if isinstance(learner.objective, Prepared):
-            with self.clock.phase("teacher"):  # a resumed run replaces this time by that of its checkpoint
-                learner.objective.prepare(learner.task, learner.device, learner.autocast())
-        if resume:
+        learner.prepare(self.clock)
+        if resume:  # the times of the checkpoint replace that of preparing
             self._load()
         join(learner.processes, self.recipe.seed, self.step)
         if self.is_first:
@@ -210,7 +197,7 @@ class Trainer:
 
     def _end_if_signalled(self, stop: Stop) -> None:
         """Save and raise `Interrupted` if a signal has come to one of the processes."""
-        if any_of(self.learner.processes, stop()):
+        if self.learner.in_any_process(stop()):
             self._save()
             self.write_status("interrupted", message=stop.signal)
             raise Interrupted(stop.signal, self.step, self.directory.path)
@@ -368,7 +355,7 @@ class Trainer:
         return {"model": self.learner.model, "optimizer": self.learner.optimizer, "compressor": self.compressor}
 
     def _restore(self, extra: Any) -> None:
-        self.steps.restore(Totals(*extra["totals"]))
+        self.steps.restore(*extra["totals"])
         building.keep_rates_on_(self.learner.optimizer, self.learner.device)
         total, in_steps = extra["seconds"]
         self.clock.restore(total, in_steps, extra["phases"])

@@ -80,6 +80,12 @@ class Learner:
     processes: Processes = field(default_factory=Processes)
     penalty: HeldPenalty | None = None
 
+    def prepare(self, clock: Clock) -> None:
+        """Let the objective do its work before the first step."""
+        if isinstance(self.objective, Prepared):
+            with clock.phase("teacher"):
+                self.objective.prepare(self.task, self.device, self.autocast())
+
     def learn(self, indices: Tensor) -> StepResult:
         """Make one step on these training examples; the result is that before it."""
         batch = batch_on(self.device, self.task, self.task.train, indices)
@@ -106,6 +112,10 @@ class Learner:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
+    def in_any_process(self, flag: bool) -> bool:
+        """Tell if the flag is set in any of the processes, so that all stop together."""
+        return flag if self.processes.count == 1 else bool(self.processes.total(torch.tensor(float(flag))) > 0)
+
     def share(self, rows: Tensor) -> Tensor:
         """The part of a batch that this process learns from."""
         return rows[..., self.processes.index :: self.processes.count]
@@ -125,7 +135,7 @@ class Steps:
         for step in range(first, last + 1):
             self._hold_penalty(step, last)
             self._eager(step)
-            if any_of(self.learner.processes, stopped()):
+            if self.learner.in_any_process(stopped()):
                 return step
         return last
 
@@ -140,12 +150,12 @@ class Steps:
 
     def clear(self) -> None:
         """Set all sums to 0."""
-        self.restore(Totals(0, 0.0, 0.0, 0.0))
+        self.restore(0, 0.0, 0.0, 0.0)
 
-    def restore(self, totals: Totals) -> None:
+    def restore(self, steps: int, *sums: float) -> None:
         """Continue from the sums of a checkpoint."""
-        self._done = totals.steps
-        self._sums.copy_(torch.tensor(totals[1:], dtype=torch.float64))
+        self._done = steps
+        self._sums.copy_(torch.tensor(sums, dtype=torch.float64))
 
     def _hold_penalty(self, step: int, last: int) -> int:
         """Hold the gradient of the penalty for this step; returns the last step up to `last` that adds the same."""
@@ -275,11 +285,6 @@ def distributed(model: nn.Module, recipe: Recipe, processes: Processes) -> nn.Mo
     if batch % processes.count:
         raise ConfigError(f"training.batch is {batch}, expected a multiple of the {processes.count} processes")
     return DistributedDataParallel(model)
-
-
-def any_of(processes: Processes, flag: bool) -> bool:
-    """Tell if the flag is set in any of the processes, so that all stop together."""
-    return flag if processes.count == 1 else bool(processes.total(torch.tensor(float(flag))) > 0)
 
 
 def join(processes: Processes, seed: int, step: int) -> None:
