@@ -87,7 +87,6 @@ class Distilled:
 
     def __call__(self, model: nn.Module, batch: Batch) -> StepResult:
         logits = model(batch.inputs, batch.lengths).float()
-        asked = batch.targets != IGNORED
         if self.teacher.keeps:
             assert batch.indices is not None
             answers = self.teacher.recall(batch.indices)
@@ -96,7 +95,7 @@ class Distilled:
         rows = (logits.flatten(0, -2), answers.flatten(0, -2), batch.targets.flatten())
         temperature, alpha = self.config.temperature, self.config.alpha
         loss = distillation_loss(*rows, temperature=temperature, alpha=alpha, ignored=IGNORED)
-        return StepResult(loss, (logits.detach().argmax(-1) == batch.targets).sum(), asked.sum())
+        return StepResult(loss, (logits.detach().argmax(-1) == batch.targets).sum(), (batch.targets != IGNORED).sum())
 
 
 def _teacher(path: Path, is_run: bool) -> nn.Module:

@@ -82,13 +82,12 @@ def require_same_recipes(trainings: Iterable[Training]) -> None:
     """Refuse runs in the folder that are of another recipe: they can neither be resumed nor collected."""
     for training in trainings:
         try:
-            said = training.differs
+            difference = training.differs
         except (ConfigError, RunError) as error:
             raise RunError(f"{error}; expected the recipe of {training}: move it, or choose --out") from None
-        if said:
-            raise RunError(
-                f"{training.folder} holds a run of another recipe than {training}: {said}; move it, or choose --out"
-            )
+        if difference:
+            place = f"{training.folder} holds a run of another recipe than {training}"
+            raise RunError(f"{place}: {difference}; move it, or choose --out")
 
 
 def require_ready(trainings: Iterable[Training], executor: Executor, data: Path | None, say: Say = print) -> None:

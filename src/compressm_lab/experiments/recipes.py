@@ -52,8 +52,8 @@ def run_differs(run: RunDirectory, wanted: Recipe) -> str:
         if recipe.distillation is None:
             return recipe.as_dict()
         teacher = Path(recipe.distillation.teacher)
-        # A run that goes on needs the teacher that it began with, wherever that is now; of a finished one arm and seed,
-        # the end of the path, are compared: the same wherever the folder of all runs lies.
+        # A resumed run needs the very teacher that it began with. A finished one may have been moved with all others:
+        # only arm and seed of its teacher, the end of the path, are compared.
         name = "/".join(teacher.parts[-2:]) if run.finished else str(teacher.resolve())
         return replace(recipe, distillation=replace(recipe.distillation, teacher=name)).as_dict()
 

@@ -97,7 +97,7 @@ class _LayerName:
             try:
                 layer_class(name)
             except ConfigError as error:
-                raise PydanticCustomError("layer", "{said}", {"said": str(error)}) from error
+                raise PydanticCustomError("layer", "{problem}", {"problem": str(error)}) from error
             return name
 
         return core_schema.no_info_plain_validator_function(checked)

@@ -76,11 +76,11 @@ def _blamed(
 
     own = _checked(contents)[1]
     without = {setting: problems_without(setting) for setting in settings}
-    said: dict[str, list[str]] = {}
+    found: dict[str, list[str]] = {}
     for problem in problems:
         guilty = [] if problem in own else [s for s in settings if problem not in without[s]] or settings
-        said.setdefault(" and ".join(dict.fromkeys(words[s] for s in guilty)) or file, []).append(problem)
-    return "; ".join(f"{blamed}: {'; '.join(found)}" for blamed, found in said.items())
+        found.setdefault(" and ".join(dict.fromkeys(words[s] for s in guilty)) or file, []).append(problem)
+    return "; ".join(f"{blamed}: {'; '.join(its)}" for blamed, its in found.items())
 
 
 def _mistaken(given: Any, read: Any, key: str = "") -> Iterator[str]:
