@@ -290,7 +290,7 @@ def in_paper(measurement: Measurement, variant: str) -> tuple[float, float] | No
 def by_variant(measurement: Measurement) -> dict[str, list[Row]]:
     """The rows of every variant, in the order of the file, after a look at their columns."""
     needed = ("variant", "seed", "steps", "initial_order", "order", "best", "last", "steps_s", "seconds", "cuts_s")
-    command = f"python -m compressm_lab.experiments.results {measurement.name.removeprefix('results-')}"
+    command = f"python studies/results.py {measurement.name.removeprefix('results-')}"
     measurement.require(measurement.name, needed=(*needed, "step_s"), words=("variant",), command=command)
     return by("variant", measurement.rows)
 

@@ -5,9 +5,9 @@ import subprocess
 import pytest
 import torch
 
+import results
 from compressm_lab.data import Store
 from compressm_lab.data.task import DataError
-from compressm_lab.experiments import results
 from compressm_lab.experiments.engine import Campaign, require_ready
 from compressm_lab.experiments.executors import LocalExecutor
 from compressm_lab.experiments.recipes import Arm

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from compressm_lab.experiments import results, rows
+import results
+from compressm_lab.experiments import rows
 from compressm_lab.experiments.engine import Campaign
 from compressm_lab.experiments.recipes import Arm, find_recipe
-from compressm_lab.experiments.results import LINEUPS
 from compressm_lab.experiments.rows import missing
 from compressm_lab.runs.measurement import Measurement
 from compressm_lab.training import Plan, train
+from results import LINEUPS
 from tests.lab.experiments.result_rows import row
 from tests.lab.training.tiny import digits, recipe
 
@@ -120,7 +121,7 @@ def test_an_unknown_variant_is_named(capsys):
     assert "--only small-28: expected one of largest, random, smallest, small-32, the variants of smnist-select" in said
 
 
-RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ smnist-choices: what else can be chosen, one choice at a time and with one seed.
 states that keep the largest Hankel values, the smallest, or random ones. scifar, with as many steps as there is time
 for: four cuts in the warm-up.
 
-python -m compressm_lab.experiments.results smnist smnist-falling --seeds 5 --processes 9 --data FOLDER
+python studies/results.py smnist smnist-falling --seeds 5 --processes 9 --data FOLDER
 """
 
 from __future__ import annotations
