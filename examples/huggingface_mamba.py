@@ -1,9 +1,9 @@
-"""Train transformers' Mamba on a small text, letter by letter, with a quarter of its states left at the end.
+"""Train transformers' Mamba on a small text, letter by letter, and cut it to a quarter of its states.
 
 python examples/huggingface_mamba.py --out out/huggingface_mamba
 
-The model is cut twice while it trains, its optimizer with it. Afterwards it is an ordinary model of transformers:
-`save_pretrained` writes it, `from_pretrained` reads it, and it writes the same text.
+Model and optimizer are cut twice during training. Afterwards the model is an ordinary model of transformers:
+`save_pretrained` saves it, `from_pretrained` loads it, and the loaded model writes the same text.
 """
 
 import argparse
@@ -23,7 +23,7 @@ TEXT = Path(__file__).parent / "data" / "beekeeping.txt"
 
 @dataclass(frozen=True)
 class Size:
-    """How large the model is and how long it trains; it is cut at the steps `cuts`, each time to half its states."""
+    """The size of the model and the length of its training; every step in `cuts` halves its states."""
 
     width: int = 48
     layers: int = 2
@@ -32,7 +32,7 @@ class Size:
     batch: int = 8
     steps: int = 300
     cuts: tuple[int, ...] = (100, 150)
-    every: int = 50  # steps between two lines
+    every: int = 50  # steps between two printed lines
     written: int = 200  # letters
 
 
@@ -40,28 +40,28 @@ QUICK = Size(width=16, states=8, length=16, batch=4, steps=16, cuts=(4, 8), ever
 
 
 class Letters:
-    """A text as numbers; 0 is kept for padding."""
+    """A text as numbers; 0 is reserved for padding."""
 
     def __init__(self, text: str) -> None:
         self.alphabet = sorted(set(text))
         self.ids = self.encode(text)
 
     def encode(self, text: str) -> Tensor:
-        """One number a letter."""
+        """Turn every letter into a number."""
         return torch.tensor([self.alphabet.index(letter) + 1 for letter in text])
 
     def decode(self, ids: Tensor) -> str:
-        """The inverse."""
+        """Turn numbers back into text."""
         return "".join(self.alphabet[k - 1] for k in ids.tolist() if k > 0)
 
     def windows(self, count: int, length: int, draw: torch.Generator) -> Tensor:
-        """Pieces of the text from random places."""
+        """Draw pieces of the text from random places."""
         starts = torch.randint(len(self.ids) - length, (count,), generator=draw)
         return torch.stack([self.ids[start : start + length] for start in starts.tolist()])
 
 
 def new_model(letters: Letters, setting: Size) -> MambaForCausalLM:
-    """With weights drawn at random."""
+    """A model with random weights."""
     config = MambaConfig(
         vocab_size=len(letters.alphabet) + 1,
         hidden_size=setting.width,
@@ -76,14 +76,14 @@ def new_model(letters: Letters, setting: Size) -> MambaForCausalLM:
 
 @torch.no_grad()
 def loss_on(model: MambaForCausalLM, ids: Tensor) -> float:
-    """Nats a letter."""
+    """The loss in nats per letter."""
     return float(model(ids, labels=ids, use_cache=False).loss)
 
 
 def train(model: MambaForCausalLM, letters: Letters, setting: Size) -> None:
-    """The loop of any model, with one line more: `compressor.step`."""
+    """An ordinary training loop with one extra line: `compressor.step`."""
     draw = torch.Generator().manual_seed(0)
-    shown = letters.windows(32, setting.length, draw)  # to look at the loss, and at what the layers see
+    shown = letters.windows(32, setting.length, draw)  # for the printed loss and for calibration
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     compressor = cs.Compressor(
         model, optimizer, when=setting.cuts, keep=cs.KeepFraction(0.5), calibrate=lambda model: model(shown)
@@ -103,22 +103,22 @@ def train(model: MambaForCausalLM, letters: Letters, setting: Size) -> None:
 
 
 def written_by(model: MambaForCausalLM, letters: Letters, setting: Size) -> str:
-    """How the model goes on from a few words, taking the most likely letter each time."""
+    """Continue a few words with the most likely letter at each step."""
     start = letters.encode("In summer the ")[None]
     ids = model.generate(start, attention_mask=torch.ones_like(start), max_new_tokens=setting.written, do_sample=False)
     return letters.decode(ids[0])
 
 
 def main() -> None:
-    """Train, save, load, write."""
+    """Train, save and load the model, and let it write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/huggingface_mamba"), help="folder for the model")
     parser.add_argument("--quick", action="store_true", help="a tiny model for some seconds, which learns little")
     arguments = parser.parse_args()
     setting, began = QUICK if arguments.quick else Size(), time.perf_counter()
-    transformers.logging.set_verbosity_error()  # it would tell of kernels that only GPUs have
+    transformers.logging.set_verbosity_error()  # no messages about kernels that only GPUs have
     transformers.logging.disable_progress_bar()
-    torch.set_num_threads(1)  # tensors this small are not worth sharing out
+    torch.set_num_threads(1)  # more threads do not help with tensors this small
     torch.manual_seed(0)
     letters = Letters(TEXT.read_text(encoding="utf-8"))
     model = new_model(letters, setting)

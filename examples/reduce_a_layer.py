@@ -1,4 +1,4 @@
-"""Reduce an LRU layer as initialised and one as training leaves it; draw spectrum, bound and true error.
+"""Reduce an LRU layer at initialisation and one with a trained spectrum; draw spectrum, bound and true error.
 
 python examples/reduce_a_layer.py --out out/demo
 """
@@ -43,13 +43,13 @@ def curve(title: str, system: DiagonalSystem, points: int = 24) -> ReductionCurv
 
 
 def states_needed(system: DiagonalSystem, tau: float) -> int:
-    """The smallest order that keeps a share 1 − τ of Σσ: the paper's rule."""
+    """The smallest order that keeps the share 1 − τ of Σσ, as in the paper."""
     held = hankel_singular_values(system).cumsum(0)
     return int((held < (1 - tau) * held[-1]).sum()) + 1
 
 
 def main() -> None:
-    """Two systems, one table, one picture."""
+    """Reduce two systems, print a table and draw a picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for the picture (default: out/demo)")
     parser.add_argument("--picture", type=Path, help="where to write the picture instead")
@@ -67,12 +67,12 @@ def main() -> None:
         plain, folded = states_needed(system, 0.05), states_needed(fold(system), 0.05)
         console.print(f"{title}: {plain} of {ORDER} states hold 95 % of the Hankel energy, {folded} after folding.")
     console.print("The price of a cut is bounded before it is made: no true error exceeds 2·Σ of the σ it drops.")
-    # On one line however long, so that it can be copied.
+    # Without line breaks, so that the path can be copied.
     console.print(f"{time.perf_counter() - start:.0f} s. Picture: {picture.resolve()}", soft_wrap=True)
 
 
 def summary(curves: list[ReductionCurve]) -> Table:
-    """Bound and true error at a few orders."""
+    """A table of bounds and true errors at a few orders."""
     table = Table(title=f"Order {ORDER}, {WIDTH} channels: errors relative to the largest gain")
     for name in ("system", "states kept", "bound", "true error"):
         table.add_column(name, justify="right" if name != "system" else "left")
