@@ -1,1 +1,1 @@
-"""Experiments: arms × seeds of trainings, the paper's tables and figures, and result files of our own."""
+"""Experiments: arms × seeds → trainings → rows, by one engine; the paper's tables and figures, and the demo."""
