@@ -3,30 +3,54 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from compressm_lab.runs.groups import Statistic
 from compressm_lab.runs.measurement import Row
 
 _Key = TypeVar("_Key")
+_Entry = TypeVar("_Entry")
+NOTHING = "–"
+# From how many seconds on, the size of the unit, its name.
+_UNITS = ((2 * 3600.0, 3600.0, "h"), (120.0, 60.0, "min"), (1.0, 1.0, "s"), (0.0, 1e-3, "ms"))
 
 
 @dataclass(frozen=True)
 class Grid:
-    """`title` says what it shows, `caption` the unit and how it was measured."""
+    """A table of text; `title` says what it shows, `caption` the unit and how it was measured."""
 
     title: str
     heads: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     caption: str = ""
 
+    @classmethod
+    def of(
+        cls, title: str, entries: Iterable[_Entry], columns: Sequence[tuple[str, Callable[[_Entry], str]]], caption=""
+    ) -> Grid:
+        """One row an entry; each column is its head and what it says of an entry."""
+        rows = tuple(tuple(cell(entry) for _, cell in columns) for entry in entries)
+        return cls(title, tuple(head for head, _ in columns), rows, caption)
+
+    def without_empty(self, *heads: str) -> Grid:
+        """The table without those columns of `heads` that say nothing in any row."""
+        empty = ("", NOTHING)
+        kept = [k for k, h in enumerate(self.heads) if h not in heads or any(row[k] not in empty for row in self.rows)]
+        rows = tuple(tuple(row[k] for k in kept) for row in self.rows)
+        return Grid(self.title, tuple(self.heads[k] for k in kept), rows, self.caption)
+
     def markdown(self) -> str:
-        """Columns aligned to the right; title and caption are for the page around it to say."""
+        """The table in Markdown, aligned to the right; the page around it says title and caption."""
         cells = [tuple(cell.replace("|", "\\|") for cell in row) for row in self.rows]
         lines = [self.heads, ("---:",) * len(self.heads), *cells]
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def column(head: str, name: str = "", show: Callable[[Any], str] = str) -> tuple[str, Callable[[Row], str]]:
+    """A column of a `Grid` for the column `name` of a result, by default `head`; empty where a row has none."""
+    return head, lambda row: show(row[name or head]) if (name or head) in row else ""
 
 
 def grouped(rows: Iterable[Row], key: Callable[[Row], _Key]) -> dict[_Key, list[Row]]:
@@ -38,7 +62,7 @@ def grouped(rows: Iterable[Row], key: Callable[[Row], _Key]) -> dict[_Key, list[
 
 
 def duration(seconds: float) -> str:
-    """Three digits, in milliseconds below a second: all times of a table compare at a glance."""
+    """A time with three digits, in milliseconds below a second: all times of a table compare at a glance."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
@@ -50,13 +74,8 @@ def amount(count: float) -> str:
     return f"{count:.0f} B"
 
 
-NOTHING = "–"
-# From how many seconds on, the size of the unit, its name.
-_UNITS = ((2 * 3600.0, 3600.0, "h"), (120.0, 60.0, "min"), (1.0, 1.0, "s"), (0.0, 1e-3, "ms"))
-
-
 def plus_minus(sample: Statistic | None, *, factor: float = 1.0, digits: int = 2) -> str:
-    """Mean ± standard deviation with so many digits after the point; no ± for one seed."""
+    """Mean ± standard deviation with `digits` after the point; no ± for one seed."""
     if sample is None:
         return NOTHING
     centre = f"{factor * sample.centre:.{digits}f}"
@@ -64,7 +83,7 @@ def plus_minus(sample: Statistic | None, *, factor: float = 1.0, digits: int = 2
 
 
 def rounded(sample: Statistic | None, *, figures: int = 3) -> str:
-    """Mean ± standard deviation, so that the mean shows `figures` digits."""
+    """Mean ± standard deviation; the mean has `figures` digits."""
     if sample is None or not sample.centre or not math.isfinite(sample.centre):
         return NOTHING if sample is None else number(sample.centre)
     size = math.floor(math.log10(abs(sample.centre)))
@@ -78,14 +97,14 @@ def rounded(sample: Statistic | None, *, figures: int = 3) -> str:
 
 
 def order(sample: Statistic | None) -> str:
-    """A whole number where it is one in every seed."""
+    """An order: a whole number where it is one in every seed."""
     if sample is not None and not sample.spread and sample.centre == round(sample.centre):
         return f"{sample.centre:.0f}"
     return plus_minus(sample, digits=1)
 
 
 def clock(sample: Statistic | None) -> str:
-    """In the unit that suits it, from milliseconds to hours."""
+    """A time in the unit that suits it, from milliseconds to hours."""
     if sample is None:
         return NOTHING
     _, size, unit = next(entry for entry in _UNITS if sample.centre >= entry[0])
@@ -94,7 +113,7 @@ def clock(sample: Statistic | None) -> str:
 
 
 def number(value: float | None, *, figures: int = 3) -> str:
-    """So many significant digits."""
+    """A number with `figures` significant digits."""
     if value is None:
         return NOTHING
     if not math.isfinite(value):
@@ -103,21 +122,21 @@ def number(value: float | None, *, figures: int = 3) -> str:
 
 
 def percent(value: float | None, *, digits: int = 2) -> str:
-    """Of 1, in hundredths."""
+    """A share of 1, in percent."""
     return NOTHING if value is None else f"{100 * value:.{digits}f} %" if math.isfinite(value) else "no number"
 
 
 def steps(count: int) -> str:
-    """200 000, with thin spaces that do not break."""
+    """Thousands apart by thin spaces that do not break: 200 000."""
     return f"{count:,}".replace(",", "\u202f")
 
 
 def listed(words: list[str]) -> str:
-    """a, b and c."""
+    """Words as a list in a sentence: a, b and c."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}" if words else ""
 
 
 def file_name(*words: str) -> str:
-    """Letters and digits with hyphens between, not too long for any disk."""
+    """A name of letters and digits with hyphens between, not too long for any disk."""
     parts = "".join(letter if letter.isalnum() else " " for letter in " ".join(words).lower()).split()
     return "-".join(parts)[:100]

@@ -1,11 +1,11 @@
-"""From a result file to its table and its picture.
+"""The table and the picture of a result file.
 
 Pictures are of what `compressm bench` measured, of our own results, and of the loss around a cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, mean, stdev
@@ -14,112 +14,91 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from compressm_lab.reports import bench_tables, study_tables
-from compressm_lab.reports.bench_tables import (
-    AXES,
-    PARTS,
-    cost_rows,
-    growth_rows,
-    middle_point,
-    require_growth,
-    require_reduction,
-    require_speedup,
-    schedule_rows,
-)
+from compressm_lab.reports.bench_tables import AXES, PARTS, growth_axes, middle_point, require_reduction, speedup_rows
 from compressm_lab.reports.grid import Grid
 from compressm_lab.reports.panels import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, picture, where_measured
-from compressm_lab.reports.study_tables import RESULTS, WINDOW, by_variant, here, in_paper, require_curves
+from compressm_lab.reports.study_tables import RESULTS, WINDOW, by_variant, here, in_paper, mean_of, require_curves
 from compressm_lab.runs.measurement import Measurement, MeasurementError, Row
 
 _GROWTH_COLOURS = {"float32": BLUE, "bfloat16": ORANGE}
+_BELOW: dict[str, Any] = {"ha": "left", "va": "top", "fontsize": 7, "color": GREY}
+_GUIDE: dict[str, Any] = {"color": GREY, "lw": 1, "ls": "--"}
 
 
-def draw_growth(measurement: Measurement, path: Path | str) -> Path:
+def _milliseconds(rows: Sequence[Row], column: str) -> list[float]:
+    return [1e3 * float(row[column]) for row in rows]
+
+
+def _both_logarithmic(axes: Axes, sizes: Sequence[float], xlabel: str, ylabel: str, fontsize: float = 10) -> None:
+    axes.set(xscale="log", yscale="log", xlabel=xlabel, ylabel=ylabel)
+    axes.set_xticks(sizes, [f"{size:g}" for size in sizes], fontsize=fontsize)
+    axes.minorticks_off()
+
+
+def draw_growth(measurement: Measurement, path: Path | str) -> None:
     """One panel an axis, one curve a precision, its floor dotted below."""
-    require_growth(measurement)
-    axes_here = [axis for axis in AXES if any(row["axis"] == axis for row in measurement.rows)]
-    with picture(path, columns=len(axes_here), size=(4.6, 4.0)) as figure:
-        for panel, axis in zip(figure.axes, axes_here, strict=True):
-            _panel(panel, measurement, axis)
-        figure.supxlabel(where_measured(measurement), x=0.01, ha="left", fontsize=7, color=GREY)
-    return Path(path)
+    found = growth_axes(measurement)
+    with picture(path, columns=len(found), size=(4.6, 4.0), below=where_measured(measurement)) as figure:
+        for panel, (axis, rows) in zip(figure.axes, found.items(), strict=True):
+            _growth(panel, axis, rows)
+            panel.set_title(middle_point(measurement, axis), fontsize=8)
 
 
-def _panel(panel, measurement: Measurement, axis: str) -> None:
-    rows = growth_rows(measurement, axis)
+def _growth(panel: Axes, axis: str, rows: dict[str, dict[int, Row]]) -> None:
     for precision, found in rows.items():
         sizes, colour = sorted(found), _GROWTH_COLOURS.get(precision, GREEN)
-        panel.plot(sizes, _milliseconds(found, "step_s"), color=colour, marker="o", ms=3, label=precision)
-        panel.plot(sizes, _milliseconds(found, "floor_s"), color=colour, ls=":", label=f"{precision}, floor")
+        rising = [found[size] for size in sizes]
+        panel.plot(sizes, _milliseconds(rising, "step_s"), color=colour, marker="o", ms=3, label=precision)
+        panel.plot(sizes, _milliseconds(rising, "floor_s"), color=colour, ls=":", label=f"{precision}, floor")
+    # Slope 1 above the largest sizes: twice the size, twice the time.
     sizes = sorted({size for found in rows.values() for size in found})
-    _guide(panel, sizes, max(1e3 * float(row["step_s"]) for found in rows.values() for row in found.values()), axis)
-    panel.set(xscale="log", yscale="log", xlabel=f"{axis} {AXES[axis]}", ylabel="milliseconds a step")
-    panel.set_title(middle_point(measurement, axis), fontsize=8)
-    panel.set_xticks(sizes, [f"{size:g}" for size in sizes], fontsize=7)
-    panel.minorticks_off()
+    top = max(1e3 * float(row["step_s"]) for found in rows.values() for row in found.values())
+    ends, line = [sizes[-1] / 8, sizes[-1]], [2 * top / 8, 2 * top]
+    panel.plot(ends, line, **_GUIDE)
+    middle = (sum(ends) / 3, sum(line) / 3)  # nearly (ends[0] ends[1])^½ for ends 8 apart
+    panel.annotate(f"∝ {AXES[axis]}", middle, color=GREY, ha="right", va="bottom")
+    _both_logarithmic(panel, sizes, f"{axis} {AXES[axis]}", "milliseconds a step", fontsize=7)
     panel.legend(fontsize=7)
 
 
-def _milliseconds(found: dict[int, Row], column: str) -> list[float]:
-    return [1e3 * float(found[size][column]) for size in sorted(found)]
-
-
-def _guide(panel, sizes: list[int], top: float, axis: str) -> None:
-    """Slope 1 above the largest sizes: twice the size, twice the time."""
-    ends = [sizes[-1] / 8, sizes[-1]]
-    line = [2 * top / 8, 2 * top]
-    panel.plot(ends, line, color=GREY, lw=1, ls="--")
-    middle = (sum(ends) / 3, sum(line) / 3)  # nearly (ends[0] ends[1])^½ for ends 8 apart
-    panel.annotate(f"∝ {AXES[axis]}", middle, color=GREY, ha="right", va="bottom")
-
-
 _REDUCTION_CURVES = (
-    ("gramians_s", "Gramians", GREEN, "-"),
-    ("hankel_s", "Hankel singular values", ORANGE, "-"),
-    ("reduction_s", "whole reduction", BLUE, "-"),
-    ("plain_gramians_s", "Gramians, plain formulas", GREEN, ":"),
-    ("plain_hankel_s", "Hankel singular values, plain formulas", ORANGE, ":"),
-    ("plain_reduction_s", "whole reduction, plain formulas", BLUE, ":"),
+    ("gramians_s", "Gramians", GREEN),
+    ("hankel_s", "Hankel singular values", ORANGE),
+    ("reduction_s", "whole reduction", BLUE),
 )
 
 
-def draw_reduction_cost(measurement: Measurement, path: Path | str) -> Path:
+def draw_reduction_cost(measurement: Measurement, path: Path | str) -> None:
     """One curve a stage; the systems are LRU layers at initialisation with 8 channels, reduced to a quarter."""
     require_reduction(measurement)
-    rows = _single_layers(measurement)
+    wanted = {"system": "initial", "width": 8, "members": 1}
+    rows = [row for row in measurement.rows if wanted.items() <= row.items()]
+    if len(rows) < 2:
+        raise MeasurementError(f"{measurement.name}: {len(rows)} rows of one LRU layer, H = 8; a curve needs 2")
+    rows.sort(key=lambda row: float(row["order"]))
     orders = [float(row["order"]) for row in rows]
     with picture(path, size=(7.0, 4.6)) as figure:
         (axes,) = figure.axes
-        for column, label, colour, line in _REDUCTION_CURVES:
-            if all(column in row for row in rows):
-                times = [1e3 * float(row[column]) for row in rows]
-                axes.plot(orders, times, line, color=colour, label=label, marker="o", ms=3)
+        for prefix, said, line in (("", "", "-"), ("plain_", ", plain formulas", ":")):
+            for column, label, colour in _REDUCTION_CURVES:
+                if all(f"{prefix}{column}" in row for row in rows):
+                    times = _milliseconds(rows, f"{prefix}{column}")
+                    axes.plot(orders, times, line, color=colour, label=f"{label}{said}", marker="o", ms=3)
         _guides(axes, orders, 1e3 * float(rows[-1]["reduction_s"]))
-        axes.set(xscale="log", yscale="log", xlabel="order n", ylabel="milliseconds")
+        _both_logarithmic(axes, orders, "order n", "milliseconds")
         axes.set(title="Cost of one reduction, n → n/4, of an LRU layer with 8 channels")
-        axes.set_xticks(orders, [f"{order:g}" for order in orders])
-        axes.minorticks_off()
         axes.legend(fontsize=8)
-        small: dict[str, Any] = {"fontsize": 7, "color": GREY, "transform": axes.transAxes}
-        axes.text(0, -0.16, where_measured(measurement), ha="left", va="top", **small)
-    return Path(path)
+        axes.text(0, -0.16, where_measured(measurement), transform=axes.transAxes, **_BELOW)
 
 
-def _single_layers(measurement: Measurement) -> list[Row]:
-    wanted = ("initial", 8, 1)
-    rows = [row for row in measurement.rows if (row.get("system"), row.get("width"), row.get("members")) == wanted]
-    if len(rows) < 2:
-        raise MeasurementError(f"{measurement.name}: {len(rows)} rows of one LRU layer, H = 8; a curve needs 2")
-    return sorted(rows, key=lambda row: float(row["order"]))
-
-
-def _guides(axes, orders: list[float], top: float) -> None:
+def _guides(axes: Axes, orders: list[float], top: float) -> None:
     """Slopes n² and n³ below the largest orders, named at their right ends, where no curve goes on."""
     ends = [orders[-1] / 4, orders[-1]]
-    for power, height in ((2, 0.01), (3, 0.3)):
+    beside: dict[str, Any] = {"xytext": (5, 0), "textcoords": "offset points", "annotation_clip": False}
+    for power, name, height in ((2, "n²", 0.01), (3, "n³", 0.3)):
         line = [height * top * (order / ends[-1]) ** power for order in ends]
-        axes.plot(ends, line, color=GREY, lw=1, ls="--")
-        name, beside = "n²" if power == 2 else "n³", {"xytext": (5, 0), "textcoords": "offset points"}
-        axes.annotate(name, (ends[-1], line[-1]), **beside, color=GREY, va="center", annotation_clip=False)
+        axes.plot(ends, line, **_GUIDE)
+        axes.annotate(name, (ends[-1], line[-1]), **beside, color=GREY, va="center")
 
 
 _SPEEDUP_CURVES = {
@@ -131,36 +110,31 @@ _SPEEDUP_CURVES = {
 _SPEEDUP_COLOURS = dict(zip(PARTS, (BLUE, GREEN, RED, PURPLE), strict=True))
 
 
-def draw_speedup(measurement: Measurement, path: Path | str) -> Path:
+def draw_speedup(measurement: Measurement, path: Path | str) -> None:
     """One panel of costs, and one of bars where there is a schedule."""
-    require_speedup(measurement)
-    found = schedule_rows(measurement)
-    with picture(path, columns=2 if found else 1, size=(5.4, 4.0)) as figure:
-        _costs(figure.axes[0], cost_rows(measurement))
-        if found:
-            _bars(figure.axes[1], found[-1])
-        small: dict[str, Any] = {"fontsize": 7, "color": GREY, "transform": figure.axes[0].transAxes}
-        figure.axes[0].text(0, -0.17, where_measured(measurement), ha="left", va="top", **small)
-    return Path(path)
+    costs, schedules = speedup_rows(measurement)
+    with picture(path, columns=2 if schedules else 1, size=(5.4, 4.0)) as figure:
+        _costs(figure.axes[0], costs)
+        if schedules:
+            _bars(figure.axes[1], schedules[-1])
+        figure.axes[0].text(0, -0.17, where_measured(measurement), transform=figure.axes[0].transAxes, **_BELOW)
 
 
 def _costs(axes: Axes, rows: list[Row]) -> None:
     orders = [float(row["order"]) for row in rows]
     for column, (label, colour) in _SPEEDUP_CURVES.items():
-        times = [1e3 * float(row[column]) for row in rows]
+        times = _milliseconds(rows, column)
         if any(times):
             axes.plot(orders, times, color=colour, marker="o", ms=4, label=label)
-    axes.set(xscale="log", yscale="log", xlabel="order n", ylabel="milliseconds")
+    _both_logarithmic(axes, orders, "order n", "milliseconds")
     axes.set(title=f"{rows[0]['recipe']}: what things cost")
-    axes.set_xticks(orders, [f"{order:g}" for order in orders])
-    axes.minorticks_off()
     # Half a decade of room, so that the legend covers no line.
     axes.set_ylim(top=axes.get_ylim()[1] * 4)
     axes.legend(fontsize=8, ncols=2, loc="upper left")
 
 
 def _bars(axes: Axes, row: Row) -> None:
-    """What was predicted and, where it was checked, what came: of the training that is never cut, then of the other."""
+    """Bars of the training that is never cut, then of the other: as predicted, and as measured where it was checked."""
     ways = {"predicted": "", **({"measured": "measured_"} if "measured_speedup" in row else {})}
     for place, prefix in enumerate(ways.values()):
         whole = float(row[f"{prefix}whole_s"])
@@ -168,12 +142,10 @@ def _bars(axes: Axes, row: Row) -> None:
         axes.text(whole, place, f" {whole:.3g} s", va="center", fontsize=8)
     for place, prefix in enumerate(ways.values(), start=len(ways)):
         left = 0.0
-        for part, label in PARTS.items():
-            width = float(row[f"{prefix}{part}_s"])
+        for part, name in PARTS.items():
+            width, label = float(row[f"{prefix}{part}_s"]), None if prefix else name
             if width:
-                axes.barh(
-                    place, width, left=left, color=_SPEEDUP_COLOURS[part], height=0.55, label=None if prefix else label
-                )
+                axes.barh(place, width, left=left, color=_SPEEDUP_COLOURS[part], height=0.55, label=label)
             left += width
         axes.text(left, place, f" {left:.3g} s, {float(row[f'{prefix}speedup']):.2f} ×", va="center", fontsize=8)
     names = [f"{what},\n{way}" for what in ("never cut", "cut") for way in ways]
@@ -188,7 +160,7 @@ def _bars(axes: Axes, row: Row) -> None:
 
 @dataclass(frozen=True)
 class ReductionCurve:
-    """Of one system: σ of all states, and for some orders the bound and the true H∞ error, all over ‖G‖∞."""
+    """σ of all states of one system, and for some orders the bound and the true H∞ error, all over ‖G‖∞."""
 
     title: str
     sigma: list[float]
@@ -201,9 +173,8 @@ def draw_reduction_error(curves: list[ReductionCurve], path: Path | str) -> Path
     """One panel a system."""
     with picture(path, columns=len(curves), size=(5.2, 4.0)) as figure:
         for axes, curve in zip(figure.axes, curves, strict=True):
-            axes.semilogy(
-                range(1, len(curve.sigma) + 1), curve.sigma, color=GREY, lw=2, label="Hankel singular value $\\sigma_r$"
-            )
+            ranks = range(1, len(curve.sigma) + 1)
+            axes.semilogy(ranks, curve.sigma, color=GREY, lw=2, label="Hankel singular value $\\sigma_r$")
             axes.semilogy(curve.orders, curve.bounds, color=ORANGE, label="bound  $2\\,\\Sigma_{i>r}\\,\\sigma_i$")
             axes.semilogy(curve.orders, curve.errors, "o", color=BLUE, ms=4, label="true error  $\\|G-G_r\\|_\\infty$")
             axes.axhline(1, color=RED, lw=0.8, ls=":", label="as large as the system")
@@ -229,44 +200,48 @@ _START = ("from the start", GREY, "o")
 RANGE = 12.0  # points of accuracy that are shown below the best
 
 
-def draw_results(measurement: Measurement, path: Path | str) -> Path:
+def draw_results(measurement: Measurement, path: Path | str) -> None:
     """One point a variant, with its spread over seeds; hollow ones are the paper's.
 
     Beside it accuracy against time, where trainings had the machine to themselves.
     """
     alone = all(row.get("together", 2) == 1 for row in measurement.rows)
-    with picture(path, columns=1 + alone, size=(5.2 if alone else 6.4, 4.4)) as figure:
-        panel = figure.axes[0]
-        _draw_orders(panel, measurement)
+    size = (5.2 if alone else 6.4, 4.4)
+    with picture(path, columns=1 + alone, size=size, below=trained_on(measurement)) as figure:
+        _draw_orders(figure.axes[0], measurement)
         if alone:
             _draw_times(figure.axes[1], measurement)
             figure.suptitle(measurement.title)
         else:
-            panel.set_title(measurement.title)
-        figure.supxlabel(trained_on(measurement), x=0.01, ha="left", fontsize=7, color=GREY)
-    return Path(path)
+            figure.axes[0].set_title(measurement.title)
 
 
 def _draw_orders(panel: Axes, measurement: Measurement) -> None:
     groups = by_variant(measurement)
-    lowest = max(_mean(rows, "best") for rows in groups.values()) - RANGE
+    lowest = max(mean_of(rows, "best") for rows in groups.values()) - RANGE
     tolerances = any(variant.startswith("τ") for variant in groups)
     beside, most = False, max(map(len, groups.values()))
-    for (name, colour, marker), variants in _families(groups).items():
+    families: dict[tuple[str, str, str], list[str]] = {}
+    for variant in sorted(groups, key=lambda variant: mean_of(groups[variant], "order")):
+        families.setdefault(family(variant), []).append(variant)
+    for (name, colour, marker), variants in families.items():
         once = " (1 seed)" if max(len(groups[variant]) for variant in variants) == 1 < most else ""
-        accuracies = {variant: _mean(groups[variant], "best") for variant in variants}
+        accuracies = {variant: mean_of(groups[variant], "best") for variant in variants}
         below = ", ".join(f"{value:.0f} %" for value in accuracies.values() if value < lowest)
         shown = [groups[variant] for variant, value in accuracies.items() if value >= lowest]
-        _points(panel, shown, f"{name}{once}" + (f" (far below: {below})" if below else ""), colour, marker)
+        orders, means = ([mean_of(rows, column) for rows in shown] for column in ("order", "best"))
+        spreads = [stdev(float(row["best"]) for row in rows) if len(rows) > 1 else 0.0 for rows in shown]
+        label = f"{name}{once}" + (f" (far below: {below})" if below else "")
+        panel.errorbar(orders, means, spreads, marker=marker, color=colour, lw=1, ms=6, capsize=3, label=label)
         paper = sorted({found for variant in variants if (found := in_paper(measurement, variant))})
         if paper and (name != _GENTLY[0] or not tolerances):  # the paper's are those of its tolerances
             panel.plot(*zip(*paper, strict=True), marker, color=colour, mfc="white", ms=7, ls=":", lw=0.8)
             beside = True
     if beside:
         panel.plot([], [], "o", color=GREY, mfc="white", label="hollow: the paper, its best three seeds")
-    orders = _apart(sorted({round(_mean(rows, "order")) for rows in groups.values()}))
+    ticks = _apart(sorted({round(mean_of(rows, "order")) for rows in groups.values()}))
     panel.set(xscale="log", xlabel="states at the end", ylabel="test accuracy, %")
-    panel.set_xticks(orders, [str(order) for order in orders])
+    panel.set_xticks(ticks, [str(order) for order in ticks])
     panel.minorticks_off()
     panel.legend(fontsize=8)
 
@@ -286,30 +261,13 @@ def _draw_times(panel: Axes, measurement: Measurement) -> None:
     panel.set(xlabel="whole run, seconds", xlim=(0, None))
 
 
-def _families(groups: dict[str, list[Row]]) -> dict[tuple[str, str, str], list[str]]:
-    """Variants that one line joins, by rising order."""
-    found: dict[tuple[str, str, str], list[str]] = {}
-    for variant in sorted(groups, key=lambda variant: _mean(groups[variant], "order")):
-        found.setdefault(family(variant), []).append(variant)
-    return found
-
-
 def family(variant: str) -> tuple[str, str, str]:
     """Name, colour and marker of what belongs together."""
-    for word, family in _FAMILIES.items():
-        if word in variant:
-            return family
-    return _START
-
-
-def _points(panel: Axes, groups: list[list[Row]], name: str, colour: str, marker: str) -> None:
-    orders, accuracies = ([_mean(rows, column) for rows in groups] for column in ("order", "best"))
-    spreads = [stdev(float(row["best"]) for row in rows) if len(rows) > 1 else 0.0 for rows in groups]
-    panel.errorbar(orders, accuracies, spreads, marker=marker, color=colour, lw=1, ms=6, capsize=3, label=name)
+    return next((found for word, found in _FAMILIES.items() if word in variant), _START)
 
 
 def _apart(orders: list[int]) -> list[int]:
-    """Those that can be read beside each other on a logarithmic axis."""
+    """The orders that can be read beside each other on a logarithmic axis."""
     shown: list[int] = []
     for order in orders:
         if not shown or order > 1.25 * shown[-1]:
@@ -318,7 +276,7 @@ def _apart(orders: list[int]) -> list[int]:
 
 
 def trained_on(measurement: Measurement) -> str:
-    """For below a picture."""
+    """Seeds, machines, date and commit, for below a picture."""
     where, counts = measurement.environment, {len(rows) for rows in by_variant(measurement).values()}
     few, most = min(counts), max(counts)
     seeds = f"{most} seed{'s' * (most > 1)}" if few == most else f"{few} to {most} seeds"
@@ -327,11 +285,7 @@ def trained_on(measurement: Measurement) -> str:
     return f"{seeds}, {where.machine}{beside}, {where.date[:10]}, {where.commit}"
 
 
-def _mean(rows: list[Row], column: str) -> float:
-    return fmean(float(row[column]) for row in rows)
-
-
-def draw_strips(measurement: Measurement, path: Path | str) -> Path:
+def draw_strips(measurement: Measurement, path: Path | str) -> None:
     """Points are seeds and bars their means; what lies far below the best is written at the edge."""
     groups = {variant: sorted(float(row["best"]) for row in rows) for variant, rows in by_variant(measurement).items()}
     best = max(values[-1] for values in groups.values())
@@ -339,7 +293,7 @@ def draw_strips(measurement: Measurement, path: Path | str) -> Path:
     edge = min(value for values in shown.values() for value in values)
     room = 0.3 if shown != groups else 0.05  # for what is written at the edge
     left, right = edge - room * (best - edge) - 0.1, best + 0.05 * (best - edge) + 0.05
-    with picture(path, size=(7.4, 1.3 + 0.3 * len(groups))) as figure:
+    with picture(path, size=(7.4, 1.3 + 0.3 * len(groups)), below=trained_on(measurement)) as figure:
         (panel,) = figure.axes
         for k, (variant, values) in enumerate(groups.items()):
             _, colour, _ = family(variant)
@@ -350,17 +304,11 @@ def draw_strips(measurement: Measurement, path: Path | str) -> Path:
                 said = ", ".join(f"{value:.1f}" for value in below)
                 panel.annotate(f"← {said}", (left, k), (4, 0), textcoords="offset points", va="center", fontsize=8)
         panel.set(xlim=(left, right), xlabel="test accuracy, %", title=measurement.title)
-        panel.set_yticks(range(len(groups)), _names(groups))
+        names = list(groups)
+        if len({len(values) for values in groups.values()}) > 1:
+            names = [f"{name} ({len(values)} seed{'s' * (len(values) > 1)})" for name, values in groups.items()]
+        panel.set_yticks(range(len(groups)), names)
         panel.set_ylim(len(groups) - 0.5, -0.5)
-        figure.supxlabel(trained_on(measurement), x=0.01, ha="left", fontsize=7, color=GREY)
-    return Path(path)
-
-
-def _names(groups: dict[str, list[float]]) -> list[str]:
-    """With the number of seeds, where it is not one for all."""
-    if len({len(values) for values in groups.values()}) == 1:
-        return list(groups)
-    return [f"{name} ({len(values)} seed{'s' * (len(values) > 1)})" for name, values in groups.items()]
 
 
 # Colour and line of the ways that have one of their own.
@@ -373,51 +321,48 @@ _LOOK = {
 }
 
 
-def draw_loss_curves(measurement: Measurement, path: Path | str) -> Path:
+def draw_loss_curves(measurement: Measurement, path: Path | str) -> None:
     """Left running means with two standard deviations of the uncut runs, right step by step the difference to those."""
     ways = require_curves(measurement)
     steps = sorted(int(column) for column in measurement.rows[0] if column[0] in "+-")
     # (steps, seeds) of every way.
     curves = {way: [[float(row[f"{step:+d}"]) for row in rows] for step in steps] for way, rows in ways.items()}
-    with picture(path, columns=2, size=(5.6, 3.8)) as figure:
+    with picture(path, columns=2, size=(5.6, 3.8), below=where_measured(measurement)) as figure:
         left, right = figure.axes
-        _losses(left, steps[WINDOW - 1 :], {way: _running(curve) for way, curve in curves.items()})
-        _differences(right, [step for step in steps if step >= 0], curves, steps.index(0))
+        _losses(left, steps[WINDOW - 1 :], curves)
+        _differences(right, steps, curves)
         for axes in (left, right):
             axes.axvline(0.5, color=GREY, lw=1, ls=":")
             axes.set(xlabel="step, counted from the cut")
             axes.legend(fontsize=8)
-        figure.supxlabel(where_measured(measurement), x=0.01, ha="left", fontsize=7, color=GREY)
-    return Path(path)
-
-
-def _running(curve: list[list[float]]) -> list[list[float]]:
-    """Of each seed, the mean of the last `WINDOW` steps."""
-    ends = range(WINDOW, len(curve) + 1)
-    return [[mean(losses) for losses in zip(*curve[end - WINDOW : end], strict=True)] for end in ends]
 
 
 def _losses(axes: Axes, steps: list[int], curves: dict[str, list[list[float]]]) -> None:
-    centre = [mean(losses) for losses in curves["uncut"]]
-    width = [2 * stdev(losses) for losses in curves["uncut"]]
-    low, high = ([c + sign * w for c, w in zip(centre, width, strict=True)] for sign in (-1, 1))
-    axes.fill_between(steps, low, high, color=GREY, alpha=0.2, lw=0, label="uncut, 2 standard deviations")
+    """Means over the seeds, each of the last `WINDOW` steps."""
     for way, curve in curves.items():
+        ends = range(WINDOW, len(curve) + 1)
+        running = [[mean(losses) for losses in zip(*curve[end - WINDOW : end], strict=True)] for end in ends]
+        centre = [mean(losses) for losses in running]
+        if way == "uncut":
+            width = [2 * stdev(losses) for losses in running]
+            low, high = ([c + sign * w for c, w in zip(centre, width, strict=True)] for sign in (-1, 1))
+            axes.fill_between(steps, low, high, color=GREY, alpha=0.2, lw=0, label="uncut, 2 standard deviations")
         colour, line = _LOOK.get(way, (PURPLE, "-"))
-        axes.plot(steps, [mean(losses) for losses in curve], line, color=colour, lw=1.3, label=way)
+        axes.plot(steps, centre, line, color=colour, lw=1.3, label=way)
     axes.set(ylabel=f"training loss, mean of the last {WINDOW} steps", title="Mean over the seeds")
 
 
-def _differences(axes: Axes, steps: list[int], curves: dict[str, list[list[float]]], first: int) -> None:
+def _differences(axes: Axes, steps: list[int], curves: dict[str, list[list[float]]]) -> None:
+    first = steps.index(0)
     for way, curve in curves.items():
         colour, line = _LOOK.get(way, (PURPLE, "-"))
         pairs = zip(curve[first:], curves["uncut"][first:], strict=True)
         apart = [mean(a - b for a, b in zip(*pair, strict=True)) for pair in pairs]
-        axes.plot(steps, apart, line, color=colour, lw=1.3, label=way)
+        axes.plot(steps[first:], apart, line, color=colour, lw=1.3, label=way)
     axes.set(ylabel="loss − loss uncut", title="On the same batches, step by step")
 
 
-_PICTURES: dict[str, Callable[[Measurement, Path], Path]] = {
+_PICTURES: dict[str, Callable[[Measurement, Path], None]] = {
     "reduction": draw_reduction_cost,
     "growth": draw_growth,
     "loss_continuity": draw_loss_curves,
@@ -429,10 +374,11 @@ _PICTURES: dict[str, Callable[[Measurement, Path], Path]] = {
 
 
 def draw(measurement: Measurement, path: Path) -> Path:
-    """The picture of a result, where its kind has one."""
+    """Draw the picture of a result, where its kind has one, and return its path."""
     if measurement.name not in _PICTURES:
         raise MeasurementError(f"no picture for results named {measurement.name!r}, only for {', '.join(_PICTURES)}")
-    return _PICTURES[measurement.name](measurement, path)
+    _PICTURES[measurement.name](measurement, path)
+    return path
 
 
 _GRIDS = bench_tables.GRIDS | study_tables.GRIDS
@@ -446,7 +392,7 @@ def grids(measurement: Measurement) -> list[Grid]:
 
 
 def markdown(measurement: Measurement) -> str:
-    """One table as it is, several with their titles."""
+    """The tables of a result in Markdown: one as it is, several with their titles."""
     tables = grids(measurement)
     if len(tables) == 1:
         return tables[0].markdown()

@@ -43,14 +43,14 @@ STYLE: dict[Any, Any] = {
 
 
 @contextmanager
-def picture(
-    path: Path | str, *, rows: int = 1, columns: int = 1, size: tuple[float, float] = (5.0, 3.6)
-) -> Iterator[Figure]:
-    """A figure with a grid of axes that is written to `path`, whole or not at all, when the block ends."""
+def picture(path: Path | str, *, columns: int = 1, size: tuple[float, float], below: str = "") -> Iterator[Figure]:
+    """A figure with axes side by side that is written to `path`, whole or not at all, when the block ends."""
     with plt.rc_context(STYLE):
-        figure, _ = plt.subplots(rows, columns, figsize=(size[0] * columns, size[1] * rows))
+        figure, _ = plt.subplots(1, columns, figsize=(size[0] * columns, size[1]))
         try:
             yield figure
+            if below:
+                figure.supxlabel(below, x=0.01, ha="left", fontsize=7, color=GREY)
             with replacing(path) as scratch:
                 figure.savefig(scratch, dpi=160)
         finally:

@@ -6,26 +6,29 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import fmean, mean, stdev
 
-from compressm_lab.reports.grid import Grid, duration, grouped
+from compressm_lab.reports.grid import Grid, column, duration, grouped
 from compressm_lab.runs.measurement import Measurement, MeasurementError, Row
 from compressm_lab.runs.paper import read_paper
 
 WINDOW = 10  # steps after a cut over which the loss is averaged
 _WHOLE = "128 states"  # what times on IMDB are compared with
+# A head, and what it says of the rows of one group.
+_Column = tuple[str, Callable[[list[Row]], str]]
 
 
-def by(column: str, rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Rows of every value of a column, in the order of the file."""
-    return grouped(rows, lambda row: str(row[column]))
+def by(name: str, rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Rows of every value of the column `name`, in the order of the file."""
+    return grouped(rows, lambda row: str(row[name]))
+
+
+def mean_of(rows: Iterable[Row], column: str) -> float:
+    """The mean of a column."""
+    return fmean(float(row[column]) for row in rows)
 
 
 def _require(measurement: Measurement, name: str, needed: Iterable[str], *words: str) -> None:
-    """A result of the study of this name, with these columns."""
+    """Refuse what is not a result of the study of this name, with these columns."""
     measurement.require(name, needed=needed, words=words, command=f"python studies/{name}.py")
-
-
-def _mean(rows: Iterable[Row], column: str) -> float:
-    return fmean(float(row[column]) for row in rows)
 
 
 def _spread(values: Iterable[float], digits: int = 3) -> str:
@@ -33,6 +36,11 @@ def _spread(values: Iterable[float], digits: int = 3) -> str:
     found = list(values)
     centre = f"{fmean(found):.{digits}f}"
     return f"{centre} ± {stdev(found):.{digits}f}" if len(found) > 1 else centre
+
+
+def _once_a_seed(rows: Iterable[Row], column: str) -> str:
+    """Mean ± standard deviation of a column that repeats in all rows of a seed."""
+    return _spread({row["seed"]: float(row[column]) for row in rows}.values())
 
 
 def one_shot_grids(measurement: Measurement) -> list[Grid]:
@@ -46,7 +54,7 @@ def one_shot_grids(measurement: Measurement) -> list[Grid]:
         for row in rows:
             at = cells.setdefault(f"{row['order']} → {row['rank']}", {name: [] for name in names})
             at[str(row["way"])].append(float(row["accuracy"]))
-        whole = _spread(_once_a_seed(rows, "full_accuracy"))
+        whole = _once_a_seed(rows, "full_accuracy")
         caption = f"test accuracy over {measurement.repeats} seeds; before the cut {whole}"
         lines = tuple((sizes, *(_spread(values) for values in at.values())) for sizes, at in cells.items())
         grids.append(Grid(setting.capitalize(), ("n → r", *names), lines, caption))
@@ -55,24 +63,24 @@ def one_shot_grids(measurement: Measurement) -> list[Grid]:
 
 def hidden_system_grids(measurement: Measurement) -> list[Grid]:
     """One row a seed."""
-    errors = ("error", "error_cut", "error_more")
-    needed = ("seed", "hidden", "states", "found", "tail", *errors)
+    needed = ("seed", "hidden", "states", "found", "tail", "error", "error_cut", "error_more")
     _require(measurement, "hidden_system", needed, "device")
-    heads = ("seed", "hidden order", "n → r", "bound / σ₁ at the hidden order", "error", "after the cut", "20 steps on")
-    rows = tuple(
-        (
-            *(str(row[name]) for name in ("seed", "hidden")),
-            f"{row['states']} → {row['found']}",
-            *(f"{float(row[name]):.1e}" for name in ("tail", *errors)),
-        )
-        for row in measurement.rows
-    )
-    return [Grid("The order of a hidden system", heads, rows, "mean squared errors of outputs whose mean square is 1")]
+    columns = [
+        column("seed"),
+        column("hidden order", "hidden"),
+        ("n → r", lambda row: f"{row['states']} → {row['found']}"),
+        column("bound / σ₁ at the hidden order", "tail", "{:.1e}".format),
+        column("error", "error", "{:.1e}".format),
+        column("after the cut", "error_cut", "{:.1e}".format),
+        column("20 steps on", "error_more", "{:.1e}".format),
+    ]
+    caption = "mean squared errors of outputs whose mean square is 1"
+    return [Grid.of("The order of a hidden system", measurement.rows, columns, caption)]
 
 
 @dataclass(frozen=True)
 class Continuity:
-    """Of one way to cut: the loss of each seed over the first steps after it, and how that compares with no cut.
+    """The loss of each seed over the first steps after one way to cut, and how it compares with no cut.
 
     `distance` is the largest |loss − mean of the uncut runs| in standard deviations of the uncut runs.
     """
@@ -85,15 +93,16 @@ class Continuity:
 
 
 def continuity(measurement: Measurement) -> dict[str, Continuity]:
-    """By way, the uncut runs among them."""
+    """How the loss goes on after every way to cut, the uncut runs among them."""
     ways = require_curves(measurement)
-    losses = {way: [_loss_after(row) for row in rows] for way, rows in ways.items()}
+    after = [f"{k:+d}" for k in range(1, WINDOW + 1)]
+    losses = {way: [mean(float(row[step]) for step in after) for row in rows] for way, rows in ways.items()}
     uncut = losses["uncut"]
     centre, spread = mean(uncut), stdev(uncut)
     return {
         way: Continuity(
-            states=mean(float(row["states"]) for row in rows),
-            kept=mean(float(row["kept"]) for row in rows),
+            states=mean_of(rows, "states"),
+            kept=mean_of(rows, "kept"),
             losses=tuple(losses[way]),
             distance=max(abs(loss - centre) for loss in losses[way]) / spread,
             paired=mean(loss - same for loss, same in zip(losses[way], uncut, strict=True)),
@@ -104,19 +113,15 @@ def continuity(measurement: Measurement) -> dict[str, Continuity]:
 
 def loss_continuity_grids(measurement: Measurement) -> list[Grid]:
     """One row a way."""
-    heads = ("way", "n → r", "loss", "over the same batches uncut", "farthest from the uncut mean")
-    rows = tuple(
-        (
-            way,
-            f"{found.states:.0f} → {found.kept:.0f}",
-            _spread(found.losses),
-            f"{round(found.paired, 3) + 0:+.3f}",
-            f"{found.distance:.2f} sd",
-        )
-        for way, found in continuity(measurement).items()
-    )
+    columns: list[tuple[str, Callable[[tuple[str, Continuity]], str]]] = [
+        ("way", lambda item: item[0]),
+        ("n → r", lambda item: f"{item[1].states:.0f} → {item[1].kept:.0f}"),
+        ("loss", lambda item: _spread(item[1].losses)),
+        ("over the same batches uncut", lambda item: f"{round(item[1].paired, 3) + 0:+.3f}"),
+        ("farthest from the uncut mean", lambda item: f"{item[1].distance:.2f} sd"),
+    ]
     caption = f"training loss, mean of {WINDOW} steps after the cut, over {measurement.repeats} seeds"
-    return [Grid("The loss after a cut", heads, rows, caption)]
+    return [Grid.of("The loss after a cut", continuity(measurement).items(), columns, caption)]
 
 
 def require_curves(measurement: Measurement) -> dict[str, list[Row]]:
@@ -132,43 +137,41 @@ def require_curves(measurement: Measurement) -> dict[str, list[Row]]:
     return ways
 
 
-def _loss_after(row: Row) -> float:
-    return mean(float(row[f"{k:+d}"]) for k in range(1, WINDOW + 1))
-
-
 def imdb_mamba_grids(measurement: Measurement) -> list[Grid]:
     """One row a variant: sizes and times in the mean over seeds, accuracies of each."""
     sizes = ("initial_order", "order", "channel_order", "complex_layers", "numbers")
     needed = ("variant", "seed", "steps", *sizes, "best", "last", "steps_s", "seconds", "cuts_s", "step_s")
     _require(measurement, "imdb_mamba", needed, "variant")
     groups = by("variant", measurement.rows)
-    heads = ("training", "n → r", "states a channel", "numbers", "test accuracy", "at the end", "a step")
-    times = ("gradient steps", "speed", "cuts", "recording", "all three", "speed", "whole run")
-    lines = tuple((name, *_cells(rows), *_times(rows, groups.get(_WHOLE))) for name, rows in groups.items())
+    whole, all_three = groups.get(_WHOLE), ("steps_s", "cuts_s", "recording_s")
+    columns: list[_Column] = [
+        ("training", lambda rows: str(rows[0]["variant"])),
+        ("n → r", lambda rows: f"{mean_of(rows, 'initial_order'):.0f} → {mean_of(rows, 'order'):.3g}"),
+        ("states a channel", _channel_states),
+        ("numbers", lambda rows: f"{mean_of(rows, 'numbers') / 1e3:.0f} k"),
+        ("test accuracy", lambda rows: _each(rows, "best")),
+        ("at the end", lambda rows: _each(rows, "last")),
+        ("a step", lambda rows: duration(mean_of(rows, "step_s"))),
+        ("gradient steps", lambda rows: _seconds(rows, "steps_s")),
+        ("speed", lambda rows: _speed(rows, whole, "steps_s")),
+        ("cuts", lambda rows: _seconds(rows, "cuts_s")),
+        ("recording", lambda rows: _seconds(rows, "recording_s")),
+        ("all three", lambda rows: _seconds(rows, *all_three)),
+        ("speed", lambda rows: _speed(rows, whole, *all_three)),
+        ("whole run", lambda rows: _seconds(rows, "seconds")),
+    ]
     seeds, steps = len(next(iter(groups.values()))), measurement.rows[0]["steps"]
     caption = f"test accuracy in percent where validation was best, and at the end, of {seeds} seeds; {steps} steps"
-    return [Grid("Mamba on IMDB", (*heads, *times), lines, caption)]
+    return [Grid.of("Mamba on IMDB", groups.values(), columns, caption)]
 
 
-def _cells(rows: list[Row]) -> tuple[str, ...]:
+def _channel_states(rows: list[Row]) -> str:
     kind = ", complex" if any(row["complex_layers"] for row in rows) else ""
-    return (
-        f"{_mean(rows, 'initial_order'):.0f} → {_mean(rows, 'order'):.3g}",
-        f"{_mean(rows, 'channel_order'):.3g}{kind}",
-        f"{_mean(rows, 'numbers') / 1e3:.0f} k",
-        _each(rows, "best"),
-        _each(rows, "last"),
-        duration(_mean(rows, "step_s")),
-    )
+    return f"{mean_of(rows, 'channel_order'):.3g}{kind}"
 
 
-def _times(rows: list[Row], whole: list[Row] | None) -> tuple[str, ...]:
-    steps, cuts, recording = "steps_s", "cuts_s", "recording_s"
-    return (
-        *(_seconds(rows, steps), _speed(rows, whole, steps), _seconds(rows, cuts), _seconds(rows, recording)),
-        *(_seconds(rows, steps, cuts, recording), _speed(rows, whole, steps, cuts, recording)),
-        _seconds(rows, "seconds"),
-    )
+def _each(rows: Iterable[Row], column: str) -> str:
+    return ", ".join(f"{float(row[column]):.1f}" for row in rows)
 
 
 def _seconds(rows: list[Row], *parts: str) -> str:
@@ -182,9 +185,9 @@ def _speed(rows: list[Row], whole: list[Row] | None, *parts: str) -> str:
 
 
 def _taken(rows: list[Row], *parts: str) -> float | None:
-    """None where a part is not known: results of before recording was counted on its own have none of it."""
+    """The sum of the parts; None where one is not known: older results did not count recording on its own."""
     known = all(part in row for row in rows for part in parts)
-    return sum(_mean(rows, part) for part in parts) if known else None
+    return sum(mean_of(rows, part) for part in parts) if known else None
 
 
 def selective_cuts_grids(measurement: Measurement) -> list[Grid]:
@@ -194,15 +197,13 @@ def selective_cuts_grids(measurement: Measurement) -> list[Grid]:
     _require(measurement, "selective_cuts", needed, "setting", "way", "device")
     tables = []
     for setting, rows in by("setting", measurement.rows).items():
-        said = f"{setting.capitalize()}: "
-        whole, later = (_spread(_once_a_seed(rows, column)) for column in ("full_accuracy", "full_later"))
-        tables += [
-            _by_way(rows, "error", f"{said}relative change of a layer's output", f"{measurement.repeats} seeds"),
-            _by_way(rows, "accuracy", f"{said}test accuracy right after the cut", f"before it {whole}"),
-            _by_way(
-                rows, "accuracy_later", f"{said}test accuracy {rows[0]['more']} steps later", f"without a cut {later}"
-            ),
-        ]
+        whole, later = (_once_a_seed(rows, column) for column in ("full_accuracy", "full_later"))
+        shown = (
+            ("error", "relative change of a layer's output", f"{measurement.repeats} seeds"),
+            ("accuracy", "test accuracy right after the cut", f"before it {whole}"),
+            ("accuracy_later", f"test accuracy {rows[0]['more']} steps later", f"without a cut {later}"),
+        )
+        tables += [_by_way(rows, column, f"{setting.capitalize()}: {said}", caption) for column, said, caption in shown]
     return tables
 
 
@@ -215,14 +216,6 @@ def _by_way(rows: list[Row], column: str, title: str, caption: str) -> Grid:
         said = (_spread(cell) if len(cell) == seeds else f"refused {seeds - len(cell)}×" for cell in cells)
         lines.append((way, *said))
     return Grid(title, ("way", *(f"{rows[0]['order']} → {rank}" for rank in ranks)), tuple(lines), caption)
-
-
-def _once_a_seed(rows: Iterable[Row], column: str) -> Iterable[float]:
-    return {row["seed"]: float(row[column]) for row in rows}.values()
-
-
-def _each(rows: Iterable[Row], column: str) -> str:
-    return ", ".join(f"{float(row[column]):.1f}" for row in rows)
 
 
 # The paper's own code without reduction, seed 42: mean of its test accuracies at steps 35 000 and 40 000.
@@ -300,27 +293,34 @@ def result_grids(measurement: Measurement) -> list[Grid]:
 
     The best three seeds are so by validation; by test only in results that have no validation.
     """
-    heads = ("training", "n → r", "seeds", "test accuracy", "best three", "at the end", "the paper")
-    lines = tuple(
-        (name, *_result_cells(rows), _paper(measurement, name), *_result_times(here(measurement, rows)))
-        for name, rows in by_variant(measurement).items()
-    )
+    groups = by_variant(measurement)
+    columns: list[_Column] = [
+        ("training", lambda rows: str(rows[0]["variant"])),
+        ("n → r", lambda rows: f"{mean_of(rows, 'initial_order'):.0f} → {_spread_if_any(rows, 'order', 0)}"),
+        ("seeds", lambda rows: str(len(rows))),
+        ("test accuracy", lambda rows: _spread_if_any(rows, "best")),
+        ("best three", _best_three),
+        ("at the end", lambda rows: _spread_if_any(rows, "last")),
+        ("the paper", lambda rows: _paper(measurement, str(rows[0]["variant"]))),
+        ("gradient steps", lambda rows: _mean_time(here(measurement, rows), "steps_s")),
+        ("whole run", lambda rows: _mean_time(here(measurement, rows), "seconds")),
+    ]
     caption = (
         f"test accuracy in percent where validation was best since the last cut; {measurement.rows[0]['steps']} steps; "
         f"{_together(here(measurement, measurement.rows))}{_elsewhere(measurement)}; best three seeds by validation; "
         "the paper's are its best three"
     )
-    return [Grid(measurement.title, (*heads, "gradient steps", "whole run"), lines, caption)]
+    return [Grid.of(measurement.title, groups.values(), columns, caption)]
 
 
 def here(measurement: Measurement, rows: list[Row]) -> list[Row]:
-    """Those trained on the machine of the result, whose times alone compare."""
+    """Rows trained on the machine of the result, whose times alone compare."""
     machine = measurement.environment.machine
     return [row for row in rows if row.get("machine", machine) == machine]
 
 
 def _elsewhere(measurement: Measurement) -> str:
-    """Which trainings have no part in the times."""
+    """The trainings that have no part in the times."""
     others = [row for row in measurement.rows if row not in here(measurement, measurement.rows)]
     named = ", ".join(f"{row['variant']} with seed {row['seed']} on {row['machine']}" for row in others)
     return f", without those of {named}" if named else ""
@@ -332,26 +332,23 @@ def _paper(measurement: Measurement, variant: str) -> str:
 
 
 def _together(rows: list[Row]) -> str:
-    """How far times can be compared."""
-    most = max((int(row.get("together", 0)) for row in rows), default=0)
+    """A clause on how far times can be compared."""
     if not all("together" in row for row in rows):
         return "how many trainings ran at a time is not known of all, and times are of that"
+    most = max((int(row["together"]) for row in rows), default=0)
     if most == 1:
         return "one training at a time"
     return f"up to {most} trainings at a time on one device, which is what their times are of"
 
 
-def _result_cells(rows: list[Row]) -> tuple[str, ...]:
+def _best_three(rows: list[Row]) -> str:
     top = sorted(rows, key=lambda row: float(row.get("validation", row["best"])), reverse=True)[:_TOP]
-    three = f"{_mean(top, 'best'):.1f}" if len(top) == _TOP else ""
-    orders = f"{_mean(rows, 'initial_order'):.0f} → {_spread_if_any(rows, 'order', 0)}"
-    return orders, str(len(rows)), _spread_if_any(rows, "best"), three, _spread_if_any(rows, "last")
+    return f"{mean_of(top, 'best'):.1f}" if len(top) == _TOP else ""
 
 
-def _result_times(rows: list[Row]) -> tuple[str, ...]:
-    """In the mean; empty where all of them were trained elsewhere."""
-    columns = ("steps_s", "seconds")
-    return tuple(duration(_mean(rows, column)) if rows else "" for column in columns)
+def _mean_time(rows: list[Row], column: str) -> str:
+    """The mean of a time; empty where all rows were trained elsewhere."""
+    return duration(mean_of(rows, column)) if rows else ""
 
 
 def _spread_if_any(rows: list[Row], column: str, digits: int = 1) -> str:
@@ -365,28 +362,32 @@ def demo_grids(measurement: Measurement) -> list[Grid]:
     """One row a model, over its seeds; the first is what the others are compared with."""
     needed = ("model", "seed", "initial_order", "order", "accuracy", "seconds", "bounds")
     measurement.require("demo", needed=needed, words=("model", "bounds"), command="compressm demo")
-    groups = by("model", measurement.rows)
-    slowest = mean(float(row["seconds"]) for row in next(iter(groups.values())))
-    lines = []
-    for model, rows in groups.items():
-        seconds = [float(row["seconds"]) for row in rows]
-        lines.append(
-            (
-                model,
-                _orders(rows),
-                _spread((float(row["accuracy"]) for row in rows), 1),
-                _spread(seconds, 1),
-                f"{slowest / mean(seconds):.2f}",
-                _bounds(rows),
-            )
-        )
-    heads = ("model", "states", "accuracy, %", "seconds", "speed-up", "bound of each cut")
-    seeds = len(next(iter(groups.values())))
-    return [Grid("Digits, 64 steps a sequence", heads, tuple(lines), f"mean ± standard deviation over {seeds} seeds")]
+    groups = list(by("model", measurement.rows).values())
+    slowest = mean_of(groups[0], "seconds")
+    columns: list[_Column] = [
+        ("model", lambda rows: str(rows[0]["model"])),
+        ("states", _orders),
+        ("accuracy, %", lambda rows: _spread((float(row["accuracy"]) for row in rows), 1)),
+        ("seconds", lambda rows: _spread((float(row["seconds"]) for row in rows), 1)),
+        ("speed-up", lambda rows: f"{slowest / mean_of(rows, 'seconds'):.2f}"),
+        ("bound of each cut", _bounds),
+    ]
+    caption = f"mean ± standard deviation over {len(groups[0])} seeds"
+    return [Grid.of("Digits, 64 steps a sequence", groups, columns, caption)]
+
+
+def _orders(rows: list[Row]) -> str:
+    first, last = (mean_of(rows, name) for name in ("initial_order", "order"))
+    return f"{last:.0f}" if first == last else f"{first:.0f} → {last:.0f}"
+
+
+def _bounds(rows: list[Row]) -> str:
+    first = str(rows[0]["bounds"])
+    return "none: P is measured" if "none" in first else first
 
 
 def demo_says(measurement: Measurement) -> list[str]:
-    """What the figures mean, whichever way they fall."""
+    """Sentences on what the figures mean, whichever way they fall."""
     groups = by("model", measurement.rows)
     if missing := [model for model in ("large", "small", "compressed") if model not in groups]:
         return [f"Not trained to the end: {', '.join(missing)}."]
@@ -401,16 +402,6 @@ def demo_says(measurement: Measurement) -> list[str]:
         f"one that began small: {gained:+.1f} points on the mean, ahead in {ahead} of {len(seeds)} seeds. Against the "
         f"large one it is {lost:+.1f} points.",
     ]
-
-
-def _orders(rows: list[Row]) -> str:
-    first, last = (mean(float(row[name]) for row in rows) for name in ("initial_order", "order"))
-    return f"{last:.0f}" if first == last else f"{first:.0f} → {last:.0f}"
-
-
-def _bounds(rows: list[Row]) -> str:
-    first = str(rows[0]["bounds"])
-    return "none: P is measured" if "none" in first else first
 
 
 GRIDS: dict[str, Callable[[Measurement], list[Grid]]] = {

@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -111,17 +111,26 @@ class Measurement:
         except (json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
             raise MeasurementError(f"{path} is not a result of `compressm bench`: {error}") from None
 
-    def require(self, name: str, *, needed: Iterable[str], words: Iterable[str], command: str | None = None) -> None:
-        """A result of `command`, or of `compressm bench NAME`: rows with the columns `needed`, text in `words`.
+    def require(
+        self,
+        name: str,
+        *,
+        needed: Iterable[str] | Callable[[Row], Iterable[str]],
+        words: Iterable[str],
+        command: str | None = None,
+    ) -> None:
+        """Refuse what is not a result of `command`, by default `compressm bench NAME`.
 
-        All else are numbers. A row may say when, at which commit and on which machine it was measured.
+        Its rows have the columns `needed`, which may depend on the row, text in `words` and numbers in all others. A
+        row may say when, at which commit and on which machine it was measured.
         """
         command = command or f"compressm bench {name}"
         words = {*words, "date", "commit", "machine"}
         if self.name != name or not self.rows:
             raise MeasurementError(f"{self.name} is not a result of `{command}` with rows")
         for k, row in enumerate(self.rows):
-            if missing := [column for column in needed if column not in row]:
+            wanted = needed(row) if callable(needed) else needed
+            if missing := [column for column in wanted if column not in row]:
                 raise MeasurementError(f"not a result of `{command}`: row {k} lacks {', '.join(missing)}")
             for column, value in row.items():
                 if isinstance(value, str) != (column in words):
