@@ -30,7 +30,7 @@ _CUT_CAPTION = "medians of warm cuts, in brackets the first cut of a process; on
 
 
 def cut_grids(measurement: Measurement) -> list[Grid]:
-    """One table a model: a row a stage, a column for every choice of P and moments."""
+    """Times of one cut: a table a model, a row a stage, a column for every choice of P and moments."""
     measurement.require("cut", needed=(*_MODEL, *_CUT_WORDS, *_CUT_COLUMNS), words=_CUT_WORDS)
     models = grouped(measurement.rows, lambda row: tuple(row[name] for name in _MODEL))
     return [_cut_grid(rows) for rows in models.values()]
@@ -70,7 +70,7 @@ def require_reduction(measurement: Measurement) -> None:
 
 
 def reduction_grids(measurement: Measurement) -> list[Grid]:
-    """One row a size, beside the plain formulas where all rows were compared with them."""
+    """Times of one reduction, a row a size, beside the plain formulas where all rows were compared with them."""
     require_reduction(measurement)
     columns = [
         ("n → r", lambda row: f"{_several(row['members'])}{row['order']} → {row['rank']}"),
@@ -93,7 +93,7 @@ _PENALTY_TIMES = ("step_s", "norm_s", "majoriser_s", "ratio", "ratio_every")
 
 
 def regulariser_grids(measurement: Measurement) -> list[Grid]:
-    """One row a model; steps with the penalty over steps without, found at each of them or at one of `every`."""
+    """Times of a penalty, a row a model, and of steps with it, found at each of them or at one of `every`."""
     measurement.require("regulariser", needed=(*_PENALTY_NEEDED, *_PENALTY_TIMES), words=("task", "device"))
     # Some measurements have these beside Σσ: the paper's way, and Σσ without a CUDA graph.
     beside = {"autograd_s": "by autograd", "norm_launched_s": "without a graph"}
@@ -117,7 +117,7 @@ def regulariser_grids(measurement: Measurement) -> list[Grid]:
 
 
 def scan_grids(measurement: Measurement) -> list[Grid]:
-    """One row a shape, one column a path."""
+    """Times of a layer, a row a shape, a column a path."""
     needed = ("batch", "length", "order", "width", "chosen")
     measurement.require("scan", needed=needed, words=("chosen", "device"))
     paths = dict.fromkeys(name for row in measurement.rows for name in row if name.endswith("_s"))
@@ -128,7 +128,7 @@ def scan_grids(measurement: Measurement) -> list[Grid]:
 
 
 def peer_grids(measurement: Measurement) -> list[Grid]:
-    """One table a shape and precision, one row a peer; where a peer did not run, why."""
+    """Times and errors of scans of other libraries, a table a shape and precision; where one did not run, why."""
     needed = ("peer", "precision", "batch", "length", "order")
     measurement.require("peers", needed=needed, words=("peer", "precision", "device", "timed", "note"))
     title = "h[t] = λ h[t−1] + x[t]: batch {batch}, length {length}, n = {order}, {precision}"
@@ -146,7 +146,7 @@ def peer_grids(measurement: Measurement) -> list[Grid]:
 
 
 def selective_grids(measurement: Measurement) -> list[Grid]:
-    """One row an order."""
+    """Times of the selective scan, a row an order."""
     needed = ("batch", "length", "channels", "order", "precision", "forward_s", "both_s")
     measurement.require("selective", needed=needed, words=("precision", "device"))
     title = "Selective scan: batch {batch}, length {length}, {channels} channels, {precision}"
@@ -163,7 +163,7 @@ def selective_grids(measurement: Measurement) -> list[Grid]:
 
 
 def step_grids(measurement: Measurement) -> list[Grid]:
-    """One row a model; floor, launches and memory show where some row has them."""
+    """Times of a training step, a row a model; floor, launches and memory show where some row has them."""
     words = ("task", "precision", "path", "device", "states")
     measurement.require("step", needed=("task", "order", "precision", "step_s"), words=words)
     columns = [
@@ -209,7 +209,7 @@ def middle_point(measurement: Measurement, axis: str) -> str:
 
 
 def growth_grids(measurement: Measurement) -> list[Grid]:
-    """One table an axis, with a step and its floor in every precision."""
+    """Times of a training step against its size: a table an axis, with the floor in every precision."""
     grids = []
     for axis, rows in growth_axes(measurement).items():
         sizes = sorted({size for found in rows.values() for size in found})
@@ -225,8 +225,9 @@ def growth_grids(measurement: Measurement) -> list[Grid]:
 
 
 PARTS = {"training": "steps", "evaluation": "evaluations", "cuts": "cuts", "recaptures": "recordings"}
+COSTS = {"gradient step": "train_s", "evaluation": "evaluate_s", "cut from n": "cut_s", "recording anew": "recapture_s"}
 _SPEEDUP_NEEDED = {
-    "costs": ("order", "train_s", "evaluate_s", "cut_s", "recapture_s"),
+    "costs": ("order", *COSTS.values()),
     "schedule": ("steps", "orders", "whole_s", "speedup", *(f"{part}_s" for part in PARTS)),
 }
 
@@ -245,15 +246,9 @@ def speedup_rows(measurement: Measurement) -> tuple[list[Row], list[Row]]:
 
 
 def speedup_grids(measurement: Measurement) -> list[Grid]:
-    """One table of costs, one of schedules."""
+    """Costs by order, and what schedules of cuts save: a table each."""
     costs, schedules = speedup_rows(measurement)
-    columns = [
-        column("n", "order", "{:g}".format),
-        column("gradient step", "train_s", duration),
-        column("evaluation", "evaluate_s", duration),
-        column("cut from n", "cut_s", duration),
-        column("recording anew", "recapture_s", duration),
-    ]
+    columns = [column("n", "order", "{:g}".format), *(column(head, name, duration) for head, name in COSTS.items())]
     recipe = str(measurement.rows[0]["recipe"])
     caption = "medians; an evaluation is of validation and test"
     table = Grid.of(f"{recipe}: costs by order", costs, columns, caption)

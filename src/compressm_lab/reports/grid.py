@@ -30,7 +30,7 @@ class Grid:
     def of(
         cls, title: str, entries: Iterable[_Entry], columns: Sequence[tuple[str, Callable[[_Entry], str]]], caption=""
     ) -> Grid:
-        """One row an entry; each column is its head and what it says of an entry."""
+        """Make a table with one row an entry; each column is its head and what it says of an entry."""
         rows = tuple(tuple(cell(entry) for _, cell in columns) for entry in entries)
         return cls(title, tuple(head for head, _ in columns), rows, caption)
 

@@ -1,4 +1,4 @@
-"""The spectra of one layer over training, thinned to what a picture can show."""
+"""Hankel singular values of every layer over training, thinned to what a picture can show."""
 
 from __future__ import annotations
 
@@ -17,22 +17,19 @@ from torch import Tensor
 from compressm.control import bottom_shares, trajectories
 from compressm_lab.reports.curve_charts import mark_cuts, title_pad
 from compressm_lab.reports.grid import file_name
+from compressm_lab.reports.palette import BLUE, RAMP, RED, shades
 from compressm_lab.reports.panels import (
-    BLUE,
-    RAMP,
-    RED,
     Chart,
     Panel,
     count_steps,
-    in_rows,
     label_ends,
     plain_ticks,
     positive_heights,
-    shades,
+    say_instead,
     short_names,
 )
 from compressm_lab.runs.groups import Group
-from compressm_lab.runs.paper import Compared, Exhibit
+from compressm_lab.runs.paper import Exhibit
 from compressm_lab.runs.records import Spectrum
 from compressm_lab.runs.run import Run
 
@@ -56,7 +53,7 @@ class Episode:
 
 @dataclass(frozen=True)
 class History:
-    """Of one layer; `skipped` snapshots held something other than finite numbers."""
+    """The spectra of one layer; `skipped` snapshots held something other than finite numbers."""
 
     module: str
     snapshots: tuple[Spectrum, ...]
@@ -69,17 +66,14 @@ class History:
 
     @property
     def bounds(self) -> list[tuple[int, float]]:
-        """(step, max |eig δH|) where it was recorded and is finite."""
+        """Pairs (step, max |eig δH|) where it was recorded and is finite."""
         known = ((found.step, found.weyl_bound) for found in self.snapshots)
         return [(step, float(bound)) for step, bound in known if bound is not None and math.isfinite(bound)]
 
     def shares(self, part: float) -> list[float]:
-        """Of every snapshot the share of Σσ that the smallest `part` of its states hold."""
-        found = []
-        for spectrum in self.snapshots:
-            sigma = torch.tensor(spectrum.sigma, dtype=torch.float64)
-            found.append(float(bottom_shares(sigma)[math.floor(part * len(sigma))]))
-        return found
+        """The share of Σσ that the smallest `part` of the states hold, of every snapshot."""
+        spectra = [torch.tensor(found.sigma, dtype=torch.float64) for found in self.snapshots]
+        return [float(bottom_shares(sigma)[math.floor(part * len(sigma))]) for sigma in spectra]
 
     def stretches(self) -> list[Episode]:
         """States followed by linear assignment, or by rank, anew after every restoration."""
@@ -92,33 +86,30 @@ class History:
 
 
 def histories(run: Run) -> list[History]:
-    """Of every layer with a spectrum."""
-    return [found for module in run.modules if (found := _history(run, module)).snapshots]
+    """The spectra of every layer that has one."""
+    found = []
+    for module in run.modules:
+        recorded = [spectrum for spectrum in run.spectra if spectrum.module == module]
+        usable = [spectrum for spectrum in recorded if spectrum.sigma and all(map(math.isfinite, spectrum.sigma))]
+        if usable:
+            found.append(History(module, _thinned(usable), len(recorded), len(recorded) - len(usable)))
+    return found
 
 
-def _history(run: Run, module: str) -> History:
-    recorded = [found for found in run.spectra if found.module == module]
-    usable = [found for found in recorded if found.sigma and all(map(math.isfinite, found.sigma))]
-    return History(module, tuple(_thinned(usable)), len(recorded), len(recorded) - len(usable))
-
-
-def _thinned(spectra: Sequence[Spectrum]) -> list[Spectrum]:
-    """Evenly spaced, the first and the last among them, and those on both sides of a change of order."""
+def _thinned(spectra: Sequence[Spectrum]) -> tuple[Spectrum, ...]:
+    """Spectra evenly spaced, the first and the last among them, and those on both sides of a change of order."""
     stride = max(1, math.ceil(len(spectra) / SNAPSHOTS))
-    orders = [len(found.sigma) for found in spectra]
-    kept = {k for k in range(len(spectra)) if k % stride == 0} | {len(spectra) - 1}
+    kept = {*range(0, len(spectra), stride), len(spectra) - 1}
     for k in range(1, len(spectra)):
-        if orders[k] != orders[k - 1]:
+        if len(spectra[k].sigma) != len(spectra[k - 1].sigma):
             kept |= {k - 1, k}
-    return [found for k, found in enumerate(spectra) if k in kept]
+    return tuple(spectra[k] for k in sorted(kept))
 
 
 def _followed(part: Sequence[Spectrum]) -> Episode:
-    spectra = [torch.tensor(found.sigma, dtype=torch.float64) for found in part]
     margins = [math.nan if found.weyl_bound is None else float(found.weyl_bound) for found in part]
-    steps = [found.step for found in part]
-    paths = trajectories(spectra)
-    return Episode(steps, paths.values, margins, int(paths.crossings.sum()), paths.resolved)
+    paths = trajectories([torch.tensor(found.sigma, dtype=torch.float64) for found in part])
+    return Episode([found.step for found in part], paths.values, margins, int(paths.crossings.sum()), paths.resolved)
 
 
 # More values or lines in one panel could not be told apart, and a page with many layers would weigh megabytes.
@@ -131,55 +122,38 @@ _SPAN = 30.0
 
 
 def hankel_chart(group: Group, *, folded: bool = False) -> Chart | str:
-    """Of the run that stands for its group: four panels for every layer, three where no bounds were recorded."""
+    """Four panels for every layer of the run that stands for its group, three where no bounds were recorded."""
     run = group.shown
     found = histories(run)
     if not found:
         return f"{group.name}, {group.label}: no spectra were recorded."
-    title = f"{group.name}, {group.label}, seed {run.seed}"
     # Rows of small panels for deep models, two by two otherwise.
     deep = len(found) > 2
     followed = [history.stretches() for history in found]
     bounded = any(history.bounds for history in found)
-    rows = tuple(
-        row
-        for history, paths in zip(found, followed, strict=True)
-        for row in _rows(run, history, paths, deep=deep, bounded=bounded)
-    )
-    name = file_name("hankel", group.name, group.label)
-    return Chart(
-        name,
-        title,
-        _caption(run, found, followed),
-        rows,
-        (3.0, 2.5) if deep else (4.0, 2.9),
-        folded=folded,
-    )
-
-
-def _rows(
-    run: Run, history: History, stretches: Sequence[Episode], *, deep: bool, bounded: bool
-) -> list[tuple[Panel, ...]]:
-    """Without the panel of bounds where no layer has one."""
-    prefix = f"{short_names(run.modules)[history.module]}: " if len(run.modules) > 1 else ""
-    panels = (
-        _raw_panel(run, history, prefix),
-        *([_bound_panel(run, history, prefix)] if bounded else []),
-        _path_panel(run, history, stretches, prefix),
-        _share_panel(run, history, prefix),
-    )
-    return [panels] if deep or not bounded else [panels[:2], panels[2:]]
+    rows: list[tuple[Panel, ...]] = []
+    for history, paths in zip(found, followed, strict=True):
+        prefix = f"{short_names(run.modules)[history.module]}: " if len(run.modules) > 1 else ""
+        panels = (
+            _raw_panel(run, history, prefix),
+            *([_bound_panel(run, history, prefix)] if bounded else []),
+            _path_panel(run, history, paths, prefix),
+            _share_panel(run, history, prefix),
+        )
+        rows += [panels] if deep or not bounded else [panels[:2], panels[2:]]
+    name, title = file_name("hankel", group.name, group.label), f"{group.name}, {group.label}, seed {run.seed}"
+    size = (3.0, 2.5) if deep else (4.0, 2.9)
+    return Chart(name, title, _caption(run, found, followed), tuple(rows), size, folded=folded)
 
 
 def _caption(run: Run, found: Sequence[History], followed: Sequence[Sequence[Episode]]) -> str:
     resolved = all(stretch.resolved for stretches in followed for stretch in stretches)
     largest = max(len(snapshot.sigma) for history in found for snapshot in history.snapshots)
     bounded = any(history.bounds for history in found)
-    bound = (
-        "the largest |eigenvalue| of δH, which bounds how far any σ moved since the snapshot before; ",
-        ", with that bound as its margin where it is below σ",
-    )
-    panel, margin = bound if bounded else ("", "")
+    panel, margin = "", ""
+    if bounded:
+        panel = "the largest |eigenvalue| of δH, which bounds how far any σ moved since the snapshot before; "
+        margin = ", with that bound as its margin where it is below σ"
     said = [
         f"The values σ as a set; {panel}each state followed by linear assignment{margin}; the share of Σσ that the "
         "smallest 25, 50, 75 and 90 % of the states hold."
@@ -207,9 +181,8 @@ def _caption(run: Run, found: Sequence[History], followed: Sequence[Sequence[Epi
 def _raw_panel(run: Run, history: History, prefix: str) -> Panel:
     def draw(axes: Axes) -> None:
         # Dashes of one line, not markers: those would be an element each, and a page of them megabytes.
-        half = (_AIR if len(history.snapshots) == 1 else 0.3 / max(len(history.snapshots), 40)) * _last_step(
-            run, history
-        )
+        count = len(history.snapshots)
+        half = (_AIR if count == 1 else 0.3 / max(count, 40)) * _last_step(run, history)
         steps, heights = [], []
         for snapshot in history.snapshots:
             for value in _spread(snapshot.sigma, _VALUES):
@@ -220,7 +193,7 @@ def _raw_panel(run: Run, history: History, prefix: str) -> Panel:
 
     first, last = history.snapshots[0], history.snapshots[-1]
     ends = [first] if first is last else [first, last]
-    words = ", ".join(f"{len(end.sigma)} values from {_range(end.sigma)} at step {end.step}" for end in ends)
+    words = ", ".join(f"{_range(end.sigma)} at step {end.step}" for end in ends)
     return Panel(f"{prefix}values σ", f"{words}.", draw, pad=title_pad(run))
 
 
@@ -229,11 +202,11 @@ def _bound_panel(run: Run, history: History, prefix: str) -> Panel:
 
     def draw(axes: Axes) -> None:
         if not bounds:
-            axes.text(0.5, 0.5, absent, transform=axes.transAxes, ha="center", va="center")
-            axes.set_yticks([])
+            say_instead(axes, absent)
         else:
-            steps, values = zip(*_with_gaps(bounds, history), strict=True)
-            axes.plot(steps, values, color=BLUE, lw=1.3, marker=".", ms=3)
+            # A gap where a snapshot has no bound: across a cut.
+            known = [dict(bounds).get(step, math.nan) for step in history.steps]
+            axes.plot(history.steps, known, color=BLUE, lw=1.3, marker=".", ms=3)
         _finish(axes, run, history, "since the snapshot before")
 
     words = f"From {bounds[0][1]:.2g} to {bounds[-1][1]:.2g}." if bounds else f"{absent.capitalize()}."
@@ -256,12 +229,12 @@ def _path_panel(run: Run, history: History, stretches: Sequence[Episode], prefix
 
 
 def draw_paths(axes: Axes, stretch: Episode) -> None:
-    """States over steps, each in the colour of its rank, with the bound on its change as a margin."""
+    """Draw states over steps, each in the colour of its rank, with the bound on its change as a margin."""
     values = stretch.values.numpy()
     states = _chosen(values)
     steps, margins = np.array(stretch.steps, dtype=float), np.array(stretch.margins)
-    for state, colour in zip(states, _ranked_colours(len(states)), strict=True):
-        path = values[:, state]
+    for k, state in enumerate(states):
+        path, colour = values[:, state], RAMP[k * len(RAMP) // len(states)]
         _plot(axes, steps, path, color=colour, lw=0.9)
         narrow = margins < path
         if narrow.any():
@@ -269,9 +242,8 @@ def draw_paths(axes: Axes, stretch: Episode) -> None:
 
 
 def _chosen(values: np.ndarray) -> list[int]:
-    """Which states to draw: as many of those that stayed to the end as of those that were cut, spread by rank."""
-    stayed = [int(state) for state in np.flatnonzero(np.isfinite(values[-1]))]
-    gone = [int(state) for state in np.flatnonzero(~np.isfinite(values[-1]))]
+    """The states to draw: as many of those that stayed to the end as of those that were cut, spread by rank."""
+    stayed, gone = (np.flatnonzero(np.isfinite(values[-1]) == wanted).tolist() for wanted in (True, False))
     few = _spread(gone, max(_LINES // 2, _LINES - len(stayed)))
     return sorted(_spread(stayed, _LINES - len(few)) + few)
 
@@ -312,36 +284,26 @@ def _finish(axes: Axes, run: Run, history: History, label: str) -> None:
 
 
 def _last_step(run: Run, history: History) -> int:
-    """Of a run that has not finished, the status may be older than the last snapshot."""
+    """The last step; of a run that has not finished, the status may be older than the last snapshot."""
     return run.steps if run.finished else max(run.status.step, history.steps[-1], 1)
 
 
 def _plot(axes: Axes, steps: ArrayLike, values: ArrayLike, **style: Any) -> None:
-    """A line, or a point where it would have no length."""
+    """Draw a line, or a point where it would have no length."""
     if np.isfinite(np.asarray(values, dtype=float)).sum() == 1:
         style |= {"marker": ".", "ms": 6}
     axes.plot(steps, values, **style)
 
 
-def _with_gaps(bounds: Sequence[tuple[int, float]], history: History) -> list[tuple[int, float]]:
-    """No line where a snapshot has no bound: across a cut."""
-    known = dict(bounds)
-    return [(step, known.get(step, math.nan)) for step in history.steps]
-
-
-def _ranked_colours(count: int) -> list[str]:
-    return [RAMP[k * len(RAMP) // count] for k in range(count)]
-
-
 def _spread(items: list, most: int) -> list:
-    """At most so many, the first and the last among them."""
+    """Items spread evenly, `most` or fewer, the first and the last among them."""
     if len(items) <= most:
         return items
     return [items[round(k * (len(items) - 1) / (most - 1))] for k in range(most)]
 
 
 def _range(sigma: Sequence[float]) -> str:
-    return f"{max(sigma):.2g} to {min(sigma):.2g}"
+    return f"{len(sigma)} values from {max(sigma):.2g} to {min(sigma):.2g}"
 
 
 # Decades below the largest value that are shown.
@@ -349,33 +311,25 @@ _DECADES = 6
 
 
 def spectra_chart(exhibit: Exhibit) -> Chart | str:
-    """One panel an arm: the first layer of its first seed, states followed."""
-    found = [(cell, run, history) for cell in exhibit.cells if (run := _run(cell)) for history in histories(run)[:1]]
+    """States followed over training, a panel an arm: the first layer of its first seed."""
+    firsts = [(cell.title, min(cell.runs, key=lambda run: run.seed)) for cell in exhibit.cells if cell.runs]
+    found = [(title, run, history) for title, run in firsts for history in histories(run)[:1]]
     if not found:
         return "No spectra were recorded yet."
-    limits = _limits([(history, exhibit.head * run.steps) for _, run, history in found])
-    panels = [_panel(cell, run, history, exhibit.head, limits) for cell, run, history in found]
+    snapshots = [(s, exhibit.head * run.steps) for _, run, history in found for s in history.snapshots]
+    values = [value for snapshot, last in snapshots if snapshot.step <= last for value in snapshot.sigma if value > 0]
+    high = max(values, default=1.0)
+    limits = max(min(values, default=high), high * 10.0**-_DECADES) / 1.4, 1.4 * high
+    panels = [_panel(title, run, history, exhibit.head, limits) for title, run, history in found]
     shown = "" if exhibit.head == 1 else f" The first {exhibit.head:.0%} of training is shown."
     caption = (
         "Hankel singular values of the first seed of each arm, its states followed from snapshot to snapshot; all "
         f"panels share their limits. Dotted lines are cuts.{shown}"
     )
-    return Chart(f"spectra-{exhibit.label}", "", caption, in_rows(panels), size=(3.8, 3.0))
+    return Chart.of(f"spectra-{exhibit.label}", caption, panels, size=(3.8, 3.0))
 
 
-def _run(cell: Compared) -> Run | None:
-    return min(cell.runs, key=lambda run: run.seed, default=None)
-
-
-def _limits(found: list[tuple[History, float]]) -> tuple[float, float]:
-    """Of all values up to the last step that is shown."""
-    shown = [snapshot for history, last in found for snapshot in history.snapshots if snapshot.step <= last]
-    values = [value for snapshot in shown for value in snapshot.sigma if value > 0]
-    high = max(values, default=1.0)
-    return max(min(values, default=high), high * 10.0**-_DECADES) / 1.4, 1.4 * high
-
-
-def _panel(cell: Compared, run: Run, history: History, head: float, limits: tuple[float, float]) -> Panel:
+def _panel(title: str, run: Run, history: History, head: float, limits: tuple[float, float]) -> Panel:
     def draw(axes: Axes) -> None:
         for stretch in history.stretches():
             draw_paths(axes, stretch)
@@ -386,6 +340,4 @@ def _panel(cell: Compared, run: Run, history: History, head: float, limits: tupl
         count_steps(axes, max(1, math.ceil(head * run.steps)))
         mark_cuts(axes, run, history.module)
 
-    last = history.snapshots[-1].sigma
-    words = f"At the end {len(last)} values from {max(last):.2g} to {min(last):.2g}."
-    return Panel(cell.title, words, draw, pad=title_pad(run))
+    return Panel(title, f"At the end {_range(history.snapshots[-1].sigma)}.", draw, pad=title_pad(run))

@@ -14,9 +14,10 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from compressm_lab.reports import bench_tables, study_tables
-from compressm_lab.reports.bench_tables import AXES, PARTS, growth_axes, middle_point, require_reduction, speedup_rows
+from compressm_lab.reports.bench_tables import AXES, COSTS, PARTS, growth_axes, require_reduction, speedup_rows
 from compressm_lab.reports.grid import Grid
-from compressm_lab.reports.panels import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, picture, where_measured
+from compressm_lab.reports.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, RED
+from compressm_lab.reports.panels import picture, where_measured
 from compressm_lab.reports.study_tables import RESULTS, WINDOW, by_variant, here, in_paper, mean_of, require_curves
 from compressm_lab.runs.measurement import Measurement, MeasurementError, Row
 
@@ -36,12 +37,12 @@ def _both_logarithmic(axes: Axes, sizes: Sequence[float], xlabel: str, ylabel: s
 
 
 def draw_growth(measurement: Measurement, path: Path | str) -> None:
-    """One panel an axis, one curve a precision, its floor dotted below."""
+    """Draw the time of a step against its size: a panel an axis, a curve a precision, its floor dotted below."""
     found = growth_axes(measurement)
     with picture(path, columns=len(found), size=(4.6, 4.0), below=where_measured(measurement)) as figure:
         for panel, (axis, rows) in zip(figure.axes, found.items(), strict=True):
             _growth(panel, axis, rows)
-            panel.set_title(middle_point(measurement, axis), fontsize=8)
+            panel.set_title(bench_tables.middle_point(measurement, axis), fontsize=8)
 
 
 def _growth(panel: Axes, axis: str, rows: dict[str, dict[int, Row]]) -> None:
@@ -69,7 +70,7 @@ _REDUCTION_CURVES = (
 
 
 def draw_reduction_cost(measurement: Measurement, path: Path | str) -> None:
-    """One curve a stage; the systems are LRU layers at initialisation with 8 channels, reduced to a quarter."""
+    """Draw the time of a reduction against the order, a curve a stage; LRU layers with 8 channels, cut to a quarter."""
     require_reduction(measurement)
     wanted = {"system": "initial", "width": 8, "members": 1}
     rows = [row for row in measurement.rows if wanted.items() <= row.items()]
@@ -92,7 +93,7 @@ def draw_reduction_cost(measurement: Measurement, path: Path | str) -> None:
 
 
 def _guides(axes: Axes, orders: list[float], top: float) -> None:
-    """Slopes n² and n³ below the largest orders, named at their right ends, where no curve goes on."""
+    """Draw slopes n² and n³ below the largest orders, named at their right ends, where no curve goes on."""
     ends = [orders[-1] / 4, orders[-1]]
     beside: dict[str, Any] = {"xytext": (5, 0), "textcoords": "offset points", "annotation_clip": False}
     for power, name, height in ((2, "n²", 0.01), (3, "n³", 0.3)):
@@ -101,17 +102,12 @@ def _guides(axes: Axes, orders: list[float], top: float) -> None:
         axes.annotate(name, (ends[-1], line[-1]), **beside, color=GREY, va="center")
 
 
-_SPEEDUP_CURVES = {
-    "train_s": ("gradient step", BLUE),
-    "evaluate_s": ("evaluation", GREEN),
-    "cut_s": ("cut from n", RED),
-    "recapture_s": ("recording anew", PURPLE),
-}
-_SPEEDUP_COLOURS = dict(zip(PARTS, (BLUE, GREEN, RED, PURPLE), strict=True))
+# Of the costs by order, and of the parts of a training.
+_SPEEDUP_COLOURS = (BLUE, GREEN, RED, PURPLE)
 
 
 def draw_speedup(measurement: Measurement, path: Path | str) -> None:
-    """One panel of costs, and one of bars where there is a schedule."""
+    """Draw costs by order, and bars of a whole training where there is a schedule."""
     costs, schedules = speedup_rows(measurement)
     with picture(path, columns=2 if schedules else 1, size=(5.4, 4.0)) as figure:
         _costs(figure.axes[0], costs)
@@ -122,7 +118,7 @@ def draw_speedup(measurement: Measurement, path: Path | str) -> None:
 
 def _costs(axes: Axes, rows: list[Row]) -> None:
     orders = [float(row["order"]) for row in rows]
-    for column, (label, colour) in _SPEEDUP_CURVES.items():
+    for (label, column), colour in zip(COSTS.items(), _SPEEDUP_COLOURS, strict=True):
         times = _milliseconds(rows, column)
         if any(times):
             axes.plot(orders, times, color=colour, marker="o", ms=4, label=label)
@@ -134,7 +130,7 @@ def _costs(axes: Axes, rows: list[Row]) -> None:
 
 
 def _bars(axes: Axes, row: Row) -> None:
-    """Bars of the training that is never cut, then of the other: as predicted, and as measured where it was checked."""
+    """Draw the training that is never cut, then the other: as predicted, and as measured where it was checked."""
     ways = {"predicted": "", **({"measured": "measured_"} if "measured_speedup" in row else {})}
     for place, prefix in enumerate(ways.values()):
         whole = float(row[f"{prefix}whole_s"])
@@ -142,10 +138,10 @@ def _bars(axes: Axes, row: Row) -> None:
         axes.text(whole, place, f" {whole:.3g} s", va="center", fontsize=8)
     for place, prefix in enumerate(ways.values(), start=len(ways)):
         left = 0.0
-        for part, name in PARTS.items():
+        for (part, name), colour in zip(PARTS.items(), _SPEEDUP_COLOURS, strict=True):
             width, label = float(row[f"{prefix}{part}_s"]), None if prefix else name
             if width:
-                axes.barh(place, width, left=left, color=_SPEEDUP_COLOURS[part], height=0.55, label=label)
+                axes.barh(place, width, left=left, color=colour, height=0.55, label=label)
             left += width
         axes.text(left, place, f" {left:.3g} s, {float(row[f'{prefix}speedup']):.2f} ×", va="center", fontsize=8)
     names = [f"{what},\n{way}" for what in ("never cut", "cut") for way in ways]
@@ -170,7 +166,7 @@ class ReductionCurve:
 
 
 def draw_reduction_error(curves: list[ReductionCurve], path: Path | str) -> Path:
-    """One panel a system."""
+    """Draw Hankel singular values, bounds and errors by order, a panel a system."""
     with picture(path, columns=len(curves), size=(5.2, 4.0)) as figure:
         for axes, curve in zip(figure.axes, curves, strict=True):
             ranks = range(1, len(curve.sigma) + 1)
@@ -201,10 +197,7 @@ RANGE = 12.0  # points of accuracy that are shown below the best
 
 
 def draw_results(measurement: Measurement, path: Path | str) -> None:
-    """One point a variant, with its spread over seeds; hollow ones are the paper's.
-
-    Beside it accuracy against time, where trainings had the machine to themselves.
-    """
+    """Draw accuracy by order, hollow points the paper's; beside it by time, where trainings had a machine alone."""
     alone = all(row.get("together", 2) == 1 for row in measurement.rows)
     size = (5.2 if alone else 6.4, 4.4)
     with picture(path, columns=1 + alone, size=size, below=trained_on(measurement)) as figure:
@@ -247,7 +240,7 @@ def _draw_orders(panel: Axes, measurement: Measurement) -> None:
 
 
 def _draw_times(panel: Axes, measurement: Measurement) -> None:
-    """Every training by itself; names stand beside their first."""
+    """Draw every training by itself; names stand beside their first."""
     longest = max(float(row["seconds"]) for row in here(measurement, measurement.rows))
     for variant, everywhere in by_variant(measurement).items():
         rows = here(measurement, everywhere)
@@ -286,7 +279,7 @@ def trained_on(measurement: Measurement) -> str:
 
 
 def draw_strips(measurement: Measurement, path: Path | str) -> None:
-    """Points are seeds and bars their means; what lies far below the best is written at the edge."""
+    """Draw seeds as points and their means as bars; what lies far below the best is written at the edge."""
     groups = {variant: sorted(float(row["best"]) for row in rows) for variant, rows in by_variant(measurement).items()}
     best = max(values[-1] for values in groups.values())
     shown = {variant: [value for value in values if value > best - RANGE] for variant, values in groups.items()}
@@ -322,7 +315,7 @@ _LOOK = {
 
 
 def draw_loss_curves(measurement: Measurement, path: Path | str) -> None:
-    """Left running means with two standard deviations of the uncut runs, right step by step the difference to those."""
+    """Draw the loss around a cut: left running means with the spread of uncut runs, right the difference to them."""
     ways = require_curves(measurement)
     steps = sorted(int(column) for column in measurement.rows[0] if column[0] in "+-")
     # (steps, seeds) of every way.
@@ -338,7 +331,7 @@ def draw_loss_curves(measurement: Measurement, path: Path | str) -> None:
 
 
 def _losses(axes: Axes, steps: list[int], curves: dict[str, list[list[float]]]) -> None:
-    """Means over the seeds, each of the last `WINDOW` steps."""
+    """Draw means over the seeds, each of the last `WINDOW` steps."""
     for way, curve in curves.items():
         ends = range(WINDOW, len(curve) + 1)
         running = [[mean(losses) for losses in zip(*curve[end - WINDOW : end], strict=True)] for end in ends]

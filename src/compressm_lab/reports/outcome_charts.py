@@ -9,9 +9,12 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from compressm_lab.reports.panels import BLUE, GREY, ORANGE, PAPER, RAMP, RED, Chart, Panel, legend_below, shades
-from compressm_lab.runs.groups import Group, Statistic, machines, reference, speed_up
+from compressm_lab.reports.grid import plus_minus, rounded
+from compressm_lab.reports.palette import BLUE, GREY, ORANGE, PAPER, RAMP, RED, shades
+from compressm_lab.reports.panels import Chart, Panel, legend_below
+from compressm_lab.runs.groups import Group, Statistic, by_name, machines, reference, speed_up
 from compressm_lab.runs.paper import Compared, Exhibit
+from compressm_lab.runs.run import Run
 
 _SHOWN = "Circles are the mean of the three best seeds by validation, or of all where there are fewer than three; bars \
 are one standard deviation; stars are the single best seed; groups of one order stand side by side. Grey are models \
@@ -19,27 +22,25 @@ that were trained with nothing added: no cuts, no penalty, no teacher."
 # Of an axis of orders, between two points that can be told apart, and between the first and the last of many of one
 # order; and how many orders it shows at least.
 _APART, _SPREAD, _NARROWEST = 0.04, 0.16, 2.0
-_SPEED = (
-    "Speed-up is the time of the uncompressed model at the order of the start over the run's own; labels are final \
-orders, and areas grow with them."
-)
+_SPEED = "Speed-up is the time of the uncompressed model at the order of the start over the run's own; labels are \
+final orders, and areas grow with them."
+_STAR: dict[str, Any] = {"marker": "*", "edgecolor": PAPER, "linewidth": 0.5}
 
 
 def outcome_chart(groups: Sequence[Group]) -> Chart | str:
-    """A row a recipe: against the final order and, where there is a reference, against speed-up."""
-    found = _by_name(groups)
+    """Test values against the final order and, where there is a reference, against speed-up; a row a recipe."""
+    found = by_name(group for group in groups if group.top())
     if not found:
         return "No finished run has a test value yet, so there is nothing to compare."
     rows = []
     for name, own in found.items():
         timed = [group for group in own if speed_up(group, groups)]
         rows.append((_order_panel(name, own), *([_speed_panel(name, timed, groups)] if timed else [])))
-    said = (
-        _SHOWN,
-        _SPEED if any(len(row) > 1 for row in rows) else "",
-        missing_references(groups),
-        _machines_differ(found),
-    )
+    said = [_SHOWN, _SPEED if any(len(row) > 1 for row in rows) else "", missing_references(groups)]
+    for name, own in found.items():
+        if len(machines(run for group in own for run in group.finished)) > 1:
+            said.append(f"The runs of {name} come from different machines: their times do not compare.")
+            break
     return Chart("accuracy", "", " ".join(filter(None, said)), tuple(rows))
 
 
@@ -58,23 +59,13 @@ def named(group: Group, groups: Sequence[Group]) -> str:
 
 
 def best_known(group: Group) -> Statistic | None:
-    """Top 3 where there are three."""
+    """The three best seeds, or all where there are fewer."""
     return group.top(3) or group.top()
 
 
-def _by_name(groups: Sequence[Group]) -> dict[str, list[Group]]:
-    found: dict[str, list[Group]] = {}
-    for group in groups:
-        if group.top() is not None:
-            found.setdefault(group.name, []).append(group)
-    return found
-
-
-def _machines_differ(known: dict[str, list[Group]]) -> str:
-    for name, groups in known.items():
-        if len(machines(run for group in groups for run in group.finished)) > 1:
-            return f"The runs of {name} come from different machines: their times do not compare."
-    return ""
+def score(group: Group, sample: Statistic | None) -> str:
+    """A test value in a table: accuracies in per cent, losses as they are."""
+    return plus_minus(sample, factor=100.0) if group.metric == "accuracy" else rounded(sample)
 
 
 def _order_panel(name: str, groups: list[Group]) -> Panel:
@@ -86,14 +77,20 @@ def _order_panel(name: str, groups: list[Group]) -> Panel:
         _points(axes, groups, _side_by_side(groups, places))
         axes.set(xlabel="final order, mean over layers", ylabel=metric_name(groups[0]))
         axes.margins(x=0.12, y=0.15)
-        _whole_orders(axes)
+        # Ticks at whole numbers, of which an axis shows one at least.
+        low, high = axes.get_xlim()
+        middle = (low + high) / 2
+        axes.set_xlim(min(low, middle - _NARROWEST / 2), max(high, middle + _NARROWEST / 2))
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         legend_below(axes, columns=2)
 
-    return Panel(f"{name}: against final order", _words(groups), draw)
+    known = ((g, best_known(g), g.order) for g in groups)
+    said = [f"{g.label}: {scale(g, y.centre):.3g} at order {x.centre:.3g}" for g, y, x in known if y and x]
+    return Panel(f"{name}: against final order", "; ".join(said), draw)
 
 
 def _side_by_side(groups: list[Group], places: dict[int, float]) -> dict[int, float]:
-    """Groups with cuts, a penalty or a teacher that end with one order are moved apart: bars would hide each other."""
+    """Places of groups, apart where several that are not plain end with one order: bars would hide each other."""
     wide = max(max(places.values()) - min(places.values()), _NARROWEST)
     moved = dict(places)
     together: dict[float, list[int]] = {}
@@ -104,14 +101,6 @@ def _side_by_side(groups: list[Group], places: dict[int, float]) -> dict[int, fl
         for k, key in enumerate(keys):
             moved[key] += apart * (k - (len(keys) - 1) / 2)
     return moved
-
-
-def _whole_orders(axes: Axes) -> None:
-    """Ticks at whole numbers, of which an axis shows one at least."""
-    low, high = axes.get_xlim()
-    middle = (low + high) / 2
-    axes.set_xlim(min(low, middle - _NARROWEST / 2), max(high, middle + _NARROWEST / 2))
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
 
 
 def _speed_panel(name: str, groups: list[Group], every: Sequence[Group]) -> Panel:
@@ -150,41 +139,34 @@ def _points(axes: Axes, groups: list[Group], places: dict[int, float], *, sized:
         axes.errorbar(x, scale(group, sample.centre), yerr=error, color=colour, lw=1.2, capsize=2, zorder=2.5)
         axes.scatter(x, scale(group, sample.centre), s=area, color=colour, label=label, zorder=3)
         if sample.count > 1:
-            star: dict[str, Any] = {"marker": "*", "color": colour, "edgecolor": PAPER, "linewidth": 0.5}
-            axes.scatter(x, scale(group, top.centre), s=80, zorder=3.5, **star)
+            axes.scatter(x, scale(group, top.centre), s=80, color=colour, zorder=3.5, **_STAR)
 
 
-def scale(group: Group, value: float) -> float:
-    """Accuracies in per cent, losses as they are."""
+def seeds_finished(group: Group) -> str:
+    """The number of seeds, and of those that finished where not all did."""
+    done, every = len(group.finished), len(group.runs)
+    return str(every) if done == every else f"{done} of {every}"
+
+
+def scale(group: Group | Run, value: float) -> float:
+    """A value as pictures show it: accuracies in per cent, losses as they are."""
     return 100 * value if group.metric == "accuracy" else value
 
 
 def metric_name(group: Group) -> str:
-    """Of the axis that `scale` fills."""
+    """The label of the axis that `scale` fills."""
     return "test accuracy, %" if group.metric == "accuracy" else "test loss"
-
-
-def _words(groups: list[Group]) -> str:
-    said = []
-    for group in groups:
-        sample = best_known(group)
-        if sample and group.order:
-            said.append(f"{group.label}: {scale(group, sample.centre):.3g} at order {group.order.centre:.3g}")
-    return "; ".join(said)
 
 
 _COLOURS = {"baseline": GREY, "CompreSSM": ORANGE, "random states": RED}
 
 
 def seeds_chart(exhibit: Exhibit) -> Chart | str:
-    """The paper's four panels."""
+    """Test values of all seeds and of the best against the order, with and without the extremes."""
     known = [cell for cell in exhibit.cells if cell.group is not None and cell.group.ranked]
     if not known:
         return "No finished run has a test value yet, so there is nothing to compare."
-    rows = tuple(
-        (_panel(known, best=True, trimmed=trimmed), _panel(known, best=False, trimmed=trimmed))
-        for trimmed in (False, True)
-    )
+    rows = tuple(tuple(_panel(known, best=best, trimmed=trim) for best in (True, False)) for trim in (False, True))
     caption = (
         "Left, circles are the mean of the three best seeds by validation and stars the best; right, circles are the "
         "mean of all. Bars are one standard deviation. Below, the best and the worst seed of each are left out where "
@@ -198,18 +180,15 @@ def values_of(cell: Compared, *, trimmed: bool) -> list[float]:
     """Test values, the best validation first; `trimmed`: without the best and the worst test where there are others."""
     assert cell.group is not None
     found = [scale(cell.group, run.score.test) for run in cell.group.ranked if run.score and run.score.test is not None]
-    if not trimmed or len(found) < 3:
-        return found
-    kept = list(found)
-    kept.remove(max(found))
-    kept.remove(min(found))
-    return kept
+    if trimmed and len(found) > 2:
+        for extreme in (max(found), min(found)):
+            found.remove(extreme)
+    return found
 
 
 def _panel(cells: Sequence[Compared], *, best: bool, trimmed: bool) -> Panel:
     def draw(axes: Axes) -> None:
-        named: set[str] = set()
-        for cell in cells:
+        for k, cell in enumerate(cells):
             assert cell.group is not None
             assert cell.group.order is not None
             values = values_of(cell, trimmed=trimmed)
@@ -217,11 +196,10 @@ def _panel(cells: Sequence[Compared], *, best: bool, trimmed: bool) -> Panel:
             colour = _COLOURS.get(cell.method, BLUE)
             spread = stdev(shown) if len(shown) > 1 else None
             axes.errorbar(x, fmean(shown), yerr=spread, color=colour, lw=1.2, capsize=2, zorder=2.5)
-            label = None if cell.method in named else cell.method
+            label = None if cell.method in {other.method for other in cells[:k]} else cell.method
             axes.scatter(x, fmean(shown), s=36, color=colour, zorder=3, label=label)
             if best:
-                axes.scatter(x, values[0], s=80, marker="*", color=colour, edgecolor=PAPER, linewidth=0.5, zorder=3.5)
-            named.add(cell.method)
+                axes.scatter(x, values[0], s=80, color=colour, zorder=3.5, **_STAR)
         axes.set(xlabel="final order, mean over layers", ylabel=metric_name(cells[0].group))  # type: ignore[arg-type]
         axes.margins(x=0.1, y=0.15)
         legend_below(axes, columns=2)

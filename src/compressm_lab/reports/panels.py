@@ -1,4 +1,4 @@
-"""One look for every picture: colours told apart also in grey and by colour-blind eyes, no screen needed."""
+"""One look for every picture: figures, panels and charts, and what several of them draw; no screen needed."""
 
 from __future__ import annotations
 
@@ -23,13 +23,10 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from matplotlib.transforms import ScaledTranslation
 
 from compressm.files import replacing
+from compressm_lab.reports.palette import BLUE, BROWN, GREEN, GREY, INK, ORANGE, PAPER, PURPLE, RAMP, RED, SKY
 from compressm_lab.runs.measurement import Measurement
 
 matplotlib.use("Agg")
-
-
-# Okabe and Ito's palette.
-BLUE, ORANGE, GREEN, RED, PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#7F7F7F"
 
 STYLE: dict[Any, Any] = {
     "font.size": 10,
@@ -65,10 +62,6 @@ def where_measured(measurement: Measurement) -> str:
     return f"{machine}, {threads}, torch {environment.torch}, {environment.date[:10]}, {environment.commit}"
 
 
-INK, PAPER, SKY, BROWN = "#1F2328", "#FFFFFF", "#56B4E9", "#8C5A2B"
-# Viridis from 0 to 0.8 in eight shades: told apart in grey, none too pale for white paper.
-RAMP = ("#440154", "#482576", "#414487", "#35608D", "#2A788E", "#21908D", "#22A884", "#43BF71")
-
 # What the page's style sheet sets anew for a dark screen.
 _VARIABLES = {
     INK: "ink", BLUE: "blue", ORANGE: "orange", GREEN: "green", RED: "red", PURPLE: "purple", GREY: "grey",
@@ -88,26 +81,18 @@ _STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.titlesize": 9.5,
     "axes.labelsize": 9,
-    "xtick.labelsize": 8.5,
-    "ytick.labelsize": 8.5,
-    "legend.fontsize": 8.5,
+    **dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 8.5),
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": GREY,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
-    "grid.color": GREY,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), INK),
+    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color", "grid.color"), GREY),
     "svg.fonttype": "none",
 }
 
 
 @dataclass(frozen=True)
 class Panel:
-    """`words` say what there is to see, for those who do not see it."""
+    """One picture with axes; `words` say what there is to see, for those who do not see it."""
 
     title: str
     words: str
@@ -126,13 +111,18 @@ class Chart:
     size: tuple[float, float] = (4.0, 2.9)
     folded: bool = False
 
+    @classmethod
+    def of(cls, name: str, caption: str, panels: Sequence[Panel], **options: Any) -> Chart:
+        """A chart of panels two by two."""
+        return cls(name, "", caption, tuple(tuple(panels[k : k + 2]) for k in range(0, len(panels), 2)), **options)
+
     @property
     def panels(self) -> list[Panel]:
         return [panel for row in self.rows for panel in row]
 
 
 def inline_svg(panel: Panel, *, key: str, size: tuple[float, float]) -> str:
-    """One panel for a page: colours are variables of the style sheet, names are unique by `key`."""
+    """One panel as SVG for a page: colours are variables of the style sheet, names are unique by `key`."""
     buffer = io.StringIO()
     with plt.rc_context({**_STYLE, "svg.hashsalt": key}):
         figure, axes = plt.subplots(figsize=size)
@@ -146,7 +136,7 @@ def inline_svg(panel: Panel, *, key: str, size: tuple[float, float]) -> str:
 
 
 def write_files(chart: Chart, folder: Path, formats: Iterable[str]) -> list[Path]:
-    """The whole chart on white, once for every format, each file whole or not there."""
+    """Write the whole chart on white, once for every format, each file whole or not there."""
     columns = max(len(row) for row in chart.rows)
     width, height = chart.size[0] * (0.8 if columns > 2 else 1), chart.size[1]
     files = []
@@ -171,14 +161,14 @@ def write_files(chart: Chart, folder: Path, formats: Iterable[str]) -> list[Path
 
 
 def count_steps(axes: Axes, last: int) -> None:
-    """Training steps along x, thousands as k."""
+    """Show training steps along x, thousands as k."""
     axes.set(xlabel="step", xlim=(0, max(last, 1)))
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: short_count(step)))
 
 
 def legend_below(axes: Axes, *, columns: int = 2) -> None:
-    """Under the axis label, where it covers nothing; long labels are broken and take fewer columns."""
+    """Put the legend under the axis label, where it covers nothing; long labels are broken and take fewer columns."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         longest = min(max(map(len, labels)), _LONGEST)
@@ -190,14 +180,27 @@ def legend_below(axes: Axes, *, columns: int = 2) -> None:
         axes.legend(handles, broken, **place, ncols=columns, borderaxespad=0, handlelength=1.6, columnspacing=1.2)
 
 
+def say_instead(axes: Axes, words: str) -> None:
+    """Say in the middle of empty axes why there is nothing to see."""
+    axes.text(0.5, 0.5, words, transform=axes.transAxes, ha="center", va="center")
+    axes.set(xticks=[], yticks=[])
+
+
+def logarithmic(axes: Axes) -> None:
+    """Make y logarithmic, where there is something that it could show."""
+    if positive_heights(axes):
+        axes.set_yscale("log")
+        plain_ticks(axes)
+
+
 def positive_heights(axes: Axes) -> list[float]:
-    """Of all points of its lines, those that a logarithmic axis could show."""
+    """The heights of all points of its lines that a logarithmic axis could show."""
     drawn = [np.asarray(line.get_ydata(), dtype=float) for line in axes.lines]
     return [float(height) for heights in drawn for height in heights[np.isfinite(heights) & (heights > 0)]]
 
 
 def label_ends(axes: Axes, ends: Mapping[str, tuple[float, str]]) -> None:
-    """By label (last value, colour): each line named at its right end, pushed apart where they are close."""
+    """Name each line at its right end, pushed apart where they are close; `ends` is (last value, colour) by label."""
     to_axes = axes.transData + axes.transAxes.inverted()
     heights = {label: float(to_axes.transform((axes.get_xlim()[1], value))[1]) for label, (value, _) in ends.items()}
     lowest = 0.0
@@ -211,7 +214,7 @@ def label_ends(axes: Axes, ends: Mapping[str, tuple[float, str]]) -> None:
 
 
 def short_names(modules: Sequence[str]) -> dict[str, str]:
-    """Without the last parts that all of several share: blocks.0 for blocks.0.ssm."""
+    """Names without the last parts that all of several share: blocks.0 for blocks.0.ssm."""
     short = {module: module for module in modules}
     while len(modules) > 1 and len({name.rpartition(".")[2] for name in short.values()}) == 1:
         if not all(name.rpartition(".")[0] for name in short.values()):
@@ -220,18 +223,8 @@ def short_names(modules: Sequence[str]) -> dict[str, str]:
     return short
 
 
-def in_rows(panels: Sequence[Panel], columns: int = 2) -> tuple[tuple[Panel, ...], ...]:
-    """So many side by side."""
-    return tuple(tuple(panels[k : k + columns]) for k in range(0, len(panels), columns))
-
-
-def shades(count: int) -> list[str]:
-    """Colours of the ramp for `count` things in order, as far apart as it goes."""
-    return [RAMP[round(k * (len(RAMP) - 1) / max(count - 1, 1))] for k in range(count)]
-
-
 def short_count(number: float) -> str:
-    """200000 as 200k."""
+    """A number with thousands as k and millions as M: 200k for 200000."""
     for size, unit in ((1e6, "M"), (1e3, "k")):
         if abs(number) >= size:
             return f"{number / size:.3g}{unit}"
@@ -239,7 +232,7 @@ def short_count(number: float) -> str:
 
 
 def plain_ticks(axes: Axes) -> None:
-    """1, 0.1 and 0.01 rather than powers of ten, which a page without mathematics cannot set."""
+    """Label ticks with 1, 0.1 and 0.01 rather than powers of ten, which a page without mathematics cannot set."""
     for axis in (axes.xaxis, axes.yaxis):
         if axis.get_scale() == "log":
             low, high = axis.get_view_interval()
@@ -274,17 +267,10 @@ def _embedded(text: str, panel: Panel, key: str) -> str:
     body = re.sub(r'\bid="', f'id="{key}-', body)
     body = re.sub(r'(href="#|url\(#)', rf"\g<1>{key}-", body)
     # A hundredth of a point is less than a pixel. Only inside of tags: text between them is what a reader sees.
-    body = re.sub(r"<[^>]*>", lambda tag: re.sub(r"\d+\.\d{3,}", _hundredths, tag.group()), body)
+    body = re.sub(r"<[^>]*>", lambda tag: re.sub(r"\d+\.\d{3,}", lambda n: f"{float(n[0]):.2f}", tag[0]), body)
     for colour, name in _VARIABLES.items():
         body = body.replace(colour.lower(), f"var(--{name})")
-    body = re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', _opening(panel), body, count=1, flags=re.DOTALL)
-    return re.sub(r"\n\s*", "\n", body).strip()
-
-
-def _hundredths(number: re.Match[str]) -> str:
-    return f"{float(number.group()):.2f}"
-
-
-def _opening(panel: Panel) -> str:
     words = escape(f"{panel.title}. {panel.words}").replace("\\", "\\\\")
-    return rf'<svg viewBox="\1" role="img" aria-label="{words}" xmlns:xlink="http://www.w3.org/1999/xlink">'
+    opening = rf'<svg viewBox="\1" role="img" aria-label="{words}" xmlns:xlink="http://www.w3.org/1999/xlink">'
+    body = re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', opening, body, count=1, flags=re.DOTALL)
+    return re.sub(r"\n\s*", "\n", body).strip()

@@ -11,7 +11,7 @@ from compressm_lab.reports.curve_charts import curves_chart
 from compressm_lab.reports.grid import NOTHING, Grid, clock, order, plus_minus, steps
 from compressm_lab.reports.hankel_charts import spectra_chart
 from compressm_lab.reports.measurements import draw, markdown
-from compressm_lab.reports.outcome_charts import seeds_chart
+from compressm_lab.reports.outcome_charts import seeds_chart, seeds_finished
 from compressm_lab.reports.panels import Chart
 from compressm_lab.reports.run_report import Section, write_report
 from compressm_lab.runs.groups import Statistic
@@ -33,76 +33,55 @@ _CAPTION = (
 
 
 def paper_form_grids(exhibit: Exhibit) -> list[Grid]:
-    """A row a method and quantity, a column each: ours, and below it the paper's in brackets."""
+    """Tables in the paper's form, a row a method and quantity: ours, and below it the paper's in brackets."""
     return [_paper_form(exhibit, task) for task in exhibit.tasks if len(exhibit.of_task(task)) > 1]
-
-
-def trained_grid(exhibit: Exhibit) -> Grid:
-    """A row a cell: numbers of both, and what they were measured by."""
-    heads = ["task", "method", "column", "order", "paper", _NAMES[exhibit.quantity], "paper", "speed-up", "paper"]
-    heads += ["seeds", "steps", "time", "commit"]
-    rows = [_row(exhibit, cell) for cell in exhibit.cells]
-    # What the paper does not give, and a speed-up over nothing, would be columns of dashes.
-    optional = ("paper", "speed-up")
-    kept = [k for k, head in enumerate(heads) if head not in optional or any(row[k] != NOTHING for row in rows)]
-    shown_rows = tuple(tuple(row[k] for k in kept) for row in rows)
-    return Grid("Every cell", tuple(heads[k] for k in kept), shown_rows, _CAPTION)
 
 
 def _paper_form(exhibit: Exhibit, task: str) -> Grid:
     cells = exhibit.of_task(task)
     columns = list(dict.fromkeys(cell.column for cell in cells))
-    quantities: tuple[Quantity, ...] = ("order", exhibit.quantity, "speed-up")
     rows = []
     for method in dict.fromkeys(cell.method for cell in cells):
         by_column = {cell.column: cell for cell in cells if cell.method == method}
-        for quantity in quantities:
-            found = [_both(exhibit, by_column.get(column), quantity) for column in columns]
-            if any(text != NOTHING for text in found):
-                rows.append((f"{method}: {_NAMES[quantity]}", *found))
-        spent = [clock(cell.seconds) if (cell := by_column.get(column)) else NOTHING for column in columns]
-        if any(text != NOTHING for text in spent):
-            rows.append((f"{method}: time", *spent))
+        own = [by_column.get(column) for column in columns]
+        rows += [(f"{method}: {_NAMES[q]}", *(_both(exhibit, cell, q) for cell in own)) for q in _quantities(exhibit)]
+        rows.append((f"{method}: time", *(clock(cell.seconds) if cell else NOTHING for cell in own)))
     caption = "Ours, and below it the paper's in brackets." if exhibit.paper and exhibit.paper.values else ""
-    return Grid(exhibit.named(task), ("", *columns), tuple(rows), caption)
+    known = tuple(row for row in rows if any(text != NOTHING for text in row[1:]))
+    return Grid(exhibit.named(task), ("", *columns), known, caption)
+
+
+def _quantities(exhibit: Exhibit) -> tuple[Quantity, ...]:
+    return "order", exhibit.quantity, "speed-up"
 
 
 def _both(exhibit: Exhibit, cell: Compared | None, quantity: Quantity) -> str:
     if cell is None:
         return NOTHING
-    show, theirs = shown(quantity), exhibit.theirs(cell, quantity)
-    ours = show(exhibit.ours(cell, quantity))
-    return ours if theirs is None else f"{ours}\n({show(theirs)})"
+    ours, theirs = exhibit.ours(cell, quantity), exhibit.theirs(cell, quantity)
+    return _shown(quantity, ours) + ("" if theirs is None else f"\n({_shown(quantity, theirs)})")
 
 
-def shown(quantity: Quantity) -> Callable[[Statistic | None], str]:
-    """As many digits as the paper gives."""
-    if quantity == "order":
-        return order
-    digits = 2 if quantity == "speed-up" else 1
-    return lambda sample: plus_minus(sample, digits=digits)
+def _shown(quantity: Quantity, sample: Statistic | None) -> str:
+    """A number with as many digits as the paper gives."""
+    return order(sample) if quantity == "order" else plus_minus(sample, digits=2 if quantity == "speed-up" else 1)
 
 
-def _row(exhibit: Exhibit, cell: Compared) -> tuple[str, ...]:
-    numbers: list[str] = []
-    quantities: tuple[Quantity, ...] = ("order", exhibit.quantity, "speed-up")
-    for quantity in quantities:
-        both = exhibit.ours(cell, quantity), exhibit.theirs(cell, quantity)
-        numbers += [shown(quantity)(sample) for sample in both]
-    return (exhibit.named(cell.task), cell.method, cell.column, *numbers, *_training(cell))
-
-
-def _training(cell: Compared) -> tuple[str, ...]:
-    if cell.group is None:
-        return (cell.missing or NOTHING, NOTHING, NOTHING, NOTHING)
-    done, every = len(cell.group.finished), len(cell.runs)
-    commits = dict.fromkeys(run.environment.commit for run in cell.runs)
-    return (
-        str(every) if done == every else f"{done} of {every}",
-        steps(cell.group.shown.steps),
-        clock(cell.seconds),
-        ", ".join(commits),
-    )
+def trained_grid(exhibit: Exhibit) -> Grid:
+    """All that was trained, a row a cell: our numbers, the paper's, and how ours were measured."""
+    heads = ["task", "method", "column", "order", "paper", _NAMES[exhibit.quantity], "paper", "speed-up", "paper"]
+    heads += ["seeds", "steps", "time", "commit"]
+    rows = []
+    for cell in exhibit.cells:
+        both = [(q, sample(cell, q)) for q in _quantities(exhibit) for sample in (exhibit.ours, exhibit.theirs)]
+        training = cell.missing or NOTHING, NOTHING, NOTHING, NOTHING
+        if cell.group is not None:
+            commits = ", ".join(dict.fromkeys(run.environment.commit for run in cell.runs))
+            training = seeds_finished(cell.group), steps(cell.group.shown.steps), clock(cell.seconds), commits
+        numbers = (_shown(quantity, sample) for quantity, sample in both)
+        rows.append((exhibit.named(cell.task), cell.method, cell.column, *numbers, *training))
+    # What the paper does not give, and a speed-up over nothing, would be columns of dashes.
+    return Grid("Every cell", tuple(heads), tuple(rows), _CAPTION).without_empty("paper", "speed-up")
 
 
 FORMATS = ("png", "svg")
@@ -117,7 +96,7 @@ _FIGURES = {"outcome": ("accuracy",), "hankel": ("hankel",), "timer": ("timer", 
 
 
 def write_reproduction(exhibit: Exhibit, out: Path, *, progress: Callable[[str], None] = lambda line: None) -> Path:
-    """`out`/report.md and, where runs have begun, report.html and figures/; the first is returned."""
+    """Write `out`/report.md, which is returned, and report.html and figures/ where runs have begun."""
     tables = [*paper_form_grids(exhibit), trained_grid(exhibit)]
     drawn = _CHARTS[exhibit.picture](exhibit) if exhibit.picture in _CHARTS else None
     figures: list[Path] = []
@@ -135,7 +114,7 @@ def write_reproduction(exhibit: Exhibit, out: Path, *, progress: Callable[[str],
 
 
 def write_measured(measurement: Measurement, paper: PaperItem, out: Path, *, quick: bool) -> Path:
-    """The same for a figure that is a benchmark: its table and its picture, in `out`/report.md."""
+    """Write `out`/report.md for a figure that is a benchmark: its table and its picture."""
     picture = draw(measurement, out / "figures" / f"{measurement.name}.png")
     machine = measurement.environment
     lines = [
@@ -170,10 +149,8 @@ def _markdown(exhibit: Exhibit, tables: list[Grid], drawn: Chart | str | None, f
     lines = [f"# {exhibit.label}: {exhibit.title}", "", *(f"{said}\n" for said in _sentences(exhibit))]
     for figure in figures:
         lines += [f"![{figure.stem}](figures/{figure.name})", ""]
-    if isinstance(drawn, Chart):
-        lines += [drawn.caption, ""]
-    elif drawn:
-        lines += [drawn, ""]
+    if drawn:
+        lines += [drawn.caption if isinstance(drawn, Chart) else drawn, ""]
     for table in tables:
         lines += [f"## {table.title}", "", table.markdown().replace("\n(", "<br>("), ""]
         lines += [table.caption, ""] if table.caption else []

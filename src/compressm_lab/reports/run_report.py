@@ -21,12 +21,12 @@ from compressm.files import replacing
 from compressm_lab.reports.curve_charts import order_paths_chart, training_chart
 from compressm_lab.reports.grid import NOTHING, Grid, clock, listed, number, order, percent, plus_minus, rounded, steps
 from compressm_lab.reports.hankel_charts import hankel_chart
-from compressm_lab.reports.outcome_charts import missing_references, named, outcome_chart
+from compressm_lab.reports.outcome_charts import missing_references, named, outcome_chart, score, seeds_finished
 from compressm_lab.reports.panels import Chart, inline_svg, write_files
 from compressm_lab.reports.penalty_charts import penalty_chart, penalty_grid, truncation_grid
 from compressm_lab.reports.time_charts import time_chart, timer_chart
 from compressm_lab.runs.directory import RunState
-from compressm_lab.runs.groups import Group, Statistic, flat, group_runs, reference, speed_up
+from compressm_lab.runs.groups import Group, Statistic, by_name, flat, group_runs, reference, speed_up
 from compressm_lab.runs.measurement import Environment
 from compressm_lab.runs.records import CutRecord, RunError
 from compressm_lab.runs.run import Run
@@ -37,7 +37,6 @@ _STATES: dict[RunState, str] = {
     "interrupted": "interrupted",
     "failed": "failed",
 }
-_RESULT_HEADS = ("runs", "layers × order", "test", "top 3", "top 1", "time", "speed-up", "error bound", "seeds")
 _OTHER_WAYS = {"regulariser": "penalty", "distillation": "teacher", "truncation": "cut once after training"}
 
 
@@ -48,16 +47,6 @@ class Section:
     key: str
     title: str
     parts: tuple[Chart | Grid | str, ...]
-
-
-@dataclass(frozen=True)
-class RecipeSection:
-    """What a reader needs to train a group again."""
-
-    title: str
-    commands: tuple[str, ...]
-    config: str
-    cuts: tuple[Grid, ...]
 
 
 def write_report(
@@ -72,7 +61,7 @@ def write_report(
     details: bool = True,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Path:
-    """`out`/report.html and `out`/figures/*; the page is written last, whole or not at all.
+    """Write `out`/report.html and `out`/figures/*; the page comes last, whole or not at all.
 
     `names` are, by the path of a run, what its group is called instead of its label. `broken` says which runs are left
     out and why (`gather`), for the top of the page; `front` are sections before all others. Without `details` there are
@@ -89,7 +78,7 @@ def write_report(
         progress(f"{chart.name} ({', '.join(wanted)})")
         write_files(chart, folder / "figures", wanted)
     progress("page")
-    page = _page(groups, sections, title or f"Training report: {listed(_names(groups))}", broken)
+    page = _page(groups, sections, title or f"Training report: {listed(list(by_name(groups)))}", broken)
     with replacing(folder / "report.html") as scratch:
         scratch.write_text(page, encoding="utf-8")
     return folder / "report.html"
@@ -102,21 +91,16 @@ def _sections(groups: list[Group], progress: Callable[[str], None], details: boo
     # Where nothing was cut, they are what there is to see.
     folded = [(group, False) for group in cut] + [(group, bool(cut)) for group in uncut]
     hankel = tuple(hankel_chart(group, folded=away) for group, away in folded if details)
+    compared = (penalty_chart(groups), penalty_grid(groups), truncation_grid(groups))
     sections = [
         Section("accuracy", "Accuracy, order and speed-up", (outcome_chart(groups),)),
         Section("training", "Over training", (training_chart(groups),)),
         Section("orders", "Order of every layer", (order_paths_chart(groups),)),
-        Section("penalty", "Penalties, and one cut after training", _compared(groups)),
+        Section("penalty", "Penalties, and one cut after training", tuple(part for part in compared if part)),
         Section("hankel", "Hankel singular values", hankel),
         Section("time", "Where the time went", (time_chart(groups), *(timer_chart(group) for group in timed))),
     ]
     return [section for section in sections if section.parts]
-
-
-def _compared(groups: list[Group]) -> tuple[Chart | Grid, ...]:
-    """Of runs that have such records."""
-    found = (penalty_chart(groups), penalty_grid(groups), truncation_grid(groups))
-    return tuple(part for part in found if part is not None)
 
 
 def _page(groups: list[Group], sections: list[Section], title: str, broken: Sequence[str]) -> str:
@@ -133,6 +117,8 @@ def _page(groups: list[Group], sections: list[Section], title: str, broken: Sequ
     jinja.globals["drawing"] = lambda chart, k: Markup(
         inline_svg(chart.panels[k], key=f"{chart.name}-{k}", size=chart.size)
     )
+    jinja.globals |= {"command": command, "cut_grid": cut_grid}
+    jinja.filters["config"] = lambda run: json.dumps(dict(run.config), indent=2, ensure_ascii=False)
     runs = [run for group in groups for run in group.runs]
     return jinja.get_template("report.html").render(
         title=title,
@@ -145,26 +131,21 @@ def _page(groups: list[Group], sections: list[Section], title: str, broken: Sequ
         reference_note=missing_references(groups),
         runs=run_grid(groups),
         machines=machine_grid(runs),
-        recipes=[_recipe(group) for group in groups],
+        groups=groups,
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
 
 
-def _names(groups: Sequence[Group]) -> list[str]:
-    return list(dict.fromkeys(group.name for group in groups))
-
-
 def _summary(groups: Sequence[Group]) -> str:
     said = []
-    for name in _names(groups):
-        own = [group for group in groups if group.name == name]
+    for name, own in by_name(groups).items():
         runs = sum(len(group.runs) for group in own)
         said.append(f"{name} ({_counted(runs, 'run')} in {_counted(len(own), 'group')})")
     return f"This page shows {listed(said)}."
 
 
 def _unfinished(runs: Sequence[Run]) -> str:
-    """A sentence, empty where all runs finished."""
+    """A sentence on runs that did not finish, empty where all did."""
     counts = {words: sum(run.status.state == state for run in runs) for state, words in _STATES.items()}
     said = [f"{count} {words}" for words, count in counts.items() if count]
     if not said:
@@ -176,97 +157,27 @@ def _counted(count: int, thing: str) -> str:
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
-def _recipe(group: Group) -> RecipeSection:
-    return RecipeSection(
-        f"{group.name}, {group.label}",
-        tuple(command(run) for run in group.runs),
-        json.dumps(dict(group.shown.config), indent=2, ensure_ascii=False),
-        tuple(cut_grid(run) for run in group.runs if run.events),
-    )
-
-
 def command(run: Run) -> str:
-    """What trains a run again, from the configuration it wrote down."""
+    """The command that trains a run again, from the configuration it wrote down."""
     return shlex.join(["compressm", "train", f"{run.path}/config.json", "--out", f"{run.path}-again"])
 
 
 def recipe_grid(groups: Sequence[Group]) -> Grid:
-    """One row a group: model, training and compression in words, and what compression is compared with where it is."""
+    """Model, training and compression of every group in words, and what compression is compared with where it is."""
     ways = [key for key in _OTHER_WAYS if any(group.shown.config.get(key) is not None for group in groups)]
-    rows = tuple(
-        (named(group, groups), *_recipe_cells(group.shown), *(_settings(group.shown.config.get(key)) for key in ways))
-        for group in groups
-    )
+    rows = []
+    for group in groups:
+        config = group.shown.config
+        model, training = config["model"], config["training"]
+        size = [f"{model.get('depth', 1)} × {model.get('layer', 'layer')}", f"order {model['order']}"]
+        size += [f"{key} {model[key]}" for key in ("width", "dropout") if key in model]
+        plan = [f"{steps(training['steps'])} steps"] if "steps" in training else []
+        known = [key for key in ("batch", "learning_rate", "schedule") if key in training]
+        plan += [f"{key.replace('_', ' ')} {training[key]}" for key in known]
+        others = (_settings(config.get(key)) for key in ("compression", *ways))
+        rows.append((named(group, groups), ", ".join(size), ", ".join(plan) or NOTHING, *others))
     heads = ("runs", "model", "training", "compression", *(_OTHER_WAYS[key] for key in ways))
-    return Grid("One row for each recipe, whatever its seeds", heads, rows)
-
-
-def result_grid(groups: Sequence[Group]) -> Grid:
-    """One row a group; statistics over the seeds that finished."""
-    rows = tuple(_result(group, groups) for group in groups)
-    caption = (
-        "Test is the test accuracy in per cent, or the test loss of a regression, at the best validation since the "
-        "last cut: mean ± standard deviation over the seeds that finished. Top 3 and top 1 are the seeds that are best "
-        "by validation. Orders are means over layers. The error bound sums 2 Σσ of what each cut dropped, layer by "
-        "layer, and below it cut by cut for the best seed; each holds for a layer at its cut, not for the training "
-        "that follows."
-    )
-    heads = (*_RESULT_HEADS[:2], _metric(groups), *_RESULT_HEADS[3:])
-    return Grid("Over the seeds of each recipe", heads, rows, caption)
-
-
-def run_grid(groups: Sequence[Group]) -> Grid:
-    """Every run with its state, finished or not."""
-    heads = ("run", "seed", "state", "steps", "best at", "validation", "test", "time", "orders", "folder")
-    runs = [run for group in groups for run in group.runs]
-    above = _common_folder(runs)
-    rows = tuple((named(group, groups), *_run(run, above)) for group in groups for run in group.runs)
-    caption = f"Folders are below {above}. Runs that did not finish are left out of the means above."
-    return Grid("One row for each run", heads, rows, caption)
-
-
-def cut_grid(run: Run) -> Grid:
-    """Every cut and restoration of one run, in their order."""
-    heads = ("step", "layer", "order", "error bound", "measured error", "energy lost", "time")
-    rows: list[tuple[str, ...]] = []
-    for event in run.events:
-        if isinstance(event, CutRecord):
-            rows.append(_cut(event, undone=event not in run.lasting_cuts))
-        else:
-            back = ((module, f"back to {number}") for module, number in event.orders.items())
-            rows += [(steps(event.step), module, said, *[NOTHING] * 4) for module, said in back]
-    return Grid(f"Cuts of {run.name}, {run.label}, seed {run.seed}", heads, tuple(rows))
-
-
-def machine_grid(runs: Iterable[Run]) -> Grid:
-    """Each environment once, with the days and the number of its runs."""
-    found: dict[Environment, list[str]] = {}
-    for run in runs:
-        found.setdefault(replace(run.environment, date=""), []).append(run.environment.date[:10])
-    heads = ("machine", "threads", "Python", "torch", "commit", "date", "runs")
-    rows = tuple((_machine(e), *_versions(e), _span(days), str(len(days))) for e, days in found.items())
-    return Grid("Where it ran", heads, rows)
-
-
-def _metric(groups: Sequence[Group]) -> str:
-    found = {group.metric for group in groups}
-    return "test" if len(found) > 1 else "test, %" if found == {"accuracy"} else "test loss"
-
-
-def _common_folder(runs: Sequence[Run]) -> Path:
-    """Above all runs."""
-    return Path(os.path.commonpath([Path(run.path).absolute().parent for run in runs]))
-
-
-def _recipe_cells(run: Run) -> tuple[str, str, str]:
-    model, training = run.config["model"], run.config["training"]
-    size = [f"{model.get('depth', 1)} × {model.get('layer', 'layer')}", f"order {model['order']}"]
-    size += [f"{key.replace('_', ' ')} {model[key]}" for key in ("width", "dropout") if key in model]
-    plan = [f"{steps(training['steps'])} steps"] if "steps" in training else []
-    plan += [
-        f"{key.replace('_', ' ')} {training[key]}" for key in ("batch", "learning_rate", "schedule") if key in training
-    ]
-    return ", ".join(size), ", ".join(plan) or NOTHING, _settings(run.config["compression"])
+    return Grid("One row for each recipe, whatever its seeds", heads, tuple(rows))
 
 
 def _settings(settings: Mapping[str, Any] | None) -> str:
@@ -285,16 +196,33 @@ def _said(value: object) -> str:
     return text if "/" in text else text.replace("_", " ")  # the folder of a teacher stays as it is
 
 
-def _result(group: Group, groups: Sequence[Group]) -> tuple[str, ...]:
-    return (
-        named(group, groups),
-        f"{group.layers} × {group.initial_order:g}" + (f" → {order(group.order)}" if group.compressed else ""),
-        *(_score(group, sample) for sample in (group.top(), group.top(3), group.top(1))),
-        clock(group.seconds),
-        _speed_up(group, groups),
-        _bounds(group),
-        _seeds(group),
+def result_grid(groups: Sequence[Group]) -> Grid:
+    """Test values, times and bounds of every group, over the seeds that finished."""
+    metrics = {group.metric for group in groups}
+    metric = "test" if len(metrics) > 1 else "test, %" if metrics == {"accuracy"} else "test loss"
+    columns: list[tuple[str, Callable[[Group], str]]] = [
+        ("runs", lambda group: named(group, groups)),
+        ("layers × order", _layers),
+        (metric, lambda group: score(group, group.top())),
+        ("top 3", lambda group: score(group, group.top(3))),
+        ("top 1", lambda group: score(group, group.top(1))),
+        ("time", lambda group: clock(group.seconds)),
+        ("speed-up", lambda group: _speed_up(group, groups)),
+        ("error bound", _bounds),
+        ("seeds", seeds_finished),
+    ]
+    caption = (
+        "Test is the test accuracy in per cent, or the test loss of a regression, at the best validation since the "
+        "last cut: mean ± standard deviation over the seeds that finished. Top 3 and top 1 are the seeds that are best "
+        "by validation. Orders are means over layers. The error bound sums 2 Σσ of what each cut dropped, layer by "
+        "layer, and below it cut by cut for the best seed; each holds for a layer at its cut, not for the training "
+        "that follows."
     )
+    return Grid.of("Over the seeds of each recipe", groups, columns, caption)
+
+
+def _layers(group: Group) -> str:
+    return f"{group.layers} × {group.initial_order:g}" + (f" → {order(group.order)}" if group.compressed else "")
 
 
 def _speed_up(group: Group, groups: Sequence[Group]) -> str:
@@ -305,60 +233,60 @@ def _speed_up(group: Group, groups: Sequence[Group]) -> str:
 
 
 def _bounds(group: Group) -> str:
-    """The sum, and on a line below its parts."""
+    """The sum of error bounds, and on a line below its parts."""
     if group.summed_bound is None:
         return NOTHING
     parts = [number(bound) for bound in group.bounds_by_cut]
     return rounded(group.summed_bound) + (f"\n{' + '.join(parts)}" if len(parts) > 1 else "")
 
 
-def _score(group: Group, sample: Statistic | None) -> str:
-    return plus_minus(sample, factor=100.0) if group.metric == "accuracy" else rounded(sample)
+def run_grid(groups: Sequence[Group]) -> Grid:
+    """Every run with its state, finished or not."""
+    runs = [(named(group, groups), run) for group in groups for run in group.runs]
+    above = Path(os.path.commonpath([Path(run.path).absolute().parent for _, run in runs]))
+    rows = tuple((name, *_run(run), str(Path(run.path).absolute().relative_to(above))) for name, run in runs)
+    heads = ("run", "seed", "state", "steps", "best at", "validation", "test", "time", "orders", "folder")
+    caption = f"Folders are below {above}. Runs that did not finish are left out of the means above."
+    return Grid("One row for each run", heads, rows, caption)
 
 
-def _seeds(group: Group) -> str:
-    done, every = len(group.finished), len(group.runs)
-    return str(every) if done == every else f"{done} of {every}"
-
-
-def _run(run: Run, above: Path) -> tuple[str, ...]:
-    score = run.score
-    show = percent if run.metric == "accuracy" else number
-    orders = run.final_orders.values()
+def _run(run: Run) -> tuple[str, ...]:
+    found, show = run.score, percent if run.metric == "accuracy" else number
     return (
         str(run.seed),
         run.status.state + (f": {run.status.message}" if run.status.message else ""),
         f"{steps(run.status.step)} of {steps(run.status.steps)}",
-        NOTHING if score is None else steps(score.step),
-        NOTHING if score is None else show(score.validation),
-        NOTHING if score is None else show(score.test),
+        *((steps(found.step), show(found.validation), show(found.test)) if found else [NOTHING] * 3),
         clock(Statistic.of([run.seconds])),
-        ", ".join(map(str, orders)) or NOTHING,
-        str(Path(run.path).absolute().relative_to(above)),
+        ", ".join(map(str, run.final_orders.values())) or NOTHING,
     )
 
 
-def _cut(cut: CutRecord, *, undone: bool) -> tuple[str, ...]:
-    return (
-        steps(cut.step),
-        cut.module or "the model",
-        f"{cut.order} → {cut.rank}{', undone' if undone else ''}",
-        number(cut.error_bound),
-        percent(cut.measured_error),
-        percent(cut.energy_lost),
-        clock(Statistic.of([cut.seconds])),
-    )
+def cut_grid(run: Run) -> Grid:
+    """Every cut and restoration of one run, in their order."""
+    heads = ("step", "layer", "order", "error bound", "measured error", "energy lost", "time")
+    rows: list[tuple[str, ...]] = []
+    for event in run.events:
+        if isinstance(event, CutRecord):
+            said = f"{event.order} → {event.rank}{'' if event in run.lasting_cuts else ', undone'}"
+            numbers = number(event.error_bound), percent(event.measured_error), percent(event.energy_lost)
+            spent = clock(Statistic.of([event.seconds]))
+            rows.append((steps(event.step), event.module or "the model", said, *numbers, spent))
+        else:
+            back = ((module, f"back to {number}") for module, number in event.orders.items())
+            rows += [(steps(event.step), module, said, *[NOTHING] * 4) for module, said in back]
+    return Grid(f"Cuts of {run.name}, {run.label}, seed {run.seed}", heads, tuple(rows))
 
 
-def _machine(environment: Environment) -> str:
-    processor = f"{environment.processor}, {environment.cores} cores"
-    return f"{environment.accelerator}; {processor}" if environment.accelerator else processor
-
-
-def _versions(environment: Environment) -> tuple[str, ...]:
-    return str(environment.threads), environment.python, environment.torch, environment.commit
-
-
-def _span(days: list[str]) -> str:
-    first, last = min(days), max(days)
-    return first if first == last else f"{first} to {last}"
+def machine_grid(runs: Iterable[Run]) -> Grid:
+    """Each environment once, with the days and the number of its runs."""
+    found: dict[Environment, list[str]] = {}
+    for run in runs:
+        found.setdefault(replace(run.environment, date=""), []).append(run.environment.date[:10])
+    rows = []
+    for e, days in found.items():
+        machine = (f"{e.accelerator}; " if e.accelerator else "") + f"{e.processor}, {e.cores} cores"
+        span = " to ".join(sorted({min(days), max(days)}))
+        rows.append((machine, str(e.threads), e.python, e.torch, e.commit, span, str(len(days))))
+    heads = ("machine", "threads", "Python", "torch", "commit", "date", "runs")
+    return Grid("Where it ran", heads, tuple(rows))

@@ -44,7 +44,7 @@ def _once_a_seed(rows: Iterable[Row], column: str) -> str:
 
 
 def one_shot_grids(measurement: Measurement) -> list[Grid]:
-    """One table a model, with a row for each order and a column for each way of cutting to it."""
+    """Accuracy right after a cut: a table a model, a row an order, a column for each way to cut."""
     needed = ("setting", "seed", "way", "order", "rank", "accuracy", "full_accuracy")
     _require(measurement, "one_shot", needed, "setting", "way", "device")
     grids = []
@@ -62,7 +62,7 @@ def one_shot_grids(measurement: Measurement) -> list[Grid]:
 
 
 def hidden_system_grids(measurement: Measurement) -> list[Grid]:
-    """One row a seed."""
+    """Orders and errors of hidden systems that were found, a row a seed."""
     needed = ("seed", "hidden", "states", "found", "tail", "error", "error_cut", "error_more")
     _require(measurement, "hidden_system", needed, "device")
     columns = [
@@ -93,7 +93,7 @@ class Continuity:
 
 
 def continuity(measurement: Measurement) -> dict[str, Continuity]:
-    """How the loss goes on after every way to cut, the uncut runs among them."""
+    """The loss after every way to cut, and of the uncut runs."""
     ways = require_curves(measurement)
     after = [f"{k:+d}" for k in range(1, WINDOW + 1)]
     losses = {way: [mean(float(row[step]) for step in after) for row in rows] for way, rows in ways.items()}
@@ -112,7 +112,7 @@ def continuity(measurement: Measurement) -> dict[str, Continuity]:
 
 
 def loss_continuity_grids(measurement: Measurement) -> list[Grid]:
-    """One row a way."""
+    """The loss after a cut, a row a way."""
     columns: list[tuple[str, Callable[[tuple[str, Continuity]], str]]] = [
         ("way", lambda item: item[0]),
         ("n → r", lambda item: f"{item[1].states:.0f} → {item[1].kept:.0f}"),
@@ -138,7 +138,7 @@ def require_curves(measurement: Measurement) -> dict[str, list[Row]]:
 
 
 def imdb_mamba_grids(measurement: Measurement) -> list[Grid]:
-    """One row a variant: sizes and times in the mean over seeds, accuracies of each."""
+    """Mamba on IMDB, a row a variant: sizes and times in the mean over seeds, accuracies of each."""
     sizes = ("initial_order", "order", "channel_order", "complex_layers", "numbers")
     needed = ("variant", "seed", "steps", *sizes, "best", "last", "steps_s", "seconds", "cuts_s", "step_s")
     _require(measurement, "imdb_mamba", needed, "variant")
@@ -223,7 +223,7 @@ REFERENCE = {256: 93.35, 28: 89.5}
 
 
 def setting_grids(measurement: Measurement) -> list[Grid]:
-    """One row a variant and order, the mean over seeds of the last two evaluations."""
+    """Accuracies without compression, a row a variant and order: the mean of the last two evaluations."""
     needed = ("variant", "order", "seed", "steps", "before", "last", "seconds")
     _require(measurement, "smnist_settings", needed, "variant")
     groups = grouped(measurement.rows, lambda row: (str(row["variant"]), int(row["order"])))
@@ -281,7 +281,7 @@ def in_paper(measurement: Measurement, variant: str) -> tuple[float, float] | No
 
 
 def by_variant(measurement: Measurement) -> dict[str, list[Row]]:
-    """The rows of every variant, in the order of the file, after a look at their columns."""
+    """The rows of every variant, in the order of the file; missing columns are refused."""
     needed = ("variant", "seed", "steps", "initial_order", "order", "best", "last", "steps_s", "seconds", "cuts_s")
     command = f"python studies/results.py {measurement.name.removeprefix('results-')}"
     measurement.require(measurement.name, needed=(*needed, "step_s"), words=("variant",), command=command)
@@ -289,7 +289,7 @@ def by_variant(measurement: Measurement) -> dict[str, list[Row]]:
 
 
 def result_grids(measurement: Measurement) -> list[Grid]:
-    """One row a variant: accuracy with its spread over seeds, orders, and times in the mean.
+    """Our own results, a row a variant: accuracy with its spread over seeds, orders, and times in the mean.
 
     The best three seeds are so by validation; by test only in results that have no validation.
     """
@@ -359,7 +359,7 @@ def _spread_if_any(rows: list[Row], column: str, digits: int = 1) -> str:
 
 
 def demo_grids(measurement: Measurement) -> list[Grid]:
-    """One row a model, over its seeds; the first is what the others are compared with."""
+    """The models of the demo, over their seeds; the others are compared with the first."""
     needed = ("model", "seed", "initial_order", "order", "accuracy", "seconds", "bounds")
     measurement.require("demo", needed=needed, words=("model", "bounds"), command="compressm demo")
     groups = list(by("model", measurement.rows).values())

@@ -1,4 +1,4 @@
-"""Where the time of a run went, by phase and by order (fig:timer)."""
+"""Time of runs by phase and by order (fig:timer)."""
 
 from __future__ import annotations
 
@@ -11,21 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from compressm_lab.reports.grid import file_name
-from compressm_lab.reports.panels import (
-    BLUE,
-    BROWN,
-    GREEN,
-    GREY,
-    INK,
-    ORANGE,
-    PAPER,
-    PURPLE,
-    RED,
-    SKY,
-    Chart,
-    Panel,
-    legend_below,
-)
+from compressm_lab.reports.palette import BLUE, BROWN, GREEN, GREY, INK, ORANGE, PAPER, PURPLE, RED, SKY
+from compressm_lab.reports.panels import Chart, Panel, legend_below, say_instead
 from compressm_lab.runs.groups import Group
 from compressm_lab.runs.run import Run
 
@@ -40,17 +27,14 @@ PHASES = {
     "checkpoint": BROWN,
 }
 _REDUCTION = ("spectrum", "cut", "optimizer", "capture")
-# Of a bar, to hold its own percentage.
-_LEGIBLE = 0.09
-# More bars than this could not be labelled.
-_STAGES = 9
-# Of more bars than this each is narrower than its percentage.
-_WIDE = 5
+# The share of a bar that can hold its own percentage; more bars than _STAGES could not be labelled, and of more than
+# _WIDE each is narrower than its percentage.
+_LEGIBLE, _STAGES, _WIDE = 0.09, 9, 5
 
 
 @dataclass(frozen=True)
 class Stage:
-    """All intervals at one mean order."""
+    """Steps, evaluations and seconds by phase at one mean order."""
 
     order: float
     steps: int
@@ -59,24 +43,24 @@ class Stage:
 
     @property
     def per_evaluation(self) -> float | None:
-        """In milliseconds; None where there was none."""
+        """Milliseconds of an evaluation; None where there was none."""
         return 1e3 * self.seconds["evaluation"] / self.evaluations if self.evaluations else None
 
     def per_step(self, phase: str) -> float:
-        """In milliseconds."""
+        """Milliseconds of a phase for each step."""
         return 1e3 * self.seconds.get(phase, 0.0) / max(self.steps, 1)
 
 
 def time_chart(groups: Sequence[Group]) -> Chart | str:
-    """One bar a group: seconds by phase, of the mean finished seed."""
+    """Seconds by phase of the mean finished seed, a bar a group."""
     totals = {f"{group.name}, {group.label}": phases(group) for group in groups}
     known = {label: spent for label, spent in totals.items() if spent}
     if not known:
         return "No timings were recorded."
     caption = "Seconds by phase, the mean over seeds that finished, or over all of a group without any."
-    height = 1.4 + 0.48 * len(known)
-    panel = Panel("Seconds by phase", _totals_said(known), lambda axes: _bars(axes, known))
-    return Chart("time", "", caption, ((panel,),), size=(5.2, height))
+    words = "; ".join(f"{label}: {sum(spent.values()):.3g} seconds" for label, spent in known.items())
+    panel = Panel("Seconds by phase", words, lambda axes: _bars(axes, known))
+    return Chart("time", "", caption, ((panel,),), size=(5.2, 1.4 + 0.48 * len(known)))
 
 
 def timer_chart(group: Group) -> Chart | str:
@@ -85,7 +69,15 @@ def timer_chart(group: Group) -> Chart | str:
     stages = stages_of(run)
     if not stages:
         return f"{group.name}, {group.label}: no timings were recorded."
-    rows = ((_step_panel(stages), _evaluation_panel(stages)), (_reduction_panel(run), _budget_panel(stages)))
+    steps = [(stage.order, stage.per_step("steps")) for stage in stages]
+    evaluations = [(stage.order, each) for stage in stages if (each := stage.per_evaluation) is not None]
+    rows = (
+        (
+            _cost_panel("(a) a gradient step", steps, "steps", "gradient step"),
+            _cost_panel("(b) an evaluation", evaluations, "evaluation", "evaluation"),
+        ),
+        (_reduction_panel(run), _budget_panel(stages)),
+    )
     caption = (
         "A gradient step and an evaluation by the order at the time; what each cut took, with the spectra recorded "
         "since the evaluation before; and how a thousand steps divide into phases at every order, with the share of "
@@ -107,7 +99,7 @@ def phases(group: Group) -> dict[str, float]:
 
 
 def stages_of(run: Run) -> list[Stage]:
-    """Large orders first; one for every mean order at which steps were taken."""
+    """A stage for every mean order at which steps were taken, large orders first."""
     found: dict[float, Stage] = {}
     for timing in run.timings:
         order = sum(timing.orders.values()) / max(len(timing.orders), 1)
@@ -149,37 +141,21 @@ def _bars(axes: Axes, totals: dict[str, dict[str, float]]) -> None:
     legend_below(axes, columns=4)
 
 
-def _totals_said(totals: dict[str, dict[str, float]]) -> str:
-    return "; ".join(f"{label}: {sum(spent.values()):.3g} seconds" for label, spent in totals.items())
-
-
-def _step_panel(stages: Sequence[Stage]) -> Panel:
-    words = "; ".join(f"{stage.per_step('steps'):.3g} milliseconds at order {stage.order:.3g}" for stage in stages)
-    points = [(stage.order, stage.per_step("steps")) for stage in stages]
-    return Panel("(a) a gradient step", words, lambda axes: _by_order(axes, points, "steps"))
-
-
-def _evaluation_panel(stages: Sequence[Stage]) -> Panel:
-    known = [(stage.order, found) for stage in stages if (found := stage.per_evaluation) is not None]
-    words = "; ".join(f"{found:.3g} milliseconds at order {order:.3g}" for order, found in known)
+def _cost_panel(title: str, points: Sequence[tuple[float, float]], phase: str, thing: str) -> Panel:
+    """A panel of milliseconds by order."""
+    absent = f"no {thing} was timed"
 
     def draw(axes: Axes) -> None:
-        if not known:
-            axes.text(0.5, 0.5, "no evaluation was timed", transform=axes.transAxes, ha="center", va="center")
-            axes.set(xticks=[], yticks=[])
+        if not points:
+            say_instead(axes, absent)
             return
-        _by_order(axes, known, "evaluation")
-        axes.set(ylabel="ms for each evaluation")
+        axes.plot(*zip(*points, strict=True), color=PHASES[phase], marker="o", ms=4, lw=1.4)
+        axes.set(xlabel="order", ylabel=f"ms for each {thing}")
+        axes.set_ylim(bottom=0)
+        axes.set_xlim(left=0)
 
-    return Panel("(b) an evaluation", words or "no evaluation was timed", draw)
-
-
-def _by_order(axes: Axes, points: Sequence[tuple[float, float]], phase: str) -> None:
-    orders, values = zip(*points, strict=True)
-    axes.plot(orders, values, color=PHASES[phase], marker="o", ms=4, lw=1.4)
-    axes.set(xlabel="order", ylabel="ms for each gradient step")
-    axes.set_ylim(bottom=0)
-    axes.set_xlim(left=0)
+    words = "; ".join(f"{value:.3g} milliseconds at order {order:.3g}" for order, value in points)
+    return Panel(title, words or absent, draw)
 
 
 def _reduction_panel(run: Run) -> Panel:
@@ -187,8 +163,7 @@ def _reduction_panel(run: Run) -> Panel:
 
     def draw(axes: Axes) -> None:
         if not cuts:
-            axes.text(0.5, 0.5, "no time of a cut was recorded", transform=axes.transAxes, ha="center", va="center")
-            axes.set(xticks=[], yticks=[])
+            say_instead(axes, "no time of a cut was recorded")
             return
         _stack(axes, [str(k) for k in range(1, len(cuts) + 1)], cuts, _REDUCTION)
         axes.set(xlabel="cut", ylabel="milliseconds")

@@ -1,1 +1,1 @@
-"""What a run or a measurement writes, and a report reads."""
+"""Files that a run or a measurement writes and a report reads."""

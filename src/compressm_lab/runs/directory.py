@@ -19,35 +19,15 @@ from typing import Any, Literal, TypeVar, get_args
 
 from compressm.files import replacing
 from compressm_lab.runs.measurement import Environment
-from compressm_lab.runs.records import (
-    CutRecord,
-    Evaluation,
-    PenaltyRecord,
-    Record,
-    RestoredRecord,
-    RunError,
-    Spectrum,
-    Timing,
-    TruncationRecord,
-)
+from compressm_lab.runs.records import Record, RestoredRecord, RunError
 
 RunState = Literal["running", "finished", "interrupted", "failed"]
 _Kind = TypeVar("_Kind", bound=Record)
 
-_FILES: dict[type[Record], str] = {
-    Evaluation: "metrics.jsonl",
-    CutRecord: "cuts.jsonl",
-    RestoredRecord: "cuts.jsonl",
-    Spectrum: "spectra.jsonl",
-    Timing: "timings.jsonl",
-    PenaltyRecord: "penalties.jsonl",
-    TruncationRecord: "truncations.jsonl",
-}
-
 
 @dataclass(frozen=True)
 class Status:
-    """How far a run is; `message` says why where it failed."""
+    """State and step of a run; `message` says why where it failed."""
 
     state: RunState
     step: int
@@ -56,7 +36,7 @@ class Status:
 
 
 class RunDirectory:
-    """Paths, whole small files, and lines that are appended one by one."""
+    """A folder of one run: paths, whole small files, and lines that are appended one by one."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -71,19 +51,19 @@ class RunDirectory:
 
     @property
     def exists(self) -> bool:
-        """A run began here."""
+        """True where a run began."""
         return (self.path / "config.json").is_file()
 
     @property
     def finished(self) -> bool:
-        """It was trained to its last step, and its model is there."""
+        """True where it was trained to its last step, and its model is there."""
         try:
             return self.status().state == "finished" and (self.model / "model.safetensors").is_file()
         except RunError:
             return False
 
     def begin(self, config: dict[str, Any]) -> None:
-        """A new run; one that is there already is refused."""
+        """Begin a new run; one that is there already is refused."""
         if self.exists:
             raise RunError(f"{self.path} already holds a run: resume it, or choose another folder")
         self.path.mkdir(parents=True, exist_ok=True)
@@ -94,31 +74,32 @@ class RunDirectory:
         self._write("status.json", asdict(status))
 
     def append(self, *records: Record) -> None:
-        """One line each."""
+        """Append one line a record."""
         by_file: dict[str, list[str]] = {}
         for record in records:
-            line = json.dumps(record.as_dict(), allow_nan=True)
-            by_file.setdefault(_FILES[type(record)], []).append(line)
+            by_file.setdefault(record.file, []).append(json.dumps(asdict(record), allow_nan=True) + "\n")
         for name, lines in by_file.items():
             with (self.path / name).open("a", encoding="utf-8") as file:
-                file.write("".join(f"{line}\n" for line in lines))
+                file.writelines(lines)
 
     def rewind(self, step: int) -> None:
         """Forget the lines of steps after `step`, and one that a crash cut short."""
-        for name in sorted(set(_FILES.values())):
-            path = self.path / name
-            if not path.exists():
-                continue
+        for path in self._lines:
             kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step(line) <= step]
             with replacing(path) as scratch:
                 scratch.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
 
     def sync(self) -> None:
-        """Lines reach the disk before the checkpoint that counts on them."""
-        for name in set(_FILES.values()):
-            if (self.path / name).exists():
-                with (self.path / name).open("ab") as file:
-                    os.fsync(file.fileno())
+        """Wait until all lines are on disk, before the checkpoint that counts on them."""
+        for path in self._lines:
+            with path.open("ab") as file:
+                os.fsync(file.fileno())
+
+    @property
+    def _lines(self) -> list[Path]:
+        """The files of records that are there."""
+        names = sorted({kind.file for kind in Record.__subclasses__()})
+        return [self.path / name for name in names if (self.path / name).exists()]
 
     def config(self) -> dict[str, Any]:
         return self._read("config.json")
@@ -134,8 +115,8 @@ class RunDirectory:
         return Status(**stored)
 
     def records(self, kind: type[_Kind]) -> list[_Kind]:
-        """All of one kind, in the order they were written; a last line that a crash cut short is left out."""
-        path = self.path / _FILES[kind]
+        """All records of one kind, in the order they were written; a last line that a crash cut short is left out."""
+        path = self.path / kind.file
         try:
             lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
         except (OSError, UnicodeDecodeError) as error:
@@ -145,7 +126,7 @@ class RunDirectory:
             try:
                 stored = json.loads(line)
                 # Cuts and restorations share a file: each kind knows its own by the fields.
-                if _FILES[kind] != "cuts.jsonl" or ("reason" in stored) == (kind is RestoredRecord):
+                if kind.file != "cuts.jsonl" or ("reason" in stored) == (kind is RestoredRecord):
                     found.append(kind.from_dict(stored))
             except (json.JSONDecodeError, TypeError, RunError) as error:
                 raise RunError(f"{path}, line {number}: {error}") from None

@@ -1,4 +1,4 @@
-"""Runs that differ in their seed alone, and what they say together."""
+"""Groups of runs that differ in their seed alone, and statistics over them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from statistics import mean, stdev
 from typing import Any
 
 from compressm_lab.runs.directory import RunDirectory, find_runs
-from compressm_lab.runs.records import RunError
+from compressm_lab.runs.records import RunError, TruncationRecord
 from compressm_lab.runs.run import BestScore, Metric, Run, read_run
 
-# None of these changes what is trained.
-_INCIDENTAL = ("spectra", "description", "training.checkpoint_every", "training.keep_checkpoints")
+# None of these but the seed changes what is trained.
+_INCIDENTAL = ("seed", "spectra", "description", "training.checkpoint_every", "training.keep_checkpoints")
 _TEACHER = "distillation.teacher"
 
 # Settings in a label.
@@ -33,7 +33,7 @@ class Statistic:
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> Statistic | None:
-        """None without any value."""
+        """Mean and spread of the values that are not None; None without any."""
         found = [float(value) for value in values if value is not None]
         if not found:
             return None
@@ -42,10 +42,7 @@ class Statistic:
 
 @dataclass(frozen=True)
 class Group:
-    """Seeds of one recipe; statistics are over those that finished.
-
-    With `truncated`, those of the models cut once to that order after training.
-    """
+    """Seeds of one recipe; statistics are over those that finished, or their copies cut once to `truncated` states."""
 
     label: str
     runs: tuple[Run, ...]
@@ -81,13 +78,22 @@ class Group:
 
     @property
     def order(self) -> Statistic | None:
-        if self.truncated is not None:
-            return Statistic.of(run.truncated_order(self.truncated) for run in self.finished)
-        return Statistic.of(run.mean_order for run in self.finished)
+        if self.truncated is None:
+            return Statistic.of(run.mean_order for run in self.finished)
+        copies = (self._copies(run) for run in self.finished)
+        return Statistic.of(found[0].mean_order for found in copies if found)
+
+    def _copies(self, run: Run) -> list[TruncationRecord]:
+        return [record for record in run.truncations if record.order == self.truncated]
 
     def score(self, run: Run) -> BestScore | None:
-        """Of one of its runs."""
-        return run.score if self.truncated is None else run.truncated_score(self.truncated)
+        """The score of one of its runs."""
+        if self.truncated is None:
+            return run.score
+        found = self._copies(run)
+        values = {record.split: record.accuracy if run.metric == "accuracy" else record.loss for record in found}
+        step = max((record.step for record in found), default=0)
+        return BestScore(run.metric, step, values.get("validation"), values.get("test")) if found else None
 
     @property
     def ranked(self) -> list[Run]:
@@ -114,12 +120,13 @@ class Group:
 
     @property
     def summed_bound(self) -> Statistic | None:
-        """Σ over layers and lasting cuts; None where a cut came without a bound, or there was none."""
-        return Statistic.of(_summed(run) for run in self.finished)
+        """Error bounds summed over layers and lasting cuts; None where a cut has none, or there was no cut."""
+        found = [[cut.error_bound for cut in run.lasting_cuts] for run in self.finished]
+        return Statistic.of(sum(bound or 0.0 for bound in bounds) for bounds in found if bounds and None not in bounds)
 
     @property
     def bounds_by_cut(self) -> list[float]:
-        """Of the run that is shown, Σ over layers at each step of a cut."""
+        """Error bounds summed over layers at each step of a cut, of the run that is shown."""
         by_step: dict[int, float] = {}
         for cut in self.shown.lasting_cuts:
             by_step[cut.step] = by_step.get(cut.step, 0.0) + (math.nan if cut.error_bound is None else cut.error_bound)
@@ -127,7 +134,7 @@ class Group:
 
 
 def group_runs(runs: Iterable[Run]) -> list[Group]:
-    """Runs of one recipe together, labelled by what tells the groups of a name apart; the uncompressed first."""
+    """Group runs of one recipe, labelled by what tells the groups of a name apart; the uncompressed first."""
     every = list(runs)
     found: dict[str, list[Run]] = {}
     recipes: dict[str, dict[str, Any]] = {}
@@ -154,7 +161,7 @@ def reference(group: Group, groups: Sequence[Group]) -> Group | None:
 
 
 def speed_ups(group: Group, groups: Sequence[Group]) -> list[float]:
-    """Of each finished run: mean seconds of the reference over its own; empty without a reference."""
+    """Mean seconds of the reference over those of each finished run; empty without a reference."""
     base = reference(group, groups)
     if base is None or base.seconds is None:
         return []
@@ -169,8 +176,16 @@ def speed_up(group: Group, groups: Sequence[Group]) -> Statistic | None:
     return Statistic(base.seconds.centre / group.seconds.centre, spread.spread, spread.count)
 
 
+def by_name(groups: Iterable[Group]) -> dict[str, list[Group]]:
+    """The groups of every name."""
+    found: dict[str, list[Group]] = {}
+    for group in groups:
+        found.setdefault(group.name, []).append(group)
+    return found
+
+
 def machines(runs: Iterable[Run]) -> list[str]:
-    """Each once: accelerator, or processor and threads."""
+    """Every machine of the runs once: accelerator, or processor and threads."""
     found = (run.environment for run in runs)
     return list(dict.fromkeys(e.accelerator or f"{e.processor}, {e.threads} thread(s)" for e in found))
 
@@ -185,32 +200,17 @@ def _size(run: Run) -> tuple[Any, ...]:
     return (*keys, training.get("steps"), training.get("batch"))
 
 
-def _summed(run: Run) -> float | None:
-    bounds = [cut.error_bound for cut in run.lasting_cuts]
-    known = [bound for bound in bounds if bound is not None]
-    return sum(known) if known and len(known) == len(bounds) else None
-
-
 def _recipes(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Without their seeds, and without those of their teachers where each seed has one of its own."""
-    found = [_recipe(run) for run in runs]
+    """Recipes without their seeds, and without those of their teachers where each seed has one of its own."""
+    found = [{key: value for key, value in flat(run.config).items() if not _incidental(key)} for run in runs]
     keys = [json.dumps(recipe, sort_keys=True) for recipe in found]
-    taught: dict[str, set[int]] = {}
+    seeds: dict[str, set[int]] = {}
     for run, key in zip(runs, keys, strict=True):
-        taught.setdefault(key, set()).add(run.seed)
-    pairs = zip(runs, found, keys, strict=True)
-    return [recipe if len(taught[key]) > 1 else _taught_by_its_seed(run, recipe) for run, recipe, key in pairs]
-
-
-def _recipe(run: Run) -> dict[str, Any]:
-    return {key: value for key, value in flat(run.config).items() if key != "seed" and not _incidental(key)}
-
-
-def _taught_by_its_seed(run: Run, recipe: dict[str, Any]) -> dict[str, Any]:
-    teacher = recipe.get(_TEACHER)
-    if not isinstance(teacher, str):
-        return recipe
-    return {**recipe, _TEACHER: re.sub(rf"\bseed-{run.seed}\b", "seed-*", teacher)}
+        seeds.setdefault(key, set()).add(run.seed)
+    for run, recipe, key in zip(runs, found, keys, strict=True):
+        if len(seeds[key]) == 1 and isinstance(recipe.get(_TEACHER), str):
+            recipe[_TEACHER] = re.sub(rf"\bseed-{run.seed}\b", "seed-*", recipe[_TEACHER])
+    return found
 
 
 def _incidental(key: str) -> bool:
@@ -218,16 +218,15 @@ def _incidental(key: str) -> bool:
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"model": {"order": 8}} as {"model.order": 8}."""
+    """Flatten a configuration: {"model": {"order": 8}} becomes {"model.order": 8}."""
     entries: dict[str, Any] = {}
     for key, value in config.items():
-        inside = flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
-        entries.update(inside)
+        entries |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
     return entries
 
 
 def _labels(runs: Sequence[Run], recipes: Sequence[dict[str, Any]]) -> list[str]:
-    """The recipe's label, and where several of a name share it, the settings in which they differ, or a letter.
+    """Labels of recipes, and where several of a name share one, the settings in which they differ, or a letter.
 
     Letters where there are more settings than can be read beside a line; the table of recipes says what they stand for.
     """
@@ -241,31 +240,34 @@ def _label(run: Run, own: dict[str, Any], recipes: Sequence[dict[str, Any]]) -> 
     differing = [key for key in own if any(other.get(key) != own[key] for other in recipes)]
     if len(differing) > _READABLE:
         return f"{run.label} {_letter(recipes.index(own))}"
-    return ", ".join([run.label, *(_said(key, own[key]) for key in differing)])
+    names = {key: key.split(".")[-1].replace("_", " ") for key in differing}
+    said = (f"no {name}" if own[key] is None else f"{name} {own[key]}" for key, name in names.items())
+    return ", ".join([run.label, *said])
 
 
 def _letter(number: int) -> str:
-    """A … Z, AA, …"""
+    """A letter for a number: A … Z, AA, …"""
     rest, last = divmod(number, 26)
     return (_letter(rest - 1) if rest else "") + chr(ord("A") + last)
 
 
-def _said(key: str, value: Any) -> str:
-    words = key.split(".")[-1].replace("_", " ")
-    return f"no {words}" if value is None else f"{words} {value}"
-
-
 @dataclass(frozen=True)
 class Gathered:
-    """The runs that can be reported, and why others cannot, each by its path."""
+    """The runs that can be reported, and a sentence for each that cannot."""
 
     runs: tuple[Run, ...]
     broken: tuple[str, ...]
 
 
 def gather(paths: Iterable[Path | str]) -> Gathered:
-    """Every run at or below the paths; refused where not one of them can be read."""
-    folders, broken = _found(paths)
+    """Read every run at or below the paths; refused where not one of them can be read."""
+    folders: dict[Path, RunDirectory] = {}
+    broken: list[str] = []
+    for path in paths:
+        try:
+            folders |= {run.path: run for run in find_runs([path])}
+        except RunError as error:
+            broken.append(str(error))
     runs: list[Run] = []
     for directory in folders.values():
         try:
@@ -282,19 +284,8 @@ def gather(paths: Iterable[Path | str]) -> Gathered:
     return Gathered(tuple(runs), tuple(broken))
 
 
-def _found(paths: Iterable[Path | str]) -> tuple[dict[Path, RunDirectory], list[str]]:
-    folders: dict[Path, RunDirectory] = {}
-    broken: list[str] = []
-    for path in paths:
-        try:
-            folders |= {run.path: run for run in find_runs([path])}
-        except RunError as error:
-            broken.append(str(error))
-    return folders, broken
-
-
 def _with_spectra(runs: list[Run]) -> tuple[list[Run], list[str]]:
-    """Without those whose spectra would be shown and cannot be read; the others' nobody looks at."""
+    """Drop runs whose spectra would be shown and cannot be read; the others' nobody looks at."""
     broken: dict[str, str] = {}
     while True:
         left = [run for run in runs if run.path not in broken]

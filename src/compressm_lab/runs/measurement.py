@@ -1,4 +1,4 @@
-"""On which machine, when and at which commit a number was measured."""
+"""Results of benchmarks and studies, and the machine, date and commit of every number."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from compressm.files import replacing
 
 @dataclass(frozen=True)
 class Environment:
-    """Stored with every measurement."""
+    """Machine, date, commit and versions, stored with every measurement."""
 
     date: str
     commit: str
@@ -32,7 +32,7 @@ class Environment:
 
     @classmethod
     def here(cls) -> Environment:
-        """Of this process, now."""
+        """The environment of this process, now."""
         return cls(
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             commit=_commit(),
@@ -46,7 +46,7 @@ class Environment:
 
     @property
     def machine(self) -> str:
-        """What computed: the accelerator, where there is one."""
+        """The accelerator that computed, or the processor where there is none."""
         return self.accelerator or self.processor
 
 
@@ -57,9 +57,8 @@ def _commit() -> str:
     here = Path(__file__).parent
     try:
         head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True)
-        state = subprocess.run(
-            ["git", "status", "--porcelain", "--", "."], cwd=here.parent, capture_output=True, text=True
-        )
+        changes = ["git", "status", "--porcelain", "--", "."]
+        state = subprocess.run(changes, cwd=here.parent, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return head.stdout.strip()[:12] + ("+changes" if state.stdout.strip() else "")
@@ -67,14 +66,13 @@ def _commit() -> str:
 
 def _processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    named = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
+    return named or platform.processor() or platform.machine()
 
 
 Row = dict[str, float | int | str]
+Needed = Iterable[str] | Callable[[Row], Iterable[str]]
 
 
 class MeasurementError(ValueError):
@@ -83,7 +81,7 @@ class MeasurementError(ValueError):
 
 @dataclass(frozen=True)
 class Measurement:
-    """`rows` share one set of columns; times are seconds, medians of `repeats`."""
+    """A table of numbers; `rows` share one set of columns, times are seconds, medians of `repeats`."""
 
     name: str
     title: str
@@ -92,14 +90,14 @@ class Measurement:
     environment: Environment = field(default_factory=Environment.here)
 
     def write(self, path: Path | str) -> Path:
-        """As JSON, whole or not at all."""
+        """Write JSON, whole or not at all."""
         with replacing(path) as scratch:
             scratch.write_text(json.dumps(asdict(self), indent=1) + "\n")
         return Path(path)
 
     @classmethod
     def read(cls, path: Path | str) -> Measurement:
-        """The inverse of `write`; anything else is refused by name."""
+        """Read what `write` wrote; anything else is refused by name."""
         try:
             stored = json.loads(Path(path).read_text())
             _require_types(stored)
@@ -111,14 +109,7 @@ class Measurement:
         except (json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
             raise MeasurementError(f"{path} is not a result of `compressm bench`: {error}") from None
 
-    def require(
-        self,
-        name: str,
-        *,
-        needed: Iterable[str] | Callable[[Row], Iterable[str]],
-        words: Iterable[str],
-        command: str | None = None,
-    ) -> None:
+    def require(self, name: str, *, needed: Needed, words: Iterable[str], command: str | None = None) -> None:
         """Refuse what is not a result of `command`, by default `compressm bench NAME`.
 
         Its rows have the columns `needed`, which may depend on the row, text in `words` and numbers in all others. A
@@ -139,18 +130,18 @@ class Measurement:
 
 
 def _require_types(stored: Any) -> None:
-    """What JSON held is of the types declared above, or a TypeError says what is not."""
-    _require_type("the whole", stored, dict)
+    """Check what JSON held against the types declared above; a TypeError says what differs."""
+
+    def require(name: str, value: object, kind: Any) -> None:
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} is {value!r:.80}, expected {getattr(kind, '__name__', kind)}")
+
+    require("the whole", stored, dict)
     for name, kind in (("name", str), ("title", str), ("repeats", int), ("rows", list), ("environment", dict)):
-        _require_type(name, stored.get(name), kind)
+        require(name, stored.get(name), kind)
     for k, row in enumerate(stored["rows"]):
-        _require_type(f"rows[{k}]", row, dict)
+        require(f"rows[{k}]", row, dict)
         for name, value in row.items():
-            _require_type(f"rows[{k}][{name!r}]", value, float | int | str)
+            require(f"rows[{k}][{name!r}]", value, float | int | str)
     for name, kind in get_type_hints(Environment).items():
-        _require_type(f"environment.{name}", stored["environment"].get(name), kind)
-
-
-def _require_type(name: str, value: object, kind: Any) -> None:
-    if not isinstance(value, kind):
-        raise TypeError(f"{name} is {value!r:.80}, expected {getattr(kind, '__name__', kind)}")
+        require(f"environment.{name}", stored["environment"].get(name), kind)

@@ -38,18 +38,18 @@ class PaperItem:
         return "table" if self.origin.startswith("tab:") else "figure"
 
     def value(self, task: str, method: str, column: str, quantity: str) -> Statistic | None:
-        """None where the paper has no such number."""
+        """A number of the paper, None where it has no such."""
         return self.values.get((task, method, column, quantity))
 
 
 def paper_labels() -> list[str]:
-    """Of all files in the folder."""
+    """The labels of all tables and figures."""
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
 @cache
 def read_paper(label: str) -> PaperItem:
-    """By the label of a table or figure, without `tab:` or `fig:`."""
+    """The numbers of a table or figure, by its label without `tab:` or `fig:`."""
     if label not in paper_labels():
         hint = did_you_mean(label, paper_labels())
         raise RunError(f"{label!r} is not a label of the paper; expected one of {', '.join(paper_labels())}{hint}")
@@ -88,19 +88,19 @@ class Compared:
 
     @property
     def seconds(self) -> Statistic | None:
-        """Of a run, with what had to be trained before it."""
+        """Seconds of a run, with what had to be trained before it."""
         own, before = (self.group.seconds if self.group else None), Statistic.of(run.seconds for run in self.before)
         return own if own is None or before is None else Statistic(own.centre + before.centre, own.spread, own.count)
 
     @property
     def title(self) -> str:
-        """In a legend of one task."""
+        """The name in a legend of one task."""
         return self.column if self.method == "CompreSSM" else f"{self.method}, {self.column}"
 
 
 @dataclass(frozen=True)
 class Exhibit:
-    """What a report on a table or figure is made of; `paper` is None for those of our own.
+    """All that a report on a table or figure shows; `paper` is None for those of our own.
 
     `quick` says how it differs from the paper's where it is smaller; `head` is the share of training that pictures of
     spectra show.
@@ -117,12 +117,12 @@ class Exhibit:
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
-        """Each once: cells may share them."""
+        """Every run once: cells may share them."""
         return tuple({run.path: run for cell in self.cells for run in cell.runs}.values())
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """By path, what a compressed run is called here: trainings that several exhibits share have a label for all."""
+        """Names of compressed runs here, by path: trainings that several exhibits share have one label for all."""
         compressed = (cell for cell in self.cells if cell.method == "CompreSSM")
         return {run.path: cell.column for cell in compressed for run in cell.runs}
 
@@ -131,33 +131,30 @@ class Exhibit:
         return tuple(dict.fromkeys(cell.task for cell in self.cells))
 
     def named(self, task: str) -> str:
-        """Quick versions train digits in its place."""
+        """The name of a task; quick versions train digits in its place."""
         return f"digits for {task}" if self.quick else task
 
     def of_task(self, task: str) -> list[Compared]:
         return [cell for cell in self.cells if cell.task == task]
 
     def ours(self, cell: Compared, quantity: Quantity) -> Statistic | None:
-        """Accuracies in per cent: of the three best seeds by validation, or of all where there are fewer."""
+        """Our number; accuracies in per cent, of the three best seeds by validation, or of all if there are fewer."""
         if cell.group is None:
             return None
         if quantity == "order":
             return cell.group.order
         if quantity == "speed-up":
-            return self._speed_up(cell, cell.group)
+            found = speed_up(cell.group, self._groups)
+            if found is None or not cell.before or cell.seconds is None or cell.group.seconds is None:
+                return found
+            # As if the training of teachers had been part of each run.
+            return _scaled(found, cell.group.seconds.centre / cell.seconds.centre)
         found = cell.group.top(1) if quantity == "best" else cell.group.top(3) or cell.group.top()
         return None if found is None else _scaled(found, 100.0 if cell.group.metric == "accuracy" else 1.0)
 
     def theirs(self, cell: Compared, quantity: Quantity) -> Statistic | None:
-        """Of the paper, in its own units."""
+        """The paper's number, in its own units."""
         return None if self.paper is None else self.paper.value(cell.task, cell.method, cell.column, quantity)
-
-    def _speed_up(self, cell: Compared, group: Group) -> Statistic | None:
-        """With the time of teachers; as if their training had been part of each run."""
-        found = speed_up(group, self._groups)
-        if found is None or not cell.before or cell.seconds is None or group.seconds is None:
-            return found
-        return _scaled(found, group.seconds.centre / cell.seconds.centre)
 
     @cached_property
     def _groups(self) -> Sequence[Group]:

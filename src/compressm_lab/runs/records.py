@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal, final, get_args
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal, final, get_args
 
 SplitName = Literal["train", "validation", "test"]
 
@@ -15,17 +15,14 @@ class RunError(ValueError):
 
 @dataclass(frozen=True)
 class Record:
-    """Something that happened at a step."""
+    """Something that happened at a step, a line of `file`."""
 
+    file: ClassVar[str]
     step: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """Numbers, text and None, for JSON."""
-        return asdict(self)
 
     @classmethod
     def from_dict(cls, stored: object) -> Any:
-        """The inverse; a missing or unknown field is refused by name."""
+        """Make a record of what JSON held; a missing, unknown or odd field is refused by name."""
         wanted = {entry.name for entry in fields(cls)}
         if not isinstance(stored, Mapping) or set(stored) != wanted:
             came = ", ".join(map(str, stored)) if isinstance(stored, Mapping) else f"{stored!r:.80}"
@@ -40,7 +37,7 @@ class Record:
 
 
 def _fits(value: object, kind: str) -> bool:
-    """Whether a value from JSON is of a kind, written as the annotation of a field."""
+    """Tell whether a value from JSON is of a kind, written as the annotation of a field."""
     kind, optional = kind.removesuffix(" | None"), kind.endswith(" | None")
     if value is None:
         return optional
@@ -58,11 +55,12 @@ def _fits(value: object, kind: str) -> bool:
 @final
 @dataclass(frozen=True)
 class Evaluation(Record):
-    """Of one split, "train" being the steps since the record before; accuracy is None where the task is a regression.
+    """Loss and accuracy of a split, "train" being the steps since the record before; a regression has no accuracy.
 
     `seconds` is the time since training began, interruptions left out; `step_seconds` what gradient steps took of it.
     """
 
+    file = "metrics.jsonl"
     split: SplitName
     loss: float
     accuracy: float | None
@@ -76,6 +74,7 @@ class Evaluation(Record):
 class CutRecord(Record):
     """One layer went from `order` states to `rank`; fields as in `compressm.compression.Cut`."""
 
+    file = "cuts.jsonl"
     module: str
     order: int
     rank: int
@@ -84,12 +83,18 @@ class CutRecord(Record):
     energy_lost: float | None
     seconds: float | None
 
+    @property
+    def orders(self) -> Mapping[str, int]:
+        """The order from here on, by module."""
+        return {self.module: self.rank}
+
 
 @final
 @dataclass(frozen=True)
 class RestoredRecord(Record):
     """The guard brought back these orders, by module."""
 
+    file = "cuts.jsonl"
     orders: Mapping[str, int]
     reason: str
 
@@ -102,6 +107,7 @@ class Spectrum(Record):
     `weyl_bound` is max |eig δH| since the record before; None for the first, across a cut and where it was not wanted.
     """
 
+    file = "spectra.jsonl"
     module: str
     sigma: list[float]
     weyl_bound: float | None
@@ -115,6 +121,7 @@ class Timing(Record):
     Phases: steps, data, evaluation, spectrum, cut, optimizer, capture, checkpoint, regulariser, teacher, truncation.
     """
 
+    file = "timings.jsonl"
     steps: int
     orders: Mapping[str, int]
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -128,6 +135,7 @@ class PenaltyRecord(Record):
     It has been found so many times since training began, in so many `seconds`.
     """
 
+    file = "penalties.jsonl"
     kind: str
     value: float
     beta: float
@@ -145,6 +153,7 @@ class TruncationRecord(Record):
     largest of its layers, None where there is none.
     """
 
+    file = "truncations.jsonl"
     gramian: str
     order: int
     mean_order: float

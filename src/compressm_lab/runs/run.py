@@ -1,11 +1,12 @@
-"""One run read back whole: what was trained, what came out, and how the orders fell."""
+"""One run read back whole: its recipe, its scores, and its orders over training."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
 from typing import Any, Literal
 
 from compressm_lab.runs.directory import RunDirectory, Status
@@ -28,7 +29,7 @@ RunEvent = CutRecord | RestoredRecord
 
 @dataclass(frozen=True)
 class BestScore:
-    """`test` at the step where `validation` was best; None where the task has no such split."""
+    """The test value at the step where validation was best; None where the task has no such split."""
 
     metric: Metric
     step: int
@@ -37,7 +38,7 @@ class BestScore:
 
     @property
     def rank(self) -> float:
-        """Higher is better, by validation; by test only where nothing else was recorded."""
+        """A number to sort by, higher is better: of validation, or of test where nothing else was recorded."""
         value = self.test if self.validation is None else self.validation
         return -math.inf if value is None else value if self.metric == "accuracy" else -value
 
@@ -68,12 +69,12 @@ class Run:
 
     @property
     def compressed(self) -> bool:
-        """Cuts were planned, whether or not any was made."""
+        """True where cuts were planned, whether or not any was made."""
         return self.config["compression"] is not None
 
     @property
     def plain(self) -> bool:
-        """Nothing but the task was trained: no cuts, no penalty, no teacher."""
+        """True where nothing but the task was trained: no cuts, no penalty, no teacher."""
         return all(self.config.get(part) is None for part in ("compression", "regulariser", "distillation"))
 
     @property
@@ -82,7 +83,7 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Of the whole plan."""
+        """Steps of the whole plan."""
         return max(self.status.steps, self.status.step)
 
     @property
@@ -96,47 +97,32 @@ class Run:
         return "accuracy" if any(found.accuracy is not None for found in self.evaluations) else "loss"
 
     def curve(self, split: SplitName) -> list[tuple[int, float]]:
-        """(step, value of the metric) of every evaluation of a split, NaN included."""
+        """Pairs (step, value of the metric) of every evaluation of a split, NaN included."""
         found = (record for record in self.evaluations if record.split == split)
         values = ((record.step, record.accuracy if self.metric == "accuracy" else record.loss) for record in found)
         return [(step, float(value)) for step, value in values if value is not None]
 
     @cached_property
     def modules(self) -> tuple[str, ...]:
-        """Of all layers that any record names, block by block."""
-        names: dict[str, None] = {}
-        for timing in self.timings:
-            names.update(dict.fromkeys(timing.orders))
-        names.update(dict.fromkeys(cut.module for cut in self.cut_records))
-        if not names:
-            names.update(dict.fromkeys(spectrum.module for spectrum in self.spectra))
-        return tuple(sorted(names, key=_natural))
+        """The layers that any record names, block by block."""
+        names = {module for timing in self.timings for module in timing.orders}
+        names |= {cut.module for cut in self.cut_records}
+        return tuple(sorted(names or {spectrum.module for spectrum in self.spectra}, key=_natural))
 
     @cached_property
     def spectra(self) -> tuple[Spectrum, ...]:
-        """Nearly all bytes of a run: 13 MB in memory for six layers of 384 states at 180 steps."""
+        """Hankel singular values, nearly all bytes of a run: 13 MB for six layers of 384 states at 180 steps."""
         return tuple(RunDirectory(self.path).records(Spectrum))
 
     @cached_property
     def penalties(self) -> tuple[PenaltyRecord, ...]:
-        """What was added to the loss, evaluation by evaluation."""
+        """The penalty in the loss, evaluation by evaluation."""
         return tuple(RunDirectory(self.path).records(PenaltyRecord))
 
     @cached_property
     def truncations(self) -> tuple[TruncationRecord, ...]:
-        """Of copies of the final model that were cut once."""
+        """Scores of copies of the final model that were cut once."""
         return tuple(RunDirectory(self.path).records(TruncationRecord))
-
-    def truncated_order(self, order: int) -> float | None:
-        """The mean over layers of the copy cut to `order`, None where there is no such."""
-        return next((record.mean_order for record in self.truncations if record.order == order), None)
-
-    def truncated_score(self, order: int) -> BestScore | None:
-        """Of that copy."""
-        found = {record.split: record for record in self.truncations if record.order == order}
-        values = {split: r.accuracy if self.metric == "accuracy" else r.loss for split, r in found.items()}
-        steps = [record.step for record in found.values()]
-        return BestScore(self.metric, max(steps), values.get("validation"), values.get("test")) if steps else None
 
     @property
     def cut_records(self) -> tuple[CutRecord, ...]:
@@ -150,13 +136,13 @@ class Run:
     @cached_property
     def lasting_cuts(self) -> tuple[CutRecord, ...]:
         """The cuts that no restoration undid."""
-        lasting: list[CutRecord] = []
+        lasting: tuple[CutRecord, ...] = ()
         for event in self.events:
             if isinstance(event, CutRecord):
-                lasting.append(event)
+                lasting += (event,)
             else:
-                lasting = [cut for cut in lasting if cut.rank >= event.orders.get(cut.module, 0)]
-        return tuple(lasting)
+                lasting = tuple(cut for cut in lasting if cut.rank >= event.orders.get(cut.module, 0))
+        return lasting
 
     @cached_property
     def initial_orders(self) -> dict[str, int]:
@@ -173,45 +159,42 @@ class Run:
 
     @cached_property
     def order_paths(self) -> dict[str, list[tuple[int, int]]]:
-        """Of each layer (step, order from there on), the first at step 0."""
+        """The path of each layer, (step, order from there on), from step 0."""
         paths = {module: [(0, order)] for module, order in self.initial_orders.items()}
         for event in self.events:
-            changed = {event.module: event.rank} if isinstance(event, CutRecord) else event.orders
-            for module, order in changed.items():
+            for module, order in event.orders.items():
                 if module in paths and paths[module][-1][1] != order:
                     paths[module].append((event.step, order))
         return paths
 
     @property
     def mean_order(self) -> float:
-        """Of the layers at the end, as the paper reports deep models."""
-        return _mean(self.final_orders.values(), default=float(self.config["model"]["order"]))
+        """The mean over layers at the end, as the paper reports deep models."""
+        return fmean(self.final_orders.values() or [self.config["model"]["order"]])
 
     @property
     def mean_initial_order(self) -> float:
-        return _mean(self.initial_orders.values(), default=float(self.config["model"]["order"]))
+        """The mean over layers at the start."""
+        return fmean(self.initial_orders.values() or [self.config["model"]["order"]])
 
     @cached_property
     def score(self) -> BestScore | None:
-        """Test at the best validation since the orders last changed: of a model with the orders that are reported."""
+        """The test value at the best validation since the orders last changed, of a model with the orders reported."""
         # At the step of a cut the evaluation comes after it.
         since = max((event.step for event in self.events), default=0)
         test = {step: value for step, value in self.curve("test") if step >= since}
         validation = {step: value for step, value in self.curve("validation") if step >= since and math.isfinite(value)}
         best: Callable[..., int] = max if self.metric == "accuracy" else min
-        if validation:
-            # Where the test split is evaluated less often, only steps with both can be reported.
-            both = {step: value for step, value in validation.items() if step in test} or validation
-            step = best(both, key=both.__getitem__)
-            return BestScore(self.metric, step, both[step], test.get(step))
-        if test:
-            step = max(test)
-            return BestScore(self.metric, step, None, test[step])
-        return None
+        if not validation:
+            return BestScore(self.metric, max(test), None, test[max(test)]) if test else None
+        # Where the test split is evaluated less often, only steps with both can be reported.
+        both = {step: value for step, value in validation.items() if step in test} or validation
+        step = best(both, key=both.__getitem__)
+        return BestScore(self.metric, step, both[step], test.get(step))
 
 
 def read_run(directory: RunDirectory) -> Run:
-    """Everything but checkpoints and weights; a folder that is not a run is refused by name."""
+    """Read everything but checkpoints and weights; a folder that is not a run is refused by name."""
     config = directory.config()
     _require_recipe(directory, config)
     try:
@@ -232,7 +215,7 @@ def read_run(directory: RunDirectory) -> Run:
 
 
 def _require_recipe(directory: RunDirectory, config: dict[str, Any]) -> None:
-    """The fields that a report reads; the rest of a recipe is shown as it stands."""
+    """Check the fields that a report reads; the rest of a recipe is shown as it stands."""
     file = directory.path / "config.json"
     for key, kind in (("name", str), ("label", str), ("seed", int), ("model", dict), ("training", dict)):
         if not isinstance(config.get(key), kind):
@@ -246,10 +229,5 @@ def _require_recipe(directory: RunDirectory, config: dict[str, Any]) -> None:
 
 
 def _natural(module: str) -> tuple[tuple[int, str], ...]:
-    """blocks.2 before blocks.10."""
+    """Sort key that puts blocks.2 before blocks.10."""
     return tuple((int(part), "") if part.isdigit() else (-1, part) for part in module.split("."))
-
-
-def _mean(values: Iterable[int], *, default: float) -> float:
-    found = list(values)
-    return sum(found) / len(found) if found else default
