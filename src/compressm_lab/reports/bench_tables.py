@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from compressm_lab.reports.grid import NOTHING, Grid, amount, column, duration, grouped
+from compressm_lab.reports.grid import NOTHING, Grid, amount, column, duration
+from compressm_lab.runs.groups import grouped
 from compressm_lab.runs.measurement import Measurement, MeasurementError, Row
 
 
@@ -32,11 +33,12 @@ _CUT_CAPTION = "medians of warm cuts, in brackets the first cut of a process; on
 def cut_grids(measurement: Measurement) -> list[Grid]:
     """Times of one cut: a table a model, a row a stage, a column for every choice of P and moments."""
     measurement.require("cut", needed=(*_MODEL, *_CUT_WORDS, *_CUT_COLUMNS), words=_CUT_WORDS)
-    models = grouped(measurement.rows, lambda row: tuple(row[name] for name in _MODEL))
-    return [_cut_grid(rows) for rows in models.values()]
+    title = "One cut: {layers} layer(s) of {width} channels, {order} → {rank} states"
+    models = grouped(measurement.rows, lambda row: title.format(**row))
+    return [_cut_grid(title, rows) for title, rows in models.items()]
 
 
-def _cut_grid(rows: list[Row]) -> Grid:
+def _cut_grid(title: str, rows: list[Row]) -> Grid:
     variants: dict[str, dict[str, Row]] = {}
     for row in rows:
         name = str(row["moments"]) + (", measured P" if row["gramian"] == "measured" else "")
@@ -44,7 +46,6 @@ def _cut_grid(rows: list[Row]) -> Grid:
         variants.setdefault(name, {})[str(row["run"])] = row
     used = [stage for stage, names in _STAGES.items() if any(float(row[name]) > 0 for row in rows for name in names)]
     cells = tuple((stage, *(_cut_cell(stage, runs) for runs in variants.values())) for stage in used)
-    title = "One cut: {layers} layer(s) of {width} channels, {order} → {rank} states".format(**rows[0])
     return Grid(title, ("stage", *variants), cells, _CUT_CAPTION)
 
 
@@ -88,13 +89,11 @@ def reduction_grids(measurement: Measurement) -> list[Grid]:
     return [Grid.of("One reduction", measurement.rows, columns, "median")]
 
 
-_PENALTY_NEEDED = ("task", "layers", "order", "max_phase", "every")
-_PENALTY_TIMES = ("step_s", "norm_s", "majoriser_s", "ratio", "ratio_every")
-
-
 def regulariser_grids(measurement: Measurement) -> list[Grid]:
     """Times of a penalty, a row a model, and of steps with it, found at each of them or at one of `every`."""
-    measurement.require("regulariser", needed=(*_PENALTY_NEEDED, *_PENALTY_TIMES), words=("task", "device"))
+    times = ("step_s", "norm_s", "majoriser_s", "ratio", "ratio_every")
+    needed = ("task", "layers", "order", "max_phase", "every", *times)
+    measurement.require("regulariser", needed=needed, words=("task", "device"))
     # Some measurements have these beside Σσ: the paper's way, and Σσ without a CUDA graph.
     beside = {"autograd_s": "by autograd", "norm_launched_s": "without a graph"}
     columns = [

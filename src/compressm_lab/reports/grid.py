@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from compressm_lab.runs.groups import Statistic
 from compressm_lab.runs.measurement import Row
 
-_Key = TypeVar("_Key")
 _Entry = TypeVar("_Entry")
 NOTHING = "–"
 # From how many seconds on, the size of the unit, its name.
@@ -51,14 +50,6 @@ class Grid:
 def column(head: str, name: str = "", show: Callable[[Any], str] = str) -> tuple[str, Callable[[Row], str]]:
     """A column of a `Grid` for the column `name` of a result, by default `head`; empty where a row has none."""
     return head, lambda row: show(row[name or head]) if (name or head) in row else ""
-
-
-def grouped(rows: Iterable[Row], key: Callable[[Row], _Key]) -> dict[_Key, list[Row]]:
-    """Rows with the same key together, in the order of the file."""
-    found: dict[_Key, list[Row]] = {}
-    for row in rows:
-        found.setdefault(key(row), []).append(row)
-    return found
 
 
 def duration(seconds: float) -> str:

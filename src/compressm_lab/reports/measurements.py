@@ -19,6 +19,7 @@ from compressm_lab.reports.grid import Grid
 from compressm_lab.reports.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, RED
 from compressm_lab.reports.panels import picture, where_measured
 from compressm_lab.reports.study_tables import RESULTS, WINDOW, by_variant, here, in_paper, mean_of, require_curves
+from compressm_lab.runs.groups import grouped
 from compressm_lab.runs.measurement import Measurement, MeasurementError, Row
 
 _GROWTH_COLOURS = {"float32": BLUE, "bfloat16": ORANGE}
@@ -214,10 +215,8 @@ def _draw_orders(panel: Axes, measurement: Measurement) -> None:
     lowest = max(mean_of(rows, "best") for rows in groups.values()) - RANGE
     tolerances = any(variant.startswith("τ") for variant in groups)
     beside, most = False, max(map(len, groups.values()))
-    families: dict[tuple[str, str, str], list[str]] = {}
-    for variant in sorted(groups, key=lambda variant: mean_of(groups[variant], "order")):
-        families.setdefault(family(variant), []).append(variant)
-    for (name, colour, marker), variants in families.items():
+    rising = sorted(groups, key=lambda variant: mean_of(groups[variant], "order"))
+    for (name, colour, marker), variants in grouped(rising, family).items():
         once = " (1 seed)" if max(len(groups[variant]) for variant in variants) == 1 < most else ""
         accuracies = {variant: mean_of(groups[variant], "best") for variant in variants}
         below = ", ".join(f"{value:.0f} %" for value in accuracies.values() if value < lowest)

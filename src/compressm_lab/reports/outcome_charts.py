@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from compressm_lab.reports.grid import plus_minus, rounded
 from compressm_lab.reports.palette import BLUE, GREY, ORANGE, PAPER, RAMP, RED, shades
 from compressm_lab.reports.panels import Chart, Panel, legend_below
-from compressm_lab.runs.groups import Group, Statistic, by_name, machines, reference, speed_up
+from compressm_lab.runs.groups import Group, Statistic, by_name, grouped, machines, reference, speed_up
 from compressm_lab.runs.paper import Compared, Exhibit
 from compressm_lab.runs.run import Run
 
@@ -93,10 +93,8 @@ def _side_by_side(groups: list[Group], places: dict[int, float]) -> dict[int, fl
     """Places of groups, apart where several that are not plain end with one order: bars would hide each other."""
     wide = max(max(places.values()) - min(places.values()), _NARROWEST)
     moved = dict(places)
-    together: dict[float, list[int]] = {}
-    for key in (id(group) for group in groups if not group.plain and id(group) in places):
-        together.setdefault(places[key], []).append(key)
-    for keys in together.values():
+    others = (id(group) for group in groups if not group.plain and id(group) in places)
+    for keys in grouped(others, places.__getitem__).values():
         apart = wide * min(_APART, _SPREAD / max(len(keys) - 1, 1))
         for k, key in enumerate(keys):
             moved[key] += apart * (k - (len(keys) - 1) / 2)

@@ -26,8 +26,7 @@ from compressm_lab.reports.panels import Chart, inline_svg, write_files
 from compressm_lab.reports.penalty_charts import penalty_chart, penalty_grid, truncation_grid
 from compressm_lab.reports.time_charts import time_chart, timer_chart
 from compressm_lab.runs.directory import RunState
-from compressm_lab.runs.groups import Group, Statistic, by_name, flat, group_runs, reference, speed_up
-from compressm_lab.runs.measurement import Environment
+from compressm_lab.runs.groups import Group, Statistic, by_name, flat, group_runs, grouped, reference, speed_up
 from compressm_lab.runs.records import CutRecord, RunError
 from compressm_lab.runs.run import Run
 
@@ -280,11 +279,9 @@ def cut_grid(run: Run) -> Grid:
 
 def machine_grid(runs: Iterable[Run]) -> Grid:
     """Each environment once, with the days and the number of its runs."""
-    found: dict[Environment, list[str]] = {}
-    for run in runs:
-        found.setdefault(replace(run.environment, date=""), []).append(run.environment.date[:10])
     rows = []
-    for e, days in found.items():
+    for e, alike in grouped(runs, lambda run: replace(run.environment, date="")).items():
+        days = [run.environment.date[:10] for run in alike]
         machine = (f"{e.accelerator}; " if e.accelerator else "") + f"{e.processor}, {e.cores} cores"
         span = " to ".join(sorted({min(days), max(days)}))
         rows.append((machine, str(e.threads), e.python, e.torch, e.commit, span, str(len(days))))

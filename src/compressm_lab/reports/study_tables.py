@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import fmean, mean, stdev
 
-from compressm_lab.reports.grid import Grid, column, duration, grouped
+from compressm_lab.reports.grid import Grid, column, duration
+from compressm_lab.runs.groups import grouped
 from compressm_lab.runs.measurement import Measurement, MeasurementError, Row
 from compressm_lab.runs.paper import read_paper
 

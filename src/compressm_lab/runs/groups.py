@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
+from typing import Any, TypeVar
 
 from compressm_lab.runs.directory import RunDirectory, find_runs
 from compressm_lab.runs.records import RunError, TruncationRecord
@@ -21,6 +21,18 @@ _TEACHER = "distillation.teacher"
 
 # Settings in a label.
 _READABLE = 3
+
+
+_Item = TypeVar("_Item")
+_Key = TypeVar("_Key")
+
+
+def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
+    """Items with the same key together, in their order."""
+    found: dict[_Key, list[_Item]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
 
 
 @dataclass(frozen=True)
@@ -136,14 +148,10 @@ class Group:
 def group_runs(runs: Iterable[Run]) -> list[Group]:
     """Group runs of one recipe, labelled by what tells the groups of a name apart; the uncompressed first."""
     every = list(runs)
-    found: dict[str, list[Run]] = {}
-    recipes: dict[str, dict[str, Any]] = {}
-    for run, recipe in zip(every, _recipes(every), strict=True):
-        key = json.dumps(recipe, sort_keys=True)
-        found.setdefault(key, []).append(run)
-        recipes.setdefault(key, recipe)
-    members = [tuple(sorted(group, key=lambda run: run.seed)) for group in found.values()]
-    labels = _labels([group[0] for group in members], list(recipes.values()))
+    pairs = zip(every, _recipes(every), strict=True)
+    found = list(grouped(pairs, lambda pair: json.dumps(pair[1], sort_keys=True)).values())
+    members = [tuple(sorted((run for run, _ in group), key=lambda run: run.seed)) for group in found]
+    labels = _labels([group[0] for group in members], [group[0][1] for group in found])
     groups = [Group(label, group) for label, group in zip(labels, members, strict=True)]
     return sorted(groups, key=lambda group: (group.name, group.compressed, -group.runs[0].mean_order, group.label))
 
@@ -178,10 +186,7 @@ def speed_up(group: Group, groups: Sequence[Group]) -> Statistic | None:
 
 def by_name(groups: Iterable[Group]) -> dict[str, list[Group]]:
     """The groups of every name."""
-    found: dict[str, list[Group]] = {}
-    for group in groups:
-        found.setdefault(group.name, []).append(group)
-    return found
+    return grouped(groups, lambda group: group.name)
 
 
 def machines(runs: Iterable[Run]) -> list[str]:
@@ -204,11 +209,9 @@ def _recipes(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Recipes without their seeds, and without those of their teachers where each seed has one of its own."""
     found = [{key: value for key, value in flat(run.config).items() if not _incidental(key)} for run in runs]
     keys = [json.dumps(recipe, sort_keys=True) for recipe in found]
-    seeds: dict[str, set[int]] = {}
-    for run, key in zip(runs, keys, strict=True):
-        seeds.setdefault(key, set()).add(run.seed)
+    alike = grouped(zip(runs, keys, strict=True), lambda pair: pair[1])
     for run, recipe, key in zip(runs, found, keys, strict=True):
-        if len(seeds[key]) == 1 and isinstance(recipe.get(_TEACHER), str):
+        if len({other.seed for other, _ in alike[key]}) == 1 and isinstance(recipe.get(_TEACHER), str):
             recipe[_TEACHER] = re.sub(rf"\bseed-{run.seed}\b", "seed-*", recipe[_TEACHER])
     return found
 
@@ -230,19 +233,17 @@ def _labels(runs: Sequence[Run], recipes: Sequence[dict[str, Any]]) -> list[str]
 
     Letters where there are more settings than can be read beside a line; the table of recipes says what they stand for.
     """
-    named: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for run, recipe in zip(runs, recipes, strict=True):
-        named.setdefault((run.name, run.label), []).append(recipe)
-    return [_label(run, recipe, named[run.name, run.label]) for run, recipe in zip(runs, recipes, strict=True)]
-
-
-def _label(run: Run, own: dict[str, Any], recipes: Sequence[dict[str, Any]]) -> str:
-    differing = [key for key in own if any(other.get(key) != own[key] for other in recipes)]
-    if len(differing) > _READABLE:
-        return f"{run.label} {_letter(recipes.index(own))}"
-    names = {key: key.split(".")[-1].replace("_", " ") for key in differing}
-    said = (f"no {name}" if own[key] is None else f"{name} {own[key]}" for key, name in names.items())
-    return ", ".join([run.label, *said])
+    pairs = list(zip(runs, recipes, strict=True))
+    named = grouped(pairs, lambda pair: (pair[0].name, pair[0].label))
+    labels = []
+    for run, own in pairs:
+        alike = [recipe for _, recipe in named[run.name, run.label]]
+        differing = [key for key in own if any(other.get(key) != own[key] for other in alike)]
+        names = {key: key.split(".")[-1].replace("_", " ") for key in differing}
+        said = [f"no {name}" if own[key] is None else f"{name} {own[key]}" for key, name in names.items()]
+        lettered = f"{run.label} {_letter(alike.index(own))}"
+        labels.append(lettered if len(differing) > _READABLE else ", ".join([run.label, *said]))
+    return labels
 
 
 def _letter(number: int) -> str:
