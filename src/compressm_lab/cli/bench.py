@@ -205,7 +205,7 @@ def growth(
     out: PicturedOutOption = OUT,
 ) -> None:
     """Measure how a training step grows with the order n, the length L and the width H."""
-    from compressm_lab.bench.growth import measure_growth  # brings in torch's compiler
+    from compressm_lab.bench.train_step import measure_growth  # brings in torch's compiler
 
     axes, precisions = [name.value for name in axis or Axis], [name.value for name in precision or ()]
     options = {"axes": axes, "precisions": precisions, "repeats": repeats, "compiled": compiled}

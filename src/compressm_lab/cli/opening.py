@@ -17,8 +17,8 @@ from compressm_lab.runs.records import RunError
 from compressm_lab.training import ConfigError, Recipe
 from compressm_lab.training.building import build_method, build_model
 from compressm_lab.training.evaluation import score
+from compressm_lab.training.loop import checkpoints
 from compressm_lab.training.reading import make_recipe
-from compressm_lab.training.resuming import checkpoints
 
 _BATCHES, _SIZE = 4, 50  # training data that a model is calibrated on
 

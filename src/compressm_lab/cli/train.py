@@ -38,8 +38,8 @@ from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.records import Evaluation, PenaltyRecord, RunError, TruncationRecord
 from compressm_lab.training import ConfigError, Diverged, Interrupted, Plan, Recipe, Silent, train
 from compressm_lab.training.loggers import Several, TensorBoard
+from compressm_lab.training.loop import is_finished
 from compressm_lab.training.reading import make_recipe
-from compressm_lab.training.resuming import is_finished
 from compressm_lab.training.steps import process_group
 
 _NARROW = 64

@@ -13,8 +13,8 @@ from compressm.errors import did_you_mean
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.measurement import Row
 from compressm_lab.training.config import ConfigError, Recipe
+from compressm_lab.training.loop import differences
 from compressm_lab.training.reading import make_recipe, read_recipe
-from compressm_lab.training.resuming import differences
 
 # Settings that make a baseline of a recipe.
 BASELINE = ("compression=null", "regulariser=null", "distillation=null", "truncation=null")

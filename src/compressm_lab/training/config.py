@@ -17,8 +17,7 @@ from compressm.errors import did_you_mean
 from compressm.families import family_of
 from compressm.layers import LRU, S4D, S5, Mamba, SSMLayer
 from compressm.saving.kinds import is_known
-from compressm_lab.baselines import HankelNuclearNorm
-from compressm_lab.baselines.distillation import ALPHA, TEMPERATURE
+from compressm_lab.baselines import ALPHA, TEMPERATURE, HankelNuclearNorm
 from compressm_lab.data import DataError
 from compressm_lab.data.catalogue import imported
 

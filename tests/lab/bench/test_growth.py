@@ -1,6 +1,7 @@
-from compressm_lab.bench import growth, train_step
-from compressm_lab.bench.growth import MIDDLE, RANGES, growth_cases, measure_growth
+from compressm_lab.bench import train_step
+from compressm_lab.bench import train_step as growth
 from compressm_lab.bench.timing import Ceilings
+from compressm_lab.bench.train_step import MIDDLE, RANGES, growth_cases, measure_growth
 
 from .test_train_step import tiny
 

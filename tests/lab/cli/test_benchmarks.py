@@ -10,10 +10,10 @@ from rich.console import Console
 
 from compressm_lab.bench import cut as cut_bench
 from compressm_lab.bench import cut as cut_cases
-from compressm_lab.bench import growth as growth_bench
 from compressm_lab.bench import peers as peers_bench
 from compressm_lab.bench import scans as scan_paths
 from compressm_lab.bench import train_step
+from compressm_lab.bench import train_step as growth_bench
 from compressm_lab.bench.speedup import NotChecked
 from compressm_lab.bench.timing import Ceilings
 from compressm_lab.bench.train_step import StepCase
