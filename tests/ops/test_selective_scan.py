@@ -32,7 +32,7 @@ def cut(request, monkeypatch):
 
 def cut_into(sizes, monkeypatch):
     for name, size in zip(("TILE", "STEP", "FEW"), sizes, strict=True):
-        monkeypatch.setattr(f"compressm.ops.selective.cpu_tiles.{name}", size)
+        monkeypatch.setattr(f"compressm.ops.selective.cpu.{name}", size)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
