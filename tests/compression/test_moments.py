@@ -8,13 +8,7 @@ import torch
 
 from compressm.adapters import write
 from compressm.compression.optimizer import Entry, Restart, Role, Slice, Transport
-from compressm.families.linear.transport import (
-    Spread,
-    carry_gradient,
-    carry_gradient_squares,
-    carry_update,
-    carry_update_squares,
-)
+from compressm.families.linear.transport import Spread
 from compressm.layers import LRU
 from tests.compression.trained import LAYERS, change_of, gradients_of, loss_of, make_layer
 from tests.marks import later
@@ -35,7 +29,7 @@ def drawn(layer, names, seed=2, positive=False):
 def test_a_gradient_becomes_the_gradient_of_the_changed_layer(layer, folded):
     """With all states kept the function is the same, in other coordinates: autograd is the oracle."""
     change = change_of(layer, 8, fold=folded)
-    carried = carry_gradient(change, gradients_of(layer))
+    carried = change.gradient(gradients_of(layer))
     before = loss_of(layer).item()
     write(layer, change.values)
     assert loss_of(layer).item() == pytest.approx(before, rel=1e-12)
@@ -49,7 +43,7 @@ def test_an_update_changes_the_loss_as_it_did(layer, folded):
     """By finite differences, with all states kept."""
     change = change_of(layer, 8, fold=folded)
     step = drawn(layer, change.values)
-    carried = carry_update(change, step)
+    carried = change.update(step)
     changed = copy.deepcopy(layer)
     write(changed, change.values)
 
@@ -101,7 +95,7 @@ def test_first_moments_of_an_lru_follow_the_closed_formulas(order, folded):
     layer = make_layer("LRU")
     change = change_of(layer, order, fold=folded)
     m = drawn(layer, change.values)
-    carried, expected = carry_gradient(change, m), lru_formulas(layer, change, m)
+    carried, expected = change.gradient(m), lru_formulas(layer, change, m)
     assert change.basis.old_conjugated.any() == folded
     for name, value in expected.items():
         np.testing.assert_allclose(carried[name].numpy(), value, rtol=1e-11, atol=1e-12 * np.abs(value).max())
@@ -110,7 +104,7 @@ def test_first_moments_of_an_lru_follow_the_closed_formulas(order, folded):
 @pytest.mark.parametrize("folded", [True, False])
 @pytest.mark.parametrize("order", [8, 5, 2])
 def test_second_moments_of_an_lru_are_the_squared_entries_of_the_same_map(order, folded):
-    """The matrix of the closed formulas, entry by entry; γ hears from B: Σ v_Bre B_re² + v_Bim B_im²."""
+    """The matrix of the closed formulas, entry by entry; γ takes from B: Σ v_Bre B_re² + v_Bim B_im²."""
     layer = make_layer("LRU", order=8, width=2)
     change = change_of(layer, order, fold=folded)
     v = drawn(layer, change.values, positive=True)
@@ -124,7 +118,7 @@ def test_second_moments_of_an_lru_are_the_squared_entries_of_the_same_map(order,
                 expected[name] += column**2 * v[source][index].item()
     B_re, B_im = change.values["B_re"].numpy(), change.values["B_im"].numpy()
     expected["gamma_log"] = (expected["B_re"] * B_re**2 + expected["B_im"] * B_im**2).sum(1)
-    carried = carry_gradient_squares(change, v)
+    carried = change.gradient_squares(v)
     for name in names:
         np.testing.assert_allclose(carried[name].numpy(), expected[name], rtol=1e-10)
     # What the two parts of B have in common, which 5.1 leaves out, is kept: exact is the sum over old entries.
@@ -146,7 +140,7 @@ def squared_map(layer, change, v, names, carry):
         for index in np.ndindex(*v[source].shape):
             unit = {name: torch.zeros_like(v[name]) for name in change.values}
             unit[source][index] = 1
-            for name, column in carry(change, unit).items():
+            for name, column in carry(unit).items():
                 if name in names:
                     total[name] += column**2 * v[source][index]
     return total
@@ -158,10 +152,8 @@ def test_second_moments_of_any_layer_are_the_squared_entries_of_the_same_map(lay
     """Within B, and within C; what S4D stores of its input is 1."""
     change = change_of(layer, order)
     v = drawn(layer, change.values, positive=True)
-    first, second = (
-        (carry_gradient, carry_gradient_squares) if carry == "gradient" else (carry_update, carry_update_squares)
-    )
-    carried = second(change, v)
+    first, second = getattr(change, carry), getattr(change, f"{carry}_squares")
+    carried = second(v)
     for letter in "BC":
         names = [name for name in change.values if name.startswith(letter)]
         expected = squared_map(layer, change, v, names, first)
@@ -177,15 +169,14 @@ def test_second_moments_of_a_layer_left_as_it_was_are_permuted_and_scaled(layer)
     change = change_of(layer, 8, fold=False)
     m = drawn(layer, change.values)
     v = {name: value**2 for name, value in m.items()}
-    kinds = change.kinds
     for name in change.values:
         if name in change.redundant:
             continue
         # A parameter for itself: without those of other kinds, and without its partner.
         alone = {other: torch.zeros_like(value) for other, value in m.items()} | {name: m[name]}
         squares = {other: torch.zeros_like(value) for other, value in v.items()} | {name: v[name]}
-        first, second = carry_gradient(change, alone)[name], carry_gradient_squares(change, squares)[name]
-        assert kinds[name]
+        first, second = change.gradient(alone)[name], change.gradient_squares(squares)[name]
+        assert change.parts[name]
         torch.testing.assert_close(second, first**2, rtol=1e-6, atol=1e-12)
 
 
@@ -194,8 +185,8 @@ def test_second_moments_are_finite_and_not_negative(layer):
         change = change_of(layer, order)
         for scale in (1e-300, 1.0, 1e100):
             v = {name: scale * value for name, value in drawn(layer, change.values, positive=True).items()}
-            for carry in (carry_gradient_squares, carry_update_squares):
-                for value in carry(change, v).values():
+            for carry in (change.gradient_squares, change.update_squares):
+                for value in carry(v).values():
                     assert value.isfinite().all()
                     assert (value >= 0).all()
 
@@ -269,7 +260,7 @@ def test_sizes_of_gradients_are_roots_of_squares():
     sizes = drawn(layer, change.values, positive=True)
     entry = Entry(Role.GRADIENT_SIZE, sizes, dict.fromkeys(sizes, 0.0))
     carried = Transport().carry(change, {"exp_inf": entry})["exp_inf"]
-    squares = carry_gradient_squares(change, {name: value**2 for name, value in sizes.items()})
+    squares = change.gradient_squares({name: value**2 for name, value in sizes.items()})
     for name, value in squares.items():
         torch.testing.assert_close(carried[name] ** 2, value)
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from compressm.adapters import SSMAdapter, adapter_for, adapts
 from compressm.control import DiagonalSystem
+from compressm.families import Writing
 from compressm.families.linear.reduction import reduce_system
 from compressm.families.linear.transport import ModuleChange
 from compressm.layers import LRU, S4D, S5, Bilinear
@@ -81,4 +82,5 @@ def change_of(layer, order, **options):
     adapter = adapter_for(layer)
     old = adapter.read(layer).detach()
     reduction = reduce_system(old, order, **options)
-    return ModuleChange.to(layer, adapter, old, reduction.system, reduction.change)
+    writing = Writing.of(layer, adapter, reduction.system, reduction.system.order)
+    return ModuleChange(layer, adapter, old, reduction.system, reduction.change, writing)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.optim.swa_utils import AveragedModel
 
 from compressm.control import DeviceError, DiagonalSystem, PrecisionError, ShapeError, UnstableSystemError
@@ -207,6 +208,24 @@ def state_axes(module: nn.Module, adapter: SSMAdapter[Any] | None = None) -> dic
     if several:
         raise AdapterError(f"{', '.join(several)}: axes {axes[several[0]]} grow with the order, expected one axis")
     return {name: grown[0] for name, grown in axes.items() if grown}
+
+
+def read_with(adapter: SSMAdapter[Any], module: nn.Module, values: Mapping[str, Tensor]) -> DiagonalSystem:
+    """The system that the module would compute with these parameter values; differentiable."""
+    swapped = {f"module.{name}": value for name, value in values.items()}
+    system: DiagonalSystem = functional_call(_Reader(module, adapter), swapped, ())
+    return system
+
+
+class _Reader(nn.Module):
+    """A module whose forward reads another one, so that `functional_call` can swap parameters while it is read."""
+
+    def __init__(self, module: nn.Module, adapter: SSMAdapter[Any]) -> None:
+        super().__init__()
+        self.module, self.adapter = module, adapter
+
+    def forward(self) -> DiagonalSystem:
+        return self.adapter.read(self.module)
 
 
 def linear_adapter(module: nn.Module, adapter: Adapter[Any, Any] | None = None) -> SSMAdapter[Any]:

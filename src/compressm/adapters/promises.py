@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.gradcheck import GradcheckError
 
-from compressm.adapters.base import SSMAdapter, parameter_of, state_axes, write
+from compressm.adapters.base import SSMAdapter, parameter_of, read_with, state_axes, write
 from compressm.control import DiagonalSystem, ShapeError, Truncation, balanced_truncation, fold
 from compressm.errors import AdapterError
 
@@ -328,8 +328,8 @@ def derivatives(trial: Trial) -> Iterator[Finding]:
     names, tensors = zip(*((name, p.detach().clone()) for name, p in module.named_parameters()), strict=True)
 
     def read(*values: Tensor) -> Tensor:
-        swapped = {f"module.{name}": value for name, value in zip(names, values, strict=True)}
-        return torch.func.functional_call(_Reading(module, trial.adapter), swapped, ())
+        system = read_with(trial.adapter, module, dict(zip(names, values, strict=True)))
+        return _in_one(system.poles, system.B, system.C)
 
     yield _gradients("read", read, tensors)
     for folded in (False, True):
@@ -350,18 +350,6 @@ def _encode_near(trial: Trial, module: nn.Module, system: DiagonalSystem) -> Cal
         return _in_one(*values.values())
 
     return encode
-
-
-class _Reading(nn.Module):
-    """A module whose forward reads another one, so that `functional_call` can swap parameters while it is read."""
-
-    def __init__(self, module: nn.Module, adapter: SSMAdapter[nn.Module]) -> None:
-        super().__init__()
-        self.module, self.adapter = module, adapter
-
-    def forward(self) -> Tensor:
-        system = self.adapter.read(self.module)
-        return _in_one(system.poles, system.B, system.C)
 
 
 def _in_one(*tensors: Tensor) -> Tensor:

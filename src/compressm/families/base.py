@@ -251,8 +251,9 @@ class Writing:
     added: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
+    @torch.no_grad()
     def of(cls, module: nn.Module, adapter: Adapter[Any, Any], system: Any, order: int) -> Writing:
-        """Everything that makes the module this system, as its adapter says."""
+        """Everything that makes the module compute this system, as its adapter encodes it."""
         values = adapter.encode(module, system)
         parameters = dict(module.named_parameters(remove_duplicate=False))
         added = {name: adapter.JOINS[name] for name in values if name in adapter.JOINS and name not in parameters}

@@ -94,7 +94,8 @@ class LinearCut(PlannedCut):
 
     def change(self) -> ModuleChange:
         layer = self.layer
-        return ModuleChange.to(layer.module, layer.adapter, layer.system, self.system, self.basis)
+        writing = Writing.of(layer.module, layer.adapter, self.system, self.rank)
+        return ModuleChange(layer.module, layer.adapter, layer.system, self.system, self.basis, writing)
 
     def following(self, module: nn.Module, adapter: SSMAdapter[Any]) -> Writing:
         moved = self.basis.vector(Triple.of(adapter.read(module)))

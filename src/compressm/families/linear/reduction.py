@@ -1,7 +1,7 @@
-"""From the modes of a system to those of a smaller one, and what the change of basis does to whatever goes with them.
+"""Reduction of a diagonal system, and the change of basis from its modes to those of the smaller system.
 
-y = Re(C h) is read from real inputs, so that a mode may be conjugated (`fold`) before balancing. After that a cut is
-linear: B' = Ψᴴ B, C' = C Φ, Λ' = diag(Ψᴴ Λ Φ), Ψᴴ Φ = I.
+Inputs are real and y = Re(C h), so a mode may be conjugated (`fold`) before balancing. After that a cut is linear:
+B' = Ψᴴ B, C' = C Φ, Λ' = diag(Ψᴴ Λ Φ), Ψᴴ Φ = I.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from compressm.control.linear_algebra import column_norms, modulus, row_norms, s
 @final
 @dataclass(frozen=True)
 class Triple:
-    """Something with the shape of a system: a direction in which one moves, or a gradient ∂/∂Re + i ∂/∂Im."""
+    """Poles, B and C of a system, of a direction in which it moves, or of a gradient ∂/∂Re + i ∂/∂Im."""
 
     poles: Complex[Tensor, "*bank n"]
     B: Complex[Tensor, "*bank n p"]
     C: Complex[Tensor, "*bank q n"]
 
     @classmethod
-    def of(cls, system: DiagonalSystem) -> Triple:
+    def of(cls, system: DiagonalSystem | Triple) -> Triple:
         return cls(*(part.detach().to(torch.complex128) for part in (system.poles, system.B, system.C)))
 
     def conjugated(self, modes: Bool[Tensor, "*bank n"]) -> Triple:
-        """With these modes conjugated."""
+        """The same with these modes conjugated."""
         return Triple(
             torch.where(modes, self.poles.conj(), self.poles),
             torch.where(modes[..., :, None], self.B.conj(), self.B),
@@ -45,10 +45,10 @@ class Triple:
 @final
 @dataclass(frozen=True)
 class BasisChange:
-    """Old modes, some of them conjugated, projected on `right` = Φ along `left` = Ψ, and some conjugated again.
+    """A projection of old modes on `right` = Φ along `left` = Ψ, between two conjugations.
 
-    `old_conjugated` says which of the n old modes were mirrored before (by `fold`), `new_conjugated` which of the r new
-    ones afterwards.
+    `old_conjugated` marks the old modes that are conjugated before it (by `fold`), `new_conjugated` the new modes that
+    are conjugated after it.
     """
 
     right: Complex[Tensor, "*bank n r"]
@@ -57,47 +57,47 @@ class BasisChange:
     new_conjugated: Bool[Tensor, "*bank r"]
 
     def __getitem__(self, member: Any) -> BasisChange:
-        """That of one member, or several, of the bank."""
+        """The change of one or several members of the bank."""
         parts = (self.right, self.left, self.old_conjugated, self.new_conjugated)
         return BasisChange(*(part[member] for part in parts))
 
     def to(self, device: torch.device | str) -> BasisChange:
-        """On another device."""
+        """A copy on `device`."""
         parts = (self.right, self.left, self.old_conjugated, self.new_conjugated)
         return BasisChange(*(part.to(device) for part in parts))
 
     def vector(self, old: Triple) -> Triple:
-        """A direction, or the system itself: dB' = Ψᴴ dB, dC' = dC Φ, dλ' the diagonal of Ψᴴ dΛ Φ."""
+        """Push a direction, or the system itself, forward: dB' = Ψᴴ dB, dC' = dC Φ, dλ' the diagonal of Ψᴴ dΛ Φ."""
         old = old.conjugated(self.old_conjugated)
         poles = (self.mixing() @ old.poles[..., None])[..., 0]
         return Triple(poles, self.left.mH @ old.B, old.C @ self.right).conjugated(self.new_conjugated)
 
     def gradient(self, old: Triple) -> Triple:
-        """A gradient: moving the small system by dB' is moving the large one by Φ dB', hence g_B' = Φᴴ g_B, and so on.
+        """Pull a gradient back: a step dB' of the small system is a step Φ dB' of the large one, hence g_B' = Φᴴ g_B.
 
-        Of the gradient with respect to A the diagonal is all that a diagonal system has.
+        Only the diagonal of the gradient with respect to A counts in a diagonal system.
         """
         return self.dual().vector(old)
 
     def dual(self) -> BasisChange:
-        """Φ and Ψ in each other's place: to this one gradients are what vectors are to the other."""
+        """The change with Φ and Ψ exchanged: it pushes gradients forward as this one pushes vectors."""
         return BasisChange(self.left, self.right, self.old_conjugated, self.new_conjugated)
 
     def mixing(self) -> Complex[Tensor, "*bank r n"]:
-        """Of which old poles a new one is the mean: Ψ̄ ∘ Φ; each row sums to 1."""
+        """The weights Ψ̄ ∘ Φ with which each new pole is a mean of old ones; each row sums to 1."""
         return (self.left.conj() * self.right).mT
 
-    def onto(self, new: DiagonalSystem, stored: DiagonalSystem) -> BasisChange:
-        """The change to `stored`, which is `new` with each mode's state scaled, or mirrored, as a module keeps it."""
+    def onto(self, new: DiagonalSystem | Triple, stored: DiagonalSystem | Triple) -> BasisChange:
+        """The change to `stored`, which is `new` with states scaled or conjugated, as a module stores it."""
         there, here = Triple.of(stored), Triple.of(new)
         mirrored = square_modulus(there.poles - here.poles.conj()) < square_modulus(there.poles - here.poles)
         here = here.conjugated(mirrored)
         conjugated = self.new_conjugated ^ mirrored
-        # B'' = f B' and C'' = C'/f; f is read off whichever of the two is not zero.
+        # B'' = f B' and C'' = C'/f; f comes from B unless that is zero, else from C.
         by_input, size_in = (here.B.conj() * there.B).sum(-1), square_modulus(here.B).sum(-1)
         by_output, size_out = (there.C.conj() * here.C).sum(-2), square_modulus(there.C).sum(-2)
         factor = torch.where(size_in > 0, _ratio(by_input, size_in), _ratio(by_output, size_out))
-        # The projection stands before the conjugation that comes last.
+        # The factor belongs to the projection, before the last conjugation.
         factor = torch.where(conjugated, factor.conj(), factor)[..., None, :]
         return BasisChange(self.right / factor, self.left * factor.conj(), self.old_conjugated, conjugated)
 
@@ -105,9 +105,9 @@ class BasisChange:
 @final
 @dataclass(frozen=True)
 class LinearReduction:
-    """A smaller system, how its coordinates come from the old ones, all σ, and 2 Σ of the dropped (None for a given P).
+    """A smaller system, its change of basis, all σ, and the error bound 2 Σ of the dropped σ (None for a given P).
 
-    Axes in front are those of the system that was given; `error_bound` has one value for each of its members.
+    Leading axes are those of the given system; `error_bound` has one value for each of its members.
     """
 
     system: DiagonalSystem
@@ -124,12 +124,12 @@ def reduce_system(
     fold: bool = True,
     P: Complex[Tensor, "*bank n n"] | Float[Tensor, "*bank n n"] | None = None,
 ) -> LinearReduction:
-    """Balance, keep `order` states (or those that `states` names) and diagonalise; batched over all axes in front.
+    """Balance, keep `order` states (or those that `states` names) and diagonalise; batched over all leading axes.
 
-    The error of Re(C h) is at most `error_bound`. A measured `P` is that of the states of `fold(system)`, or with
-    fold=False, which is the paper's arithmetic, of the system itself. Modes get the ratio of ‖b‖ to ‖c‖ that the old
-    system had on the average, and the phase that turns them least against the old ones: stored values keep their size
-    and their meaning. An order above the numerical rank #{σ > n ε σ₁} gives that rank: the states beyond do nothing.
+    The error of Re(C h) is at most `error_bound`. A measured `P` belongs to the states of `fold(system)`, or, with
+    fold=False (the paper's arithmetic), to those of the system itself. Modes get the mean ratio of ‖b‖ to ‖c‖ of the
+    old system and the phase closest to that of the old modes: stored values keep their size and their meaning. An order
+    above the numerical rank #{σ > n ε σ₁} gives that rank, because the other states have no effect.
     """
     system = system.detach()
     balanced = fold_modes(system) if fold else system
@@ -147,7 +147,7 @@ def reduce_system(
 
 
 def _turn(right: Complex[Tensor, "*bank n r"]) -> Complex[Tensor, "*bank 1 r"]:
-    """Phases that make the largest entry of each column positive, so that a mode left alone is not turned at all."""
+    """Phases that make the largest entry of each column positive, so that an unchanged mode keeps its phase."""
     largest = right.gather(-2, square_modulus(right).argmax(-2, keepdim=True))
     size = modulus(largest)
     return torch.where(size > 0, largest.conj() / torch.where(size > 0, size, 1), 1)
@@ -159,21 +159,21 @@ def _ratio(product: Tensor, square: Tensor) -> Tensor:
 
 
 def mode_sizes(system: DiagonalSystem) -> Float[Tensor, "*bank n"]:
-    """½ ‖bᵢ‖ ‖cᵢ‖ / (1 − |λᵢ|), half the H∞ norm of what a mode adds (the score of Gwak et al. 2024).
+    """½ ‖bᵢ‖ ‖cᵢ‖ / (1 − |λᵢ|), half the H∞ norm of a mode's part of the output (the score of Gwak et al. 2024).
 
-    Half, so that 2 Σ over the dropped ones bounds the error, by the triangle inequality, as it does with σ.
+    With the factor ½, 2 Σ over the dropped modes bounds the error by the triangle inequality, as with σ.
     """
     # 1 − |λ| = (1 − |λ|²) / (1 + |λ|) keeps all digits.
     return row_norms(system.B) * column_norms(system.C) * (1 + modulus(system.poles)) / system.decay / 2
 
 
 def sorted_sizes(system: DiagonalSystem) -> Float[Tensor, "*bank n"]:
-    """Falling, as a spectrum is."""
+    """The sizes of the modes in falling order, like a spectrum."""
     return mode_sizes(system).sort(dim=-1, descending=True).values
 
 
 def drop_modes(system: DiagonalSystem, order: int, states: Int[Tensor, "*bank r"] | None = None) -> LinearReduction:
-    """Keep the `order` largest modes, or those at the places `states` of the falling sizes; no basis changes."""
+    """Keep the `order` largest modes, or those at the places `states` of the falling sizes; modes do not change."""
     system = system.detach()
     sizes = mode_sizes(system)
     places = sizes.argsort(dim=-1, descending=True, stable=True)
