@@ -1,10 +1,10 @@
-"""Families of recurrences: what the pipeline of a cut asks of a layer, and one answer for each kind of recurrence.
+"""Families: everything that is special about one kind of recurrence, behind one protocol.
 
-`base` has the protocol and a picture of how a cut flows; `linear` and `selective` are its instances, `axes` is for
-families whose states are an axis of their parameters.
+`base` holds the protocol and a picture of a cut; `linear` and `selective` implement it. `axes` helps to write families
+whose parameters have an axis of states.
 """
 
-# Registered where they are defined.
+# Importing a family registers it.
 from compressm.families import linear, selective
 from compressm.families.axes import AxisChange, AxisCut
 from compressm.families.base import (

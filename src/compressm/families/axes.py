@@ -1,4 +1,4 @@
-"""Layers whose states are an axis of their parameters: cuts by a matrix along that axis, for families to build on."""
+"""Cuts by a matrix along the axis of states of each parameter, as a base for new families."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from compressm.adapters import Adapter
 from compressm.adapters.base import parameter_of
 from compressm.families.base import Change, Layer, PlannedCut, Values, Writing
 
-# By parameter: the axis of the states, W (r, n) and the lift T (n, r) with W T = I.
+# For each parameter: the axis of the states, W (r, n) and the lift T (n, r) with W T = I.
 Maps: TypeAlias = Mapping[str, tuple[int, Float[Tensor, "r n"], Float[Tensor, "n r"]]]
 
 
@@ -44,7 +44,7 @@ class AxisCut(PlannedCut):
 
     @classmethod
     def received(cls, layer: Layer, sent: Any) -> AxisCut:
-        """The cut of a layer that another process has sent."""
+        """The cut of a layer that another process sent."""
         maps, lost, bound = sent
         return cls(layer, _moved(maps, next(layer.module.parameters()).device), lost, bound)
 
@@ -52,10 +52,10 @@ class AxisCut(PlannedCut):
 @final
 @dataclass(frozen=True)
 class AxisChange(Change):
-    """Parameters whose states stand on one axis and become others by a matrix: θ' = W θ along that axis.
+    """A change θ' = W θ of parameters along their axis of states.
 
-    `maps` has for each of them the axis, W (r, n) and the lift T (n, r) with W T = I: moving θ' by d is moving θ by
-    T d, hence g' = Tᵀ g. For parameters that hold states themselves, not functions of them such as logarithms.
+    `maps` gives the axis, W (r, n) and the lift T (n, r) with W T = I for each parameter. A step d of θ' is a step T d
+    of θ, hence g' = Tᵀ g. Parameters must be linear in the states: logarithms, for example, are not.
     """
 
     module: nn.Module
@@ -64,7 +64,7 @@ class AxisChange(Change):
 
     @classmethod
     def of(cls, module: nn.Module, adapter: Adapter[Any, Any], maps: Maps) -> AxisChange:
-        """The change by these maps, with the attributes that go with the new order."""
+        """The change by these maps, with the attributes of the new order."""
         values = {}
         for name, (axis, W, _) in maps.items():
             value = parameter_of(module, name).detach().double()

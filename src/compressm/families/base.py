@@ -1,6 +1,6 @@
-"""What the pipeline of a cut asks of a layer, whatever its recurrence; a family answers for one kind of recurrence.
+"""The protocol of a family: everything that the pipeline of a cut asks about one kind of recurrence.
 
-How a cut flows, and who answers:
+The steps of a cut, and the methods that answer:
 
     model                                    found by adapters
       │  Family.read                         once a layer; nothing is read twice
@@ -8,18 +8,18 @@ How a cut flows, and who answers:
     Layer ◄── Observer ── calibrate(model)   Layer.observer, Layer.with_observations
       │  Family.spectra                      σ₁ ≥ σ₂ ≥ …, batched over layers of equal shape
       ▼
-    orders                                   the user's policy; the pipeline asks it
+    orders                                   chosen by the user's policy
       │  Family.plan                         the reduced recurrence, its bound or measured error
       ▼
-    PlannedCut                               of several processes the first one's (sent, received)
+    PlannedCut                               sent by the first of several processes, received by others
       │  PlannedCut.change
       ▼
     Change ── Writing                        values, buffers, attributes, added parameters
-      │  Change.gradient, Change.update …    moments of the optimizer go the same way
+      │  Change.gradient, Change.update …    the optimizer's moments, in the same basis
       ▼
-    written, or nothing                      compression.surgery, the one place that mutates
+    all written, or nothing                  compression.surgery, the only place that mutates
 
-The pipeline never asks which family it has. A new one is a class with `@reads(AnAdapter)`; see docs/adding_a_family.md.
+The pipeline never asks which family it has. A new family is a class with `@reads(AnAdapter)`: docs/adding_a_family.md.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Kind = TypeVar("Kind", bound="type[Family]")
 
 
 class Observer(ABC):
-    """Watches one layer while the model runs on data."""
+    """An observer of one layer while the model runs on data."""
 
     module: nn.Module
 
@@ -57,15 +57,15 @@ class Observer(ABC):
     @property
     @abstractmethod
     def passes(self) -> int:
-        """How many forward passes of the layer were observed."""
+        """The number of observed forward passes of the layer."""
 
     @abstractmethod
     def attach(self) -> Sequence[RemovableHandle]:
-        """Hang the hooks on the layer; their handles remove them."""
+        """Register hooks on the layer; the handles remove them."""
 
 
 class Layer(ABC):
-    """A module of a model, read as a recurrence, and what was observed of it."""
+    """A module of a model, read as a recurrence, with its observations."""
 
     name: str
     module: nn.Module
@@ -75,41 +75,41 @@ class Layer(ABC):
     @property
     @abstractmethod
     def order(self) -> int:
-        """The number of states it has now."""
+        """The present number of states."""
 
     @property
     def said(self) -> str:
-        """The name that messages use."""
+        """The layer's name in messages."""
         return self.name or "the model"
 
     @property
     def linear_system(self) -> DiagonalSystem | None:
-        """The system whose Hankel singular values are the spectrum; None where the recurrence is no fixed system."""
+        """The system whose Hankel singular values are the spectrum; None if the recurrence is not a fixed system."""
         return None
 
     @abstractmethod
     def observer(self, choices: Choices) -> Observer:
-        """An observer that collects what this family needs from a forward pass."""
+        """An observer that collects what this family needs from forward passes."""
 
     @abstractmethod
     def with_observations(self, observer: Any) -> Layer:
-        """The layer with what its observer collected."""
+        """The layer with its observer's observations."""
 
     @abstractmethod
     def imagined(self) -> Layer:
-        """The layer as if it had observed white noise, for a cut that nobody sees."""
+        """The layer as if white noise had been observed, for a rehearsal that changes nothing."""
 
     @abstractmethod
     def over(self, total: Total) -> Layer:
-        """The layer with what all processes observed together."""
+        """The layer with the observations of all processes together."""
 
     @abstractmethod
     def received(self, sent: Any) -> PlannedCut:
-        """The cut of this layer that another process has sent."""
+        """The cut of this layer that another process sent."""
 
 
 class PlannedCut(ABC):
-    """A cut of one layer, computed and not yet made, and what it costs."""
+    """A cut of one layer, computed and not yet made, with its error."""
 
     layer: Layer
     error_bound: float | None
@@ -119,22 +119,22 @@ class PlannedCut(ABC):
     @property
     @abstractmethod
     def rank(self) -> int:
-        """The number of states that are left."""
+        """The number of states that stay."""
 
     @abstractmethod
     def change(self) -> Change:
-        """What the cut does to the layer's module."""
+        """The change of the layer's module."""
 
     @abstractmethod
     def following(self, module: nn.Module, adapter: Any) -> Writing:
-        """The same change of basis for a copy of the module, which then stays in the same coordinates."""
+        """The same change of basis for a copy of the module, so that both keep the same coordinates."""
 
     @abstractmethod
     def sent(self) -> Any:
-        """Everything but the layer, on the CPU, for other processes."""
+        """Everything except the layer, on the CPU, for other processes."""
 
     def squared_change(self) -> Float[Tensor, "2"] | None:
-        """‖y_new − y_old‖² and ‖y_old‖² on the data that this process observed; None where there was none."""
+        """‖y_new − y_old‖² and ‖y_old‖² on the data that this process observed; None without data."""
         return None
 
     def measured(self, error: float) -> PlannedCut:
@@ -143,40 +143,40 @@ class PlannedCut(ABC):
 
 
 class Family(ABC):
-    """One kind of recurrence: how it is read, what its states are worth, and how it becomes smaller."""
+    """One kind of recurrence: how to read it, how to value its states, and how to reduce it."""
 
-    # How messages call its layers.
+    # The name of its layers in messages.
     called: ClassVar[str]
-    # Whether its layers can only be valued by what they do on data.
+    # True if its states can only be valued on data.
     needs_data: ClassVar[bool] = False
 
     def require_choices(self, names: Sequence[str], choices: Choices) -> None:
-        """Refuse what cannot be asked of layers of this family; called before they are read."""
+        """Refuse choices that make no sense for layers of this family; called before layers are read."""
         if self.needs_data and not choices.calibrated:
             raise CompressionError(
-                f"{', '.join(name or 'the model' for name in names)}: {self.called} are cut by what they do on data;"
+                f"{', '.join(name or 'the model' for name in names)}: {self.called} can only be cut with data;"
                 " pass calibrate, a function that runs the model on data: calibrate=lambda model: model(inputs)"
             )
 
     @abstractmethod
     def read(self, name: str, module: nn.Module, adapter: Any, choices: Choices) -> Layer:
-        """The layer as it is now."""
+        """The module as a layer of this family."""
 
     def require_layer(self, layer: Any, choices: Choices) -> None:
-        """Refuse by name a layer that cannot be cut as asked."""
+        """Refuse by name a layer that cannot be cut with these choices."""
         return
 
     def is_bounded(self, choices: Choices) -> bool:
-        """Whether 2 Σ of the dropped σ bounds the error of a cut."""
+        """True if 2 Σ of the dropped σ bounds the error of a cut."""
         return False
 
     def is_by_channel(self, choices: Choices) -> bool:
-        """Whether every channel of a layer gets an order of its own."""
+        """True if every channel of a layer gets its own order."""
         return False
 
     @abstractmethod
     def spectra(self, layers: Sequence[Any], choices: Choices) -> dict[str, Float[Tensor, "*channels n"]]:
-        """The value of every state, falling, by layer name."""
+        """The values of the states by layer name, in falling order."""
 
     @abstractmethod
     def plan(
@@ -187,14 +187,14 @@ class Family(ABC):
         choices: Choices,
         salt: int,
     ) -> dict[str, PlannedCut]:
-        """Cuts to these orders, one a layer or one a channel; layers that need no cut may be left out."""
+        """Cuts to these orders, one per layer or one per channel; layers that need no cut may be left out."""
 
 
 _FAMILIES: dict[type[Any], Family] = {}
 
 
 def reads(adapter: Any) -> Callable[[Kind], Kind]:
-    """Say that the decorated family reads layers whose adapters are of this class."""
+    """Register the decorated family for layers whose adapters are of this class."""
     if not (isinstance(adapter, type) and issubclass(adapter, Adapter)):
         raise AdapterError(f"@reads takes a class of adapters, got {adapter!r}")
 
@@ -215,12 +215,12 @@ def family_of(adapter: Adapter[Any, Any]) -> Family:
 
 
 def read_layer(name: str, module: nn.Module, adapter: Adapter[Any, Any], choices: Choices) -> Layer:
-    """A module as a layer of its family; what is wrong with it is said with its name."""
+    """A module as a layer of its family; errors name it."""
     absent = [entry for entry, parameter in module.named_parameters() if parameter.is_meta]
     if absent:
         raise CompressionError(
-            f"{name or 'the model'}: {', '.join(absent)} are on the meta device, expected values: use to_empty and load"
-            " them first"
+            f"{name or 'the model'}: {', '.join(absent)} are on the meta device, expected values: call to_empty and"
+            " load them first"
         )
     try:
         return family_of(adapter).read(name, module, adapter, choices)
@@ -229,7 +229,7 @@ def read_layer(name: str, module: nn.Module, adapter: Adapter[Any, Any], choices
 
 
 def energy_lost(sigma: Float[Tensor, "*channels n"], kept: Tensor) -> float:
-    """The share of Σσ that goes with the states that are not kept."""
+    """The share of Σσ that the dropped states have."""
     dropped = torch.ones(sigma.shape[-1], dtype=torch.bool)
     dropped[kept] = False
     whole = float(sigma.sum())
@@ -239,10 +239,10 @@ def energy_lost(sigma: Float[Tensor, "*channels n"], kept: Tensor) -> float:
 @final
 @dataclass(frozen=True)
 class Writing:
-    """What a cut writes to a module: values of parameters and buffers by name, and attributes by path.
+    """Everything that a cut writes to a module: values of parameters and buffers by name, and attributes by path.
 
-    `added` names parameters that the module does not have yet, each with the one that it joins: in the optimizer's
-    groups, and in all that is said of a parameter.
+    `added` names parameters that the module does not have yet, each with the parameter whose optimizer group, dtype and
+    marks it gets.
     """
 
     values: Values
@@ -261,10 +261,9 @@ class Writing:
 
 
 class Change(ABC):
-    """A module as it still is, what will be written to it, and how moments of its parameters follow.
+    """A module before the cut, the values that will be written, and maps from old moments to new ones.
 
-    Moments come by parameter name, in float64, as those of old values and leave as those of new ones; a name left out
-    counts as zeros.
+    Moments are in float64, by parameter name; a name that is left out counts as zeros.
     """
 
     module: nn.Module
@@ -272,30 +271,30 @@ class Change(ABC):
 
     @property
     def values(self) -> Values:
-        """The parameters' values afterwards."""
+        """The parameters' new values."""
         return self.writing.values
 
     @property
     @abstractmethod
     def resized(self) -> Sequence[str]:
-        """The parameters with an axis of states: their moments have to follow."""
+        """The parameters with an axis of states, whose moments must change too."""
 
     @abstractmethod
     def gradient(self, moments: Values) -> dict[str, Tensor]:
-        """Means of gradients: covectors, pulled back."""
+        """Pull means of gradients back: they are covectors."""
 
     @abstractmethod
     def gradient_squares(self, squares: Values) -> dict[str, Tensor]:
-        """Means of squared gradients, if no two parameters vary together."""
+        """Map means of squared gradients, if no two parameters vary together."""
 
     @abstractmethod
     def update(self, moments: Values) -> dict[str, Tensor]:
-        """Steps in the new parameters from steps in the old ones: vectors, pushed forward."""
+        """Push updates of the parameters forward: they are vectors."""
 
     @abstractmethod
     def update_squares(self, squares: Values) -> dict[str, Tensor]:
-        """Squared steps."""
+        """Map means of squared updates."""
 
     @abstractmethod
     def first(self, name: str, moment: Tensor) -> Tensor:
-        """The entries of the first states, as many as stay, whatever became of those."""
+        """The entries of the first r states, without a change of basis."""

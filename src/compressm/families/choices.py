@@ -1,4 +1,4 @@
-"""Small frozen choices of a user: how states are valued (Gramians) and which of them stay (selections)."""
+"""Choices of a user as small frozen objects: how states are valued (Gramians) and which of them stay (selections)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def require_number(
     what: str, value: object, low: int, high: int | None = None, *, above: bool = False, below: bool = False
 ) -> float:
-    """A finite number from `low` to `high`; `above` and `below` say that the end itself is not allowed."""
+    """The value as a finite number from `low` to `high`; `above` and `below` exclude that end."""
     number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
     within = number > low if above else number >= low
     if high is not None:
@@ -35,7 +35,7 @@ def require_number(
 
 
 def require_count(what: str, value: object, low: int = 1, high: int | None = None) -> int:
-    """An integer from `low` to `high`, of Python, NumPy or a tensor."""
+    """The value as an integer from `low` to `high`; it may come from Python, NumPy or a tensor."""
     number = validation.as_integer(value)
     if number is None or number < low or (high is not None and number > high):
         allowed = f"of at least {low}" if high is None else f"from {low} to {high}"
@@ -44,13 +44,13 @@ def require_count(what: str, value: object, low: int = 1, high: int | None = Non
 
 
 class Gramian:
-    """A small choice that can be printed and compared."""
+    """A way to value states; it can be printed and compared."""
 
 
 @final
 @dataclass(frozen=True)
 class WhiteNoise(Gramian):
-    """P of the paper: exact, for inputs that are white noise. Cuts come with an error bound."""
+    """The paper's P: exact for inputs that are white noise. Cuts have an error bound."""
 
 
 @final
@@ -58,9 +58,8 @@ class WhiteNoise(Gramian):
 class Measured(Gramian):
     """P = E[h hᴴ] of states on real data, at one of every `stride` steps of the first `batches` passes of a layer.
 
-    Where that would be fewer than four samples a state, at more of the steps that there are.
-    Q stays exact, so that what is cut is stable for any data. There is no a-priori bound; `measured_error` of a cut
-    says what it changed on the same data.
+    More steps are used if there would be fewer than four samples per state. Q stays exact, so a cut is stable for any
+    data. There is no a-priori bound; `measured_error` of a cut is its error on the same data.
     """
 
     batches: int = 4
@@ -68,25 +67,23 @@ class Measured(Gramian):
 
     def __post_init__(self) -> None:
         for name, value in (("batches", self.batches), ("stride", self.stride)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise CompressionError(f"Measured: {name} is {value!r}, expected an integer of at least 1")
+            object.__setattr__(self, name, require_count(f"Measured: {name}", value))
 
 
 @final
 @dataclass(frozen=True)
 class Modal(Gramian):
-    """No Gramian: modes are dropped one by one, those first whose share of the output has the smallest H∞ norm.
+    """No Gramian: modes are dropped whole, first those whose part of the output has the smallest H∞ norm.
 
-    What stays is not changed. A yardstick: at the same order it loses far more than balanced truncation. In place of σ
-    stand ½ ‖b‖ ‖c‖ / (1 − |λ|), so that 2 Σ of the dropped bounds the error here too.
+    The other modes do not change. It is a baseline: at the same order it loses far more than balanced truncation. The
+    spectrum is ½ ‖b‖ ‖c‖ / (1 − |λ|), so 2 Σ of the dropped values bounds the error here too.
     """
 
 
 class Selection(ABC):
     """A choice of `order` of the n states, by their places in the falling spectrum; the channels of a bank share it.
 
-    The indices come sorted, on the CPU. `salt` is text that differs between layers and between cuts, for choices that
-    are to differ there too.
+    The indices are sorted, on the CPU. `salt` is text that differs between layers and cuts, so random choices differ.
     """
 
     def __call__(self, sigma: Float[Tensor, "*channels n"], order: int, *, salt: str) -> Int[Tensor, "order"]:
@@ -106,7 +103,7 @@ class Selection(ABC):
 @final
 @dataclass(frozen=True)
 class Largest(Selection):
-    """Balanced truncation as it should be: the states that matter most stay."""
+    """The states with the largest σ stay, as in balanced truncation."""
 
     def chosen(self, n: int, order: int, salt: str) -> list[int]:
         return list(range(order))
@@ -115,7 +112,7 @@ class Largest(Selection):
 @final
 @dataclass(frozen=True)
 class Smallest(Selection):
-    """The opposite, as the paper's adversarial ablation (app:ablate_choice)."""
+    """The states with the smallest σ stay: the paper's adversarial ablation (app:ablate_choice)."""
 
     def chosen(self, n: int, order: int, salt: str) -> list[int]:
         return list(range(n - order, n))
@@ -124,7 +121,7 @@ class Smallest(Selection):
 @final
 @dataclass(frozen=True)
 class Random(Selection):
-    """States drawn uniformly, as the paper's ablation (app:ablate_choice): the same for the same seed and salt."""
+    """Uniformly drawn states stay: the paper's ablation (app:ablate_choice). Seed and salt determine them."""
 
     seed: int
 
@@ -135,14 +132,14 @@ class Random(Selection):
         object.__setattr__(self, "seed", seed)
 
     def chosen(self, n: int, order: int, salt: str) -> list[int]:
-        # Seeded by text, Python's generator hashes it with SHA-512: the same in every process.
+        # Python's generator hashes a seed of text with SHA-512: the same in every process.
         return sorted(random.Random(f"{self.seed} {salt}").sample(range(n), order))
 
 
 @final
 @dataclass(frozen=True)
 class Choices:
-    """What a user asked for, as far as families care: the options of a cut without its policy and its schedule."""
+    """The options of a cut that concern families: all except policy and schedule."""
 
     calibrated: bool
     gramian: Gramian | None
@@ -152,15 +149,15 @@ class Choices:
 
     @property
     def measurement(self) -> Measured:
-        """How much of the data counts."""
+        """The amount of data to measure on."""
         return self.gramian if isinstance(self.gramian, Measured) else Measured()
 
     @property
     def is_modal(self) -> bool:
-        """Whether modes are dropped as they are."""
+        """True if modes are dropped whole."""
         return isinstance(self.gramian, Modal)
 
     @property
     def is_measured(self) -> bool:
-        """Whether P is that of real data: said, or the default where there is data."""
-        return isinstance(self.gramian or (Measured() if self.calibrated else WhiteNoise()), Measured)
+        """True if P is measured on data: by choice, or by default if there is data."""
+        return self.calibrated if self.gramian is None else isinstance(self.gramian, Measured)

@@ -1,10 +1,12 @@
-"""Running the model on data, once, while its layers are observed; which of that data is kept."""
+"""One run of the model on data while its layers are observed, and the part of that data that is kept."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -12,23 +14,26 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.hooks import RemovableHandle
 
+from compressm.control import ControlError, StateCovariance
+from compressm.control.validation import require_finite
 from compressm.errors import CompressionError
-from compressm.families.base import Observer
+from compressm.families.base import Observer, Total
+from compressm.families.choices import Measured
 
-# On how much a cut's error is measured: sequences at least, and as many as make so many steps.
+# A cut's error is measured on at least this many sequences, or on more until they have this many steps.
 _KEPT_SEQUENCES, _KEPT_STEPS = 8, 1 << 13
-_STATE_BYTES = 1 << 28  # of all states at once
-# Where data is scarce, steps lie closer than the stride: fewer samples than states would call the others dead.
+_STATE_BYTES = 1 << 28  # memory for states
+# If data is scarce, steps lie closer than the stride: with fewer samples than states some states would look dead.
 _SAMPLES_A_STATE = 4
-_GOLDEN, _SILVER = (5**0.5 - 1) / 2, 2**0.5 - 1  # whose multiples fill [0, 1) evenly
+_GOLDEN, _SILVER = (5**0.5 - 1) / 2, 2**0.5 - 1  # their multiples fill [0, 1) evenly
 
 
 @dataclass
 class Sample:
-    """Some of the sequences that a layer saw, by their numbers and without padding, spread evenly over all of them.
+    """A sample of a layer's input sequences, by number and without padding, spread evenly over all of them.
 
-    Sequence k has the place frac(k·φ) with φ the golden ratio, and those with the lowest places stay: of any stretch of
-    the data about the same share, also where it is sorted or repeats, and the same ones every time.
+    Sequence k has the place frac(k·φ) with φ the golden ratio, and those with the lowest places stay: about the same
+    share of any part of the data, even if it is sorted or repeats, and the same sequences every time.
     """
 
     sequences: dict[int, Float[Tensor, "length channels"]] = field(default_factory=dict)
@@ -39,21 +44,21 @@ class Sample:
     def add(
         self, x: Float[Tensor, "batch length channels"], counts: Bool[Tensor, "batch length"] | None = None
     ) -> None:
-        """See a batch, of which some steps may not count; memory stays bounded."""
+        """Add a batch; `counts` masks the steps that are not padding. Memory stays bounded."""
         lengths = [x.shape[1]] * len(x) if counts is None else counts.sum(1).tolist()
         first, self.count = self.count, self.count + len(x)
         self.steps, self.longest = self.steps + sum(lengths), max(self.longest, x.shape[1])
-        room = max(_KEPT_SEQUENCES, _KEPT_STEPS // self.longest)
+        most = max(_KEPT_SEQUENCES, _KEPT_STEPS // self.longest)
         new = (number for number in range(first, self.count) if lengths[number - first] > 0)
-        chosen = sorted((*self.sequences, *new), key=lambda number: _GOLDEN * number % 1)[:room]
+        chosen = sorted((*self.sequences, *new), key=lambda number: _GOLDEN * number % 1)[:most]
         self.sequences = {
-            number: self.sequences[number] if number < first else _counted(x, counts, number - first)
+            number: self.sequences[number] if number < first else _without_padding(x, counts, number - first)
             for number in chosen
         }
 
     @property
     def weight(self) -> float:
-        """How many steps were seen for each that stayed."""
+        """The number of observed steps for each step in the sample."""
         return self.steps / max(1, sum(len(sequence) for sequence in self.sequences.values()))
 
     def parts(self, share: int) -> Iterator[tuple[Float[Tensor, "batch length channels"], Tensor]]:
@@ -66,35 +71,95 @@ class Sample:
             yield u, torch.arange(u.shape[1], device=u.device) < ends[:, None]
 
 
-def _counted(x: Tensor, counts: Tensor | None, row: int) -> Float[Tensor, "length channels"]:
+def _without_padding(x: Tensor, counts: Tensor | None, row: int) -> Float[Tensor, "length channels"]:
     return x[row].clone() if counts is None else x[row][counts[row]]
 
 
-def up_to(lengths: Int[Tensor, " batch"] | None, x: Tensor) -> Bool[Tensor, "batch length"] | None:
-    """Which steps of x lie before the ends of their sequences; None where all do."""
-    return None if lengths is None else torch.arange(x.shape[1], device=x.device) < lengths.to(x.device)[:, None]
+@dataclass
+class Observations:
+    """The covariance of one layer's states, unless a method does not need it, and a sample of its inputs."""
+
+    name: str = ""
+    covariance: StateCovariance | None = field(default_factory=StateCovariance)
+    sample: Sample = field(default_factory=Sample)
+    passes: int = 0
+
+    @property
+    def said(self) -> str:
+        """The layer's name in messages."""
+        return repr(self.name or "the model")
+
+    def over(self, total: Total) -> Any:
+        """The observations of all processes together; the sample stays that of this process."""
+        if self.covariance is None:
+            return self
+        assert self.covariance.total is not None
+        assert self.covariance.count is not None
+        shared = StateCovariance()
+        shared.total, shared.count = total(self.covariance.total), total(self.covariance.count)
+        return replace(self, covariance=shared)
+
+    def require_enough(self, steps: int, order: int) -> None:
+        """Refuse fewer steps than states: some states would look dead."""
+        if steps < order:
+            raise CompressionError(
+                f"calibrate ran {steps} steps through a layer of {order} states ({self.said}), expected at least as"
+                " many steps as states: run it on more data"
+            )
 
 
-def without_padding(x: Tensor, counts: Tensor | None) -> Tensor:
-    """Zeros where padding was, which may hold anything."""
-    return x if counts is None else torch.where(counts[..., None], x, 0)
+@dataclass
+class InputObserver(Observer):
+    """An observer of the inputs of one layer; a family says where they are and what is computed from them."""
+
+    observations: Any
+    module: nn.Module
+    system: Any
+    choice: Measured
+
+    @property
+    def name(self) -> str:
+        return str(self.observations.name)
+
+    @property
+    def passes(self) -> int:
+        return int(self.observations.passes)
+
+    def add(self, u: Float[Tensor, "batch length channels"], counts: Bool[Tensor, "batch length"] | None) -> None:
+        """Add the inputs of one forward pass; `counts` masks the steps that are not padding."""
+        # Padding may hold anything.
+        u = u if counts is None else torch.where(counts[..., None], u, 0)
+        try:
+            require_finite("u", u)
+            self.accumulate(u.to(torch.float64), counts)
+        except ControlError as error:
+            raise CompressionError(
+                f"calibrate gave {self.observations.said} inputs that cannot be measured, expected finite ones: {error}"
+            ) from error
+        self.observations.sample.add(u, counts)
+        self.observations.passes += 1
+
+    @abstractmethod
+    def accumulate(self, u: Tensor, counts: Tensor | None) -> None:
+        """Add inputs in float64 to the sums over data, some sequences at a time."""
+
+    def sampled_steps(self, u: Tensor, counts: Tensor | None) -> Int[Tensor, "batch samples"]:
+        """The steps of these inputs at which states are measured."""
+        available = len(u) * u.shape[1] if counts is None else int(counts.sum())
+        stride = max(1, min(self.choice.stride, available // (_SAMPLES_A_STATE * self.system.order)))
+        return sampled_steps(len(u), u.shape[1], stride).to(u.device)
 
 
 def sequences_at_once(length: int, states: int) -> int:
-    """So many that their states, 16 bytes each, fit into the memory that they may have."""
+    """The number of sequences whose states, 16 bytes each, fit into the memory for states."""
     return max(1, _STATE_BYTES // (16 * length * states))
 
 
-def close_enough(stride: int, available: int, order: int) -> int:
-    """The stride, or a shorter one at which there are four samples a state."""
-    return max(1, min(stride, available // (_SAMPLES_A_STATE * order)))
-
-
 def sampled_steps(batch: int, length: int, stride: int) -> Int[Tensor, "batch samples"]:
-    """One step of every `stride`, at a place that differs from sequence to sequence and from stride to stride.
+    """One step of every `stride`, at a place that differs between sequences and between strides.
 
-    At steps a fixed distance apart, an image that is read row by row shows one of its columns only: a digits model cut
-    from 64 states to 8 fell from a test accuracy of 0.99 to 0.67 that way, and falls to 0.94 this way.
+    At a fixed distance, the steps of an image that is read row by row lie in one column: a digits model cut from 64
+    states to 8 fell from a test accuracy of 0.99 to 0.67 that way, and falls to 0.94 this way.
     """
     count = max(1, length // stride)
     numbers = torch.arange(count, dtype=torch.float64)
@@ -103,38 +168,49 @@ def sampled_steps(batch: int, length: int, stride: int) -> Int[Tensor, "batch sa
 
 
 def ratio_of(squares: Float[Tensor, "2"]) -> float:
-    """√ of the first over the second; 0 where there is nothing to compare with."""
+    """The root of the first over the second; 0 if the second is 0."""
     changed, whole = squares.tolist()
     return (changed / whole) ** 0.5 if whole > 0 else 0.0
+
+
+def squared_change(
+    outputs: Callable[[Any, Tensor], Tensor], old: Any, new: Any, sample: Sample, share: int
+) -> Float[Tensor, "2"]:
+    """‖y_new − y_old‖² and ‖y_old‖², scaled up to all observed steps, so that they can be summed over processes."""
+    squares = torch.zeros(2, dtype=torch.float64, device=old.device)
+    for u, counts in sample.parts(share):
+        before, after = (outputs(system, u) * counts[..., None] for system in (old, new))
+        squares += torch.stack([(after - before).square().sum(), before.square().sum()])
+    return squares * sample.weight
 
 
 Calibrate = Callable[[nn.Module], object]
 
 
 def observe(model: nn.Module, calibrate: Calibrate, observers: Sequence[Observer]) -> None:
-    """Run `calibrate(model)` once, in evaluation mode and without gradients; every observer must hear something."""
+    """Run `calibrate(model)` once, in evaluation mode and without gradients; every observer must get inputs."""
     for observer in observers:
         _require_finite(observer.name, observer.module)
     before = [_sums(observer) for observer in observers]
-    # What is compiled is not asked again for hooks that came later.
+    # Compiled code would not call hooks that were added later.
     with _attached(observers), _evaluating(model), torch.compiler.set_stance("force_eager"):
         calibrate(model)
     for observer, then in zip(observers, before, strict=True):
         if changed := [name for name, now in _sums(observer).items() if then.get(name) != now]:
             raise CompressionError(
-                f"calibrate changed {observer.name or 'the model'}: {', '.join(changed)}; expected it to run the model"
-                " and nothing else"
+                f"calibrate changed {observer.name or 'the model'}: {', '.join(changed)}; expected a function that only"
+                " runs the model"
             )
     missed = [repr(observer.name) if observer.name else "the model" for observer in observers if observer.passes == 0]
     if missed:
         raise CompressionError(
             f"calibrate did not run {', '.join(missed)}: it must call the model that it is given"
-            " so that the `forward` of these layers runs (`step` is not listened to)"
+            " so that the `forward` of these layers runs (`step` is not observed)"
         )
 
 
 def _sums(observer: Observer) -> dict[str, tuple[object, ...]]:
-    """Of every parameter what other values would hardly have too; those that were put back count as the same."""
+    """Shape and sums of every parameter, which other values would hardly share."""
     found: dict[str, tuple[object, ...]] = {}
     with torch.no_grad():
         for name, parameter in observer.module.named_parameters():
@@ -144,7 +220,7 @@ def _sums(observer: Observer) -> dict[str, tuple[object, ...]]:
 
 
 def _require_finite(name: str, layer: nn.Module) -> None:
-    """Before the model stumbles over them, and does not say in which layer."""
+    """Refuse a layer with NaN or infinity by name; the model itself would not say which layer it is."""
     for weight, parameter in layer.named_parameters(prefix=name):
         if unusable := int((~parameter.isfinite()).sum()):
             raise CompressionError(f"{weight} holds {unusable} entries that are not finite")
@@ -164,7 +240,7 @@ def _attached(observers: Sequence[Observer]) -> Iterator[None]:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """As an evaluation: no dropout, no new statistics, no gradients, and random numbers as if it had not been."""
+    """Evaluate: no dropout, no new statistics, no gradients; the random state and the modes are restored afterwards."""
     modes: Mapping[nn.Module, bool] = {module: module.training for module in model.modules()}
     devices = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
     try:

@@ -1,4 +1,4 @@
-"""What layers see: states against simulation, padding, modes, random numbers, layers that are never run."""
+"""Observations of linear layers: states against simulation, padding, modes, random numbers, layers that do not run."""
 
 import pytest
 import torch
@@ -8,16 +8,8 @@ from compressm.compression import TargetOrder, compress_
 from compressm.control import NonFiniteError, balanced_truncation, controllability_gramian, fold
 from compressm.errors import CompressionError
 from compressm.families.choices import Measured
-from compressm.families.linear.observer import (
-    InputObserver,
-    Observations,
-    outputs,
-    relative_change,
-    sampled_steps,
-    squared_change,
-    states,
-)
-from compressm.families.observing import observe
+from compressm.families.linear.observer import LinearObserver, gramian, outputs, squared_change, states
+from compressm.families.observing import Observations, observe, ratio_of, sampled_steps
 from compressm.layers import LRU, S4D, S5
 from compressm.models import OneMask, SequenceClassifier
 
@@ -34,10 +26,14 @@ def make(kind=LRU, depth=2, **options):
 
 
 def observed(model, calibrate, layers, choice):
-    """What layers saw, by name; each comes with the system whose states are wanted."""
-    observers = {name: InputObserver(Observations(name), *layer, choice) for name, layer in layers.items()}
+    """Observations by name; each comes with the system whose states are wanted."""
+    observers = {name: LinearObserver(Observations(name), *layer, choice) for name, layer in layers.items()}
     observe(model, calibrate, list(observers.values()))
     return {name: observer.observations for name, observer in observers.items()}
+
+
+def relative_change(old, new, observations):
+    return ratio_of(squared_change(old, new, observations))
 
 
 def layers_of(model, *, folded=True):
@@ -69,7 +65,7 @@ def test_the_measured_gramian_of_white_noise_is_the_exact_one(kind):
     noise = torch.randn(64, 2000, 2, dtype=torch.float64)
     seen = observed(model, lambda model: model(noise), {"0": (layer, system)}, Measured(batches=1, stride=1))
     exact = controllability_gramian(system)
-    assert ((seen["0"].gramian() - exact).norm() / exact.norm()) < 0.05
+    assert ((gramian(seen["0"]) - exact).norm() / exact.norm()) < 0.05
 
 
 def test_padding_never_counts():
@@ -83,7 +79,7 @@ def test_padding_never_counts():
         for data in (x, garbage)
     )
     for name in one:
-        assert torch.allclose(one[name].gramian(), other[name].gramian(), rtol=1e-9)
+        assert torch.allclose(gramian(one[name]), gramian(other[name]), rtol=1e-9)
 
 
 def test_nothing_of_the_training_is_disturbed():
@@ -130,7 +126,7 @@ def test_only_the_first_batches_count():
 
     for name, what in run(3).items():
         assert what.passes == 2
-        assert torch.equal(what.gramian(), run(2)[name].gramian())
+        assert torch.equal(gramian(what), gramian(run(2)[name]))
 
 
 def test_a_layer_that_was_not_run_is_named():
@@ -146,15 +142,15 @@ def test_with_little_data_every_step_counts():
         observed(model, lambda model: model(x), layers_of(model), Measured(stride=stride)) for stride in (8, 1)
     )
     for name, what in few.items():
-        assert torch.equal(what.gramian(), all_steps[name].gramian())
-        assert int(torch.linalg.matrix_rank(what.gramian())) == 6
+        assert torch.equal(gramian(what), gramian(all_steps[name]))
+        assert int(torch.linalg.matrix_rank(gramian(what))) == 6
 
 
 def test_fewer_steps_than_states_are_refused():
     model = make()
     seen = observed(model, lambda model: model(torch.randn(1, 5, 3)), layers_of(model), Measured())
-    with pytest.raises(CompressionError, match=r"5 steps to a layer of 6 states.*more data"):
-        seen["blocks.0.ssm"].gramian()
+    with pytest.raises(CompressionError, match=r"5 steps through a layer of 6 states.*more data"):
+        gramian(seen["blocks.0.ssm"])
 
 
 @pytest.mark.parametrize("period", [2, 7, 8, 9, 16, 64])
@@ -182,7 +178,7 @@ def test_rows_of_an_image_as_long_as_the_stride_leave_no_channel_out():
     x[:, ::8] = 1
     layers = {"0": (model[0], system_of(model[0]))}
     strided, whole = (
-        observed(model, lambda model: model(x), layers, Measured(stride=stride))["0"].gramian() for stride in (8, 1)
+        gramian(observed(model, lambda model: model(x), layers, Measured(stride=stride))["0"]) for stride in (8, 1)
     )
     assert float((strided - whole).norm() / whole.norm()) < 0.1
 
@@ -218,7 +214,7 @@ def true_change(layer, new, batches):
     return float((after - before).norm() / before.norm())
 
 
-def heard(layer, batches, *, lengths=None):
+def inputs_of(layer, batches, *, lengths=None):
     def calibrate(model):
         for batch in batches:
             layer(batch, None, lengths)
@@ -233,7 +229,7 @@ def test_the_measured_error_of_sorted_data_is_that_of_all_of_it(sizes):
     layer, x = LRU(4, order=6).double(), torch.randn(sum(sizes), 50, 4, dtype=torch.float64)
     x[: len(x) // 4] = 1
     batches, new = x.split(sizes), cut_of(layer)
-    assert relative_change(system_of(layer), new, heard(layer, batches)) == pytest.approx(
+    assert relative_change(system_of(layer), new, inputs_of(layer, batches)) == pytest.approx(
         true_change(layer, new, [x]), rel=0.05
     )
 
@@ -242,7 +238,7 @@ def test_what_is_kept_to_measure_on_is_bounded_and_the_same_every_time():
     torch.manual_seed(5)
     layer = LRU(2, order=3)
     batches = [torch.randn(n, length, 2) for n, length in ((300, 20), (40, 900), (300, 20))]
-    first, again = (heard(layer, batches).sample for _ in range(2))
+    first, again = (inputs_of(layer, batches).sample for _ in range(2))
     assert sum(map(len, first.sequences.values())) <= 8 * 1024
     assert len(first.sequences) == 9  # 8192 steps of sequences as long as the longest
     assert (first.count, first.steps) == (640, 600 * 20 + 40 * 900)
@@ -268,7 +264,7 @@ def test_padding_is_no_part_of_the_measured_error_whatever_it_holds():
         strict=True,
     )
     expected = float((sum(changes) / sum(wholes)) ** 0.5)
-    seen = heard(layer, [x], lengths=lengths)
+    seen = inputs_of(layer, [x], lengths=lengths)
     assert relative_change(system_of(layer), new, seen) == pytest.approx(expected, rel=1e-6)
 
 
@@ -277,7 +273,7 @@ def test_a_process_that_saw_more_counts_for_more():
     layer, u = LRU(2, order=4).double(), torch.randn(600, 100, 2).double()
     u[:] = u[:1]
     new, system = cut_of(layer, 2), system_of(layer)
-    little, much = (squared_change(system, new, heard(layer, [u[:count]])) for count in (6, 600))
+    little, much = (squared_change(system, new, inputs_of(layer, [u[:count]])) for count in (6, 600))
     assert torch.allclose(much, 100 * little)
 
 
@@ -309,7 +305,9 @@ def test_a_calibration_that_changes_a_layer_is_refused(change):
         model(x)
         change(model.blocks[1].ssm)
 
-    with pytest.raises(CompressionError, match=r"calibrate changed blocks\.1\.ssm: nu_log; expected it to run"):
+    with pytest.raises(
+        CompressionError, match=r"calibrate changed blocks\.1\.ssm: nu_log; expected a function that only runs"
+    ):
         compress_(model, keep=TargetOrder(3), calibrate=calibrate)
     assert [block.ssm.order for block in model.blocks] == [6, 6]
 

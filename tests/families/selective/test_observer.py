@@ -17,17 +17,22 @@ from compressm.compression import (
     compress_,
     inspect,
 )
+from compressm.control import StateCovariance
 from compressm.families.observing import observe
-from compressm.families.selective.observer import SelectiveObserver
+from compressm.families.selective.observer import Averages, SelectiveObservations, SelectiveObserver
 from compressm.layers import LRU, Mamba
 from tests.families.selective.mixers import Mixer, chosen, data, inputs_of, make, simulate
 
 EVERY_STEP = Measured(stride=1)
 
 
-def heard(layer, calibrate, *, choice=EVERY_STEP, covariance=True):
+def observed(layer, calibrate, *, choice=EVERY_STEP, covariance=True):
     adapter = adapter_for(layer)
-    observer = SelectiveObserver("it", layer, adapter, adapter.read(layer).detach(), choice, covariance=covariance)
+    system = adapter.read(layer).detach()
+    observations = SelectiveObservations(
+        "it", StateCovariance() if covariance else None, averages=Averages.nothing(system)
+    )
+    observer = SelectiveObserver(observations, layer, system, choice, adapter)
     observe(layer, calibrate, [observer])
     return observer.observations
 
@@ -50,7 +55,7 @@ PADDINGS = {
 def test_averages_and_covariances_are_those_of_plain_loops_over_what_is_no_padding(padding):
     kind, options, counts = PADDINGS[padding]
     layer, x = make(kind=kind), data()
-    seen = heard(layer, lambda layer: layer(x, **options))
+    seen = observed(layer, lambda layer: layer(x, **options))
     u = inputs_of(layer, x, **options)
     counts = np.ones(u.shape[:2], dtype=bool) if counts is None else counts.numpy()
     u = np.where(counts[..., None], u, 0)
@@ -69,12 +74,12 @@ def test_averages_and_covariances_are_those_of_plain_loops_over_what_is_no_paddi
 def test_padding_may_hold_anything():
     layer, x = make(), data()
     garbage = torch.where(RIGHT[..., None], x, torch.nan)
-    one, other = (heard(layer, lambda layer, x=x: layer(x, lengths=LENGTHS)) for x in (x, garbage))
+    one, other = (observed(layer, lambda layer, x=x: layer(x, lengths=LENGTHS)) for x in (x, garbage))
     torch.testing.assert_close(one.averages.BB, other.averages.BB)
     torch.testing.assert_close(one.covariance.gramian(), other.covariance.gramian())
 
 
-def test_batches_one_after_the_other_are_one_batch_and_steps_of_a_stream_are_not_heard():
+def test_batches_one_after_the_other_are_one_batch_and_steps_of_a_stream_are_not_observed():
     layer, x = make(), data()
 
     def pieces(layer):
@@ -82,7 +87,7 @@ def test_batches_one_after_the_other_are_one_batch_and_steps_of_a_stream_are_not
             layer(part)
         layer.step(x[:, 0], layer.initial_state(len(x)))
 
-    one, other = heard(layer, lambda layer: layer(x)), heard(layer, pieces)
+    one, other = observed(layer, lambda layer: layer(x)), observed(layer, pieces)
     assert (one.passes, other.passes) == (1, 4)
     torch.testing.assert_close(one.averages.CC, other.averages.CC)
     torch.testing.assert_close(one.covariance.gramian(), other.covariance.gramian())
@@ -95,9 +100,9 @@ def test_averages_are_of_every_batch_and_states_of_the_first_alone():
         for x in batches:
             layer(x)
 
-    found = heard(layer, often, choice=Measured(batches=2))
-    every = heard(layer, often, choice=Measured(batches=9))
-    first = heard(layer, lambda layer: [layer(x) for x in batches[:2]], choice=Measured(batches=2))
+    found = observed(layer, often, choice=Measured(batches=2))
+    every = observed(layer, often, choice=Measured(batches=9))
+    first = observed(layer, lambda layer: [layer(x) for x in batches[:2]], choice=Measured(batches=2))
     assert found.passes == 5
     for part in ("count", "step", "BB", "CC"):
         torch.testing.assert_close(getattr(found.averages, part), getattr(every.averages, part))
@@ -109,7 +114,7 @@ def test_averages_are_of_every_batch_and_states_of_the_first_alone():
 
 def test_a_stride_looks_at_fewer_states_and_at_all_averages():
     layer, x = make(), data(8, 120)
-    every, some = (heard(layer, lambda layer: layer(x), choice=Measured(stride=stride)) for stride in (1, 8))
+    every, some = (observed(layer, lambda layer: layer(x), choice=Measured(stride=stride)) for stride in (1, 8))
     assert int(some.covariance.count[0]) == 8 * 120 // 8
     torch.testing.assert_close(every.averages.BB, some.averages.BB)
     difference = some.covariance.gramian() - every.covariance.gramian()
@@ -117,7 +122,7 @@ def test_a_stride_looks_at_fewer_states_and_at_all_averages():
 
 
 def test_single_precision_is_averaged_in_double():
-    seen = heard(make(dtype=torch.float32), lambda layer: layer(data().float()))
+    seen = observed(make(dtype=torch.float32), lambda layer: layer(data().float()))
     assert seen.averages.BB.dtype == seen.covariance.gramian().dtype == torch.float64
 
 
@@ -149,7 +154,7 @@ def test_inputs_that_are_not_finite_are_refused_by_name(bad):
     x = data()
     x[1, 2, 3] = bad
     check_refused(
-        make(kind=Mixer), r"calibrate gave 'the model' what cannot be measured, expected finite inputs: u\[1", x
+        make(kind=Mixer), r"calibrate gave 'the model' inputs that cannot be measured, expected finite ones: u\[1", x
     )
 
 
@@ -163,7 +168,7 @@ def test_weights_that_are_not_finite_are_refused_by_layer_and_name():
 
 def test_fewer_steps_than_states_are_refused():
     for options in ({}, {"gramian": Measured()}, {"selective": SharedIndex()}, {"selective": Baked(refit=True)}):
-        check_refused(make(), "calibrate showed 5 steps to a layer of 6 states", data(1, 5), **options)
+        check_refused(make(), "calibrate ran 5 steps through a layer of 6 states", data(1, 5), **options)
 
 
 def test_a_layer_that_calibrate_does_not_run_is_named():
@@ -174,7 +179,7 @@ def test_a_layer_that_calibrate_does_not_run_is_named():
 
 def test_a_mask_of_another_shape_is_refused():
     with pytest.raises(CompressionError, match=r"with a mask \(4, 29\)"):
-        heard(make(kind=Mixer), lambda layer: layer(data(), attention_mask=Odd(RIGHT)))
+        observed(make(kind=Mixer), lambda layer: layer(data(), attention_mask=Odd(RIGHT)))
 
 
 class Odd:

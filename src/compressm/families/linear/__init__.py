@@ -1,4 +1,4 @@
-"""Linear layers (LRU, S5, S4D): systems that stay the same over time."""
+"""Linear layers (LRU, S5, S4D): systems that do not change over time."""
 
 from compressm.families.linear.family import LinearCut, LinearFamily, LinearLayer
 

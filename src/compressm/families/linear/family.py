@@ -1,4 +1,4 @@
-"""The family of linear layers (LRU, S5, S4D): systems that stay the same over time, balanced and truncated."""
+"""The family of linear layers (LRU, S5, S4D): balanced truncation of systems that do not change over time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from compressm.control.linear_algebra import each
 from compressm.errors import CompressionError
 from compressm.families.base import Family, Layer, PlannedCut, Total, Writing, energy_lost, reads
 from compressm.families.choices import Choices, Largest
-from compressm.families.linear.observer import InputObserver, Observations, relative_change, squared_change
+from compressm.families.linear.observer import LinearObserver, gramian, squared_change
 from compressm.families.linear.reduction import (
     BasisChange,
     LinearReduction,
@@ -26,18 +26,19 @@ from compressm.families.linear.reduction import (
     sorted_sizes,
 )
 from compressm.families.linear.transport import ModuleChange
+from compressm.families.observing import Observations, ratio_of
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-# 1 − |λ|² of the slowest mode: below it |λ| is 1 in float64, and after a change of basis nothing tells it from 1.
+# The least 1 − |λ|² of a mode: below it |λ| is 1 in float64, and a change of basis could make it unstable.
 _LEAST_DECAY = torch.finfo(torch.float64).eps
 
 
 @final
 @dataclass(frozen=True)
 class LinearLayer(Layer):
-    """A module with the system it is now, as read and as it is balanced, and what was observed where that was asked."""
+    """A module, its system as it is read and as it is balanced, and its observations if there is data."""
 
     name: str
     module: nn.Module
@@ -58,10 +59,10 @@ class LinearLayer(Layer):
     def linear_system(self) -> DiagonalSystem:
         return self.balanced
 
-    def observer(self, choices: Choices) -> InputObserver:
-        return InputObserver(Observations(self.name), self.module, self.balanced, choices.measurement)
+    def observer(self, choices: Choices) -> LinearObserver:
+        return LinearObserver(Observations(self.name), self.module, self.balanced, choices.measurement)
 
-    def with_observations(self, observer: InputObserver) -> LinearLayer:
+    def with_observations(self, observer: LinearObserver) -> LinearLayer:
         return replace(self, observations=observer.observations)
 
     def imagined(self) -> LinearLayer:
@@ -79,7 +80,7 @@ class LinearLayer(Layer):
 @final
 @dataclass(frozen=True)
 class LinearCut(PlannedCut):
-    """One layer's next system, how its coordinates come from the old ones, and what that costs."""
+    """A layer's reduced system, the change of basis that leads to it, and its error."""
 
     layer: LinearLayer
     system: DiagonalSystem
@@ -130,7 +131,7 @@ class LinearFamily(Family):
         return not choices.is_measured
 
     def spectra(self, layers: Sequence[LinearLayer], choices: Choices) -> dict[str, Float[Tensor, "*bank n"]]:
-        """The Hankel singular values, or with `Modal` the sizes of the modes."""
+        """Hankel singular values, or, with `Modal`, sizes of modes."""
         found: dict[str, Tensor] = {}
         for group in _grouped(layers, lambda layer: layer.shape):
             sigma = _by_name(group, lambda part: _values(part, choices))
@@ -160,7 +161,7 @@ def _values(group: list[LinearLayer], choices: Choices) -> Tensor:
 
 
 def _by_name(group: list[LinearLayer], work: Callable[[list[LinearLayer]], Result]) -> Result:
-    """What `work` makes of the group; where it cannot, the layer that it fails for alone is named."""
+    """The result of `work` on the group; if it fails, the error names the layer for which it fails alone."""
     try:
         return work(group)
     except ControlError as error:
@@ -178,9 +179,10 @@ def _plan_group(
     cuts = {}
     for k, layer in enumerate(group):
         bound = None if reduction.error_bound is None else float(reduction.error_bound[k].max())
-        system, sigma = reduction.system[k], spectra[layer.name]
-        change = None if layer.observations is None else relative_change(layer.system, system, layer.observations)
-        cuts[layer.name] = LinearCut(layer, system, reduction.change[k], bound, change, energy_lost(sigma, kept[k]))
+        lost = energy_lost(spectra[layer.name], kept[k])
+        cut = LinearCut(layer, reduction.system[k], reduction.change[k], bound, None, lost)
+        squares = cut.squared_change()
+        cuts[layer.name] = cut if squares is None else replace(cut, measured_error=ratio_of(squares))
     return cuts
 
 
@@ -192,7 +194,7 @@ def _reduced(group: list[LinearLayer], rank: int, states: Tensor | None, choices
 
 
 def _state_numbers(kept: list[Tensor], system: DiagonalSystem) -> Tensor:
-    """(layers, *bank, r)."""
+    """The states to keep, as one tensor (layers, *bank, r)."""
     numbers = torch.stack(kept)
     return numbers.reshape(len(kept), *[1] * len(system.bank), -1).expand(-1, *system.bank, -1)
 
@@ -200,7 +202,7 @@ def _state_numbers(kept: list[Tensor], system: DiagonalSystem) -> Tensor:
 def _gramians(group: list[LinearLayer], choices: Choices) -> Tensor | None:
     if not choices.is_measured:
         return None
-    return torch.stack([layer.observations.gramian() for layer in group if layer.observations is not None])
+    return torch.stack([gramian(layer.observations) for layer in group if layer.observations is not None])
 
 
 def _stacked(systems: list[DiagonalSystem]) -> DiagonalSystem:

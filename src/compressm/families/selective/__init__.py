@@ -1,4 +1,4 @@
-"""Selective layers (Mamba), whose step, B and C the input chooses: averages over data take the place of a system."""
+"""Selective layers (Mamba): the input chooses step, B and C, and averages over data replace a fixed system."""
 
 from compressm.families.selective.family import SelectiveCut, SelectiveFamily, SelectiveLayer
 

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from compressm.adapters import SelectiveAdapter
-from compressm.control import ControlError, numerical_rank
+from compressm.control import ControlError, StateCovariance, numerical_rank
 from compressm.control.linear_algebra import each
 from compressm.control.selective import SelectiveSystem
 from compressm.errors import CompressionError
@@ -27,7 +27,7 @@ from compressm.families.selective.simulation import squared_change
 @final
 @dataclass(frozen=True)
 class SelectiveLayer(Layer):
-    """A module with the system it is now, what was observed of it, and how it would be cut."""
+    """A module, its system, the method of its cuts, and its observations."""
 
     name: str
     module: nn.Module
@@ -42,21 +42,21 @@ class SelectiveLayer(Layer):
 
     @property
     def data(self) -> Calibrated:
-        """The system with its averages over data."""
-        assert self.observations is not None  # `require_choices` asks for data
+        """The system and its observations."""
+        assert self.observations is not None  # `require_choices` requires data
         return Calibrated(self.system, self.observations)
 
     def observer(self, choices: Choices) -> SelectiveObserver:
-        covariance = self.method.measures(choices.gramian)
-        return SelectiveObserver(
-            self.name, self.module, self.adapter, self.system, choices.measurement, covariance=covariance
-        )
+        covariance = StateCovariance() if self.method.measures(choices.gramian) else None
+        observations = SelectiveObservations(self.name, covariance, averages=Averages.nothing(self.system))
+        return SelectiveObserver(observations, self.module, self.system, choices.measurement, self.adapter)
 
     def with_observations(self, observer: SelectiveObserver) -> SelectiveLayer:
         return replace(self, observations=observer.observations)
 
     def imagined(self) -> SelectiveLayer:
-        return replace(self, observations=SelectiveObservations(self.name, Averages.imagined(self.system), None))
+        white = SelectiveObservations(self.name, None, averages=Averages.imagined(self.system))
+        return replace(self, observations=white)
 
     def over(self, total: Total) -> SelectiveLayer:
         return replace(self, observations=self.data.observations.over(total))
@@ -66,7 +66,7 @@ class SelectiveLayer(Layer):
         return SelectiveCut(self, reduction.to(self.system.device), None, lost)
 
     def spectrum(self) -> Float[Tensor, "*channels n"]:
-        """Values of the states; what cannot be computed is said with the layer's name."""
+        """The values of the states; errors name the layer."""
         try:
             return self.method.spectrum(self.data)
         except ControlError as error:
@@ -85,7 +85,7 @@ class SelectiveLayer(Layer):
 @final
 @dataclass(frozen=True)
 class SelectiveCut(PlannedCut):
-    """How the states of one layer become fewer; no bound holds for all that its input may choose."""
+    """A reduction of one layer; there is no error bound, because inputs choose step, B and C."""
 
     layer: SelectiveLayer
     reduction: SelectiveReduction
@@ -99,7 +99,7 @@ class SelectiveCut(PlannedCut):
 
     @property
     def system(self) -> SelectiveSystem:
-        """The system that the layer becomes."""
+        """The reduced system."""
         return self.reduction.applied(self.layer.system)
 
     def change(self) -> Change:
@@ -118,7 +118,7 @@ class SelectiveCut(PlannedCut):
 @reads(SelectiveAdapter)
 @final
 class SelectiveFamily(Family):
-    """Cuts by what inputs choose on real data; `selective=` says how."""
+    """Cuts by averages over data of step, B and C; `selective=` is the method."""
 
     called = "selective layers"
     needs_data = True
@@ -128,8 +128,8 @@ class SelectiveFamily(Family):
         if choices.is_modal:
             said = ", ".join(name or "the model" for name in names)
             raise CompressionError(
-                f"{said}: {choices.gramian} is for layers whose poles are"
-                " fixed, and selective ones have none; expected WhiteNoise() or Measured(...)"
+                f"{said}: {choices.gramian} needs fixed poles, which selective layers do not have; expected"
+                " WhiteNoise() or Measured(...)"
             )
 
     def read(self, name: str, module: nn.Module, adapter: SelectiveAdapter[Any], choices: Choices) -> SelectiveLayer:
@@ -165,7 +165,7 @@ def _plan_shared(layer: SelectiveLayer, order: int, sigma: Tensor, choices: Choi
 def _plan_channels(
     layer: SelectiveLayer, orders: Sequence[int], sigma: Tensor, choices: Choices, salt: int
 ) -> SelectiveCut | None:
-    """A cut in which every channel gets an order of its own; None where no channel is to have fewer states."""
+    """A cut that gives every channel its own order; None if no channel gets fewer states."""
     sigma = sigma.cpu()
     wanted = _within_rank(torch.tensor(orders), sigma)
     wanted = torch.where(wanted < _present(layer), wanted, layer.order)
@@ -179,26 +179,26 @@ def _plan_channels(
 
 
 def _chosen(sigma: Float[Tensor, " n"], order: int, select: Selection, salt: str) -> Int[Tensor, " _"]:
-    """Of the states that are there: those whose σ is rounding have no direction, and a mode made of one no rate."""
+    """A selection within the numerical rank: states whose σ is rounding have no direction and give no rate."""
     there = max(int(numerical_rank(sigma)), order)
     return select(sigma[:there], order, salt=salt)
 
 
 def _present(layer: SelectiveLayer) -> Int[Tensor, " channels"]:
-    """States that each channel has."""
+    """The number of states of each channel."""
     maps = layer.system.maps
     return torch.full((layer.system.channels,), layer.order) if maps is None else maps.orders.cpu()
 
 
 def _within_rank(orders: Tensor, sigma: Float[Tensor, "channels n"]) -> Int[Tensor, " channels"]:
-    """No channel that is cut keeps more than its numerical rank; those without a trace are left alone."""
+    """The orders, at most the numerical rank for channels that are cut; channels of rank 0 keep their order."""
     rank = numerical_rank(sigma)
     cut = (orders < sigma.shape[-1]) & (rank > 0)
     return torch.where(cut, torch.minimum(orders, rank), orders)
 
 
 def _lost(sigma: Float[Tensor, "channels n"], kept: list[Int[Tensor, " _"]]) -> float:
-    """The share of Σσ over all channels that goes."""
+    """The share of Σσ over all channels that is dropped."""
     stays = torch.stack([one[states].sum() for one, states in zip(sigma, kept, strict=True)]).sum()
     whole = float(sigma.sum())
     return max(0.0, 1 - float(stays) / whole) if whole > 0 else 0.0

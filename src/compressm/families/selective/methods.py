@@ -1,10 +1,10 @@
-"""A selective layer with its averages over data: what takes the place of its Gramians."""
+"""Methods that cut selective layers: from averages over data to values of states, and to a reduction."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, final
 
 import torch
@@ -34,7 +34,7 @@ from compressm.families.selective.simulation import refitted_readout
 @final
 @dataclass(frozen=True)
 class Calibrated:
-    """The system that a layer is now, and what it saw."""
+    """A layer's system and its observations."""
 
     system: SelectiveSystem
     observations: SelectiveObservations
@@ -43,17 +43,17 @@ class Calibrated:
     def gramians(self) -> tuple[Inexact[Tensor, "channels n n"], Inexact[Tensor, "channels n n"]]:
         """P and Q of every channel, in continuous time.
 
-        Q = E[C Cᵀ] / −(aᵢ + aⱼ). P is E[h hᵀ] where states were measured, else E[B Bᵀ] / −(aᵢ + aⱼ), as if what drives
-        them were white in time. Both keep the variation of B and C, which their means would lose.
+        Q = E[C Cᵀ] / −(aᵢ + aⱼ). P is E[h hᵀ] if states were measured, else E[B Bᵀ] / −(aᵢ + aⱼ), as for inputs
+        that are white in time. Both keep the variation of B and C, which their means would lose.
         """
-        self.observations.require_enough(len(self.system.W_B))
+        self.observations.require_data(len(self.system.W_B))
         P, Q = self.gramians_of(self.observations.averages.mean("BB"), self.observations.averages.mean("CC"))
         return (P if self.observations.covariance is None else self.observations.covariance.gramian()), Q
 
     def gramians_of(
         self, moment_B: Inexact[Tensor, "m m"], moment_C: Inexact[Tensor, "m m"]
     ) -> tuple[Inexact[Tensor, "channels n n"], Inexact[Tensor, "channels n n"]]:
-        """Those that these second moments of all channels' B and C give, in the coordinates of each channel."""
+        """P and Q of every channel, in its own coordinates, from second moments of B and C that all channels share."""
         system = self.system
         if system.maps is None:
             shape = (system.channels, system.order, system.order)
@@ -64,19 +64,19 @@ class Calibrated:
 
 
 class SelectiveMethod(ABC):
-    """From averages over data to values that say how much states matter, and from the states to keep to a reduction."""
+    """A way to cut selective layers: it values states by averages over data, and reduces a layer to some of them."""
 
-    # What a layer has to be able to store.
+    # The basis change that a layer must be able to store.
     needs: ClassVar[Basis]
-    # Whether every channel has an order of its own.
+    # True if every channel has its own order.
     by_channel: ClassVar[bool] = False
 
     def measures(self, gramian: Gramian | None) -> bool:
-        """Whether the covariance of the states is needed."""
+        """True if the covariance of the states is needed."""
         return isinstance(gramian, Measured)
 
     def require(self, name: str, module: nn.Module, adapter: SelectiveAdapter[Any], system: SelectiveSystem) -> None:
-        """Refuse by name a layer that cannot be cut this way, or cannot store the result."""
+        """Refuse by name a layer that this method cannot cut, or that cannot store the result."""
         if self.needs not in adapter.STORES:
             others = [kind.__name__ for kind in (Baked, SharedIndex, PerChannel) if kind.needs in adapter.STORES]
             raise CompressionError(
@@ -85,31 +85,35 @@ class SelectiveMethod(ABC):
             )
         self._require_system(name, system)
 
-    @abstractmethod
     def _require_system(self, name: str, system: SelectiveSystem) -> None:
-        """Refuse a system that an earlier cut has made unfit."""
+        """Refuse a system that this method cannot cut after an earlier cut."""
+        if system.maps is not None:
+            raise CompressionError(
+                f"{name}: an earlier PerChannel cut gave every channel its own states; {self} cannot cut those;"
+                " expected selective=PerChannel(...)"
+            )
 
     @abstractmethod
     def spectrum(self, layer: Calibrated) -> Float[Tensor, "*channels n"]:
-        """Falling values, one a state."""
+        """The value of every state, in falling order."""
 
     @abstractmethod
     def reduce(self, layer: Calibrated, kept: Sequence[Int[Tensor, " _"]]) -> SelectiveReduction:
-        """Onto the states at these places of the spectrum: one list for all channels, or one for each."""
+        """The reduction to the states at these places of the spectrum: one list for all channels, or one for each."""
 
 
 @final
 @dataclass(frozen=True)
 class Baked(SelectiveMethod):
-    """One projection for all channels of a layer, multiplied into its own parameters: nothing is left at run time.
+    """One projection for all channels of a layer, multiplied into its parameters: it costs nothing at run time.
 
     E_B and E_C come from the Gramians of the channels, averaged at equal trace; x_proj gives E_B B and C E_C, and
-    channel i has the rates diag(E_B Aⁱ E_C). The projection is symmetric, so that all rates stay real and negative, for
-    any data. `two_sided` balances instead, which is a little more accurate, and refuses where rates turn complex.
-    Spectra are the Hankel values of the averaged pair: shares of a whole, not sizes.
+    channel i has the rates diag(E_B Aⁱ E_C). The projection is symmetric, so all rates stay real and negative for any
+    data. `two_sided` balances instead; it is a little more accurate, and refuses layers whose rates become complex.
+    Spectra are the Hankel values of the averaged pair: relative, not absolute, sizes.
 
     `refit` fits the rows of C again: C ← C F with F = E[h h'ᵀ] E[h' h'ᵀ]⁻¹ over all channels and a sample of the data,
-    h' the new states. It makes errors smaller and has to simulate the layer twice.
+    h' the new states. It makes errors smaller and simulates the layer twice.
     """
 
     needs = Basis.AVERAGED
@@ -120,9 +124,6 @@ class Baked(SelectiveMethod):
     def __post_init__(self) -> None:
         require_truth(self, two_sided=self.two_sided, refit=self.refit)
 
-    def _require_system(self, name: str, system: SelectiveSystem) -> None:
-        _require_shared_states(self, name, system)
-
     def spectrum(self, layer: Calibrated) -> Float[Tensor, " n"]:
         P, Q = shared_gramians(layer.system.rates, *layer.gramians)
         return hankel_values(GramianPair.of(P[None], Q[None]))[0]
@@ -132,21 +133,24 @@ class Baked(SelectiveMethod):
         projection = shared_projection(
             layer.system.rates, *layer.gramians, len(states), states=states, two_sided=self.two_sided
         )
-        reduction = SharedReduction.of(projection)
+        # With M = E_B ∘ E_Cᵀ, M a = diag(E_B diag(a) E_C).
+        E_B, E_C = projection.E_B, projection.E_C
+        reduction = SharedReduction(E_B, E_C, E_B * E_C.mT)
         if not self.refit:
             return reduction
         new = reduction.applied(layer.system)
-        return reduction.refitted(refitted_readout(layer.system, new, layer.observations.sample, reduction.E_C))
+        E_C = refitted_readout(layer.system, new, layer.observations.sample, reduction.E_C)
+        return replace(reduction, E_C=E_C)
 
 
 @final
 @dataclass(frozen=True)
 class SharedIndex(SelectiveMethod):
-    """States themselves are kept or dropped, the same in all channels, by s_j = Σ_channels √(P_jj Q_jj).
+    """A selection of states, the same in all channels, by s_j = Σ_channels √(P_jj Q_jj).
 
-    The yardstick: rates stay as they are, rows of x_proj and columns of A_log are left out. With `refit` the rows of C
-    that stay take over what they can of the others: C ← C F with F = P_k P_kk⁻¹, P the sum of the channels' Gramians,
-    k the states kept and P_k their columns. Of all F it makes Σ E[(C h − C F h_k)²] smallest, C and h taken to be
+    A baseline for comparison: rates do not change; rows of x_proj and columns of A_log are dropped. With `refit` the
+    rows of C that stay replace the others as well as they can: C ← C F with F = P_k P_kk⁻¹, P the sum of the channels'
+    Gramians, k the states kept and P_k their columns. This F minimises Σ E[(C h − C F h_k)²] if C and h are
     independent: then E[C Cᵀ] cancels in the normal equations E[C Cᵀ] F P_kk = E[C Cᵀ] P_k.
     """
 
@@ -156,9 +160,6 @@ class SharedIndex(SelectiveMethod):
 
     def __post_init__(self) -> None:
         require_truth(self, refit=self.refit)
-
-    def _require_system(self, name: str, system: SelectiveSystem) -> None:
-        _require_shared_states(self, name, system)
 
     def spectrum(self, layer: Calibrated) -> Float[Tensor, " n"]:
         return _scores(layer).sort(descending=True).values
@@ -172,17 +173,9 @@ class SharedIndex(SelectiveMethod):
         if not self.refit:
             return reduction
         P = layer.gramians[0].sum(0)
-        # P_kk is singular where states go together.
+        # P_kk is singular if states are linearly dependent.
         inverse = torch.linalg.pinv(P[states][:, states], hermitian=True, rtol=1e-10)
-        return reduction.refitted(P[:, states] @ inverse)
-
-
-def _require_shared_states(method: SelectiveMethod, name: str, system: SelectiveSystem) -> None:
-    if system.maps is not None:
-        raise CompressionError(
-            f"{name}: an earlier PerChannel cut gave every channel its own states; {method} cannot cut those; expected"
-            " selective=PerChannel(...)"
-        )
+        return replace(reduction, E_C=P[:, states] @ inverse)
 
 
 def _scores(layer: Calibrated) -> Float[Tensor, " n"]:
@@ -192,7 +185,7 @@ def _scores(layer: Calibrated) -> Float[Tensor, " n"]:
 
 
 def require_truth(method: object, **given: object) -> None:
-    """Refuse by name what is neither True nor False."""
+    """Refuse options that are neither True nor False, by name."""
     for name, value in given.items():
         if not isinstance(value, bool):
             raise CompressionError(f"{type(method).__name__}: {name} is {value!r}, expected True or False")
@@ -204,15 +197,15 @@ _SURROGATES = ("mean", "second_moment", "measured")
 @final
 @dataclass(frozen=True)
 class PerChannel(SelectiveMethod):
-    """Every channel is balanced by itself, to an order of its own; maps of B and C stay in the layer.
+    """Balanced truncation of every channel to its own order; the layer keeps maps of B and C.
 
-    Only the r columns that are kept of the paper's T and T⁻¹ are stored: whole ones do not exist in any precision.
-    What stands in for a channel is the paper's `mean` system exp(E[Δ] a), E[Δ] E[B], E[C], or Gramians from
-    `second_moment`s, which keep the variation of B and C, or of states `measured` on the data. With
-    `two_sided=False` the projection is the symmetric one of `Baked`, whose rates are real; balancing may give complex
-    ones, and a layer with complex states then. A policy is asked about every channel by itself.
+    Only the r columns that are kept of the paper's T and T⁻¹ are stored: the whole matrices are too ill-conditioned for
+    any precision. `surrogate` says what represents a channel: "mean", the paper's system exp(E[Δ] a), E[Δ] E[B], E[C];
+    "second_moment", Gramians that keep the variation of B and C; or "measured", the states on the data. With
+    `two_sided=False` the projection is the symmetric one of `Baked`, and rates stay real; balancing may make rates and
+    states complex. A policy gets every channel as if it were a layer.
 
-    With means the reduced A is log(Wᵀ exp(E[Δ] A) T) / E[Δ], which is stable for all channels, as Wᵀ A T is not.
+    With means the reduced A is log(Wᵀ exp(E[Δ] A) T) / E[Δ], which is stable for all channels; Wᵀ A T is not.
     """
 
     needs = Basis.BY_CHANNEL
@@ -274,8 +267,8 @@ class PerChannel(SelectiveMethod):
 
 
 def _mean_system(layer: Calibrated) -> DiagonalSystem:
-    """The paper's stand-in for every channel."""
-    layer.observations.require_enough(len(layer.system.W_B))
+    """The paper's mean system of every channel."""
+    layer.observations.require_data(len(layer.system.W_B))
     system, averages = layer.system, layer.observations.averages
     step, B, C = (averages.mean(of) for of in ("step", "B", "C"))
     if system.maps is None:
@@ -288,7 +281,7 @@ def _mean_system(layer: Calibrated) -> DiagonalSystem:
 
 
 def _of_means(system: DiagonalSystem, step: Float[Tensor, " members"], states: Int[Tensor, "members r"]) -> Modes:
-    """In discrete time, at the mean step; the rates whose samples those are."""
+    """Modes of the balanced mean system, converted from poles at the mean step to rates."""
     result = balance(gramian_pair(system, None), states)
     modes = diagonal_modes(result.left.mH @ (system.poles[..., :, None] * result.right), result.left, result.right)
     values = modes.values if bool((modes.values.real > 0).all()) else modes.values.to(torch.complex128)
@@ -298,18 +291,18 @@ def _of_means(system: DiagonalSystem, step: Float[Tensor, " members"], states: I
 
 
 def _as_they_are(rates: Tensor, count: Tensor | None) -> Modes:
-    """Channels that are not cut."""
+    """The modes of channels that are not cut."""
     unit = torch.eye(rates.shape[-1], dtype=rates.dtype, device=rates.device).expand(len(rates), -1, -1)
     return _single(rates, unit, unit, count)
 
 
 def _single(rates: Tensor, E_B: Tensor, E_C: Tensor, count: Tensor | None = None) -> Modes:
-    """None of them for two, and all of them there unless a count is given."""
+    """Modes without conjugate pairs; all of them are present unless `count` says how many."""
     count = torch.full((len(rates),), rates.shape[-1], device=rates.device) if count is None else count
     return Modes(rates, E_B, E_C, torch.zeros_like(rates, dtype=torch.bool), count)
 
 
 def default_method(model: nn.Module) -> SelectiveMethod:
-    """`Baked`, or `PerChannel` where an earlier cut gave channels states of their own."""
+    """`PerChannel` if an earlier cut of the model gave channels their own states, else `Baked`."""
     adapted = ((module, adapter) for module, adapter in find(model).values() if isinstance(adapter, SelectiveAdapter))
     return PerChannel() if any(adapter.maps(module) is not None for module, adapter in adapted) else Baked()

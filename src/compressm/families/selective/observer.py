@@ -1,4 +1,4 @@
-"""What the inputs of a selective layer chose while the model ran on real data: averages, in float64, and a sample."""
+"""Observation of selective layers: averages over data of Δ, B and C, states, and a sample of inputs, in float64."""
 
 from __future__ import annotations
 
@@ -12,20 +12,17 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from compressm.adapters import AdapterError, SelectiveAdapter
-from compressm.control import ControlError, StateCovariance
 from compressm.control.selective import SelectiveSystem
-from compressm.control.validation import require_finite
 from compressm.errors import CompressionError
-from compressm.families.base import Observer, Total
-from compressm.families.choices import Measured
-from compressm.families.observing import Sample, close_enough, sampled_steps, sequences_at_once, without_padding
+from compressm.families.base import Total
+from compressm.families.observing import InputObserver, Observations, sequences_at_once
 from compressm.families.selective.simulation import states, steps_at_once
 
 
 @final
 @dataclass
 class Averages:
-    """Sums over the steps that count: of Δ for every channel, of B and C, and of B Bᵀ and C Cᵀ."""
+    """Sums over steps without padding: of Δ for every channel, of B and C, and of B Bᵀ and C Cᵀ."""
 
     count: Float[Tensor, ""]
     step: Float[Tensor, " channels"]
@@ -36,19 +33,19 @@ class Averages:
 
     @classmethod
     def nothing(cls, system: SelectiveSystem) -> Averages:
-        """Of no step yet."""
+        """The sums over no steps."""
         m, zeros = len(system.W_B), system.step_bias.new_zeros
         return cls(zeros(()), zeros(system.channels), zeros(m), zeros(m), zeros(m, m), zeros(m, m))
 
     @classmethod
     def imagined(cls, system: SelectiveSystem) -> Averages:
-        """As if B and C were white: for a cut that nobody sees."""
+        """Sums as if B and C were white noise, for a rehearsal."""
         m = len(system.W_B)
         one, white = system.step_bias.new_ones, torch.eye(m, dtype=torch.float64, device=system.device)
         return cls(one(()) * m, one(system.channels) * m, one(m), one(m), white * m, white * m)
 
     def add(self, delta: Tensor, B: Tensor, C: Tensor, counts: Bool[Tensor, "batch length"] | None) -> None:
-        """See a batch: Δ (batch, length, channels), B and C (batch, length, m)."""
+        """Add a batch: Δ (batch, length, channels), B and C (batch, length, m)."""
         delta, B, C = (part.flatten(0, 1) if counts is None else part[counts] for part in (delta, B, C))
         self.count = self.count + len(B)
         self.step = self.step + delta.sum(0)
@@ -56,7 +53,7 @@ class Averages:
         self.BB, self.CC = self.BB + B.mT @ B, self.CC + C.mT @ C
 
     def over(self, total: Total) -> Averages:
-        """Of all processes together."""
+        """The sums over all processes."""
         return Averages(*(total(getattr(self, part.name)) for part in fields(self)))
 
     def mean(self, of: str) -> Tensor:
@@ -67,66 +64,33 @@ class Averages:
 
 @final
 @dataclass
-class SelectiveObservations:
-    """Of one layer: averages, the covariance of its states where that was asked for, and some of its inputs u."""
+class SelectiveObservations(Observations):
+    """Averages over one layer's data, the covariance of its states if that is needed, and a sample of its inputs u."""
 
-    name: str
-    averages: Averages
-    covariance: StateCovariance | None
-    sample: Sample = field(default_factory=Sample)
-    passes: int = 0
+    averages: Averages = field(kw_only=True)
 
     def over(self, total: Total) -> SelectiveObservations:
-        """With what all processes saw; the inputs that are kept stay those of this one."""
-        shared = None
-        if self.covariance is not None:
-            assert self.covariance.total is not None
-            assert self.covariance.count is not None
-            shared = StateCovariance()
-            shared.total = total(self.covariance.total)
-            shared.count = total(self.covariance.count)
-        return replace(self, averages=self.averages.over(total), covariance=shared)
+        return replace(super().over(total), averages=self.averages.over(total))
 
-    def require_enough(self, order: int) -> None:
-        """Fewer steps than states would call the others dead."""
+    def require_data(self, order: int) -> None:
+        """Refuse fewer steps than states."""
         count = int(self.averages.count)
         if self.covariance is not None and self.covariance.count is not None:
             count = min(count, int(self.covariance.count.min()))
-        if count < order:
-            raise CompressionError(
-                f"calibrate showed {count} steps to a layer of {order} states ({self.name or 'the model'!r}), expected"
-                " at least as many steps as states: run it on more data"
-            )
+        self.require_enough(count, order)
 
 
 @final
-class SelectiveObserver(Observer):
-    """Hooks on a selective layer, whose arguments tell what is padding, and on the part of it whose input is u."""
+@dataclass
+class SelectiveObserver(InputObserver):
+    """Hooks on a selective layer, whose arguments show which steps are padding, and on its part whose input is u."""
 
-    def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        adapter: SelectiveAdapter[Any],
-        system: SelectiveSystem,
-        choice: Measured,
-        *,
-        covariance: bool,
-    ) -> None:
-        self.module, self.adapter, self.system, self.choice = module, adapter, system, choice
-        self.observations = SelectiveObservations(
-            name, Averages.nothing(system), StateCovariance() if covariance else None
-        )
-        self._observing = False
-        self._counts: Tensor | None = None
-
-    @property
-    def name(self) -> str:
-        return self.observations.name
-
-    @property
-    def passes(self) -> int:
-        return self.observations.passes
+    observations: SelectiveObservations
+    system: SelectiveSystem
+    adapter: SelectiveAdapter[Any]
+    # Whether the layer's forward is running, and its mask of steps that are not padding.
+    observing: bool = False
+    counts: Tensor | None = None
 
     def attach(self) -> Sequence[RemovableHandle]:
         return [
@@ -136,57 +100,46 @@ class SelectiveObserver(Observer):
         ]
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._observing = True
+        self.observing = True
         try:
-            self._counts = self.adapter.counted(module, args, kwargs)
+            self.counts = self.adapter.counted(module, args, kwargs)
         except AdapterError as error:
             raise CompressionError(f"{self.name or 'the model'}: {error}") from error
 
     def _end(self, module: nn.Module, args: object, output: object) -> None:
-        self._observing = False
+        self.observing = False
 
     def _observe(self, part: nn.Module, args: tuple[Any, ...]) -> None:
-        if not self._observing:
+        if not self.observing:
             return
-        u, counts, observations = args[0].detach(), self._counts, self.observations
+        u, counts = args[0].detach(), self.counts
         if u.ndim != 3 or u.shape[-1] != self.system.channels or (counts is not None and counts.shape != u.shape[:2]):
             said = "" if counts is None else f" with a mask {tuple(counts.shape)}"
             raise CompressionError(
-                f"{observations.name or 'the model'!r} gave its x_proj {tuple(u.shape)}{said}, expected (batch, length,"
-                f" channels) with {self.system.channels} channels"
+                f"{self.observations.said} gave its x_proj {tuple(u.shape)}{said}, expected (batch, length, channels)"
+                f" with {self.system.channels} channels"
             )
-        u = without_padding(u, counts)
-        try:
-            require_finite("u", u)
-            self._accumulate(u.to(torch.float64), counts)
-        except ControlError as error:
-            raise CompressionError(
-                f"calibrate gave {observations.name or 'the model'!r} what cannot be measured, expected finite inputs:"
-                f" {error}"
-            ) from error
-        observations.sample.add(u, counts)
-        observations.passes += 1
+        self.add(u, counts)
 
-    def _accumulate(self, u: Tensor, counts: Tensor | None) -> None:
-        """Some sequences at a time; averages of every pass, states, which cost more, of the first `batches` alone."""
+    def accumulate(self, u: Tensor, counts: Tensor | None) -> None:
+        """Add averages of every pass, and states, which cost more, of the first `batches` passes."""
         (batch, length, _), system = u.shape, self.system
-        available = batch * length if counts is None else int(counts.sum())
-        steps = sampled_steps(batch, length, close_enough(self.choice.stride, available, system.order)).to(u.device)
-        looked = torch.zeros(batch, length, dtype=torch.bool, device=u.device).scatter(1, steps, True)
-        looked = looked if counts is None else looked & counts
+        sampled = torch.zeros(batch, length, dtype=torch.bool, device=u.device)
+        sampled = sampled.scatter(1, self.sampled_steps(u, counts), True)
+        sampled = sampled if counts is None else sampled & counts
         share = sequences_at_once(length, system.rates.numel())
+        covariance = self.observations.covariance if self.passes < self.choice.batches else None
         for start in range(0, batch, share):
             part = slice(start, start + share)
             self.observations.averages.add(*system.selected(u[part]), None if counts is None else counts[part])
-            simulate = self.observations.passes < self.choice.batches
-            if self.observations.covariance is not None and simulate and bool(looked[part].any()):
-                self.observations.covariance.add(_states_at(system, u[part], looked[part]))
+            if covariance is not None and bool(sampled[part].any()):
+                covariance.add(_states_at(system, u[part], sampled[part]))
 
 
 def _states_at(
-    system: SelectiveSystem, u: Float[Tensor, "batch length channels"], looked: Bool[Tensor, "batch length"]
+    system: SelectiveSystem, u: Float[Tensor, "batch length channels"], sampled: Bool[Tensor, "batch length"]
 ) -> Tensor:
-    """The states at the steps that are looked at: (channels, samples, n)."""
+    """The states at the sampled steps: (channels, samples, n)."""
     steps = steps_at_once(system, batch=len(u))
-    found = [h[here] for h, here in zip(states(system, u, steps), torch.split(looked.mT, steps), strict=True)]
+    found = [h[here] for h, here in zip(states(system, u, steps), torch.split(sampled.mT, steps), strict=True)]
     return torch.cat(found).movedim(0, 1)

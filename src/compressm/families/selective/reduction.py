@@ -1,4 +1,4 @@
-"""What an optimizer has learned about a selective layer, carried through a cut of that layer."""
+"""Reductions of selective layers, and how an optimizer's moments go through the same change of basis."""
 
 from __future__ import annotations
 
@@ -13,21 +13,18 @@ from torch import Tensor, nn
 
 from compressm.adapters import SelectiveAdapter
 from compressm.adapters.mamba import IMAGINARY, PROJECTION, RATES
-from compressm.control import Projection
 from compressm.control.projection import Modes
 from compressm.control.selective import ChannelMaps, SelectiveSystem
 from compressm.families.base import Change, Values, Writing
-
-Pair = tuple[Tensor, Tensor, Tensor]  # E_B, E_C and M
 
 
 @final
 @dataclass(frozen=True)
 class SharedChange(Change):
-    """The rows of x_proj are W_B' = E_B W_B and W_C' = E_Cᵀ W_C, the rates a' = M a = −exp(A_log').
+    """One projection for all channels: W_B' = E_B W_B and W_C' = E_Cᵀ W_C in x_proj, rates a' = M a = −exp(A_log').
 
-    Moving W_B' by d is moving W_B by E_C d, hence g_B' = E_Cᵀ g_B; in the same way g_C' = E_B g_C and g_a' = M g_a,
-    for the diagonal of E_C diag(a') E_B is Mᵀ a'. The rows of Δ stay as they are.
+    A step d of W_B' is a step E_C d of W_B, hence g_B' = E_Cᵀ g_B; in the same way g_C' = E_B g_C and g_a' = M g_a,
+    because the diagonal of E_C diag(a') E_B is Mᵀ a'. The rows of Δ do not change.
     """
 
     module: nn.Module
@@ -37,18 +34,6 @@ class SharedChange(Change):
     E_B: Float[Tensor, "r n"]
     E_C: Float[Tensor, "n r"]
     mixing: Float[Tensor, "r n"]
-
-    @classmethod
-    def to(
-        cls,
-        module: nn.Module,
-        adapter: SelectiveAdapter[Any],
-        old: SelectiveSystem,
-        new: SelectiveSystem,
-        pair: Pair,
-    ) -> SharedChange:
-        """With the values that the adapter gives the new system."""
-        return cls(module, Writing.of(module, adapter, new, new.order), old, new, *pair)
 
     @property
     def resized(self) -> Sequence[str]:
@@ -76,7 +61,7 @@ class SharedChange(Change):
     def _carried(
         self, moments: Values, of_B: Tensor, of_C: Tensor, before: Tensor, after: Tensor, *, squared: bool = False
     ) -> dict[str, Tensor]:
-        """Blocks of rows by these maps; rates as diag(after) M diag(before), or all by the squares of the entries."""
+        """Map blocks by these matrices, rates by diag(after) M diag(before); `squared` squares all entries."""
         mixing = self.mixing
         if squared:
             of_B, of_C, before, after, mixing = (part.square() for part in (of_B, of_C, before, after, mixing))
@@ -90,18 +75,18 @@ class SharedChange(Change):
         return carried
 
     def _blocks(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Those of Δ, B and C."""
+        """The rows of Δ, B and C."""
         rank, n = len(self.old.step_in), self.old.order
         return rows[:rank], rows[rank : rank + n], rows[rank + n :]
 
 
 class SelectiveReduction(ABC):
-    """A change of basis, which also other layers of the same shapes can go through."""
+    """A change of basis that can be applied to any layer of the same shapes."""
 
     @property
     @abstractmethod
     def order(self) -> int:
-        """States that are left."""
+        """The number of states that stay."""
 
     @abstractmethod
     def applied(self, system: SelectiveSystem) -> SelectiveSystem:
@@ -109,11 +94,11 @@ class SelectiveReduction(ABC):
 
     @abstractmethod
     def change(self, module: nn.Module, adapter: SelectiveAdapter[Any], system: SelectiveSystem) -> Change:
-        """Of the module that is this system now."""
+        """The change of a module that computes this system."""
 
     @abstractmethod
     def to(self, device: torch.device | str) -> SelectiveReduction:
-        """On another device."""
+        """A copy on `device`."""
 
 
 @final
@@ -125,15 +110,6 @@ class SharedReduction(SelectiveReduction):
     E_C: Float[Tensor, "n r"]
     mixing: Float[Tensor, "r n"]
 
-    @classmethod
-    def of(cls, projection: Projection) -> SharedReduction:
-        """With M = E_B ∘ E_Cᵀ, so that M a = diag(E_B diag(a) E_C)."""
-        return cls(projection.E_B, projection.E_C, projection.E_B * projection.E_C.mT)
-
-    def refitted(self, E_C: Float[Tensor, "n r"]) -> SharedReduction:
-        """With other rows of C; states stay the same."""
-        return replace(self, E_C=E_C)
-
     @property
     def order(self) -> int:
         return self.E_B.shape[0]
@@ -142,7 +118,9 @@ class SharedReduction(SelectiveReduction):
         return system.projected(self.E_B, self.E_C, system.rates @ self.mixing.mT)
 
     def change(self, module: nn.Module, adapter: SelectiveAdapter[Any], system: SelectiveSystem) -> Change:
-        return SharedChange.to(module, adapter, system, self.applied(system), (self.E_B, self.E_C, self.mixing))
+        new = self.applied(system)
+        writing = Writing.of(module, adapter, new, new.order)
+        return SharedChange(module, writing, system, new, self.E_B, self.E_C, self.mixing)
 
     def to(self, device: torch.device | str) -> SharedReduction:
         return SharedReduction(self.E_B.to(device), self.E_C.to(device), self.mixing.to(device))
@@ -151,9 +129,9 @@ class SharedReduction(SelectiveReduction):
 @final
 @dataclass(frozen=True)
 class ChannelReduction(SelectiveReduction):
-    """B ← E_Bⁱ B, C ← C E_Cⁱ in channel i, whose old rates become `rates`; the first `count[i]` states are its own.
+    """B ← E_Bⁱ B, C ← C E_Cⁱ in channel i, whose old rates become `rates`; it has `count[i]` states.
 
-    `twice`: which complex modes stand for a pair of conjugates, and are doubled in E_C.
+    `twice` marks the complex modes that represent a conjugate pair; E_C doubles them.
     """
 
     E_B: Inexact[Tensor, "channels r n"]
@@ -165,7 +143,7 @@ class ChannelReduction(SelectiveReduction):
 
     @classmethod
     def of(cls, system: SelectiveSystem, parts: Mapping[tuple[int, ...], Modes]) -> ChannelReduction:
-        """From the modes of all channels, given for some of them at a time; states that a channel lacks are zeros."""
+        """The reduction to these modes, given for groups of channels; states that a channel lacks are zeros."""
         count = torch.zeros(system.channels, dtype=torch.int64, device=system.device)
         for members, modes in parts.items():
             count[list(members)] = modes.count.to(count.device)
@@ -189,11 +167,11 @@ class ChannelReduction(SelectiveReduction):
 
     @property
     def mixing(self) -> Inexact[Tensor, "channels r n"]:
-        """Of which old rates a new one is the mean: E_B ∘ E_Cᵀ, each row of which sums to 1."""
+        """The weights E_B ∘ E_Cᵀ with which each new rate is a mean of old ones; each row sums to 1."""
         return self.E_B * self.E_C.mT / (1 + self.twice[..., None].to(torch.float64))
 
     def applied(self, system: SelectiveSystem) -> SelectiveSystem:
-        # The rates of a layer that follows differ a little from those that the reduction was made for.
+        # The rates of a copy that follows differ a little from those that the reduction was computed for.
         apart = (system.rates - self.old_rates).to(self.rates.dtype)
         rates = self.rates + (self.mixing @ apart[..., None])[..., 0]
         B, C = self.E_B, self.E_C
@@ -213,10 +191,10 @@ class ChannelReduction(SelectiveReduction):
 @final
 @dataclass(frozen=True)
 class ChannelChange(Change):
-    """x_proj stays as it is; rates go a' = M a, and gradients with respect to them g' = M̃* g with M̃ = E_B ∘ E_Cᵀ.
+    """Own states for every channel: x_proj does not change; a' = M a, and gradients g' = M̃* g with M̃ = E_B ∘ E_Cᵀ.
 
-    a = −exp(A_log) + i A_imag. Moving a' by d moves the diagonal of E_C diag(a') E_B by M̃ᵀ d, of which a real a takes
-    the real part; M̃ counts modes twice that stand for two.
+    a = −exp(A_log) + i A_imag. A step d of a' moves the diagonal of E_C diag(a') E_B by M̃ᵀ d; a real a takes the real
+    part. M̃ counts modes that represent a pair twice.
     """
 
     module: nn.Module
@@ -250,7 +228,7 @@ class ChannelChange(Change):
     def _carried(
         self, moments: Values, through: Tensor, before: Tensor, after: Tensor, *, squared: bool = False
     ) -> dict[str, Tensor]:
-        """Real and imaginary parts of (re + i im) by a complex map, or their squares by the squares of its entries."""
+        """Real and imaginary parts mapped by a complex matrix, or, if `squared`, by the squares of its entries."""
         re, im = through.real, through.imag if through.is_complex() else torch.zeros_like(through)
         rows = ((re, -im), (im, re))
         if squared:

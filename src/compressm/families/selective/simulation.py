@@ -1,4 +1,4 @@
-"""A selective system on real inputs: its states step by step, its outputs, and those of another beside them."""
+"""Simulation of a selective system on real inputs: its states, its outputs, and how both change with a cut."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from torch.nn.functional import pad
 
 from compressm.control.linear_algebra import exponential
 from compressm.control.selective import SelectiveSystem
+from compressm.families import observing
 from compressm.families.observing import Sample, sequences_at_once
 from compressm.ops.selective import selective_scan
 
-# Numbers that a scan holds at once for each state: it, its B and C where channels have their own, all of them pairs.
+# Numbers that a scan holds for each state: the state itself, and B and C if channels have their own, all complex.
 _PER_STATE = 4
-# States at once: a few megabytes, which a cache holds, or as many as keep a GPU busy. And of one step, where chunks of
-# time make up for few: a call costs 5 µs.
+# States per block: a few megabytes, which fit into a cache, or as many as keep a GPU busy. And the states of one step
+# above which chunks of time do not pay off: a call costs 5 µs.
 _BLOCK, _BLOCK_ON_GPU = 2**18, 2**25
 _ENOUGH, _ENOUGH_ON_GPU = 2**13, 2**20
 
 
 def states(system: SelectiveSystem, u: Float[Tensor, "batch length channels"], steps: int) -> Iterator[Tensor]:
-    """h[0], h[1], …, so many of them at a time: (steps, batch, channels, n)."""
+    """The states h[0], h[1], … in blocks of `steps`: (steps, batch, channels, n)."""
     delta, B, _ = system.selected(u)
     h = torch.zeros_like(system.rates).expand(len(u), -1, -1)
     for start in range(0, u.shape[1], steps):
@@ -34,16 +35,16 @@ def states(system: SelectiveSystem, u: Float[Tensor, "batch length channels"], s
 
 
 def steps_at_once(*systems: SelectiveSystem, batch: int) -> int:
-    """So many that the states of each fit into the memory that a block may have."""
+    """The number of steps whose states fit into the memory of a block."""
     most = _BLOCK_ON_GPU if systems[0].rates.is_cuda else _BLOCK
     return max(1, most // (batch * max(system.rates.numel() for system in systems)))
 
 
 def _walked(system: SelectiveSystem, u: Tensor, delta: Tensor, B: Tensor, h: Tensor) -> Tensor:
-    """All states of a block, from the one before it.
+    """All states of a block, which starts from h.
 
-    Where a step has few numbers, chunks of time go side by side, as if each began with zeros, and then
-    h[t] + exp(a Σ Δ) h[before the chunk]: K chunks of T steps take T + K calls in the place of K T.
+    If a step has few numbers, chunks of time run in parallel, each from zeros; afterwards exp(a Σ Δ) h[before the
+    chunk] is added to h[t]. K chunks of T steps take T + K calls instead of K T.
     """
     length = u.shape[1]
     enough = _ENOUGH_ON_GPU if h.is_cuda else _ENOUGH
@@ -55,30 +56,30 @@ def _walked(system: SelectiveSystem, u: Tensor, delta: Tensor, B: Tensor, h: Ten
     for t in range(1, len(found)):
         found[t].addcmul_(decay[t], found[t - 1])
         if chunks > 1:
-            decay[t].mul_(decay[t - 1])  # what is left of the beginning
+            decay[t].mul_(decay[t - 1])  # the decay since the start of the chunk
     for k in range(1, chunks):
         found[:, k].addcmul_(decay[:, k], found[-1, k - 1])
     return found.transpose(0, 1).flatten(0, 1)[:length]
 
 
 def _in_chunks(x: Float[Tensor, "batch length _"], chunks: int) -> Float[Tensor, "steps chunks batch _"]:
-    """Time cut into chunks; a last one that is too short ends in zeros, in which nothing moves."""
+    """Split time into chunks; zeros, which change no state, fill the last one."""
     batch, length, _ = x.shape
     steps = -(-length // chunks)
     return pad(x, (0, 0, 0, steps * chunks - length)).reshape(batch, chunks, steps, -1).permute(2, 1, 0, 3)
 
 
 def _of_channels(system: SelectiveSystem, B: Float[Tensor, "steps chunks batch m"]) -> Tensor:
-    """(steps, chunks, batch, channels or 1, n)."""
+    """B in the coordinates of every channel: (steps, chunks, batch, channels or 1, n)."""
     if system.maps is None:
         return B[..., None, :]
     return torch.einsum("cnm,tkbm->tkbcn", system.maps.B, B.to(system.maps.B.dtype))
 
 
 def outputs(system: SelectiveSystem, u: Float[Tensor, "batch length channels"]) -> Tensor:
-    """Re(C h), what the scan gives without skip and gate.
+    """Re(C h), the output of the scan without skip and gate.
 
-    On a GPU in float32, by the kernels that train: they have no float64, and without them it is a loop over time.
+    A GPU computes it in float32 by the training kernels, which have no float64; without them it would be a loop.
     """
     chosen = (_for_kernels(part) for part in (u, *system.selected(u)))
     u, delta, B, C = chosen
@@ -96,25 +97,22 @@ def outputs(system: SelectiveSystem, u: Float[Tensor, "batch length channels"]) 
 
 
 def _for_kernels(part: Tensor) -> Tensor:
-    """In single precision on a GPU."""
+    """The tensor in single precision if it is on a GPU."""
     if not part.is_cuda:
         return part
     return part.to(torch.complex64 if part.is_complex() else torch.float32)
 
 
 def _at_once(system: SelectiveSystem, length: int) -> int:
-    """Sequences: kernels keep no states, so that only a B and a C of every channel take room on a GPU."""
+    """The number of sequences to simulate together; on a GPU kernels store no states, only B and C of every channel."""
     held = system.channels if system.rates.is_cuda and system.maps is None else system.rates.numel()
     return sequences_at_once(length, _PER_STATE * held)
 
 
 def squared_change(old: SelectiveSystem, new: SelectiveSystem, sample: Sample) -> Float[Tensor, "2"]:
-    """‖y_new − y_old‖² and ‖y_old‖², scaled up to all steps that were seen: they can be summed over processes."""
-    squares = torch.zeros(2, dtype=torch.float64, device=old.device)
-    for u, counts in sample.parts(min(_at_once(system, sample.longest) for system in (old, new))):
-        before, after = (outputs(system, u) * counts[..., None] for system in (old, new))
-        squares += torch.stack([(after - before).square().sum(), before.square().sum()])
-    return squares * sample.weight
+    """‖y_new − y_old‖² and ‖y_old‖² of the scan's output, scaled up to all observed steps."""
+    share = min(_at_once(system, sample.longest) for system in (old, new))
+    return observing.squared_change(outputs, old, new, sample, share)
 
 
 def refitted_readout(
@@ -122,7 +120,7 @@ def refitted_readout(
 ) -> Float[Tensor, "n r"]:
     """F = E[h h'ᵀ] E[h' h'ᵀ]⁻¹, the best estimate F h' of the old states h from the new ones h'; E_C without a sample.
 
-    It makes Σ E[(C h − C F h')²] over all channels smallest where C and h are independent, for then E[C Cᵀ] cancels.
+    It minimises Σ E[(C h − C F h')²] over all channels if C and h are independent, because then E[C Cᵀ] cancels.
     """
     if not sample.sequences:
         return E_C
@@ -135,6 +133,6 @@ def refitted_readout(
         ):
             kept = (small * here[..., None, None]).flatten(0, 2)
             crossed, squares = crossed + h.flatten(0, 2).mT @ kept, squares + kept.mT @ kept
-    # What the data does not tell stays as it was.
+    # E_C does not change in directions without data.
     rest = crossed - E_C @ squares
     return E_C + rest @ torch.linalg.pinv(squares, hermitian=True, rtol=1e-10)
