@@ -14,11 +14,11 @@ from types import ModuleType
 _IN_THE_LIBRARY = {
     "adapters.base": "adapters.validation adapters.writing",
     "adapters.mamba": "adapters.selective",
-    "adapters.promises": "adapters.trial",
+    "adapters.promises": "adapters.selective_promises adapters.trial",
     "adapters.transformers": "adapters.foreign",
     "cli.options": "cli.choices cli.paths",
     "compression.distributed": "compression.wrapping",
-    "compression.inspection": "compression.inspecting",
+    "compression.inspection": "compression.inspecting compression.tracker",
     "compression.optimizer": "compression.groups compression.moments compression.optimizer_state",
     "compression.planning": "compression.options compression.rehearsal compression.stages compression.suitability",
     "compression.policies": "compression.orders compression.spectra",

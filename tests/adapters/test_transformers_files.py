@@ -109,7 +109,7 @@ def test_a_checkpoint_that_cannot_be_taken_changes_nothing(tmp_path):
     model = make(seed=1)
     del mixers(model)[1].ssm_state_size
     before = [value.clone() for value in model.state_dict().values()]
-    with pytest.raises(SavingError, match=r"layers.1.mixer: ssm_state_size should go with the order"):
+    with pytest.raises(SavingError, match=r"layers.1.mixer: ssm_state_size should change with the order"):
         load_checkpoint(tmp_path / "c.pt", model=model)
     torch.testing.assert_close(list(model.state_dict().values()), before, rtol=0, atol=0)
 

@@ -84,10 +84,10 @@ MADE = {
     "a class for a policy": ("make_compressor(keep=EnergyTolerance)", "keep is <class", "a policy"),
     "an optimizer of others": ("make_compressor(optimizer=strangers)", "does not hold blocks.0.ssm.nu_log", "None"),
     "no optimizer at all": ("make_compressor(optimizer='adam')", "optimizer is a str", "param_groups"),
-    "LBFGS": ("other_kind(torch.optim.LBFGS)", "LBFGS mixes", "choose Adam"),
-    "Adafactor": ("other_kind(torch.optim.Adafactor)", "Adafactor mixes", "choose Adam"),
+    "LBFGS": ("other_kind(torch.optim.LBFGS)", "LBFGS mixes", "expected Adam"),
+    "Adafactor": ("other_kind(torch.optim.Adafactor)", "Adafactor mixes", "expected Adam"),
     "no SSM layer": ("make_compressor(model=nn.Linear(2, 2), optimizer=None)", "Linear has no SSM layer", "adapters"),
-    "none that is taken": ("make_compressor(filter_fn=lambda module, name: False)", "filter_fn takes no", "blocks.0"),
+    "none that is taken": ("make_compressor(filter_fn=lambda module, name: False)", "filter_fn accepts no", "blocks.0"),
     "no model": ("make_compressor(model=[model])", "list", "nn.Module"),
     "an empty schedule": ("make_compressor(when=[])", "when is []", "never fire"),
     "an empty range": ("make_compressor(when=range(5, 5))", "range(5, 5)", "never fire"),
@@ -97,12 +97,12 @@ MADE = {
     "measured without data, once": ("once(gramian=Measured(2))", "Measured(batches=2, stride=8)", "calibrate"),
     "a bound with data": (
         "make_compressor(keep=ErrorBound(0.1), calibrate=lambda model: None)",
-        "ErrorBound(eps=0.1, relative=True) with Gramians that are measured",
+        "ErrorBound(eps=0.1, relative=True) needs an error bound",
         "expected gramian=WhiteNoise()",
     ),
     "a bound with data, for one layer": (
         "once(overrides={'blocks.1.*': ErrorBound(0.1)}, calibrate=lambda model: None, gramian=Measured())",
-        "ErrorBound(eps=0.1, relative=True) with Gramians that are measured",
+        "ErrorBound(eps=0.1, relative=True) needs an error bound",
         "expected gramian=WhiteNoise()",
     ),
     "data that cannot be run": ("make_compressor(calibrate=3)", "calibrate is 3", "function of the model"),
@@ -168,7 +168,7 @@ STEPPED = {
     ),
     "data of one step for a layer by itself": (
         "compress_(LRU(2, 4), keep=keep, calibrate=lambda layer: layer(torch.ones(1, 1, 2)))",
-        "1 steps to a layer of 4 states ('the model')",
+        "1 steps through a layer of 4 states ('the model')",
     ),
     "data that is no function": (
         "once(calibrate=torch.ones(9, 9))",

@@ -127,7 +127,7 @@ FAILURES = {
     "data_that_fails_in_one": ("process 1 failed while reading the layers: RuntimeError: no data", "no data"),
     "an_optimizer_that_is_behind_in_one": ("process 1 failed while writing the cut", "the optimizer's state of"),
     "a_write_that_fails_in_one": ("process 1 failed while writing the cut: OSError: no memory", "no memory"),
-    "a_snapshot_that_fails_in_one": ("process 1 failed while keeping what was before the cut", "snapshots-1"),
+    "a_snapshot_that_fails_in_one": ("process 1 failed while taking a snapshot before the cut", "snapshots-1"),
     "an_evaluation_that_fails_in_one": ("process 1 failed while evaluating", "evaluate returned None"),
     "processes_at_other_steps": ("the step of the cut: 2 here, 3 in process 1", "3 here, 2 in process 0"),
 }

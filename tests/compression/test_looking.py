@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from compressm.adapters import adapter_for
-from compressm.compression.inspection import inspect
-from compressm.compression.tracker import HankelTracker
+from compressm.compression.inspection import HankelTracker, inspect
 from compressm.control import fold, hankel_singular_values
 from compressm.errors import CompressionError
 from compressm.layers import LRU, S4D

@@ -326,7 +326,7 @@ def test_a_state_of_another_order_is_refused_with_both_shapes():
         CompressionError, match=r"'exp_avg' of nu_log has shape \(9,\), the parameter \(\d,\)"
     ) as caught:
         prepare_cut("layer", change_of(layer, 4), optimizer, Transport())
-    assert "saved at the orders of now" in str(caught.value)
+    assert "saved at the present orders" in str(caught.value)
     assert "choose" not in str(caught.value)
 
 

@@ -6,10 +6,9 @@ import torch
 from compressm.adapters import write
 from compressm.compression import planning
 from compressm.compression.compressor import Compressor, compress_
-from compressm.compression.inspection import inspect
+from compressm.compression.inspection import HankelTracker, inspect
 from compressm.compression.planning import Options, plan_cuts, read_layers, spectra
 from compressm.compression.policies import Budget, EnergyTolerance, ErrorBound, KeepFraction, TargetOrder
-from compressm.compression.tracker import HankelTracker
 from compressm.control import UnstableSystemError, error_bounds, fold, hankel_singular_values
 from compressm.errors import CompressionError
 from compressm.families import read_layer
@@ -247,5 +246,5 @@ def test_a_model_without_values_is_refused_by_name(look):
 
 
 def test_a_filter_that_takes_nothing_is_named():
-    with pytest.raises(CompressionError, match=r"filter_fn takes no SSM layer.*'blocks\.0\.ssm'"):
+    with pytest.raises(CompressionError, match=r"filter_fn accepts no SSM layer.*'blocks\.0\.ssm'"):
         inspect(make(), filter_fn=lambda module, name: False)

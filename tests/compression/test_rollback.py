@@ -180,9 +180,9 @@ def regrouped(run):
 
 
 REFUSED = {
-    "another parameter": (grown, "parameters are not those.*extra"),
+    "another parameter": (grown, "parameters differ from those.*extra"),
     "another buffer": (lambda run: run.model.register_buffer("late", torch.ones(1)) or run.subject, "buffers.*late"),
-    "another group": (regrouped, "parameters are not those|2 groups"),
+    "another group": (regrouped, "parameters differ from those|2 groups"),
     "no optimizer": (lambda run: Subject((run.model,), None, run.scheduler), "taken with optimizer"),
     "no scheduler": (lambda run: Subject((run.model,), run.optimizer), "taken with scheduler"),
 }

@@ -182,9 +182,9 @@ def pruned():
 REFUSED = {
     shared_by_layers: r"blocks\.0\.ssm\.C_re is also blocks\.1\.ssm\.C_re.*two modules share",
     shared_with_something_else: r"blocks\.0\.ssm\.C_im is also readout\.weight.*two modules share",
-    parametrised: r"blocks\.0\.ssm\.B_re is no parameter but computed.*parametrizations\.B_re\.original",
-    normalised: r"blocks\.0\.ssm\.B_re is no parameter but computed.*remove that first",
-    pruned: r"blocks\.0\.ssm\.C_re is no parameter but computed.*C_re_orig",
+    parametrised: r"blocks\.0\.ssm\.B_re is not a parameter but computed.*parametrizations\.B_re\.original",
+    normalised: r"blocks\.0\.ssm\.B_re is not a parameter but computed.*first remove that",
+    pruned: r"blocks\.0\.ssm\.C_re is not a parameter but computed.*C_re_orig",
 }
 
 

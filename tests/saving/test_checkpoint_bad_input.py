@@ -186,7 +186,7 @@ def test_a_schedule_with_another_past_is_refused_before_anything_is_changed(tmp_
         said = str(refused.value)
         assert said.startswith(f"{tmp_path / '2'}: the saved schedule is [1, 3], this one's {when}")
         assert "the same steps up to step 2" in said
-        assert "steps after it may differ" in said
+        assert "later steps may differ" in said
         assert everything(run) == before
 
 

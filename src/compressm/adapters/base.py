@@ -359,10 +359,10 @@ def _require_one_form(module: nn.Module, prepared: Mapping[str, Tensor]) -> None
 
 
 def finite_doubles(module: nn.Module, names: Iterable[str]) -> list[Tensor]:
-    """The named parameters in float64; the error names the first that holds NaN or infinity."""
+    """The named parameters, or plain tensors in their place, in float64; NaN and infinity are refused by name."""
     doubles = []
     for name in names:
-        value: Tensor = getattr(module, name)  # inside `functional_call` this is a plain tensor
+        value: Tensor = reduce(getattr, name.split("."), module)  # type: ignore[assignment]
         require_finite(f"{type(module).__name__}.{name}", value)
         doubles.append(value.double())
     return doubles

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from compressm.adapters.base import Adapter, SSMAdapter, adapter_for, linear_adapter
+from compressm.adapters.base import Adapter, adapter_for, linear_adapter
 from compressm.adapters.mamba import SelectiveAdapter
-from compressm.adapters.promises import PROMISES, Finding, Simulation, Trial, make_seeded
-from compressm.adapters.selective_promises import SELECTIVE_PROMISES, SelectiveTrial
+from compressm.adapters.promises import (
+    PROMISES,
+    SELECTIVE_PROMISES,
+    Finding,
+    SelectiveTrial,
+    Simulation,
+    Trial,
+    make_seeded,
+)
 from compressm.errors import AdapterError, ConformanceError
 from compressm.layers import SSMLayer
 
@@ -52,43 +59,26 @@ def check_adapter(
     """
     module = make_seeded(make_module, seed)
     found = adapter or adapter_for(module)
-    if isinstance(found, SelectiveAdapter):
-        _require_order(found.order(module))
-        selective = SelectiveTrial(module, found, run or _run, dtype, tolerance, length, seed)
-        return _kept(found, [_measure(promise, selective) for promise in SELECTIVE_PROMISES])
-    linear = linear_adapter(module, found)
-    trial = _trial(make_module, module, linear, run, stream, dtype, tolerance, length, seed)
-    return _kept(linear, [_measure(promise, trial) for promise in PROMISES])
+    tested = found if isinstance(found, SelectiveAdapter) else linear_adapter(module, found)
+    order = tested.order(module)
+    if order < _SMALLEST_ORDER:
+        raise AdapterError(f"make_module returns a module of order {order}, expected at least {_SMALLEST_ORDER}")
+    settings = (module, tested, run or _run, dtype, tolerance, length, seed)
+    if isinstance(tested, SelectiveAdapter):
+        return _findings(SELECTIVE_PROMISES, SelectiveTrial(*settings))
+    if stream is None and isinstance(module, SSMLayer):
+        stream = _streamed
+    return _findings(PROMISES, Trial(*settings, make_module, stream))
 
 
-def _kept(adapter: Adapter[Any, Any], measured: list[list[Finding]]) -> list[Finding]:
+def _findings(promises: Iterable[Callable[[AnyTrial], Iterator[Finding]]], trial: AnyTrial) -> list[Finding]:
     """All findings; raises an error if one does not hold."""
-    findings = [finding for found in measured for finding in found]
+    findings = [finding for promise in promises for finding in _measure(promise, trial)]
     broken = [finding for finding in findings if not finding.holds]
     if broken:
         lines = "".join(f"\n- {finding}" for finding in broken)
-        raise ConformanceError(f"{adapter} breaks {len(broken)} promises:{lines}")
+        raise ConformanceError(f"{trial.adapter} breaks {len(broken)} promises:{lines}")
     return findings
-
-
-def _require_order(order: int) -> None:
-    if order < _SMALLEST_ORDER:
-        raise AdapterError(f"make_module returns a module of order {order}, expected at least {_SMALLEST_ORDER}")
-
-
-def _trial(
-    make: Callable[[], nn.Module],
-    module: nn.Module,
-    adapter: SSMAdapter[Any],
-    run: Simulation | None,
-    stream: Simulation | None,
-    *rest: Any,
-) -> Trial:
-    """A trial with defaults for `run` and `stream`."""
-    _require_order(adapter.read(module).order)
-    if stream is None and isinstance(module, SSMLayer):
-        stream = _streamed
-    return Trial(make, module, adapter, run or _run, stream, *rest)
 
 
 def _measure(promise: Callable[[AnyTrial], Iterator[Finding]], trial: AnyTrial) -> list[Finding]:

@@ -10,9 +10,8 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 
-from compressm.adapters.base import Adapter, Basis, Module, adapts
+from compressm.adapters.base import Adapter, Basis, Module, adapts, finite_doubles
 from compressm.control.selective import ChannelMaps, SelectiveSystem, require_negative_rates
-from compressm.control.validation import require_finite
 from compressm.errors import AdapterError
 from compressm.layers import Mamba
 from compressm.layers.mamba import OF_MAPS
@@ -59,7 +58,7 @@ class SelectiveAdapter(Adapter[Module, SelectiveSystem]):
     def read(self, module: Module) -> SelectiveSystem:
         """The system, in float64; a module with other parameters is refused, and the error names them."""
         self._require_known(module)
-        A_log, projection, step_out, step_bias = (_double(module, name) for name in _READ)
+        A_log, projection, step_out, step_bias = finite_doubles(module, _READ)
         maps = self.maps(module)
         rows = A_log.shape[-1] if maps is None else maps.B.shape[-1]
         rank = _rank(module, rows, A_log, projection, step_out, step_bias)
@@ -67,7 +66,7 @@ class SelectiveAdapter(Adapter[Module, SelectiveSystem]):
         rates = -torch.exp(A_log)
         require_negative_rates(rates.detach())
         if maps is not None and maps.B.is_complex():
-            rates = torch.complex(rates, _double(module, IMAGINARY))
+            rates = torch.complex(rates, *finite_doubles(module, [IMAGINARY]))
         return SelectiveSystem(rates, step_in, step_out, step_bias, W_B, W_C, maps)
 
     def encode(self, module: Module, system: SelectiveSystem) -> dict[str, Tensor]:
@@ -89,13 +88,6 @@ class SelectiveAdapter(Adapter[Module, SelectiveSystem]):
                 f"{type(module).__name__} {' and '.join(said)}: expected the parameters of a Mamba mixer,"
                 f" {', '.join((*_READ, *_BESIDE))}"
             )
-
-
-def _double(module: nn.Module, name: str) -> Tensor:
-    owner, _, leaf = name.rpartition(".")
-    value: Tensor = getattr(module.get_submodule(owner), leaf)
-    require_finite(f"{type(module).__name__}.{name}", value)
-    return value.double()
 
 
 def _rank(module: nn.Module, rows: int, A_log: Tensor, projection: Tensor, step_out: Tensor, step_bias: Tensor) -> int:

@@ -72,7 +72,7 @@ def old_modes(
     that a pole does not fix (a gain, a step, a turn of the phase) keeps its value.
     """
     poles, others = (part.detach().to(torch.complex128) for part in (new.poles, old))
-    (x, y), (u, v) = _upper(poles), _upper(others)
+    (x, y), (u, v) = upper_half(poles), upper_half(others)
     within = _SAME * decay.detach()
     dx, dy = x[..., :, None] - u[..., None, :], y[..., :, None] - v[..., None, :]
     same = dx * dx + dy * dy <= (within * within)[..., None, :]
@@ -106,7 +106,9 @@ def same_turn(
     return phase + torch.where(kept, turns, 0) * (2 * torch.pi)
 
 
-def _upper(poles: Tensor) -> tuple[Tensor, Tensor]:
+def upper_half(poles: Inexact[Tensor, "*bank n"]) -> tuple[Float[Tensor, "*bank n"], Float[Tensor, "*bank n"]]:
+    """Real and imaginary parts of the poles or their conjugates in the upper half plane."""
+    poles = poles.detach().to(torch.complex128)
     return poles.real, poles.imag.abs()
 
 

@@ -1,11 +1,11 @@
-"""The promises of every linear adapter, one function per promise, and the trial on which they are measured."""
+"""The promises of linear and of selective adapters, one function per promise, and the trials that measure them."""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,8 +13,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.gradcheck import GradcheckError
 
-from compressm.adapters.base import SSMAdapter, parameter_of, read_with, state_axes, write
+from compressm.adapters.base import parameter_of, read_with, state_axes, write
 from compressm.control import DiagonalSystem, ShapeError, Truncation, balanced_truncation, fold
+from compressm.control.selective import SelectiveSystem
 from compressm.errors import AdapterError
 
 Simulation = Callable[[nn.Module, Tensor], Tensor]
@@ -45,14 +46,10 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """A module under test, the functions that make and run it, and the tolerance."""
-
-    make: Callable[[], nn.Module]
+class _Trial:
     prototype: nn.Module
-    adapter: SSMAdapter[Any]
+    adapter: Any
     run: Simulation
-    stream: Simulation | None
     dtype: torch.dtype
     tolerance: float
     length: int
@@ -66,14 +63,19 @@ class Trial:
         """A new copy in evaluation mode, in the precision of the checks or in `dtype`."""
         return self.original().to(dtype or self.dtype).eval()
 
-    def read(self, module: nn.Module) -> DiagonalSystem:
+    def read(self, module: nn.Module) -> Any:
         return self.adapter.read(module).detach()
 
-    def encode(self, module: nn.Module, system: DiagonalSystem) -> dict[str, Tensor]:
-        return self.adapter.encode(module, system)
+
+@dataclass(frozen=True)
+class Trial(_Trial):
+    """A module with a linear adapter under test, the functions that make and run it, and the tolerance."""
+
+    make: Callable[[], nn.Module]
+    stream: Simulation | None
 
     def order(self, module: nn.Module) -> int:
-        return self.read(module).order
+        return int(self.read(module).order)
 
     def noise(self, module: nn.Module, dtype: torch.dtype | None = None) -> Float[Tensor, "batch length channels"]:
         """White noise, and its running sums, which have much power at low frequencies, where slow modes respond."""
@@ -91,7 +93,7 @@ class Trial:
         """Reduce the module in place to this order."""
         system = self.read(module)
         truncation = balanced_truncation(fold(system) if folded else system, order).diagonalise()
-        write(module, self.encode(module, diagonal(truncation)))
+        write(module, self.adapter.encode(module, diagonal(truncation)))
         return truncation
 
     def half(self, module: nn.Module) -> int:
@@ -164,7 +166,7 @@ def encoding(trial: Trial) -> Iterator[Finding]:
     module, twin = trial.module(), trial.module()
     u = trial.noise(module)
     before = trial.output(module, u)
-    values = trial.encode(module, trial.read(module))
+    values = trial.adapter.encode(module, trial.read(module))
     wrong = [name for name, value in values.items() if value.dtype != torch.float64]
     yield Finding.none_of(wrong, "encode gives float64")
     yield Finding.none_of(_changed(module, twin), "encode leaves the module alone")
@@ -196,7 +198,7 @@ def dead_states(trial: Trial) -> Iterator[Finding]:
     system = trial.read(module)
     B, C = system.B.clone(), system.C.clone()
     B[..., 0, :], C[..., 1] = 0, 0
-    write(module, trial.encode(module, DiagonalSystem(system.poles, B, C)))
+    write(module, trial.adapter.encode(module, DiagonalSystem(system.poles, B, C)))
     u = trial.noise(module)
     before = trial.output(module, u)
     trial.cut(module, system.order - 2, folded=False)
@@ -217,17 +219,11 @@ def _within_bound(trial: Trial, order: int) -> Finding:
     whole, cut = trial.module(), trial.module()
     truncation = trial.cut(cut, order)
     assert truncation.error_bound is not None
-
-    def full(u: Tensor) -> Tensor:
-        return trial.run(whole, u)
-
-    def error(u: Tensor) -> Tensor:
-        return trial.run(whole, u) - trial.run(cut, u)
-
     # Norms are over time, and over the channels of one system; a bank has one bound per channel.
     axes = (1,) if truncation.system.bank else (1, 2)
     u = trial.noise(whole)
-    excess = (_gain(error, u, axes) - trial.tolerance * _gain(full, u, axes)).clamp_min(0)
+    error = _gain(lambda u: trial.run(whole, u) - trial.run(cut, u), u, axes)
+    excess = (error - trial.tolerance * _gain(lambda u: trial.run(whole, u), u, axes)).clamp_min(0)
     ratio = torch.where(excess > 0, excess / truncation.error_bound, 0).max().item()
     return Finding(f"at order {order} the gain of the error is within its bound", ratio, 1.0)
 
@@ -274,20 +270,21 @@ def training(trial: Trial) -> Iterator[Finding]:
     """A training step moves every weight, before a cut and after it, even while the first loss is still referenced."""
     module = trial.original().train()
     u = trial.noise(module, next(module.parameters()).dtype)
-    held, *before = _train(trial, module, u)
+    wanted = u.roll(1, dims=1).mean(-1, keepdim=True)
+    held, *before = _train(module, lambda: (trial.run(module, u) - wanted).square().mean())
     yield Finding.none_of(before, "a training step moves every weight")
     trial.cut(module, trial.half(module))
-    loss, *after = _train(trial, module, u)
+    loss, *after = _train(module, lambda: (trial.run(module, u) - wanted).square().mean())
     yield Finding.none_of(after, "a training step after a cut moves every weight, while an earlier loss is referenced")
     losses = (value.item() for value in (held, loss))
     yield Finding.none_of((str(value) for value in losses if not math.isfinite(value)), "losses are finite")
 
 
-def _train(trial: Trial, module: nn.Module, u: Tensor) -> tuple[Tensor, *tuple[str, ...]]:
+def _train(module: nn.Module, loss_of: Callable[[], Tensor]) -> tuple[Tensor, *tuple[str, ...]]:
     """The loss, with its graph, and the names of the parameters that a step of Adam did not move."""
     optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
     before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-    loss = (trial.run(module, u) - u.roll(1, dims=1).mean(-1, keepdim=True)).square().mean()
+    loss = loss_of()
     loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     trained = ((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
@@ -346,7 +343,7 @@ def _encode_near(trial: Trial, module: nn.Module, system: DiagonalSystem) -> Cal
     """Encode systems near `system`, with poles moved in units of 1 − |λ|²: at |λ| = 1 − 1e-5 even 1e-6 is not small."""
 
     def encode(moves: Tensor, B: Tensor, C: Tensor) -> Tensor:
-        values = trial.encode(module, DiagonalSystem(system.poles + system.decay * moves, B, C))
+        values = trial.adapter.encode(module, DiagonalSystem(system.poles + system.decay * moves, B, C))
         return _in_one(*values.values())
 
     return encode
@@ -385,4 +382,95 @@ PROMISES: tuple[Callable[[Trial], Iterator[Finding]], ...] = (
     saving,
     streaming,
     derivatives,
+)
+
+
+@dataclass(frozen=True)
+class SelectiveTrial(_Trial):
+    """A module with a selective adapter under test, the function that runs it, and the tolerance."""
+
+    def noise(self, module: nn.Module) -> Tensor:
+        """White noise as the module's input."""
+        shape = (2, self.length, parameter_of(module, "in_proj.weight").shape[1])
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(self.seed), dtype=torch.float64)
+        return x.to(next(module.parameters()).device, self.dtype)
+
+    def output(self, module: nn.Module) -> Tensor:
+        """The module's output for white noise."""
+        with torch.no_grad():
+            return self.run(module, self.noise(module)).double()
+
+    def become(self, module: nn.Module, system: SelectiveSystem) -> None:
+        """Write the system into the module, with the attributes that go with its order."""
+        attributes = self.adapter.attributes(module, system.order)
+        write(module, self.adapter.encode(module, system))
+        for path, value in attributes.items():
+            owner, leaf = self.adapter.place(module, path)
+            setattr(owner, leaf, value)
+
+
+def selective_reading(trial: SelectiveTrial) -> Iterator[Finding]:
+    """The observed part gets u, and encode(read) gives the values back and changes nothing."""
+    module = trial.module()
+    system, shapes = trial.read(module), []
+    handle = trial.adapter.observed(module).register_forward_pre_hook(lambda part, args: shapes.append(args[0].shape))
+    trial.output(module)
+    handle.remove()
+    expected = (2, trial.length, system.channels)
+    wrong = [str(tuple(shape)) for shape in shapes if tuple(shape) != expected] if shapes else ["it is not called"]
+    yield Finding.none_of(wrong, f"x_proj is given u of shape (batch, length, {system.channels})")
+    values = trial.adapter.encode(module, system)
+    moved = max(difference(parameter_of(module, name).detach(), value) for name, value in values.items())
+    yield Finding("encode(read) gives the values back", moved, trial.tolerance)
+    yield Finding.none_of(_changed(module, trial.module()), "encode leaves the module alone")
+
+
+def renaming(trial: SelectiveTrial) -> Iterator[Finding]:
+    """Reversing the states, and doubling B while halving C, keeps the output."""
+    module = trial.module()
+    system, before = trial.read(module), trial.output(module)
+    turned = torch.arange(system.order - 1, -1, -1, device=system.device)
+    W_B, W_C = 2 * system.W_B[turned], system.W_C[turned] / 2
+    trial.become(module, replace(system, rates=system.rates[:, turned], W_B=W_B, W_C=W_C))
+    yield Finding(
+        "states in another order and scale keep the output",
+        difference(before, trial.output(module)),
+        trial.tolerance,
+    )
+
+
+def selective_dead_states(trial: SelectiveTrial) -> Iterator[Finding]:
+    """Removing one state without input and one without output keeps the output."""
+    module = trial.module()
+    system = trial.read(module)
+    W_B, W_C = system.W_B.clone(), system.W_C.clone()
+    W_B[0], W_C[1] = 0, 0
+    trial.become(module, replace(system, W_B=W_B, W_C=W_C))
+    before, objects = trial.output(module), [id(parameter) for parameter in module.parameters()]
+    trial.become(module, replace(system, rates=system.rates[:, 2:], W_B=W_B[2:], W_C=W_C[2:]))
+    yield Finding(
+        "removing an undriven and an unread state keeps the output",
+        difference(before, trial.output(module)),
+        trial.tolerance,
+    )
+    missed = float(abs(trial.adapter.order(module) - (system.order - 2)))
+    yield Finding(f"after that the order is {system.order - 2}", missed, 0.0)
+    others = [id(parameter) for parameter in module.parameters()] != objects
+    yield Finding.none_of(["others"] if others else [], "parameters stay the same objects")
+
+
+def selective_training(trial: SelectiveTrial) -> Iterator[Finding]:
+    """A training step after a cut moves every weight that is trained."""
+    module = trial.module().train()
+    system = trial.read(module)
+    trial.become(module, replace(system, rates=system.rates[:, 2:], W_B=system.W_B[2:], W_C=system.W_C[2:]))
+    _, *still = _train(module, lambda: trial.run(module, trial.noise(module)).square().mean())
+    yield Finding.none_of(still, "a training step after a cut moves every weight")
+
+
+SELECTIVE_PROMISES: tuple[Callable[[SelectiveTrial], Iterator[Finding]], ...] = (
+    selective_reading,
+    renaming,
+    selective_dead_states,
+    selective_training,
 )

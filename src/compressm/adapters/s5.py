@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import final
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from compressm.adapters.base import SSMAdapter, adapts, encodable, finite_doubles
-from compressm.adapters.poles import continuous_poles, old_modes, with_old_frequencies
+from compressm.adapters.poles import continuous_poles, old_modes, upper_half, with_old_frequencies
 from compressm.control import DiagonalSystem
 from compressm.layers import S5
 
@@ -65,11 +65,6 @@ def _nearest(new: DiagonalSystem, old: DiagonalSystem) -> Int[Tensor, " r"]:
     |λ − μ| / |1 − λ μ̄| weighs a difference by the width of the resonances. With |1 − λ μ̄|² = |λ − μ|² +
     (1 − |λ|²)(1 − |μ|²) the nearest μ has the least |λ − μ|² / (1 − |μ|²), where nothing cancels.
     """
-    (x, y), (u, v) = _upper(new), _upper(old)
+    (x, y), (u, v) = upper_half(new.poles), upper_half(old.poles)
     square = (x[:, None] - u) ** 2 + (y[:, None] - v) ** 2
     return (square / old.decay).argsort(dim=-1, stable=True)[:, 0]
-
-
-def _upper(system: DiagonalSystem) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
-    poles = system.poles.detach().to(torch.complex128)
-    return poles.real, poles.imag.abs()

@@ -6,8 +6,8 @@ import os
 import sys
 from pathlib import Path
 
-INTERRUPTED = 130  # what shells report for a process that Ctrl-C ended
-# The packages that an extra brings.
+INTERRUPTED = 130  # the exit code of a process that Ctrl-C ended
+# The packages of each extra.
 _EXTRAS = {
     "commands": {"typer", "rich"},
     "lab": {"pydantic", "yaml", "pooch", "matplotlib", "jinja2", "sklearn"},
@@ -17,7 +17,7 @@ _EXTRAS = {
 def main() -> None:
     """Run the command line, or say how to install what it needs."""
     _avoid_broken_kernels()
-    # Recipes name layers and tasks of one's own, which often stand in the folder where the command is given.
+    # Recipes may name the user's own layers and tasks, often modules in the current folder.
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())
     try:
@@ -25,13 +25,13 @@ def main() -> None:
     except KeyboardInterrupt:
         _end_interrupted()
     except SystemExit as end:
-        if end.code == INTERRUPTED:  # Typer's own answer to Ctrl-C, which says nothing
+        if end.code == INTERRUPTED:  # Typer exits so after Ctrl-C, without a message
             _end_interrupted()
         raise
 
 
 def _avoid_broken_kernels() -> None:
-    """On virtual machines oneDNN's AMX kernels for bfloat16 can be illegal instructions; to be said before torch."""
+    """Switch off oneDNN's AMX kernels on virtual machines, where they may be illegal; call it before torch loads."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file() and " hypervisor" in cpuinfo.read_text():
         os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")

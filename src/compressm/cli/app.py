@@ -1,4 +1,4 @@
-"""The command line: options of all commands; the commands themselves are loaded when they are called."""
+"""The command-line app; each command is loaded when it is called."""
 
 from __future__ import annotations
 

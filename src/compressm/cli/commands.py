@@ -1,7 +1,7 @@
-"""Commands by name, each loaded when it is called: a list of them takes no torch.
+"""Commands by name, each loaded when it is called, so that a list of them does not import torch.
 
-The laboratory and other packages add theirs by an entry point of the group `compressm.commands` that names a list of
-`Command`s.
+The laboratory and other packages add commands by an entry point of the group `compressm.commands`, which names a list
+of `Command`s.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LABORATORY = "lab"  # the name of its entry points
 @final
 @dataclass(frozen=True)
 class Command:
-    """`place` is "package.module:name" of a function or a `typer.Typer`; `help` is the first paragraph of its help."""
+    """A command: `place` is "package.module:name" of a function or a `typer.Typer`, `help` one paragraph of help."""
 
     name: str
     place: str
@@ -47,9 +47,9 @@ OWN = (
 
 
 def registered(group: str, otherwise: str) -> Iterator[Any]:
-    """What the entry points of the group name.
+    """The objects that the entry points of a group name.
 
-    `otherwise` is the laboratory's, "module:name", for where it can be imported but is not installed.
+    `otherwise` is the laboratory's object, "module:name", if it can be imported but is not installed.
     """
     found = entry_points(group=group)
     for entry in found:
@@ -63,7 +63,7 @@ def registered(group: str, otherwise: str) -> Iterator[Any]:
 
 @cache
 def known_commands() -> dict[str, Command]:
-    """Those of the library, and those that are registered."""
+    """The library's own commands and the registered ones."""
     found = [*OWN, *(one for many in registered("compressm.commands", "compressm_lab.cli:COMMANDS") for one in many)]
     return {command.name: command for command in found}
 
@@ -83,7 +83,7 @@ def _loaded(command: Command) -> Any:
 
 
 class LazyCommands(Mapping[str, Any]):
-    """Names are there at once; a command is loaded when it is taken out."""
+    """Commands by name; a command is loaded when it is looked up."""
 
     def __init__(self, known: Mapping[str, Command]) -> None:
         self._known, self._loaded = known, dict[str, Any]()
@@ -104,7 +104,7 @@ class LazyCommands(Mapping[str, Any]):
 
 
 class LazyGroup(TyperGroup):
-    """Lists all commands that are known and loads the one that is called."""
+    """A group that lists all known commands and loads only the called one."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -114,11 +114,11 @@ class LazyGroup(TyperGroup):
         return list(self.commands)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """A command without its options, for lists in help and completion, which ask for every command."""
+        """A command without its options, for help and completion, which list every command."""
         known = known_commands().get(cmd_name)
         return None if known is None else TyperCommand(known.name, help=known.help)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that is called, whole."""
+        """The called command, with its options."""
         name, command, rest = super().resolve_command(ctx, args)
         return name, command if name is None else self.commands[name], rest

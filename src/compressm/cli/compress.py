@@ -1,9 +1,10 @@
-"""`compressm compress`."""
+"""The command `compressm compress`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -72,7 +73,7 @@ def command(
 
 
 def _show(cuts: list[Cut], before: str | None, after: str | None) -> None:
-    for line in map(str, cuts) if cuts else ["nothing to cut: every state is wanted"]:
+    for line in map(str, cuts) if cuts else ["nothing to cut: all states stay"]:
         console.print(escape(line), soft_wrap=True, highlight=False)
     if before and after:
         console.print(f"test {before} before, {after} after", highlight=False)
@@ -80,7 +81,7 @@ def _show(cuts: list[Cut], before: str | None, after: str | None) -> None:
 
 def _require_new(out: Path) -> None:
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
-        raise typer.BadParameter(f"{out} is there already; expected a new folder", param_hint="--out")
+        raise typer.BadParameter(f"{out} exists already; expected a new folder", param_hint="--out")
     try:
         require_writable(out if out.suffix == ".safetensors" else out / "model.safetensors")
     except PathError as error:
@@ -96,19 +97,17 @@ def _policy(
     total_states: int | None,
     measured: bool,
 ) -> Policy:
-    given = {"--tau": tau, "--rho": rho, "--order": order, "--bound": bound, "--total-states": total_states}
-    chosen = [name for name, value in given.items() if value is not None]
+    given: dict[str, tuple[Callable[[Any], Policy], float | None]] = {
+        "--tau": (EnergyTolerance, tau),
+        "--rho": (KeepFraction, rho),
+        "--order": (TargetOrder, order),
+        "--bound": (ErrorBound, bound),
+        "--total-states": (Budget, total_states),
+    }
+    chosen = [name for name, (_, value) in given.items() if value is not None]
     if len(chosen) != 1:
         raise typer.BadParameter(f"{' and '.join(chosen) or 'nothing'} given, expected one of {', '.join(given)}")
     if measured and bound is not None:
-        raise typer.BadParameter("--bound with --measured, whose Gramians have no error bound: leave one of them out")
-    if tau is not None:
-        return EnergyTolerance(tau)
-    if rho is not None:
-        return KeepFraction(rho)
-    if order is not None:
-        return TargetOrder(order)
-    if bound is not None:
-        return ErrorBound(bound)
-    assert total_states is not None
-    return Budget(total_states)
+        raise typer.BadParameter("--bound needs an error bound, which --measured does not have: leave one of them out")
+    make, value = given[chosen[0]]
+    return make(value)

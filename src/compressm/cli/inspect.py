@@ -1,4 +1,4 @@
-"""`compressm inspect`."""
+"""The command `compressm inspect`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Options of several commands, and checks of their values and paths."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MeasuredOption = Annotated[
 
 
 def integer(text: str | int) -> int:
-    """Typer's own check does not say what was given."""
+    """Parse an integer; unlike Typer's own, the error quotes the text."""
     try:
         return int(text)
     except ValueError:
@@ -28,7 +28,7 @@ def integer(text: str | int) -> int:
 
 
 def number(text: str | float) -> float:
-    """As `integer`."""
+    """Parse a number; the error quotes the text."""
     try:
         return float(text)
     except ValueError:
@@ -36,14 +36,14 @@ def number(text: str | float) -> float:
 
 
 def count(text: str | int) -> int:
-    """An integer of at least 1."""
+    """Parse an integer of at least 1."""
     if (found := integer(text)) < 1:
         raise typer.BadParameter(f"{found} is too small, expected at least 1")
     return found
 
 
 def chosen_device(choice: str) -> torch.device:
-    """A GPU that is not there is an error, not a CPU."""
+    """The device of a choice; cuda without a GPU is an error."""
     if choice == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("no CUDA device here; allowed: auto, cpu", param_hint="--device")
     return torch.device("cuda" if choice != "cpu" and torch.cuda.is_available() else "cpu")
@@ -53,11 +53,11 @@ PICTURES = (".png", ".pdf", ".svg", ".eps", ".jpg", ".jpeg", ".webp")
 
 
 class PathError(ValueError):
-    """A path that cannot be written, or names no kind of picture."""
+    """A path cannot be written, or does not end like a picture."""
 
 
 def require_writable(path: Path) -> Path:
-    """A file that can be written, in a folder that is there or can be made; nothing is left behind."""
+    """The path, if a file can be written there, in a folder that exists or can be made; nothing is created."""
     folder = path.parent
     try:
         with tempfile.TemporaryFile(dir=_nearest(folder)):
@@ -70,7 +70,7 @@ def require_writable(path: Path) -> Path:
 
 
 def _nearest(folder: Path) -> Path:
-    """The folder itself, or of those above it the first that is there."""
+    """The folder itself, or the nearest one above it that exists."""
     for place in (folder, *folder.parents):
         try:
             place.lstat()
@@ -81,7 +81,7 @@ def _nearest(folder: Path) -> Path:
 
 
 def require_picture(path: Path) -> Path:
-    """A file that can be written, with the suffix of a picture."""
+    """The path, if it is writable and ends like a picture."""
     if path.suffix.lower() not in PICTURES:
         raise PathError(f"{path} ends in {path.suffix!r}; expected one of {', '.join(PICTURES)}")
     return require_writable(path)

@@ -1,4 +1,4 @@
-"""What a path on the command line may name: a saved model, a folder of transformers, or a run."""
+"""Models that a path on the command line may name: a saved model, a folder of transformers, or a run."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from compressm.saving.pretrained import is_pretrained
 @final
 @dataclass(frozen=True)
 class SavedModel:
-    """A model, and what is known of its training where it comes from a run.
+    """A model, with data and settings of its training if it comes from a run.
 
-    calibrate: runs a model on some training examples; None where there is no data. tested: accuracy or loss of the
-    model, as it is now, on the test split. method: how selective layers were cut in the run.
+    calibrate: runs a model on some training examples; None without data. tested: the accuracy or loss of the present
+    model on the test split. method: the run's method for selective layers.
     """
 
     model: nn.Module
@@ -34,36 +34,41 @@ class SavedModel:
     method: SelectiveMethod | None = None
 
     def selective(self) -> SelectiveMethod:
-        """How selective layers are cut: as the run did it, else so that layers with maps can go on from them."""
+        """The method for selective layers: that of the run, or one that fits the model's layers."""
         return self.method or default_method(self.model)
 
     def require_data(self) -> None:
-        """Refuse layers that have no spectra without data."""
-        for called, names in ({} if self.calibrate is not None else _in_need_of_data(self.model)).items():
+        """Refuse layers that need data if there is none."""
+        families = {name or "the model": family_of(adapter) for name, (_, adapter) in find(self.model).items()}
+        called = next((family.called for family in families.values() if family.needs_data), None)
+        if self.calibrate is None and called is not None:
+            names = ", ".join(name for name, family in families.items() if family.called == called)
             raise SavingError(
-                f"{', '.join(names)}: {called} are looked at and cut by what they do on data: give the folder of a run,"
-                " and --measured"
+                f"{names}: {called} can only be inspected and cut with data: give the folder of a run, and --measured"
             )
 
 
 class Opener(Protocol):
-    """Opens the folder of a run; the laboratory registers one by an entry point of the group `compressm.openers`."""
+    """A function that opens the folder of a run, from an entry point of the group `compressm.openers`."""
 
     def __call__(self, path: Path, *, with_data: bool, data: Path | None, offline: bool) -> SavedModel:
-        """The model of the run, with its data from the folder `data` if they are wanted.
+        """The model of the run, with its data from the folder `data` if `with_data`.
 
-        What is wrong with the folder or the data is a `SavingError`.
+        A folder or data that cannot be used raise a `SavingError`.
         """
 
 
 def open_saved(path: Path, *, with_data: bool, data: Path | None, offline: bool) -> SavedModel:
-    """The model at the path; a run has data beside it."""
+    """The model at the path; only a run has data."""
     if (path / "status.json").is_file():
         return _open_run(path, with_data=with_data, data=data, offline=offline)
     if with_data:
         raise SavingError(f"{path} is a saved model without its data: give the folder of a run")
     if is_pretrained(path):
-        _require_transformers(path)
+        try:
+            importlib.import_module("transformers")
+        except ModuleNotFoundError:
+            raise SavingError(f"{path} is a folder of transformers: pip install 'compressm[huggingface]'") from None
     return SavedModel(load_model(path).eval())
 
 
@@ -78,19 +83,3 @@ def _open_run(path: Path, *, with_data: bool, data: Path | None, offline: bool) 
         f"{path} is the folder of a run, which the laboratory opens{missing}: pip install 'compressm[lab]', or give"
         " the folder of a saved model"
     )
-
-
-def _require_transformers(path: Path) -> None:
-    try:
-        importlib.import_module("transformers")
-    except ModuleNotFoundError:
-        raise SavingError(f"{path} is a folder of transformers: pip install 'compressm[huggingface]'") from None
-
-
-def _in_need_of_data(model: nn.Module) -> dict[str, list[str]]:
-    """The layers that can only be valued by what they do on data, by what their family calls them."""
-    found: dict[str, list[str]] = {}
-    for name, (_, adapter) in find(model).items():
-        if (family := family_of(adapter)).needs_data:
-            found.setdefault(family.called, []).append(name or "the model")
-    return found

@@ -1,11 +1,11 @@
-"""Models that shrink in the middle of their training, or once after it."""
+"""Compression of models during training, or once after it."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 from compressm.compression.compressor import PAPER, Compressor, compress_
 from compressm.compression.distributed import rewrap_
-from compressm.compression.inspection import Inspection, inspect
+from compressm.compression.inspection import HankelTracker, Inspection, inspect
 from compressm.compression.optimizer import Moments, Restart, Slice, Transport
 from compressm.compression.policies import (
     Budget,
@@ -19,7 +19,6 @@ from compressm.compression.policies import (
 from compressm.compression.record import Cut, Restored
 from compressm.compression.rollback import Rollback
 from compressm.compression.schedule import as_schedule, during_warmup, every, plan_text
-from compressm.compression.tracker import HankelTracker
 from compressm.errors import CompressionError, SavingError, StaleWrapperError
 from compressm.families.choices import Gramian, Largest, Measured, Modal, Random, Selection, Smallest, WhiteNoise
 from compressm.families.selective.methods import Baked, PerChannel, SelectiveMethod, SharedIndex
@@ -76,7 +75,7 @@ __all__ = [
     "save_model",
 ]
 
-# Saving stands above compression, which it asks for orders and groups; here its names are looked up when used.
+# Saving imports compression, so its names are looked up here only when they are used.
 _OF_SAVING = {"Checkpoint", "load_checkpoint", "load_model", "savable", "save_checkpoint", "save_model"}
 
 

@@ -1,4 +1,4 @@
-"""The compressor: at the steps of its schedule it shrinks the SSM layers of a model, with the optimizer's state."""
+"""The compressor: it cuts the SSM layers of a model, with the optimizer's state, at the steps of a schedule."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from compressm.families.choices import Gramian, Largest, Selection, WhiteNoise, 
 from compressm.families.observing import Calibrate
 from compressm.families.selective.methods import Baked, SelectiveMethod
 
-# The paper's own arithmetic, spelled out once.
+# The options of the paper's own arithmetic.
 PAPER: Mapping[str, Any] = {"gramian": WhiteNoise(), "fold": False, "moments": Slice()}
 
 
 class Compressor:
-    """Shrinks a model in the middle of its training; call `step(step)` after every optimizer step.
+    """A compressor that cuts a model during training; call `step(step)` after every optimizer step.
 
-    Parameters keep their identity and the optimizer its groups; only sizes change. Everything of a cut is computed
+    Parameters stay the same objects, and the optimizer keeps its groups; only sizes change. A whole cut is computed
     before anything is changed: an error leaves model and optimizer as they were.
 
-    Processes that train together all call it, and the first decides for all. A DistributedDataParallel that is given as
-    the model is made anew by every cut; one that is not has to be, by `rewrap_`, and refuses to train until then.
+    Processes that train together all call it, and the first decides for all. Every cut renews a DistributedDataParallel
+    that is passed as the model. One around the model that was passed must be renewed by `rewrap_`, and refuses to train
+    until then.
     """
 
     def __init__(
@@ -74,13 +75,13 @@ class Compressor:
 
     @property
     def schedule(self) -> list[int]:
-        """The steps at which it cuts."""
+        """The steps of the cuts."""
         return list(self._schedule)
 
     def step(self, step: SupportsIndex) -> list[Event]:
-        """What happened at this step: the cuts made, a restored model, or nothing.
+        """Cut or restore the model if that is due, and return the events of this step.
 
-        A step of the schedule counts once, however often it is given, and late where its number is left out.
+        A step of the schedule counts once, even if it is passed again; a skipped step counts at the next call.
         """
         now = require_count("step", step, low=0)
         events: list[Event] = []
@@ -98,7 +99,7 @@ class Compressor:
         return events
 
     def _is_due(self, step: int) -> bool:
-        """What was scheduled before the first step that it is given has passed."""
+        """True if a step of the schedule came since the last call; steps before the first call do not count."""
         earlier = step - 1 if self._seen is None else self._seen
         return any(earlier < due <= step for due in self._schedule)
 
@@ -114,11 +115,11 @@ class Compressor:
             raise
 
     def preview(self) -> list[Cut]:
-        """The cuts that would be made now; nothing is changed. Of several processes all have to ask."""
+        """The cuts that would be made now; nothing is changed. All processes must call it."""
         return self._cutter.describe(self._cutter.plan(salt=0), step=0)
 
     def state_dict(self) -> dict[str, Any]:
-        """To go on where it stopped: tensors, numbers and strings only."""
+        """The state to continue from: tensors, numbers and strings only."""
         return {
             "schedule": list(self._schedule),
             "ended": self._ended,
@@ -128,7 +129,7 @@ class Compressor:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse; steps of the schedule that are still to come may be others than it was saved with."""
+        """Restore a saved state; future steps of the schedule may differ from the saved ones."""
         self.require_loadable(state)
         self._ended = bool(state["ended"])
         self._seen = state.get("seen")
@@ -137,7 +138,7 @@ class Compressor:
             self._watch.load_state_dict(state["watch"])
 
     def require_loadable(self, state: Mapping[str, Any]) -> None:
-        """Refuse a state that this compressor cannot go on from; nothing is changed."""
+        """Refuse a state that this compressor cannot continue from; nothing is changed."""
         reached = [_event(stored).step for stored in state["history"]]
         require_same_past(state["schedule"], self._schedule, max([*reached, state.get("seen") or 0]))
 
@@ -164,9 +165,9 @@ def compress_(
     selective: SelectiveMethod = Baked(),
     follow: Sequence[nn.Module] = (),
 ) -> list[Cut]:
-    """Cut once, in place; the options are those of `Compressor`, but every order that falls is taken (gate 1).
+    """Cut the model once, in place; the options are those of `Compressor`, with gate 1: every smaller order is taken.
 
-    To be called by all processes that torch.distributed has made to train together.
+    All processes of torch.distributed must call it.
     """
     options = Options(keep, calibrate, gramian, fold, select, gate, round_to, at_least, filter_fn, overrides, selective)
     cutter = Cutter(model, optimizer, options, moments, followers(follow))

@@ -1,4 +1,4 @@
-"""From planned cuts to changed models: values, optimizer state and followers are prepared, then all is written."""
+"""The cutter: it plans a cut, prepares values, optimizer state and followers, and writes them all."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Found: TypeAlias = Mapping[str, tuple[nn.Module, Adapter[Any, Any]]]
 
 @dataclass(frozen=True)
 class CutPlan:
-    """The cuts of one moment, and how long it took to find them."""
+    """The cuts of one step, and the time that planning took."""
 
     cuts: list[PlannedCut]
     seconds: float
@@ -36,9 +36,9 @@ class CutPlan:
 
 @dataclass(frozen=True)
 class Cutter:
-    """A model, its optimizer, those that follow, and how cuts are planned.
+    """A model, its optimizer, the copies that follow, and the options of cuts.
 
-    Of several processes the first decides: what it planned and prepared is what all of them write.
+    All processes write what the first one planned and prepared.
     """
 
     model: nn.Module
@@ -49,17 +49,17 @@ class Cutter:
 
     @property
     def inner(self) -> nn.Module:
-        """The model without what is wrapped around it."""
+        """The model without wrappers."""
         return unwrapped(self.model)
 
     @property
     def processes(self) -> Processes:
-        """Those that the wrapper averages over, else all."""
+        """The process group of the wrapper, or all processes."""
         wrappers = wrappers_in(self.model)
         return Processes(wrappers[0].process_group if wrappers else None)
 
     def check(self) -> dict[str, Layer]:
-        """Refuse now what would be refused at the first cut; the layers as they are now."""
+        """The layers as they are now; everything that the first cut would refuse is refused now."""
         if not isinstance(self.moments, Moments):
             raise CompressionError(f"moments is {self.moments!r}, expected Transport(), Restart() or Slice()")
         if not isinstance(self.model, nn.Module):
@@ -75,7 +75,7 @@ class Cutter:
         return layers
 
     def plan(self, *, salt: int, layers: dict[str, Layer] | None = None) -> CutPlan:
-        """What the policy wants now; nothing is changed. `layers` are those that `check` has just read."""
+        """Plan the cuts of the present model; nothing is changed. `layers` are those that `check` has just read."""
         start, processes = time.perf_counter(), self.processes
         with torch.no_grad():
             with processes.together("reading the layers"):
@@ -87,29 +87,29 @@ class Cutter:
         return CutPlan(cuts, time.perf_counter() - start)
 
     def apply(self, plan: CutPlan, step: int) -> list[Cut]:
-        """Make all cuts of a plan, or with an error none of them."""
+        """Make all cuts of a plan, or none after an error."""
         if not plan.cuts:
             return []
         start, processes = time.perf_counter(), self.processes
         with processes.together("preparing the cut"):
             prepared, following = self._prepared(plan)
-        # Rounding may differ between processes; what they write may not. Followers need not be on all of them.
+        # Rounding may differ between processes, so all write the first one's values. Not all need to have followers.
         prepared = _written_by_first(processes, prepared)
         try:
             with stage("write"):
                 apply_cuts([*prepared, *following], self.optimizer, processes=processes)
         finally:
-            # Also after a failure: parameters that were written and written back have lost the wrapper's hooks.
+            # Even after a failure: parameters that were written and restored have lost the wrapper's hooks.
             self.renew_wrappers_()
         cuts = self.describe(replace(plan, seconds=plan.seconds + time.perf_counter() - start), step)
         return processes.as_first(cuts)
 
     def renew_wrappers_(self) -> None:
-        """After parameters have changed their shapes."""
+        """Renew the model's wrappers after parameters have changed their shapes."""
         renew_wrappers_(self.model, [module for module, _ in find(self.inner, self.options.filter_fn).values()])
 
     def describe(self, plan: CutPlan, step: int) -> list[Cut]:
-        """The records of a plan; each cut counts an equal share of the time."""
+        """The records of a plan; each cut gets an equal share of the time."""
         return [
             Cut(
                 step=step,
@@ -125,7 +125,7 @@ class Cutter:
         ]
 
     def _prepared(self, plan: CutPlan) -> tuple[list[PreparedCut], list[PreparedCut]]:
-        """Of the model, and of those that follow."""
+        """The prepared cuts of the model, and those of its followers."""
         modules = {cut.layer.name: cut.layer.module for cut in plan.cuts}
         copies = [_require_alike(f"follow[{k}]", model, modules) for k, model in enumerate(self.follow)]
         with stage("encode"):
@@ -136,21 +136,21 @@ class Cutter:
 
 
 def _following(cut: PlannedCut, module: nn.Module, adapter: Adapter[Any, Any]) -> PreparedCut:
-    """The same change of basis for a model that follows: its layers stay in the coordinates of the first."""
+    """The same change of basis for a follower, so that its layers keep the coordinates of the model."""
     with torch.no_grad():
         writing = cut.following(module, adapter)
     return PreparedCut(cut.layer.name, module, writing.values, writing=writing)
 
 
 def followers(follow: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
-    """As a tuple; one model alone is a slip."""
+    """The followers as a tuple; a single model is refused."""
     if isinstance(follow, nn.Module) or not isinstance(follow, Sequence):
         raise CompressionError(f"follow is a {type(follow).__name__}, expected a list of models")
     return tuple(follow)
 
 
 def _require_alike(which: str, model: object, modules: Mapping[str, nn.Module]) -> Found:
-    """The layers of a model that follows, which are its own and have the same names, classes and shapes."""
+    """The layers of a follower; they must be its own, with the names, classes and shapes of the model's."""
     if not isinstance(model, nn.Module):
         raise CompressionError(f"{which} is a {type(model).__name__}, expected a model with the layers of the first")
     found, kind = find(model), type(model).__name__
@@ -159,7 +159,7 @@ def _require_alike(which: str, model: object, modules: Mapping[str, nn.Module]) 
             raise CompressionError(f"{which}: {kind} has no SSM layer {name!r}; it has {', '.join(found) or 'none'}")
         other = found[name][0]
         if other is module:
-            raise CompressionError(f"{which}: {name!r} is the model's own layer, expected a copy, as of an average")
+            raise CompressionError(f"{which}: {name!r} is the model's own layer, expected a copy, such as an average")
         if type(other) is not type(module):
             raise CompressionError(
                 f"{which}: {name!r} is of the class {type(other).__name__}, the model's is {type(module).__name__}"
@@ -175,7 +175,7 @@ def _require_alike(which: str, model: object, modules: Mapping[str, nn.Module]) 
 
 
 def ordinary_tensors() -> AbstractContextManager[object]:
-    """Tensors made in inference mode could not be trained: inside it is left, and still no graph is built."""
+    """Leave inference mode, whose tensors could not be trained, without building a graph."""
     if not torch.is_inference_mode_enabled():
         return nullcontext()
     outside = ExitStack()
@@ -185,7 +185,7 @@ def ordinary_tensors() -> AbstractContextManager[object]:
 
 
 def _over(processes: Processes, layers: dict[str, Layer], salt: int) -> dict[str, Layer]:
-    """The layers with what was seen on all processes, which are at the same step with the same orders."""
+    """The layers with the observations of all processes, whose step and orders must agree."""
     if processes.count == 1:
         return layers
     processes.require_same("the step of the cut", salt)
@@ -194,7 +194,7 @@ def _over(processes: Processes, layers: dict[str, Layer], salt: int) -> dict[str
 
 
 def _as_first(processes: Processes, cuts: list[PlannedCut], layers: Mapping[str, Layer]) -> list[PlannedCut]:
-    """The first process's plan on all of them, with the change measured on the data of all."""
+    """The first process's plan on all processes, with the error measured on the data of all."""
     if processes.count == 1:
         return cuts
     sent = processes.as_first([(cut.layer.name, cut.sent()) for cut in cuts])
@@ -208,7 +208,7 @@ def _as_first(processes: Processes, cuts: list[PlannedCut], layers: Mapping[str,
 
 
 def _written_by_first(processes: Processes, cuts: list[PreparedCut]) -> list[PreparedCut]:
-    """The same cuts with the first process's values and states, where this process keeps its own."""
+    """The same cuts with the first process's values and states, on the devices of this process."""
     if processes.count == 1:
         return cuts
     sent = processes.as_first(
@@ -228,13 +228,8 @@ def _moved(value: Any, device: torch.device | str) -> Any:
     return value.to(device) if isinstance(value, Tensor) else value
 
 
-def _like(states: Mapping[str, Mapping[str, Any]], own: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Each tensor where the one of this process is: step counts may be on the CPU beside moments on a GPU."""
-    return {
-        name: {key: _beside(entry, own, name, key) for key, entry in state.items()} for name, state in states.items()
-    }
-
-
-def _beside(entry: Any, own: Mapping[str, Mapping[str, Any]], name: str, key: str) -> Any:
-    mine = own.get(name, {}).get(key)
-    return entry.to(mine.device) if isinstance(entry, Tensor) and isinstance(mine, Tensor) else entry
+def _like(value: Any, own: Any) -> Any:
+    """Each tensor on the device of this process's own: step counts may be on the CPU and moments on a GPU."""
+    if isinstance(value, Mapping):
+        return {key: _like(entry, own.get(key, {})) for key, entry in value.items()}
+    return value.to(own.device) if isinstance(value, Tensor) and isinstance(own, Tensor) else value

@@ -1,4 +1,4 @@
-"""Processes that train together cut together: sums over all of them, the first one's decision, and one fate for all."""
+"""Cuts in distributed training: sums over processes, decisions of the first one, and renewed wrappers."""
 
 from __future__ import annotations
 
@@ -22,41 +22,41 @@ Value = TypeVar("Value")
 @final
 @dataclass(frozen=True)
 class Processes:
-    """Those of a group, or of all of torch.distributed; without it, this one alone.
+    """The processes of a group, or all of torch.distributed; without it, only this one.
 
-    Every method with more than one process is to be called by all of them.
+    All processes must call every method that communicates.
     """
 
     group: Any = None
 
     @property
     def count(self) -> int:
-        """How many train together."""
+        """The number of processes that train together."""
         return dist.get_world_size(self.group) if dist.is_available() and dist.is_initialized() else 1
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the one that decides."""
-        return self.count == 1 or dist.get_rank(self.group) == 0
+        """True in the process that decides."""
+        return self.index == 0
 
     @property
     def index(self) -> int:
-        """The number of this process, from 0."""
+        """The index of this process, from 0."""
         return 0 if self.count == 1 else dist.get_rank(self.group)
 
     def total(self, tensor: Tensor) -> Tensor:
-        """The sum over all, a new tensor, the same everywhere."""
+        """The sum over all processes, as a new tensor, the same everywhere."""
         if self.count == 1:
             return tensor
-        # NCCL alone sums nothing that is on the CPU.
+        # NCCL cannot sum tensors on the CPU.
         only_cuda = dist.get_backend(self.group) == "nccl"
         total = tensor.to(torch.device("cuda") if only_cuda else tensor.device, copy=True).contiguous()
-        # Complex sums are not everywhere supported; real pairs are.
+        # Not all backends support complex sums; all support real pairs.
         dist.all_reduce(torch.view_as_real(total) if total.is_complex() else total, group=self.group)
         return total.to(tensor.device)
 
     def as_first(self, value: Value) -> Value:
-        """What the first process has; tensors in it have to be on the CPU."""
+        """The first process's value; tensors in it must be on the CPU."""
         if self.count == 1:
             return value
         box = [value]
@@ -64,14 +64,14 @@ class Processes:
         return box[0]
 
     def require_same(self, what: str, value: object) -> None:
-        """Refuse on all of them what is not the same on all."""
+        """Refuse, in all processes, a value that is not the same in all."""
         for number, other in enumerate(self._gathered(value)):
             if other != value:
                 raise CompressionError(f"{what}: {value!r:.200} here, {other!r:.200} in process {number}")
 
     @contextmanager
     def together(self, doing: str) -> Iterator[None]:
-        """What is done inside succeeds on all processes, or all of them raise; none waits for one that failed."""
+        """Run a block that succeeds in all processes or raises in all; none waits for one that failed."""
         if self.count == 1:
             yield
             return
@@ -79,7 +79,7 @@ class Processes:
         try:
             yield
         except Exception as error:
-            # Raised again below, when all know of it.
+            # Raised again below, after all processes know of it.
             failure = error
         said = None if failure is None else f"{type(failure).__name__}: {failure}"
         results = self._gathered(said)
@@ -99,7 +99,7 @@ class Processes:
 
 refuses_with(StaleWrapperError)
 
-# Options that DistributedDataParallel keeps under their own names; those that it does not know it is not given.
+# Options that DistributedDataParallel stores under their own names; options that this version lacks are left out.
 _OPTIONS = (
     "dim",
     "find_unused_parameters",
@@ -129,12 +129,12 @@ def rewrap_(model: nn.Module) -> None:
 
 
 def wrappers_in(model: nn.Module) -> list[DistributedDataParallel]:
-    """The model itself, or what stands inside torch.compile and the like."""
+    """All DistributedDataParallel wrappers in the model, even inside torch.compile."""
     return [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """What a wrapper around the whole model wraps."""
+    """The model inside all wrappers around it."""
     while True:
         if isinstance(model, DistributedDataParallel | nn.DataParallel):
             model = model.module
@@ -145,9 +145,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def renew_wrappers_(model: nn.Module, changed: Iterable[nn.Module]) -> None:
-    """After parameters of these modules have changed their shapes: wrappers in the model are made anew.
+    """Renew the model's wrappers after parameters of these modules have changed their shapes.
 
-    Others refuse to train.
+    Other wrappers of these modules refuse to train.
     """
     known = wrappers_in(model) if dist.is_available() and dist.is_initialized() else []
     if known:
@@ -156,18 +156,18 @@ def renew_wrappers_(model: nn.Module, changed: Iterable[nn.Module]) -> None:
 
 
 def require_rewrappable(wrapper: DistributedDataParallel) -> None:
-    """Refuse options under which parameters have companions that a cut does not know."""
+    """Refuse wrappers that keep copies of parameters."""
     for option in ("mixed_precision", "_delay_all_reduce_params"):
         if getattr(wrapper, option, None):
             said = option.strip("_")
-            raise CompressionError(f"DistributedDataParallel with {said} keeps copies of parameters, and cannot be cut")
+            raise CompressionError(f"DistributedDataParallel with {said} keeps copies of parameters and cannot be cut")
 
 
 def _made_anew_(wrapper: DistributedDataParallel) -> None:
     before, module = dict(wrapper.__dict__), wrapper.module
     hooks = [(hook, state) for hook, state in wrapper._comm_hooks]
     try:
-        # All processes are in step already, so that nothing is compared or sent.
+        # All processes already agree, so nothing is compared or sent.
         DistributedDataParallel.__init__(wrapper, module, init_sync=False, **_options(wrapper))
         for hook, state in hooks:
             wrapper.register_comm_hook(state, hook)
@@ -179,7 +179,7 @@ def _made_anew_(wrapper: DistributedDataParallel) -> None:
 
 
 def _bring_back_(wrapper: DistributedDataParallel, before: dict[str, Any]) -> None:
-    """What a module has beside that: its hooks but for the refusal, its mode, what a subclass added."""
+    """Restore hooks except the refusal, the mode, and everything that a subclass added."""
     for name in nn.Module().__dict__:
         if name not in ("_modules", "_parameters", "_buffers"):
             wrapper.__dict__[name] = before[name]

@@ -1,34 +1,35 @@
-"""What a model's spectra say: how many states each layer would keep at a few tolerances, and what that could cost."""
+"""Spectra of a model without a cut: a table of orders and error bounds, and a record during training."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, SupportsIndex, final
 
 import torch
 from torch import Tensor, nn
 
 from compressm.compression.planning import Options, read_layers, spectra
 from compressm.compression.policies import EnergyTolerance, KeepFraction, Spectra, checked_spectra, largest_bounds
+from compressm.control import DiagonalSystem, Trajectories, hankel_change, trajectories
 from compressm.errors import CompressionError
-from compressm.families import family_of
-from compressm.families.choices import Gramian
+from compressm.families import Layer, family_of
+from compressm.families.choices import Gramian, require_count
 from compressm.families.observing import Calibrate
 from compressm.families.selective.methods import Baked, SelectiveMethod
 
-# The range of the paper's tables, from its harshest cut of CIFAR10 to its gentlest of sMNIST.
+# The range of the paper's tables, from its strongest cut of CIFAR10 to its weakest of sMNIST.
 TAUS = (0.15, 0.05, 0.01, 0.001)
 
 
 @final
 @dataclass(frozen=True, repr=False, eq=False)
 class Inspection:
-    """Spectra and present orders by module; recommended orders and their bounds by tolerance τ, then by module.
+    """Spectra and present orders by module, and recommended orders with their bounds by tolerance τ and module.
 
     A recommended order keeps 1 − τ of the Hankel energy (`EnergyTolerance`). Its bound is the H∞ bound 2 Σ of the
-    dropped σ, the largest over the channels of a bank, and None where the spectrum gives none.
+    dropped σ, the largest over the channels of a bank, or None if the layer has no bound.
     """
 
     spectra: dict[str, Tensor]
@@ -38,7 +39,7 @@ class Inspection:
 
     @classmethod
     def of(cls, spectra: Spectra, *, taus: Sequence[float] = TAUS, without_bound: Collection[str] = ()) -> Inspection:
-        """From Hankel singular values; `without_bound` names the modules whose Gramians are not exact."""
+        """The inspection of Hankel singular values; `without_bound` names modules whose Gramians are not exact."""
         spectra = checked_spectra(spectra)
         policies = [EnergyTolerance(tau) for tau in taus]
         if not policies:
@@ -124,8 +125,8 @@ def inspect(
 ) -> Inspection:
     """Spectra, recommended orders and bounds of every SSM layer; a table when printed.
 
-    With `calibrate`, a function that runs the model on some data, states count by what they do there, and there is no
-    a-priori bound. Selective layers need it, and never have a bound.
+    `calibrate` runs the model on some data; states are then valued on that data, and there is no a-priori bound.
+    Selective layers need it and never have a bound.
     """
     options = Options(KeepFraction(1.0), calibrate, gramian, fold, filter_fn=filter_fn, selective=selective)
     with torch.no_grad():
@@ -133,3 +134,92 @@ def inspect(
         found = {name: sigma.cpu() for name, sigma in spectra(layers, options).items()}
     bounded = {name for name, layer in layers.items() if family_of(layer.adapter).is_bounded(options.choices)}
     return Inspection.of(found, without_bound=tuple(found.keys() - bounded))
+
+
+class HankelTracker:
+    """Record the spectra of all SSM layers at every `every`-th step, without cutting (the paper's sec:why).
+
+    Call `step(step)` in the training loop. With `changes`, `bounds` holds max |eig δH| since the previous record for
+    each layer, the largest of a bank: no σ has moved further (lem:hsv_cont). It is None in the first record, after a
+    cut, and for selective layers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        every: int,
+        calibrate: Calibrate | None = None,
+        gramian: Gramian | None = None,
+        fold: bool = True,
+        filter_fn: Callable[[nn.Module, str], bool] | None = None,
+        changes: bool = False,
+        selective: SelectiveMethod = Baked(),
+    ) -> None:
+        self.model, self.every = model, require_count("every", every)
+        self.options = Options(KeepFraction(1.0), calibrate, gramian, fold, filter_fn=filter_fn, selective=selective)
+        self.steps: list[int] = []
+        self.spectra: list[dict[str, Tensor]] = []
+        self.changes = changes
+        self.bounds: list[dict[str, float | None]] = []
+        self._before: dict[str, DiagonalSystem] = {}
+
+    def step(self, step: SupportsIndex) -> dict[str, Tensor] | None:
+        """Record the spectra if this is a step to record, and return them on the CPU."""
+        now = require_count("step", step, low=0)
+        if now % self.every or now in self.steps[-1:]:
+            return None
+        layers = read_layers(self.model, self.options)
+        with torch.no_grad():
+            found = {name: sigma.cpu() for name, sigma in spectra(layers, self.options).items()}
+            bounds = self._compare(layers)
+        self.steps.append(now)
+        self.spectra.append(found)
+        self.bounds.append(bounds)
+        return found
+
+    def _compare(self, layers: Mapping[str, Layer]) -> dict[str, float | None]:
+        bounds: dict[str, float | None] = dict.fromkeys(layers)
+        found = {name: layer.linear_system for name, layer in layers.items()}
+        systems = {name: system for name, system in found.items() if system is not None}
+        if self.changes:
+            for name, system in systems.items():
+                before = self._before.get(name)
+                if before is not None and before.order == system.order:
+                    bounds[name] = float(hankel_change(before, system).weyl_bound.max())
+            self._before = systems
+        return bounds
+
+    def trajectories(self, name: str) -> Trajectories:
+        """The singular values of one layer, followed through crossings; a bank gives those of its mean spectrum."""
+        records = [record[name] for record in self.spectra if name in record]
+        if not records:
+            known = ", ".join(repr(layer) for layer in self.spectra[-1]) if self.spectra else "nothing yet"
+            raise CompressionError(f"no record of {name!r}; recorded: {known}")
+        return trajectories([sigma.reshape(-1, sigma.shape[-1]).mean(0) for sigma in records])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that was recorded."""
+        return {
+            "steps": list(self.steps),
+            "spectra": [dict(record) for record in self.spectra],
+            "bounds": [dict(record) for record in self.bounds],
+            "before": {name: _parts(system) for name, system in self._before.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore everything that was recorded."""
+        self.steps, self.spectra = list(state["steps"]), [dict(record) for record in state["spectra"]]
+        self.bounds = [dict(record) for record in state["bounds"]]
+        self._before = {name: _system(parts) for name, parts in state["before"].items()}
+
+
+def _parts(system: DiagonalSystem) -> dict[str, Tensor]:
+    poles = {"poles": system.poles} if system.log_poles is None else {"log_poles": system.log_poles}
+    return {**poles, "B": system.B, "C": system.C}
+
+
+def _system(parts: Mapping[str, Tensor]) -> DiagonalSystem:
+    if "poles" in parts:
+        return DiagonalSystem(parts["poles"], parts["B"], parts["C"])
+    return DiagonalSystem.from_log_poles(parts["log_poles"], parts["B"], parts["C"])

@@ -1,4 +1,4 @@
-"""What becomes of an optimizer's moments at a cut: small frozen choices."""
+"""An optimizer's state through a cut: rules for its moments, its groups, and which optimizers are supported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from compressm.families.base import Change, Values
 
 
 class Role(Enum):
-    """What a tensor of an optimizer's state is made of."""
+    """The meaning of a tensor in an optimizer's state."""
 
     GRADIENT = "means of gradients"
     GRADIENT_SQUARE = "means of squares of gradients"
@@ -31,7 +31,7 @@ class Role(Enum):
 @final
 @dataclass(frozen=True)
 class Entry:
-    """One entry of the state, of all parameters of a module that have it: float64, by name, and as it once began."""
+    """One entry of the state for the parameters of a module, in float64 and by name, and its initial values."""
 
     role: Role | None
     values: Values
@@ -42,26 +42,26 @@ Entries: TypeAlias = Mapping[str, Entry]
 
 
 class Moments(ABC):
-    """A rule for the state of parameters whose number of states changes; all other parameters keep theirs."""
+    """A rule for the optimizer state of parameters that a cut resizes; all other parameters keep theirs."""
 
-    # Whether an entry of unknown role can be carried.
+    # True if the rule must know the role of every entry.
     needs_roles = False
 
     @abstractmethod
     def carry(self, change: Change, entries: Entries) -> dict[str, dict[str, Tensor]]:
-        """The entries, by key and parameter name, that belong to the new values."""
+        """The entries for the new values, by key and parameter name."""
 
     def carry_scalar(self, key: str, value: Any) -> Any:
-        """A step count, or another number a parameter."""
+        """The new value of a step count, or of another number of a parameter."""
         return value
 
 
 @final
 @dataclass(frozen=True)
 class Transport(Moments):
-    """Moments go through the change of basis: gradients as covectors, updates as vectors, squares by squared entries.
+    """Map moments through the change of basis: gradients as covectors, updates as vectors, squares by squared entries.
 
-    Cosines with the gradients of the reduced model are 0.6 to 1 for B and C where those of `Slice` are about 0.
+    Their cosines with the gradients of the reduced model are 0.6 to 1 for B and C; those of `Slice` are about 0.
     """
 
     needs_roles = True
@@ -74,7 +74,7 @@ class Transport(Moments):
 @final
 @dataclass(frozen=True)
 class Restart(Moments):
-    """Moments begin anew: as they were before the first step, and step counts with them.
+    """Reset moments and step counts to their values before the first step.
 
     Zeros at a late step count would make Adam's first update (1 − β₁)/√(1 − β₂) = 3.2 times too long.
     """
@@ -95,7 +95,7 @@ class Restart(Moments):
 @final
 @dataclass(frozen=True)
 class Slice(Moments):
-    """The first r entries of every moment, as in the paper's code: whatever modes they had belonged to."""
+    """Keep the first r entries of every moment, as the paper's code does, although they belong to other modes."""
 
     def carry(self, change: Change, entries: Entries) -> dict[str, dict[str, Tensor]]:
         return {
@@ -108,28 +108,24 @@ _FIRST_SCALARS = {"step": 0, "mu_product": 1}
 
 
 def _carried(change: Change, entry: Entry) -> dict[str, Tensor]:
-    match entry.role:
-        case Role.GRADIENT:
-            found = change.gradient(entry.values)
-        case Role.GRADIENT_SQUARE:
-            found = change.gradient_squares(entry.values)
-        case Role.GRADIENT_SIZE:
-            found = {name: torch.sqrt(value) for name, value in change.gradient_squares(_squares(entry)).items()}
-        case Role.UPDATE:
-            found = change.update(entry.values)
-        case Role.UPDATE_SQUARE:
-            found = change.update_squares(entry.values)
-        case _:
-            found = {name: torch.sqrt(value) for name, value in change.update_squares(_squares(entry)).items()}
+    if entry.role in (Role.GRADIENT_SIZE, Role.UPDATE_SIZE):
+        squares = {name: value * value for name, value in entry.values.items()}
+        carry = change.gradient_squares if entry.role is Role.GRADIENT_SIZE else change.update_squares
+        found = {name: torch.sqrt(value) for name, value in carry(squares).items()}
+    else:
+        maps = {
+            Role.GRADIENT: change.gradient,
+            Role.GRADIENT_SQUARE: change.gradient_squares,
+            Role.UPDATE: change.update,
+            Role.UPDATE_SQUARE: change.update_squares,
+        }
+        assert entry.role is not None  # `carried_states` refuses unknown entries
+        found = maps[entry.role](entry.values)
     return {name: found[name] for name in entry.values}
 
 
-def _squares(entry: Entry) -> dict[str, Tensor]:
-    return {name: value * value for name, value in entry.values.items()}
-
-
 def _uncentred(entries: Entries) -> dict[str, Entry]:
-    """RMSprop divides by the root of square_avg − grad_avg²: it is that difference which must not become negative."""
+    """Replace RMSprop's square_avg by square_avg − grad_avg², the variance, which must not become negative."""
     changed = dict(entries)
     if {"square_avg", "grad_avg"} <= entries.keys():
         mean, square = entries["grad_avg"].values, entries["square_avg"].values
@@ -141,7 +137,7 @@ def _uncentred(entries: Entries) -> dict[str, Entry]:
 
 
 def _centred(carried: dict[str, dict[str, Tensor]], entries: Entries) -> dict[str, dict[str, Tensor]]:
-    """The inverse, after both were carried."""
+    """Undo `_uncentred` after both entries were carried."""
     if {"square_avg", "grad_avg"} <= entries.keys():
         mean, square = carried["grad_avg"], carried["square_avg"]
         whole = {name: value + mean[name] * mean[name] for name, value in square.items() if name in mean}
@@ -149,14 +145,14 @@ def _centred(carried: dict[str, dict[str, Tensor]], entries: Entries) -> dict[st
     return carried
 
 
-# Of Adam with β = (0.9, 0.999): m² ≤ (1 − β₁)² / ((1 − β₁²/β₂)(1 − β₂)) v = 53 v whatever the gradients were.
+# For Adam with β = (0.9, 0.999), m² ≤ (1 − β₁)² / ((1 − β₁²/β₂)(1 − β₂)) v = 53 v for any gradients.
 _LARGEST_RATIO = 53.0
 
 
 def _within_reach(carried: dict[str, dict[str, Tensor]], entries: Entries) -> dict[str, dict[str, Tensor]]:
-    """Second moments no smaller than first moments allow: v = 0 beside m ≠ 0 would be a step of 1e8 learning rates.
+    """Raise second moments to the least that first moments allow: v = 0 and m ≠ 0 would step by 1e8 learning rates.
 
-    The carried squares leave out what varies together, so that the inequality may be lost by the way.
+    The carried squares ignore correlations, so the inequality may be violated.
     """
     if "exp_avg" not in carried:
         return carried
@@ -174,22 +170,18 @@ def _within_reach(carried: dict[str, dict[str, Tensor]], entries: Entries) -> di
     return bounded
 
 
-_NAMES = "param_names"  # of optimizers that were made of named_parameters()
+_NAMES = "param_names"  # in optimizers built from named_parameters()
 
 
 def join_(group: dict[str, Any], parameter: nn.Parameter, name: str, place: int | None = None) -> None:
-    """At the end, or at a place."""
-    for members, new in joining(group, parameter, name):
-        members.insert(len(members) if place is None else place, new)
-
-
-def joining(group: dict[str, Any], parameter: nn.Parameter, name: str) -> list[tuple[list[Any], Any]]:
-    """The lists that get an entry more, each with the entry."""
-    return [(group[key], new) for key, new in (("params", parameter), (_NAMES, name)) if key in group]
+    """Add a parameter to a group, at its end or at a place."""
+    for key, new in (("params", parameter), (_NAMES, name)):
+        if key in group:
+            group[key].insert(len(group[key]) if place is None else place, new)
 
 
 def leave_(optimizer: Any, gone: Collection[nn.Parameter]) -> None:
-    """With their states."""
+    """Remove parameters and their states from the optimizer."""
     numbers = {id(parameter) for parameter in gone}
     for group in optimizer.param_groups:
         stays = [id(parameter) not in numbers for parameter in group["params"]]
@@ -201,7 +193,7 @@ def leave_(optimizer: Any, gone: Collection[nn.Parameter]) -> None:
 
 
 def name_beside(group: dict[str, Any], origin: nn.Parameter, old: str, new: str) -> str:
-    """What a parameter is called in the group that joins another, which its module calls `old`, as `new`."""
+    """The name in the group for a parameter `new` that joins `origin`, whose name in the module is `old`."""
     names = group.get(_NAMES)
     if names is None:
         return new
@@ -225,34 +217,29 @@ _ROLES = {
     "acc_delta": Role.UPDATE_SQUARE,
     "step_size": Role.UPDATE_SIZE,
 }
-# Where an entry does not begin at 0: the option of the group that says it.
+# Entries that do not begin at 0, with the group's option that gives their initial value.
 _INITIAL = {"sum": "initial_accumulator_value", "step_size": "lr"}
 
-# Optimizers whose state mixes the entries of a parameter, or of several: there is nothing to carry entry by entry.
+# Optimizers whose state mixes entries of parameters, so that no entry can be carried by itself.
 _REFUSED = ("LBFGS", "Adafactor", "Shampoo", "SOAP", "CAME", "SM3", "GaLore", "KFAC")
-
-ParameterState = Mapping[str, Any]
-
-
-def parameter_state(optimizer: Any, parameter: nn.Parameter) -> dict[str, Any] | None:
-    """The optimizer's own dictionary for the parameter; None before its first step."""
-    return optimizer.state.get(parameter)
 
 
 def require_supported(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuse by name an optimizer that cannot follow a cut of these parameters, or that does not hold them."""
+    """Refuse an optimizer that does not hold these parameters, or whose state cannot follow their cut."""
     kind = type(optimizer).__name__
     try:
         groups, states = list(optimizer.param_groups), optimizer.state
     except AttributeError:
         raise CompressionError(f"optimizer is a {kind}, expected one with param_groups and state") from None
     if kind == "ZeroRedundancyOptimizer":
-        raise CompressionError(f"{kind} keeps each state in one process only, and cannot follow a cut; choose Adam")
+        raise CompressionError(
+            f"{kind} keeps each state in one process only and cannot follow a cut; expected Adam or another"
+        )
     for ancestor in type(optimizer).__mro__:
         if any(name in ancestor.__name__ for name in _REFUSED):
-            raise CompressionError(f"{kind} mixes the entries of parameters in its state; choose Adam or another")
+            raise CompressionError(f"{kind} mixes the entries of parameters in its state; expected Adam or another")
     if any("prev_flat_grad" in state or "old_dirs" in state for state in states.values()):
-        raise CompressionError(f"{kind} holds the state of LBFGS, which mixes all parameters; choose Adam or another")
+        raise CompressionError(f"{kind} holds the state of LBFGS, which mixes all parameters; expected Adam or another")
     held = {id(parameter) for group in groups for parameter in group["params"]}
     missing = [name for name, p in parameters.items() if p.requires_grad and id(p) not in held]
     if missing:
@@ -261,12 +248,12 @@ def require_supported(optimizer: Any, parameters: Mapping[str, nn.Parameter]) ->
             " give it the parameters of this model, or pass optimizer=None"
         )
     for name, parameter in parameters.items():
-        for key, value in (parameter_state(optimizer, parameter) or {}).items():
+        for key, value in optimizer.state.get(parameter, {}).items():
             _require_plain(kind, name, parameter, key, value)
 
 
 def _require_plain(kind: str, name: str, parameter: nn.Parameter, key: str, value: object) -> None:
-    """A number, or a tensor of numbers of the parameter's shape."""
+    """Refuse an entry that is neither a number nor a floating-point tensor of the parameter's shape."""
     said = f"{kind}'s {key!r} of {name}"
     if value is None or isinstance(value, int | float | str):
         return
@@ -278,31 +265,31 @@ def _require_plain(kind: str, name: str, parameter: nn.Parameter, key: str, valu
     if value.shape != parameter.shape:
         raise CompressionError(
             f"{said} has shape {tuple(value.shape)}, the parameter {tuple(parameter.shape)}, expected the same: load a"
-            " state that was saved at the orders of now; factored states cannot follow a cut"
+            " state that was saved at the present orders; factored states cannot follow a cut"
         )
     if not value.is_floating_point():
         raise CompressionError(f"{said} is {value.dtype}, expected real floating-point numbers")
 
 
 def is_scalar(value: object, parameter: nn.Parameter) -> bool:
-    """A number for the whole parameter, also one kept in a tensor."""
+    """True for a number that belongs to the whole parameter, even if a tensor holds it."""
     return not isinstance(value, Tensor) or (value.numel() == 1 and value.shape != parameter.shape)
 
 
 def carried_states(change: Change, optimizer: Any, moments: Moments) -> dict[str, dict[str, Any]]:
-    """By parameter name the entries that change with the cut, as the optimizer keeps them: same dtypes, same devices.
+    """The new states of resized parameters, by name, in the dtypes and on the devices of the old ones.
 
-    Only parameters with an axis of states, and with a state.
+    Parameters without a state are left out.
     """
     parameters = {name: change.module.get_parameter(name) for name in change.resized}
     require_supported(optimizer, parameters)
-    states = {name: parameter_state(optimizer, parameter) or {} for name, parameter in parameters.items()}
+    states = {name: optimizer.state.get(parameter, {}) for name, parameter in parameters.items()}
     entries = _entries(change, optimizer, parameters, states)
     unknown = [key for key, entry in entries.items() if entry.role is None]
     if unknown and moments.needs_roles:
         raise CompressionError(
-            f"{type(optimizer).__name__} keeps {', '.join(map(repr, unknown))}, of which {moments} does not know what"
-            " it is; moments=Restart() or Slice() need not know"
+            f"{type(optimizer).__name__} keeps {', '.join(map(repr, unknown))}, whose meaning {moments} does not know;"
+            " expected moments=Restart() or Slice(), which need not know it"
         )
     carried = moments.carry(change, entries) if entries else {}
     new: dict[str, dict[str, Any]] = {name: {} for name, state in states.items() if state}
@@ -314,14 +301,14 @@ def carried_states(change: Change, optimizer: Any, moments: Moments) -> dict[str
     return new
 
 
-def _pairs(states: Mapping[str, ParameterState]) -> Iterator[tuple[str, str, Any]]:
+def _pairs(states: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, Any]]:
     for name, state in states.items():
         for key, value in state.items():
             yield name, key, value
 
 
 def _entries(
-    change: Change, optimizer: Any, parameters: Mapping[str, nn.Parameter], states: Mapping[str, ParameterState]
+    change: Change, optimizer: Any, parameters: Mapping[str, nn.Parameter], states: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Entry]:
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     values: dict[str, dict[str, Tensor]] = {}
@@ -336,8 +323,8 @@ def _entries(
     return {key: Entry(_role(key, states[next(iter(values[key]))]), values[key], initial[key]) for key in values}
 
 
-def _role(key: str, state: ParameterState) -> Role | None:
-    # RMSprop's is made of gradients that were divided by their sizes already.
+def _role(key: str, state: Mapping[str, Any]) -> Role | None:
+    # RMSprop averages gradients that are already divided by their sizes.
     if key == "momentum_buffer" and "square_avg" in state:
         return Role.UPDATE
     return _ROLES.get(key)

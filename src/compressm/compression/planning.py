@@ -1,4 +1,4 @@
-"""What a cut would do, computed before anything is changed; of what family a layer is does not matter here."""
+"""Planning of cuts, for layers of any family: options, layers, spectra, orders; nothing is changed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from compressm.families.selective.methods import Baked, SelectiveMethod
 
 @dataclass(frozen=True)
 class Options:
-    """How cuts are planned: the keywords of `Compressor` and `compress_`."""
+    """The options of a cut: keywords of `Compressor` and `compress_`."""
 
     keep: Policy
     calibrate: Calibrate | None = None
@@ -54,7 +54,9 @@ class Options:
 
     def __post_init__(self) -> None:
         if isinstance(self.gramian, Measured) and self.calibrate is None:
-            raise CompressionError(f"gramian is {self.gramian} without calibrate: there is no data to measure on")
+            raise CompressionError(
+                f"gramian is {self.gramian} without calibrate: pass calibrate=lambda model: model(inputs)"
+            )
         if self.gramian is not None and not isinstance(self.gramian, Gramian):
             raise CompressionError(f"gramian is {self.gramian!r}, expected WhiteNoise(), Measured(...) or Modal()")
         if self.calibrate is not None and not callable(self.calibrate):
@@ -72,19 +74,19 @@ class Options:
         self._require_bounds()
 
     def _require_bounds(self) -> None:
-        """With measured Gramians 2 Σ of the dropped σ bounds nothing, so that a policy by it would promise too much."""
+        """Refuse `ErrorBound` with measured Gramians, for which 2 Σ of the dropped σ is no bound."""
         others = self.overrides.values() if isinstance(self.overrides, Mapping) else ()
         bound = next((policy for policy in (self.keep, *others) if isinstance(policy, ErrorBound)), None)
         if self.choices.is_measured and bound is not None:
             raise CompressionError(
-                f"{bound} with Gramians that are measured, which have no error bound: expected gramian=WhiteNoise(),"
-                " for which calibrate still gives measured_error, or, as for selective layers in any case, another"
-                " policy, such as EnergyTolerance(0.05)"
+                f"{bound} needs an error bound, which measured Gramians do not have: expected gramian=WhiteNoise(),"
+                " with which calibrate still gives measured_error, or another policy, such as EnergyTolerance(0.05),"
+                " which selective layers always need"
             )
 
     @property
     def choices(self) -> Choices:
-        """The part of them that families are asked with."""
+        """The options that concern families."""
         return Choices(self.calibrate is not None, self.gramian, self.fold, self.select, self.selective)
 
 
@@ -96,13 +98,13 @@ _watch: ContextVar[StageWatch] = ContextVar("watch", default=lambda name: nullco
 
 
 def stage(name: str) -> AbstractContextManager[object]:
-    """Around the work of one of `STAGES`; those do not nest."""
+    """A context for the work of one of `STAGES`; stages do not nest."""
     return _watch.get()(name)
 
 
 @contextmanager
 def watching(watch: StageWatch) -> Iterator[None]:
-    """Within it every stage of a cut runs inside `watch(name)`."""
+    """Run every stage of a cut inside `watch(name)`."""
     token = _watch.set(watch)
     try:
         yield
@@ -111,23 +113,21 @@ def watching(watch: StageWatch) -> Iterator[None]:
 
 
 def found_layers(model: nn.Module, options: Options) -> dict[str, Layer]:
-    """The layers to look at, each read once; there is at least one, and each can be looked at as is asked."""
+    """The layers to cut, each read once; at least one is required, and each must suit the options."""
     found = find(model, options.filter_fn)
     kind = type(model).__name__
     if not found and options.filter_fn is not None and (all_of_them := find(model)):
         raise CompressionError(
-            f"filter_fn takes no SSM layer of {kind}; expected at least one of {', '.join(map(repr, all_of_them))}"
+            f"filter_fn accepts no SSM layer of {kind}; expected at least one of {', '.join(map(repr, all_of_them))}"
         )
     if not found:
         raise CompressionError(
             f"{kind} has no SSM layer that an adapter reads{refused_in(model)}; see compressm.adapters"
         )
-    names: dict[Family, list[str]] = {}
-    for name, (_, adapter) in found.items():
-        names.setdefault(family_of(adapter), []).append(name)
-    for family, own in names.items():
-        family.require_choices(own, options.choices)
-    _require_policies(names, options)
+    families = {name: family_of(adapter) for name, (_, adapter) in found.items()}
+    for family, names in _by_family(families).items():
+        family.require_choices(names, options.choices)
+    _require_policies(families, options)
     layers = {}
     with stage("read"), torch.no_grad():
         for name, (module, adapter) in found.items():
@@ -137,14 +137,13 @@ def found_layers(model: nn.Module, options: Options) -> dict[str, Layer]:
     return layers
 
 
-def _require_policies(names: Mapping[Family, Sequence[str]], options: Options) -> None:
-    """Refuse policies that have no meaning for a family."""
-    families = {name: family for family, own in names.items() for name in own}
+def _require_policies(families: Mapping[str, Family], options: Options) -> None:
+    """Refuse policies that make no sense for a family."""
     limits = (options.gate, options.round_to, options.at_least)
     for policy, own in require_choices(families, options.keep, options.overrides, *limits):
         for family, named in _by_family({name: families[name] for name in own}).items():
             said = ", ".join(name or "the model" for name in named)
-            # Where Gramians are measured, `Options` has refused already.
+            # `Options` has already refused measured Gramians.
             if isinstance(policy, ErrorBound) and not family.is_bounded(options.choices):
                 raise CompressionError(
                     f"{said}: {policy} for {family.called}, which have no error bound; expected another policy, such as"
@@ -152,8 +151,8 @@ def _require_policies(names: Mapping[Family, Sequence[str]], options: Options) -
                 )
             if isinstance(policy, Budget) and family.is_by_channel(options.choices):
                 raise CompressionError(
-                    f"{said}: {policy} shares states out among layers, while {options.selective} gives every channel an"
-                    " order of its own; expected another policy, such as EnergyTolerance(0.05)"
+                    f"{said}: {policy} distributes states over layers, but {options.selective} gives every channel its"
+                    " own order; expected another policy, such as EnergyTolerance(0.05)"
                 )
 
 
@@ -165,10 +164,10 @@ def _by_family(families: Mapping[str, Family]) -> dict[Family, list[str]]:
 
 
 def read_layers(model: nn.Module, options: Options, layers: dict[str, Layer] | None = None) -> dict[str, Layer]:
-    """Every SSM layer of the model, unless they were just read; with `calibrate`, after it ran."""
+    """Every SSM layer of the model, with observations if there is `calibrate`; `layers` are those just read."""
     if not isinstance(model, nn.Module):
         raise CompressionError(f"model is a {type(model).__name__}, expected an nn.Module")
-    # Inside DistributedDataParallel a forward pass waits for the other processes, which may not be looking.
+    # A forward pass of DistributedDataParallel waits for the other processes, which may not run one.
     model = unwrapped(model)
     layers = found_layers(model, options) if layers is None else layers
     if options.calibrate is None:
@@ -181,26 +180,22 @@ def read_layers(model: nn.Module, options: Options, layers: dict[str, Layer] | N
 
 
 def spectra(layers: Mapping[str, Layer], options: Options) -> dict[str, Float[Tensor, "*bank n"]]:
-    """The Hankel singular values of every layer, or what its family has in their place."""
+    """The Hankel singular values of every layer, or the values that its family uses instead."""
     found: dict[str, Tensor] = {}
-    for family, names in _families_of(layers).items():
+    for family, names in _by_family({name: family_of(layer.adapter) for name, layer in layers.items()}).items():
         found |= family.spectra([layers[name] for name in names], options.choices)
     return {name: found[name] for name in layers}
 
 
-def _families_of(layers: Mapping[str, Layer]) -> dict[Family, list[str]]:
-    return _by_family({name: family_of(layer.adapter) for name, layer in layers.items()})
-
-
 def plan_cuts(layers: Mapping[str, Layer], options: Options, *, salt: int = 0) -> list[PlannedCut]:
-    """The cuts that the policy wants, in the order of the layers; those the gate holds back are left out."""
+    """The cuts that the policy chooses, in the order of the layers; layers that the gate keeps are left out."""
     with stage("spectra"):
         values = spectra(layers, options)
-    families = _families_of(layers)
+    families = _by_family({name: family_of(layer.adapter) for name, layer in layers.items()})
     apart = [name for family, names in families.items() if family.is_by_channel(options.choices) for name in names]
     together = [name for name in layers if name not in apart]
-    orders: dict[str, Any] = _channel_orders(values, apart, options) if apart else {}
-    orders |= _orders(values, together, options) if together else {}
+    orders: dict[str, Any] = _chosen(choose_channel_orders, values, apart, options) if apart else {}
+    orders |= _fewer(_chosen(choose_orders, values, together, options), values, options) if together else {}
     planned: dict[str, PlannedCut] = {}
     with stage("reduce"):
         for family, names in families.items():
@@ -209,8 +204,11 @@ def plan_cuts(layers: Mapping[str, Layer], options: Options, *, salt: int = 0) -
     return [planned[name] for name in layers if name in planned]
 
 
-def _channel_orders(values: Mapping[str, Tensor], names: Sequence[str], options: Options) -> dict[str, list[int]]:
-    return choose_channel_orders(
+def _chosen(
+    choose: Callable[..., dict[str, Any]], values: Mapping[str, Tensor], names: Sequence[str], options: Options
+) -> dict[str, Any]:
+    """The orders that the policies choose for these layers."""
+    return choose(
         {name: values[name] for name in names},
         options.keep,
         overrides=restricted(options.overrides, names),
@@ -220,25 +218,17 @@ def _channel_orders(values: Mapping[str, Tensor], names: Sequence[str], options:
     )
 
 
-def _orders(values: Mapping[str, Tensor], names: Sequence[str], options: Options) -> dict[str, int]:
-    """The orders of layers that are to have fewer states."""
-    orders = choose_orders(
-        {name: values[name] for name in names},
-        options.keep,
-        overrides=restricted(options.overrides, names),
-        gate=options.gate,
-        round_to=options.round_to,
-        at_least=options.at_least,
-    )
+def _fewer(orders: Mapping[str, int], values: Mapping[str, Tensor], options: Options) -> dict[str, int]:
+    """The orders of layers that get fewer states."""
     wanted = {name: rank for name, rank in orders.items() if rank < values[name].shape[-1]}
     if isinstance(options.select, Largest):
-        # Each layer by its own rank: in a group those of lower rank would be filled up with modes that do nothing.
+        # Each layer has its own rank: in a group, modes without effect would fill up the layers of lower rank.
         wanted = {name: min(rank, int(numerical_rank(values[name]).amax())) for name, rank in wanted.items()}
     return wanted
 
 
 def require_suitable(model: nn.Module, layers: Mapping[str, Layer], optimizer: Any | None) -> None:
-    """Refuse by name layers whose parameters are elsewhere, computed from others, or those of another module too."""
+    """Refuse by name parameters that other modules share, that are computed, or that the optimizer does not support."""
     owners = _owners(model)
     for name, layer in layers.items():
         for entry in _cut_parameters(layer):
@@ -246,7 +236,7 @@ def require_suitable(model: nn.Module, layers: Mapping[str, Layer], optimizer: A
             if others:
                 raise CompressionError(
                     f"{name}.{entry} is also {', '.join(sorted(others))}: a parameter that two modules share cannot be"
-                    " cut for one of them; use the same layer twice, or give each its own"
+                    " cut for one of them; use the same layer twice, or give each layer its own parameter"
                 )
         if optimizer is not None:
             require_supported(optimizer, {f"{name}.{key}": p for key, p in layer.module.named_parameters()})
@@ -259,14 +249,14 @@ def _cut_parameters(layer: Layer) -> Iterator[str]:
     for entry in values:
         if entry not in parameters:
             raise CompressionError(
-                f"{layer.name}.{entry} is no parameter but computed from {', '.join(parameters)}: a parametrised,"
-                " normalised or pruned weight cannot be cut; remove that first (torch.nn.utils.parametrize, .prune)"
+                f"{layer.name}.{entry} is not a parameter but computed from {', '.join(parameters)}: a parametrised,"
+                " normalised or pruned weight cannot be cut; first remove that (torch.nn.utils.parametrize, .prune)"
             )
         yield entry
 
 
 def _owners(model: nn.Module) -> dict[int, set[str]]:
-    """Every parameter's names, one a module that has it."""
+    """The names of every parameter, one for each module that has it."""
     owners: dict[int, set[str]] = {}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -275,12 +265,12 @@ def _owners(model: nn.Module) -> dict[int, set[str]]:
     return owners
 
 
-# Their libraries and kernels are loaded when they are first used: on an H200 the first cut took 1 s, the next 0.35 s.
+# Devices that load libraries and kernels on first use: on an H200 the first cut took 1 s, the next 0.35 s.
 _SLOW_TO_LOAD = ("cuda",)
 
 
 def rehearse(layers: Mapping[str, Layer], options: Options) -> None:
-    """On a GPU, plan half of every layer away and forget it, so that the first cut finds everything loaded."""
+    """Plan a cut of every layer to half on a GPU and discard it, so that the first real cut finds everything loaded."""
     if not any(p.device.type in _SLOW_TO_LOAD for layer in layers.values() for p in layer.module.parameters()):
         return
     blind = replace(

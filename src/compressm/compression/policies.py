@@ -1,4 +1,4 @@
-"""Policies: from spectra to the orders of the next cut, with overrides by name, the gate, and sizes that run fast."""
+"""Policies: they choose the orders of the next cut from spectra, with overrides by name, a gate and rounding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GATE = 0.95
 
 
 def checked_spectra(spectra: Spectra) -> dict[str, Tensor]:
-    """The same in float64 on the CPU, each with at least one value, all finite, >= 0 and falling on the last axis."""
+    """The spectra in float64 on the CPU; each must have a value, be finite, >= 0 and fall on the last axis."""
     if not isinstance(spectra, Mapping) or not spectra:
         raise CompressionError(
             f"spectra are {spectra!r:.100}, expected {{module name: tensor (*channels, n)}}, not empty"
@@ -50,40 +50,36 @@ def _checked(name: object, sigma: Tensor) -> Tensor:
 
 
 def summed_tails(sigma: Float[Tensor, "*channels n"]) -> Float[Tensor, "n+1"]:
-    """tails[r] = the energy that all channels together lose by keeping r states each, Σ_channels Σ_{i>r} σᵢ."""
-    return _by_channel(error_bounds(sigma)).sum(0) / 2
+    """tails[r] = Σ_channels Σ_{i>r} σᵢ, the energy that all channels together lose if each keeps r states."""
+    return error_bounds(sigma).reshape(-1, sigma.shape[-1] + 1).sum(0) / 2
 
 
 def largest_bounds(sigma: Float[Tensor, "*channels n"]) -> Float[Tensor, "n+1"]:
-    """bounds[r] = the largest over the channels of 2 Σ_{i>r} σᵢ."""
-    return _by_channel(error_bounds(sigma)).amax(0)
-
-
-def _by_channel(bounds: Tensor) -> Tensor:
-    return bounds.reshape(-1, bounds.shape[-1])
+    """bounds[r] = max_channels 2 Σ_{i>r} σᵢ."""
+    return error_bounds(sigma).reshape(-1, sigma.shape[-1] + 1).amax(0)
 
 
 Policy = Callable[[Mapping[str, Tensor]], Mapping[str, int]]
 
-# Of one state: what a product like 0.145 * 100 = 14.499999999999998 is off by.
+# A share of one state: the rounding of a product such as 0.145 * 100 = 14.499999999999998.
 _ROUNDING = 1e-9
 
 
 class LayerPolicy(ABC):
-    """A policy that looks at one layer at a time."""
+    """A policy that decides for each layer separately."""
 
     def __call__(self, spectra: Spectra) -> dict[str, int]:
         return {name: self.order(sigma) for name, sigma in checked_spectra(spectra).items()}
 
     @abstractmethod
     def order(self, sigma: Float[Tensor, "*channels n"]) -> int:
-        """How many states to keep, from 1 to n."""
+        """The number of states to keep, from 1 to n."""
 
 
 @final
 @dataclass(frozen=True)
 class EnergyTolerance(LayerPolicy):
-    """The smallest r with Σ_{i≤r} σᵢ ≥ (1 − τ) Σ σᵢ (sec:algorithm); a bank by the energy of all its channels."""
+    """The smallest r with Σ_{i≤r} σᵢ ≥ (1 − τ) Σ σᵢ (sec:algorithm); a bank counts the energy of all its channels."""
 
     tau: float
 
@@ -91,7 +87,7 @@ class EnergyTolerance(LayerPolicy):
         object.__setattr__(self, "tau", require_number("EnergyTolerance: tau", self.tau, 0, 1, below=True))
 
     def order(self, sigma: Float[Tensor, "*channels n"]) -> int:
-        """The smallest r whose tail holds at most τ of the energy; all n if there is none."""
+        """The smallest r whose tail holds at most τ of the energy; n if all σ are zero."""
         tails = summed_tails(sigma)
         return _first_within(tails, self.tau * float(tails[0]))
 
@@ -99,10 +95,10 @@ class EnergyTolerance(LayerPolicy):
 @final
 @dataclass(frozen=True)
 class ErrorBound(LayerPolicy):
-    """The smallest r with 2 Σ_{i>r} σᵢ ≤ eps·σ₁, or ≤ eps if not `relative`; a bank by its worst channel and largest σ.
+    """The smallest r with 2 Σ_{i>r} σᵢ ≤ eps·σ₁, or ≤ eps if not `relative`; a bank counts its worst channel.
 
-    With exact Gramians the left side bounds the H∞ error of the cut; with measured ones there is no bound, and a
-    compressor refuses it.
+    With exact Gramians the left side bounds the H∞ error of the cut. Measured Gramians have no bound, and a compressor
+    refuses this policy with them.
     """
 
     eps: float
@@ -114,7 +110,7 @@ class ErrorBound(LayerPolicy):
             raise CompressionError(f"ErrorBound: relative is {self.relative!r}, expected True or False")
 
     def order(self, sigma: Float[Tensor, "*channels n"]) -> int:
-        """The smallest r whose bound, the largest over the channels, is met."""
+        """The smallest r that meets the bound in every channel."""
         scale = float(sigma.max()) if self.relative else 1.0
         return _first_within(largest_bounds(sigma), self.eps * scale)
 
@@ -122,7 +118,7 @@ class ErrorBound(LayerPolicy):
 @final
 @dataclass(frozen=True)
 class KeepFraction(LayerPolicy):
-    """At most ρ of the states that there are now, rounded half up; a layer of smaller numerical rank goes to that."""
+    """The share ρ of the present states, rounded half up, but at most the numerical rank of the layer."""
 
     rho: float
 
@@ -137,7 +133,7 @@ class KeepFraction(LayerPolicy):
 @final
 @dataclass(frozen=True)
 class FewerStates(LayerPolicy):
-    """`count` states fewer at every cut, as the paper times cuts (fig:timer); one state is always left."""
+    """`count` states fewer at every cut, as in the paper's timing (fig:timer); at least one state stays."""
 
     count: int
 
@@ -152,7 +148,7 @@ class FewerStates(LayerPolicy):
 @final
 @dataclass(frozen=True)
 class TargetOrder(LayerPolicy):
-    """At most n states in every layer: one with fewer keeps what it has, one of smaller numerical rank goes to that."""
+    """The order n for every layer, but at most its numerical rank; a layer with fewer states is not changed."""
 
     n: int
 
@@ -160,20 +156,19 @@ class TargetOrder(LayerPolicy):
         object.__setattr__(self, "n", require_count("TargetOrder: n", self.n))
 
     def order(self, sigma: Float[Tensor, "*channels n"]) -> int:
-        """The target, or the order that there is."""
+        """The target, or the present order if that is smaller."""
         return min(self.n, sigma.shape[-1])
 
 
 @final
 @dataclass(frozen=True)
 class Budget:
-    """`total_states` at most for all layers, shared out so that their tails 2 Σ_{i>r} σᵢ have the smallest sum.
+    """A budget of `total_states` for all layers, distributed so that the sum of their tails 2 Σ_{i>r} σᵢ is smallest.
 
-    With exact Gramians those are error bounds; with measured ones they weigh the states by what they do on the data.
-    All of the budget is given out, of which a layer of smaller numerical rank leaves what is above it; a layer whose σ
-    are all zero is left alone and may exceed it. A bank counts its shared order once and is judged by its worst
-    channel. Of equally good allocations the one that keeps most in the first layers is taken, then in the second, and
-    so on.
+    With exact Gramians the tails are error bounds; with measured ones they weigh the states by their effect on the
+    data. The whole budget is distributed, but a layer of smaller numerical rank does not use all of its part. A layer
+    whose σ are all zero is not changed and may exceed the budget. A bank counts its shared order once, with the tail of
+    its worst channel. Of equally good allocations, the one with most states in the first layers is taken.
     """
 
     total_states: int
@@ -182,7 +177,7 @@ class Budget:
         object.__setattr__(self, "total_states", require_count("Budget: total_states", self.total_states))
 
     def __call__(self, spectra: Spectra) -> dict[str, int]:
-        """At least one state in every layer; a budget above all states there are keeps all."""
+        """The order of every layer, at least 1; a budget above the present number of states keeps all of them."""
         spectra = checked_spectra(spectra)
         if self.total_states < len(spectra):
             raise CompressionError(
@@ -194,7 +189,7 @@ class Budget:
 
 
 def _first_within(losses: Float[Tensor, " m"], allowed: float) -> int:
-    """The smallest r >= 1 with losses[r] <= allowed, of losses that fall with r; n if there is nothing to lose."""
+    """The smallest r >= 1 with losses[r] <= allowed, of losses that fall with r; n if all losses are 0."""
     n = len(losses) - 1
     if losses[0] == 0:
         return n
@@ -204,10 +199,10 @@ def _first_within(losses: Float[Tensor, " m"], allowed: float) -> int:
 def _allocate(costs: Sequence[Float[Tensor, " _"]], total: int) -> list[int]:
     """Orders r with Σ r = total and the smallest Σ costs[layer][r − 1].
 
-    The costs of one channel are convex in r, for σ falls; so is the largest over the channels of a bank, as a maximum
-    of convex functions. For convex costs the state that gains most is always the next to keep (Fox 1966).
+    The costs of one channel are convex in r because σ falls, and so is their maximum over the channels of a bank. For
+    convex costs, the state with the largest gain is always the next to keep (Fox 1966).
     """
-    # Convex up to rounding; the running minimum makes it so, and a layer's states are taken in their order.
+    # Costs are convex up to rounding; the running minimum makes them convex, so states are taken in order.
     gains = [(cost[:-1] - cost[1:]).cummin(0).values for cost in costs]
     layers = torch.cat([torch.full_like(gain, layer, dtype=torch.int64) for layer, gain in enumerate(gains)])
     best_first = torch.cat(gains).argsort(descending=True, stable=True)
@@ -224,17 +219,16 @@ def choose_orders(
     round_to: int = 1,
     at_least: int = 1,
 ) -> dict[str, int]:
-    """The order that each layer is to have; its present one, n, where it is left alone.
+    """The new order r of each layer; n, its present order, if the layer is not cut.
 
     `overrides` maps patterns of module names ("blocks.0.*", as in `fnmatch`) to policies. The first pattern that
-    matches a name decides; a policy is asked once, about all layers that fell to it, so that a `Budget` is shared by
-    those and no others. Orders are `at_least` so much, rounded up to multiples of `round_to`, and then a layer is cut
-    only if r < gate·n (the paper: 95 %). A layer whose σ are all zero, as that of a layer with C = 0 or of one that saw
-    nothing but zeros, is left alone whatever the policy said: nothing tells its states apart. All of these only ever
-    keep more than the policy said.
+    matches a name decides. A policy is called once, with all its layers, which alone share a `Budget`. Orders below
+    `at_least` are raised to it, then rounded up to a multiple of `round_to`, and a layer is cut only if r < gate·n (the
+    paper: 95 %). A layer whose σ are all zero, for example with C = 0 or after inputs of zeros only, is not cut:
+    nothing distinguishes its states. All of these rules can only keep more states than the policy chose.
 
-    A layer cannot have more states than its numerical rank #{σ > n ε σ₁} and still be balanced: one whose order falls
-    to more than that goes to the rank, which need not be a multiple of `round_to`. The others do nothing.
+    A balanced layer cannot have more states than its numerical rank #{σ > n ε σ₁}. If the order of a layer that is cut
+    exceeds it, the compressor cuts to the rank, which need not be a multiple of `round_to`.
     """
     spectra = checked_spectra(spectra)
     shares = require_choices(spectra, keep, overrides, gate, round_to, at_least)
@@ -253,23 +247,11 @@ def require_choices(
     round_to: int,
     at_least: int,
 ) -> list[tuple[Policy, list[str]]]:
-    """Refuse what cannot be meant; each policy with the layers that fall to it."""
+    """Each policy with the names of its layers; invalid choices are refused, a policy without layers is left out."""
     require_number("gate", gate, 0, 1, above=True)
     require_count("round_to", round_to)
     require_count("at_least", at_least)
-    return _shares(list(names), keep, {} if overrides is None else overrides)
-
-
-def _gated(order: int, sigma: Tensor, gate: float, round_to: int, at_least: int) -> int:
-    n = sigma.shape[-1]
-    if not bool(sigma.any()):
-        return n
-    rounded = min(n, math.ceil(max(order, at_least) / round_to) * round_to)
-    return rounded if rounded < gate * n - _ROUNDING else n
-
-
-def _shares(layers: list[str], keep: Policy, overrides: Mapping[str, Policy]) -> list[tuple[Policy, list[str]]]:
-    """Each policy with the names that fall to it; those that get none are left out."""
+    layers, overrides = list(names), {} if overrides is None else overrides
     if not isinstance(overrides, Mapping):
         raise CompressionError(f"overrides are {overrides!r:.100}, expected {{pattern of module names: policy}}")
     _require_policy("keep", keep)
@@ -287,6 +269,14 @@ def _shares(layers: list[str], keep: Policy, overrides: Mapping[str, Policy]) ->
     return [(policy, names) for policy, names in shares if names]
 
 
+def _gated(order: int, sigma: Tensor, gate: float, round_to: int, at_least: int) -> int:
+    n = sigma.shape[-1]
+    if not bool(sigma.any()):
+        return n
+    rounded = min(n, math.ceil(max(order, at_least) / round_to) * round_to)
+    return rounded if rounded < gate * n - _ROUNDING else n
+
+
 def _require_policy(what: str, policy: object) -> None:
     if isinstance(policy, type) or not callable(policy):
         raise CompressionError(
@@ -296,7 +286,7 @@ def _require_policy(what: str, policy: object) -> None:
 
 
 def _asked(policy: Policy, spectra: dict[str, Tensor]) -> dict[str, int]:
-    """What the policy answers: an order from 1 to n for every layer, and nothing else."""
+    """The orders that the policy returns: from 1 to n for every layer, and nothing else."""
     orders = policy(dict(spectra))
     if not isinstance(orders, Mapping):
         raise CompressionError(f"{policy!r:.100} returned {orders!r:.100}, expected {{module: order}}")
@@ -318,25 +308,24 @@ def choose_channel_orders(
     round_to: int = 1,
     at_least: int = 1,
 ) -> dict[str, list[int]]:
-    """The order of every channel of every layer: the policy is asked about each channel as if it were a layer."""
+    """The order of every channel of every layer: a policy gets each channel as if it were a layer."""
     spectra = checked_spectra(spectra)
     shares = require_choices(spectra, keep, overrides, gate, round_to, at_least)
-    chosen: dict[str, list[int]] = {}
-    for policy, names in shares:
-        for name in names:
-            asked = ((_asked_of_one(policy, name, sigma), sigma) for sigma in spectra[name])
-            limits = (float(gate), int(round_to), int(at_least))
-            chosen[name] = [_gated(order, sigma, *limits) for order, sigma in asked]
-    return {name: chosen[name] for name in spectra}
+    limits = (float(gate), int(round_to), int(at_least))
+    policies = {name: policy for policy, names in shares for name in names}
+    return {
+        name: [_gated(_asked_of_one(policies[name], name, sigma), sigma, *limits) for sigma in channels]
+        for name, channels in spectra.items()
+    }
 
 
 def _asked_of_one(policy: Policy, name: str, sigma: Tensor) -> int:
-    # Of ours, which have been checked already: there may be thousands of channels.
+    # Our own policies need no check of their answers: there may be thousands of channels.
     return policy.order(sigma) if isinstance(policy, LayerPolicy) else _asked(policy, {name: sigma})[name]
 
 
 def restricted(overrides: Mapping[str, Policy] | None, names: Iterable[str]) -> dict[str, Policy]:
-    """Those whose patterns match one of these names."""
+    """The overrides whose patterns match one of these names."""
     layers = list(names)
     return {
         pattern: policy

@@ -1,26 +1,44 @@
-"""What a compressor did: one record an event, readable in print and as JSON."""
+"""Records of a compressor's events, readable in print and as JSON."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, TypeAlias, final
+from typing import Any, Self, TypeAlias, final
 
 from compressm.errors import CompressionError
 from compressm.families.choices import require_count
 
 
+@dataclass(frozen=True)
+class _Record:
+    """A record that JSON can hold."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as numbers, text and None, for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> Self:
+        """The record of these fields; a missing or unknown field is refused by name."""
+        wanted = [entry.name for entry in fields(cls)]
+        if not isinstance(stored, Mapping) or set(stored) != set(wanted):
+            came = ", ".join(map(str, stored)) if isinstance(stored, Mapping) else f"{stored!r:.100}"
+            raise CompressionError(f"{cls.__name__}: stored as {came}; expected {', '.join(wanted)}")
+        return cls(**stored)
+
+
 @final
 @dataclass(frozen=True)
-class Cut:
-    """One layer went from `order` states to `rank`.
+class Cut(_Record):
+    """A cut of one layer from `order` states to `rank`.
 
-    `error_bound` is the H∞ bound 2 Σ of the dropped σ, the largest over the channels of a bank, and None where there
-    is none (measured Gramians, selective layers); `measured_error` is ‖y_new − y_old‖ / ‖y_old‖ of the layer's output
-    without its skip D·u, over sequences spread evenly over the calibration data of all processes, None without data;
-    `energy_lost` the share of Σσ that went. `rank` may be below what was asked for: no more is kept than the numerical
-    rank of the layer, #{σ > n ε σ₁}. Where channels of a selective layer have orders of their own it is the largest.
+    `error_bound` is the H∞ bound 2 Σ of the dropped σ, the largest over the channels of a bank, or None without a bound
+    (measured Gramians, selective layers). `measured_error` is ‖y_new − y_old‖ / ‖y_old‖ of the layer's output without
+    its skip D·u, on a sample of the calibration data of all processes, or None without data. `energy_lost` is the share
+    of Σσ that was dropped. `rank` is at most the numerical rank of the layer, #{σ > n ε σ₁}, and may thus be below the
+    requested order. It is the largest if channels of a selective layer have their own orders.
     """
 
     step: int
@@ -40,15 +58,6 @@ class Cut:
         for name in ("error_bound", "measured_error", "energy_lost", "seconds"):
             object.__setattr__(self, name, _finite_or_none(f"Cut: {name}", getattr(self, name)))
 
-    def as_dict(self) -> dict[str, Any]:
-        """Numbers, text and None, for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, stored: Mapping[str, Any]) -> Cut:
-        """The inverse; a missing or unknown field is refused by name."""
-        return cls(**_all_fields(stored, cls))
-
     def __str__(self) -> str:
         parts = [f"{_label(self.module)}: {self.order} -> {self.rank} states"]
         if self.error_bound is not None:
@@ -60,8 +69,8 @@ class Cut:
 
 @final
 @dataclass(frozen=True)
-class Restored:
-    """The model is again what it was before the first cut that had not been judged: orders by module, and why."""
+class Restored(_Record):
+    """The model was restored to its state before the first cut under test: its orders by module, and the reason."""
 
     step: int
     orders: Mapping[str, int] = field(hash=False)
@@ -77,15 +86,6 @@ class Restored:
         orders = {name: require_count(f"Restored: order of {name!r}", n) for name, n in self.orders.items()}
         object.__setattr__(self, "orders", orders)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Numbers, text and None, for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, stored: Mapping[str, Any]) -> Restored:
-        """The inverse; a missing or unknown field is refused by name."""
-        return cls(**_all_fields(stored, cls))
-
     def __str__(self) -> str:
         orders = ", ".join(f"{_label(name)} to {n}" for name, n in self.orders.items())
         return f"restored {orders} states: {self.reason}"
@@ -94,16 +94,8 @@ class Restored:
 Event: TypeAlias = Cut | Restored
 
 
-def _all_fields(stored: Mapping[str, Any], kind: type[Cut] | type[Restored]) -> Mapping[str, Any]:
-    wanted = [entry.name for entry in fields(kind)]
-    if not isinstance(stored, Mapping) or set(stored) != set(wanted):
-        came = ", ".join(map(str, stored)) if isinstance(stored, Mapping) else f"{stored!r:.100}"
-        raise CompressionError(f"{kind.__name__}: stored as {came}; expected {', '.join(wanted)}")
-    return stored
-
-
 def _label(module: str) -> str:
-    """A model that is itself the layer has no name."""
+    """The module's name in messages; the model itself has none."""
     return module or "the model"
 
 

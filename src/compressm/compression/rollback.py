@@ -1,4 +1,4 @@
-"""A model, its optimizer and its scheduler as they are now, to be brought back bit for bit, also from other orders."""
+"""Rollback of a cut: snapshots that restore model, optimizer and scheduler bit for bit, from any orders."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from compressm.layers.parameters import replace_data
 @final
 @dataclass(frozen=True)
 class Subject:
-    """What a snapshot is of: models, and the optimizer and scheduler that train them."""
+    """Everything that a snapshot contains: models, and the optimizer and scheduler that train them."""
 
     models: Sequence[nn.Module]
     optimizer: Any | None = None
     scheduler: Any | None = None
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Every parameter once: those of the models, and what else the optimizer trains."""
+        """Every parameter once: those of the models, and others that the optimizer trains."""
         named = {f"{k}/{name}": p for k, model in enumerate(self.models) for name, p in model.named_parameters()}
         seen = {id(parameter) for parameter in named.values()}
         groups = [] if self.optimizer is None else self.optimizer.param_groups
@@ -45,7 +45,7 @@ class Subject:
         return named
 
     def buffers(self) -> dict[str, tuple[nn.Module, str]]:
-        """Every buffer by the module and the name it has there."""
+        """The owner of every buffer, and its name there."""
         return {
             f"{k}/{path}.{name}": (module, name)
             for k, model in enumerate(self.models)
@@ -55,25 +55,18 @@ class Subject:
         }
 
     def attributes(self) -> dict[str, tuple[Any, str]]:
-        """What goes with the orders of layers beside their tensors, by the object that has it and its name there."""
+        """The owner of every attribute that changes with the order, and its name there."""
         return {
             f"{k}/{path}": place for k, model in enumerate(self.models) for path, place in attributes_of(model).items()
         }
 
     def added(self, then: Collection[str]) -> dict[str, tuple[nn.Module, str]]:
-        """Parameters and buffers that are not among those of then and that a cut may have added, by their places."""
+        """The owners and names of parameters and buffers that a cut has added since `then`."""
         places = {
             id(getattr(module, leaf)): (module, leaf) for model in self.models for module, leaf in optional_in(model)
         }
         now = {**self.parameters(), **{name: getattr(*place) for name, place in self.buffers().items()}}
         return {name: places[id(value)] for name, value in now.items() if name not in then and id(value) in places}
-
-    def remove_(self, added: Mapping[str, tuple[nn.Module, str]]) -> None:
-        """Take them away, from the optimizer too."""
-        if self.optimizer is not None:
-            leave_(self.optimizer, [getattr(*place) for place in added.values()])
-        for module, leaf in added.values():
-            setattr(module, leaf, None)
 
 
 @final
@@ -81,7 +74,7 @@ class Subject:
 class Snapshot:
     """Tensors by name, in memory or in a file, and the rest: numbers and text.
 
-    Gradients are left out: they belong to a batch. After `restore` they are None.
+    Gradients are not included: they belong to a batch. After `restore_` they are None.
     """
 
     tensors: Mapping[str, Tensor] | Path
@@ -89,16 +82,17 @@ class Snapshot:
 
     @classmethod
     def of(cls, subject: Subject, path: Path | str | None = None) -> Snapshot:
-        """Of all that training changes; with a path the tensors go to that file, written whole or not at all."""
-        tensors: dict[str, Tensor] = {}
-        with torch.no_grad():
-            rest = {
-                "parameters": {name: _parameter(name, p, tensors) for name, p in subject.parameters().items()},
-                "buffers": [_buffer(name, *place, tensors) for name, place in subject.buffers().items()],
-                "attributes": {path: getattr(*place) for path, place in subject.attributes().items()},
-                "optimizer": _optimizer(subject, tensors),
-                "scheduler": None if subject.scheduler is None else copy.deepcopy(subject.scheduler.state_dict()),
-            }
+        """A snapshot of everything that training changes; with a path, tensors go to that file, atomically."""
+        parameters, buffers = subject.parameters(), subject.buffers()
+        tensors = {f"parameter {name}": _copy(parameter) for name, parameter in parameters.items()}
+        tensors |= {f"buffer {name}": _copy(module.get_buffer(key)) for name, (module, key) in buffers.items()}
+        rest = {
+            "parameters": {name: {"requires_grad": p.requires_grad} for name, p in parameters.items()},
+            "buffers": list(buffers),
+            "attributes": {path: getattr(*place) for path, place in subject.attributes().items()},
+            "optimizer": _optimizer(subject, tensors),
+            "scheduler": None if subject.scheduler is None else copy.deepcopy(subject.scheduler.state_dict()),
+        }
         if path is None:
             return cls(tensors, rest)
         with replacing(Path(path)) as scratch:
@@ -106,11 +100,14 @@ class Snapshot:
         return cls(Path(path), rest)
 
     def restore_(self, subject: Subject) -> None:
-        """Bring it all back into the same objects; what is not as it was described is refused before that."""
+        """Restore everything in the same objects; a subject that does not match is refused before anything changes."""
         tensors = self._loaded()
         added = subject.added({*self.rest["parameters"], *self.rest["buffers"]})
         self._require_same(subject, added)
-        subject.remove_(added)
+        if subject.optimizer is not None:
+            leave_(subject.optimizer, [getattr(*place) for place in added.values()])
+        for module, leaf in added.values():
+            setattr(module, leaf, None)
         parameters, buffers = subject.parameters(), subject.buffers()
         with torch.no_grad():
             for name, parameter in parameters.items():
@@ -133,7 +130,7 @@ class Snapshot:
             now -= set(added)
             if now != then:
                 other = ", ".join(sorted(now ^ then)[:8])
-                raise CompressionError(f"the {what} are not those of the snapshot: {other} are on one side only")
+                raise CompressionError(f"the {what} differ from those of the snapshot: {other} are on one side only")
         for what in ("optimizer", "scheduler"):
             if (getattr(subject, what) is None) != (self.rest[what] is None):
                 raise CompressionError(
@@ -142,15 +139,15 @@ class Snapshot:
         groups = [] if subject.optimizer is None else subject.optimizer.param_groups
         then_groups = [] if subject.optimizer is None else self.rest["optimizer"]["groups"]
         if len(groups) != len(then_groups):
-            raise CompressionError(f"the optimizer has {len(groups)} groups, at the snapshot it had {len(then_groups)}")
+            raise CompressionError(f"the optimizer has {len(groups)} groups, in the snapshot it had {len(then_groups)}")
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors, numbers and text."""
+        """The snapshot as tensors, numbers and text."""
         return {"tensors": dict(self._loaded()), "rest": copy.deepcopy(dict(self.rest))}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Snapshot:
-        """The inverse, in memory."""
+        """The snapshot of a state dict, in memory."""
         return cls(dict(state["tensors"]), state["rest"])
 
     def discard(self) -> None:
@@ -168,25 +165,14 @@ class Snapshot:
         return loaded
 
 
-def _kept(name: str, value: Tensor, tensors: dict[str, Tensor]) -> str:
-    tensors[name] = value.detach().clone()
-    return name
-
-
-def _buffer(name: str, module: nn.Module, key: str, tensors: dict[str, Tensor]) -> str:
-    _kept(f"buffer {name}", module.get_buffer(key), tensors)
-    return name
-
-
-def _parameter(name: str, parameter: nn.Parameter, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    _kept(f"parameter {name}", parameter, tensors)
-    return {"requires_grad": parameter.requires_grad}
+def _copy(value: Tensor) -> Tensor:
+    return value.detach().clone()
 
 
 def _set_parameter_(parameter: nn.Parameter, data: Tensor, *, requires_grad: bool) -> None:
     parameter.grad = None
     if parameter.shape == data.shape and parameter.dtype == data.dtype:
-        # In the same memory, which a captured graph may read; not through the parameter, whose version a graph knows.
+        # Into the same memory, which a captured CUDA graph may read; `.data` keeps the version that autograd checks.
         parameter.data.copy_(data)
     else:
         replace_data(parameter, data.to(parameter.device, copy=True))
@@ -194,7 +180,7 @@ def _set_parameter_(parameter: nn.Parameter, data: Tensor, *, requires_grad: boo
 
 
 def _assigned(now: Tensor | None, then: Tensor) -> Tensor:
-    """The value of then, in the memory of now where it fits."""
+    """The earlier value, in the memory of the present one if it fits."""
     if isinstance(now, Tensor) and now.shape == then.shape and now.dtype == then.dtype:
         now.data.copy_(then)
         return now
@@ -205,27 +191,30 @@ def _optimizer(subject: Subject, tensors: dict[str, Tensor]) -> dict[str, Any] |
     if subject.optimizer is None:
         return None
     names = {id(parameter): name for name, parameter in subject.parameters().items()}
-
-    def kept(place: str) -> Callable[[str, Any], Any]:
-        def keep(key: str, value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return {"value": copy.deepcopy(value)}
-            return {"tensor": _kept(f"{place} {key}", value, tensors), "device": str(value.device)}
-
-        return keep
-
     states = {}
     for parameter, state in subject.optimizer.state.items():
         if id(parameter) not in names:
             raise CompressionError("the optimizer has a state for a tensor that is in none of its groups")
-        keep, name = kept(f"state {names[id(parameter)]}"), names[id(parameter)]
-        states[name] = {key: keep(key, value) for key, value in state.items()}
+        name = names[id(parameter)]
+        states[name] = _entries(f"state {name}", state, tensors)
     groups = []
     for k, group in enumerate(subject.optimizer.param_groups):
-        keep = kept(f"group {k}")
-        options = {key: keep(key, value) for key, value in group.items() if key != "params"}
-        groups.append({"options": options, "params": [names[id(parameter)] for parameter in group["params"]]})
+        options = {key: value for key, value in group.items() if key != "params"}
+        members = [names[id(parameter)] for parameter in group["params"]]
+        groups.append({"options": _entries(f"group {k}", options, tensors), "params": members})
     return {"states": states, "groups": groups}
+
+
+def _entries(place: str, held: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """The entries of a dictionary; its tensors are copied to `tensors`, under this place."""
+    kept = {}
+    for key, value in held.items():
+        if isinstance(value, Tensor):
+            tensors[f"{place} {key}"] = _copy(value)
+            kept[key] = {"tensor": f"{place} {key}", "device": str(value.device)}
+        else:
+            kept[key] = {"value": copy.deepcopy(value)}
+    return kept
 
 
 def _restore_optimizer_(
@@ -245,7 +234,7 @@ def _restore_optimizer_(
 def _restore_entries_(
     held: dict[str, Any], saved: Mapping[str, Any], tensors: Mapping[str, Tensor], beside: Mapping[str, Any] = {}
 ) -> None:
-    """In the order they had, so that what is saved afterwards is the same too."""
+    """Restore the entries in their earlier order, so that a later checkpoint is the same too."""
     now = dict(held)
     held.clear()
     held.update(beside)
@@ -261,12 +250,12 @@ def _restore_entries_(
 @final
 @dataclass(frozen=True)
 class Rollback:
-    """Undo a cut after which `evaluate()` stays worse than it was by more than the share `drop`.
+    """Undo a cut if `evaluate()` is worse afterwards by more than the share `drop`.
 
-    Higher is better, or with `lower_is_better`, as for a loss, lower; `measures` is its name in what a user reads.
-    It is asked before a cut and again `settle` steps after it (the paper: 1 % of the value, 1 % of all steps). A cut
-    that comes in between is judged together with the one before it: both stay, or neither. With a `folder` what may
-    have to come back waits there in a file instead of in memory.
+    Higher values are better, or, with `lower_is_better`, lower ones, as for a loss; `measures` is the value's name in
+    messages. It is evaluated before a cut and again `settle` steps after it (the paper: 1 % of the value, 1 % of all
+    steps). A cut in between is judged together with the one before it: both stay, or neither. With a `folder` the
+    snapshot is a file there instead of in memory.
     """
 
     evaluate: Callable[[], float]
@@ -295,37 +284,34 @@ class Rollback:
             object.__setattr__(self, "folder", Path(self.folder))
 
     def value(self, processes: Processes = Processes()) -> float:
-        """What `evaluate` says, on all processes that of the first."""
+        """The result of `evaluate`; all processes get that of the first."""
         with processes.together("evaluating"):
-            number = self._number()
+            value = self.evaluate()
+            try:
+                number = float(value)
+            except (TypeError, ValueError):
+                raise CompressionError(f"Rollback: evaluate returned {value!r:.100}, expected a number") from None
         return processes.as_first(number)
 
-    def _number(self) -> float:
-        value = self.evaluate()
-        try:
-            return float(value)
-        except (TypeError, ValueError):
-            raise CompressionError(f"Rollback: evaluate returned {value!r:.100}, expected a number") from None
-
     def accepts(self, value: float, before: float) -> bool:
-        """Whether the value is worse by at most drop·|before|; NaN is not."""
+        """True if the value is worse by at most drop·|before|; False for NaN."""
         worst = before + (self.drop if self.lower_is_better else -self.drop) * abs(before)
         return value <= worst if self.lower_is_better else value >= worst
 
     def verdict(self, value: float, before: float) -> str:
-        """What is said of a value that is not accepted."""
+        """The message about a value that is not accepted."""
         way = "rose" if self.lower_is_better else "fell"
         by = f" by {100 * abs(value - before) / abs(before):.3g} %" if before and math.isfinite(value) else ""
         allowed = f"{100 * self.drop:g} % is allowed"
         return f"{self.measures} {way}{by}, from {before:.6g} to {value:.6g} after the cut; {allowed}"
 
     def path(self, step: int) -> Path | None:
-        """Where the snapshot of before that step goes, each process to its own; None for memory."""
+        """The file of the snapshot before that step, a different one for each process; None for memory."""
         return None if self.folder is None else Path(self.folder) / f"before-step-{step}-{os.getpid()}.pt"
 
 
 class Watch:
-    """The cuts that have not been judged yet: what was before the first of them, and when to look."""
+    """The cuts that are not judged yet: the snapshot before the first of them, and the step to judge them."""
 
     def __init__(
         self,
@@ -341,16 +327,16 @@ class Watch:
         self.snapshot: Snapshot | None = None
         self.before = math.nan
         self.due = -1
-        self.latest: tuple[int, float] | None = None  # a step, and what `evaluate` said there
-        # What the three were when the last cut began.
+        self.latest: tuple[int, float] | None = None  # a step, and the result of `evaluate` there
+        # Snapshot, value and due step before the last cut.
         self.earlier: tuple[Snapshot | None, float, int] = (None, self.before, self.due)
 
     def begin(self, step: int) -> None:
-        """A cut is about to be made. One that comes before the last was judged is judged together with that."""
+        """Prepare for a cut; if the last one is not judged yet, both are judged together."""
         self.earlier = self.snapshot, self.before, self.due
         if self.snapshot is None:
-            asked = self.latest is not None and self.latest[0] == step
-            before = self.latest[1] if asked and self.latest is not None else self.guard.value(self.processes)
+            known = self.latest is not None and self.latest[0] == step
+            before = self.latest[1] if known and self.latest is not None else self.guard.value(self.processes)
             if not math.isfinite(before):
                 raise CompressionError(f"Rollback: evaluate returned {before} before a cut, expected a finite number")
             self.before, self.snapshot = before, self._kept(step)
@@ -359,7 +345,7 @@ class Watch:
     def _kept(self, step: int) -> Snapshot:
         snapshot: Snapshot | None = None
         try:
-            with self.processes.together("keeping what was before the cut"):
+            with self.processes.together("taking a snapshot before the cut"):
                 snapshot = Snapshot.of(self.subject, self.guard.path(step))
         except BaseException:
             if snapshot is not None:  # another process failed
@@ -368,26 +354,26 @@ class Watch:
         return snapshot
 
     def cancel(self) -> None:
-        """The cut that was about to be made was not; those before it are judged when they would have been."""
+        """Take back `begin` after a failed cut; earlier cuts are judged when they are due."""
         if self.snapshot is not None and self.snapshot is not self.earlier[0]:
             self.snapshot.discard()
         self.snapshot, self.before, self.due = self.earlier
 
     def forget(self) -> None:
-        """There is nothing to judge any more."""
+        """Discard the snapshot: there is nothing to judge any more."""
         if self.snapshot is not None:
             self.snapshot.discard()
         self.snapshot = None
 
     def settle(self, step: int) -> Restored | None:
-        """At the step that is due, or later: nothing if all is well, else everything is brought back."""
+        """Judge the cuts if that is due; if they are not accepted, restore everything and say why."""
         if self.snapshot is None or step < self.due:
             return None
         value = self.guard.value(self.processes)
         self.latest = step, value
         harmless = self.guard.accepts(value, self.before)
         if not harmless:
-            with self.processes.together("bringing back what was before the cut"):
+            with self.processes.together("restoring the snapshot from before the cut"):
                 self.snapshot.restore_(self.subject)
         self.forget()
         if harmless:
@@ -396,12 +382,12 @@ class Watch:
         return Restored(step, orders, self.guard.verdict(value, self.before))
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors, numbers and text; with the snapshot, if a cut has not been judged."""
+        """The state as tensors, numbers and text, with the snapshot if a cut is not judged yet."""
         snapshot = None if self.snapshot is None else self.snapshot.state_dict()
         return {"snapshot": snapshot, "before": self.before, "due": self.due}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse; the snapshot is then in memory."""
+        """Restore a saved state; the snapshot is then in memory."""
         self.forget()
         self.snapshot = None if state["snapshot"] is None else Snapshot.from_state_dict(state["snapshot"])
         self.before, self.due = float(state["before"]), int(state["due"])

@@ -1,4 +1,4 @@
-"""At which training steps to cut: finite collections of step numbers, counted from 1."""
+"""Schedules of cuts: finite collections of training steps, counted from 1."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from compressm.control import validation
 from compressm.errors import CompressionError
 from compressm.families.choices import require_count, require_number
 
-# More than any training has steps; a range as long as that is a slip.
+# More steps than any training has; a longer range is a mistake.
 _MOST_STEPS = 10_000_000
-# Steps that a plan names one by one.
+# The most steps that a text lists.
 _NAMED = 8
 
 
 def during_warmup(total_steps: int, cuts: int = 4, fraction: float = 0.1) -> list[int]:
-    """`cuts` equidistant steps, the last at the end of the warm-up, the first `fraction` of all steps (sec:setup).
+    """`cuts` equidistant steps in the warm-up, which is the first `fraction` of all steps (sec:setup).
 
-    The paper's default, four within the first 10 %: 180 000 steps are cut at 4500, 9000, 13 500 and 18 000.
+    The last is at its end. The paper's default is four cuts in the first 10 %: 4500, 9000, 13 500 and 18 000 of
+    180 000 steps.
     """
     total_steps, cuts = require_count("total_steps", total_steps), require_count("cuts", cuts)
     fraction = require_number("fraction", fraction, 0, 1, above=True)
-    # A product like 0.29 * 100 = 28.999999999999996 stands for 29 steps.
+    # A product such as 0.29 * 100 = 28.999999999999996 means 29 steps.
     warmup = math.floor(fraction * total_steps + 1e-9)
     if warmup < cuts:
         raise CompressionError(
@@ -34,7 +35,7 @@ def during_warmup(total_steps: int, cuts: int = 4, fraction: float = 0.1) -> lis
 
 
 def every(k: int, *, until: int, start: int | None = None) -> range:
-    """Every k-th step from `start`, or from k, to `until`, that step included if it is one of them.
+    """Every k-th step from `start`, by default k, to at most `until`.
 
     The paper's other schedules (sec:setup, app:reduction-details): sMNIST, cut through all of training,
     `every(5_000, until=200_000)`; IMDB, which waits 1000 steps and then cuts twice until step 3000,
@@ -48,8 +49,17 @@ def every(k: int, *, until: int, start: int | None = None) -> range:
 
 
 def as_schedule(when: Iterable[SupportsIndex]) -> list[int]:
-    """The steps of any finite collection of integers >= 1, sorted, each once; an empty one is an error."""
-    steps = _listed(when)
+    """The steps of a finite, non-empty collection of integers >= 1, sorted, each once."""
+    expected = "expected a finite collection of step numbers, such as [1000, 2000] or every(1000, until=4000)"
+    if isinstance(when, str | bytes) or not isinstance(when, Collection):
+        raise CompressionError(f"when is {when!r:.100}, {expected}; a generator may have no end")
+    try:
+        size = len(when)
+    except (TypeError, OverflowError):
+        raise CompressionError(f"when is {when!r:.100}, {expected}") from None
+    if size > _MOST_STEPS:
+        raise CompressionError(f"when has {size} steps, {expected}, of at most {_MOST_STEPS}")
+    steps = list(when)
     for step in steps:
         if validation.as_integer(step) is None or int(step) < 1:
             raise CompressionError(f"when holds {step!r}, expected step numbers: integers of at least 1")
@@ -59,13 +69,13 @@ def as_schedule(when: Iterable[SupportsIndex]) -> list[int]:
 
 
 def require_same_past(saved: Sequence[int], here: Sequence[int], until: int) -> None:
-    """Two schedules agree on the steps that have been; those still to come may be others."""
+    """Refuse two schedules that differ in past steps; future steps may differ."""
     then, now = ({step for step in steps if step <= until} for steps in (saved, here))
     if then != now:
         raise CompressionError(
             f"the saved schedule is {list(saved)!r:.80}, this one's {list(here)!r:.80}: expected the same steps up to"
-            f" step {until}, which had been reached, and {sorted(then ^ now)!r:.80} in one of them only;"
-            " steps after it may differ"
+            f" step {until}, which was reached, but {sorted(then ^ now)!r:.80} are in one of them only;"
+            " later steps may differ"
         )
 
 
@@ -79,17 +89,3 @@ def plan_text(schedule: Sequence[int]) -> str:
         return f"{count}, every {gaps.pop()} steps from step {schedule[0]} to {schedule[-1]}"
     first = ", ".join(map(str, schedule[: _NAMED - 2]))
     return f"{count}, at steps {first}, ..., {schedule[-1]}"
-
-
-def _listed(when: Iterable[SupportsIndex]) -> list[SupportsIndex]:
-    """Its members, if it says how many there are."""
-    expected = "expected a finite collection of step numbers, such as [1000, 2000] or every(1000, until=4000)"
-    if isinstance(when, str | bytes) or not isinstance(when, Collection):
-        raise CompressionError(f"when is {when!r:.100}, {expected}; a generator may have no end")
-    try:
-        size = len(when)
-    except (TypeError, OverflowError):
-        raise CompressionError(f"when is {when!r:.100}, {expected}") from None
-    if size > _MOST_STEPS:
-        raise CompressionError(f"when has {size} steps, {expected}, of at most {_MOST_STEPS}")
-    return list(when)

@@ -1,8 +1,9 @@
-"""What modules keep beside their tensors and goes with their order, found by its path."""
+"""Writing of cuts to modules and the optimizer: all of them or none, and attributes that change with the order."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -15,9 +16,9 @@ from compressm.compression.optimizer import (
     Moments,
     carried_states,
     is_scalar,
-    joining,
+    join_,
+    leave_,
     name_beside,
-    parameter_state,
     require_supported,
 )
 from compressm.control.validation import is_finite
@@ -27,26 +28,26 @@ from compressm.layers.parameters import replace_data
 
 
 def place_of(name: str, module: nn.Module, path: str) -> tuple[Any, str]:
-    """The object that has the attribute, and its name there, as the module's adapter says."""
+    """The owner of an attribute that changes with the order, and its name there."""
     adapter = adapter_for(module)
     assert adapter is not None
     try:
         owner, leaf = adapter.place(module, path)
         getattr(owner, leaf)
     except AttributeError as error:
-        raise CompressionError(f"{name or 'the model'}: {path} should go with the order: {error}") from None
+        raise CompressionError(f"{name or 'the model'}: {path} should change with the order: {error}") from None
     return owner, leaf
 
 
 def take_orders_(model: nn.Module) -> None:
-    """Set the attributes that go with orders to the orders that the parameters have by now."""
+    """Set the attributes that change with the order to the orders of the present parameters."""
     for name, (module, adapter) in find(model).items():
         for path, value in present_attributes(module, adapter).items():
             setattr(*place_of(name, module, path), value)
 
 
 def attributes_of(model: nn.Module) -> dict[str, tuple[Any, str]]:
-    """All attributes of a model that a cut may change, by module and path."""
+    """The owners and names of all attributes that a cut may change, by module and path."""
     return {
         f"{name}/{path}": place_of(name, module, path)
         for name, (module, adapter) in find(model).items()
@@ -55,7 +56,7 @@ def attributes_of(model: nn.Module) -> dict[str, tuple[Any, str]]:
 
 
 def optional_in(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Parameters and buffers that layers have since a cut, and had not before, by module and name."""
+    """The parameters and buffers that layers got from a cut, by module and name."""
     return [
         (module, leaf)
         for module, adapter in find(model).values()
@@ -67,9 +68,9 @@ def optional_in(model: nn.Module) -> list[tuple[nn.Module, str]]:
 @final
 @dataclass(frozen=True)
 class PreparedCut:
-    """New values for parameters of one module, and new optimizer state for those that have one, by parameter name.
+    """New values and new optimizer states of one module's parameters, by name.
 
-    `writing` has what else the module gets: buffers, attributes, and which of the parameters it does not have yet.
+    `writing` holds the rest: buffers, attributes, and the names of parameters that the module does not have yet.
     """
 
     name: str
@@ -80,48 +81,12 @@ class PreparedCut:
 
     @property
     def present(self) -> list[str]:
-        """Parameters that are written to and that the module has already."""
+        """The names of the parameters that exist already."""
         return [name for name in self.values if name not in self.writing.added]
 
 
-@final
-class Undo:
-    """What was, to be brought back."""
-
-    def __init__(self) -> None:
-        self._values: list[tuple[nn.Parameter, Tensor, Tensor | None]] = []
-        self._states: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._attributes: list[tuple[Any, str, Any]] = []
-        self._groups: list[tuple[list[Any], list[Any]]] = []
-
-    def remember(
-        self,
-        writes: Iterable[tuple[nn.Parameter, Tensor]],
-        states: Iterable[tuple[dict[str, Any], Mapping[str, Any]]],
-        attributes: Iterable[tuple[Any, str, Any]],
-        groups: Iterable[tuple[list[Any], Any]],
-    ) -> None:
-        """All that is about to be written to."""
-        self._values += [(parameter, parameter.data, parameter.grad) for parameter, _ in writes]
-        self._states += [(held, dict(held)) for held, _ in states]
-        self._attributes += [(owner, leaf, getattr(owner, leaf)) for owner, leaf, _ in attributes]
-        self._groups += [(members, list(members)) for members, _ in groups]
-
-    def __call__(self) -> None:
-        for parameter, data, gradient in self._values:
-            replace_data(parameter, data)
-            parameter.grad = gradient
-        for held, before in self._states:
-            held.clear()
-            held.update(before)
-        for attribute in self._attributes:
-            setattr(*attribute)
-        for members, then in self._groups:
-            members[:] = then
-
-
 def prepare_cut(name: str, change: Change, optimizer: Any | None, moments: Moments) -> PreparedCut:
-    """All that a cut will write, computed; nothing is changed."""
+    """Compute everything that a cut will write; nothing is changed."""
     require_plain_parameters(name, change.module)
     states = {} if optimizer is None else carried_states(change, optimizer, moments)
     return PreparedCut(name, change.module, change.values, states, change.writing)
@@ -130,47 +95,60 @@ def prepare_cut(name: str, change: Change, optimizer: Any | None, moments: Momen
 def apply_cuts(
     cuts: Sequence[PreparedCut], optimizer: Any | None = None, *, processes: Processes = Processes()
 ) -> None:
-    """Check every cut, then make them all; whatever goes wrong, model and optimizer are afterwards as they were.
+    """Check every cut, then write them all; after an error, model and optimizer are as they were.
 
     Parameters stay the same objects in the same groups, with hooks and attributes; their gradients are dropped. The
-    optimizer's dictionaries stay the same too, with new tensors in them; parameters that are added join its groups. Of
-    several processes all do it or none.
+    optimizer's dictionaries stay the same objects, with new tensors; added parameters join its groups. Several
+    processes write all cuts or none.
     """
-    undo = Undo()
+    undo = ExitStack()
     try:
         with processes.together("writing the cut"):
             writes = [write for cut in cuts for write in _checked_values(cut)]
             _require_disjoint(cuts)
             states = [state for cut in cuts for state in _checked_states(cut, optimizer)]
-            # Layers of models that follow have the names of those that they follow.
+            # By module, because layers of followers have the same names.
             added = {(id(cut.module), name): _made(cut, name) for cut in cuts for name in cut.writing.added}
             attributes = [attribute for cut in cuts for attribute in _attributes(cut, added)]
-            groups = [joined for cut in cuts for joined in _joined(cut, added, optimizer)]
-            undo.remember(writes, states, attributes, groups)
+            joining = [joined for cut in cuts for joined in _joining(cut, added, optimizer)]
             for parameter, data in writes:
+                undo.callback(_restore_, parameter, parameter.data, parameter.grad)
                 replace_data(parameter, data)
             for held, new in states:
+                undo.callback(_refill_, held, dict(held))
                 held.update(new)
-            for attribute in attributes:
-                setattr(*attribute)
-            for members, entry in groups:
-                members.append(entry)
+            for owner, leaf, value in attributes:
+                undo.callback(setattr, owner, leaf, getattr(owner, leaf))
+                setattr(owner, leaf, value)
+            for group, parameter, name in joining:
+                undo.callback(leave_, optimizer, [parameter])
+                join_(group, parameter, name)
     except BaseException:
-        undo()
+        undo.close()
         raise
 
 
+def _restore_(parameter: nn.Parameter, data: Tensor, gradient: Tensor | None) -> None:
+    replace_data(parameter, data)
+    parameter.grad = gradient
+
+
+def _refill_(held: dict[str, Any], before: Mapping[str, Any]) -> None:
+    held.clear()
+    held.update(before)
+
+
 def require_plain_parameters(name: str, module: nn.Module) -> None:
-    """Refuse parameters whose data is not all here, or not numbers: those of FSDP, DTensors, quantised ones."""
-    # What torch's FSDP writes on the modules inside it.
+    """Refuse parameters that are not plain tensors of numbers: those of FSDP, DTensors, quantised ones."""
+    # torch's FSDP marks the modules inside it so.
     if getattr(module, "_is_fsdp_managed_module", False):
-        raise CompressionError(f"{name or 'the model'} is sharded by FSDP, which cannot be cut; cut before wrapping")
+        raise CompressionError(f"{name or 'the model'} is sharded by FSDP and cannot be cut; cut it before wrapping")
     for entry, parameter in module.named_parameters():
         kinds = {type(parameter.data), type(parameter)}
         others = kinds - {Tensor, nn.Parameter}
         if any(kind.__name__ == "DTensor" for kind in others):
             raise CompressionError(
-                f"{name}.{entry} is a DTensor, as of FSDP or tensor parallelism, which cannot be cut; cut before that"
+                f"{name}.{entry} is a DTensor of FSDP or tensor parallelism and cannot be cut; cut it before sharding"
             )
         if type(parameter.data) is not Tensor:
             raise CompressionError(f"{name}.{entry} holds a {type(parameter.data).__name__}, expected a plain tensor")
@@ -183,7 +161,7 @@ def _checked_values(cut: PreparedCut) -> list[tuple[nn.Parameter, Tensor]]:
 
 
 def _made(cut: PreparedCut, name: str) -> nn.Parameter:
-    """A parameter that is added: where and as precise as the one that it joins, and with all that was said of that."""
+    """A new parameter with the device, dtype, `requires_grad` and marks of the parameter that it joins."""
     origin = parameter_of(cut.module, cut.writing.added[name])
     value = cut.values[name].to(origin.device, origin.dtype, copy=True)
     if not is_finite(value):
@@ -194,28 +172,28 @@ def _made(cut: PreparedCut, name: str) -> nn.Parameter:
 
 
 def _attributes(cut: PreparedCut, added: Mapping[tuple[int, str], nn.Parameter]) -> list[tuple[Any, str, Any]]:
-    """Attributes, buffers and parameters that are added: the object that gets each, its name there, and its value."""
+    """The owner, the name there and the value of every attribute, buffer and added parameter."""
     new = dict(cut.writing.attributes)
     new |= {name: value.clone() for name, value in cut.writing.buffers.items()}
     new |= {name: added[id(cut.module), name] for name in cut.writing.added}
     return [(*place_of(cut.name, cut.module, path), value) for path, value in new.items()]
 
 
-def _joined(
+def _joining(
     cut: PreparedCut, added: Mapping[tuple[int, str], nn.Parameter], optimizer: Any | None
-) -> list[tuple[list[Any], Any]]:
-    """What the optimizer's groups get more: those that have the parameter that one joins."""
-    joined = []
+) -> list[tuple[dict[str, Any], nn.Parameter, str]]:
+    """The optimizer's group, for every added parameter, and the parameter's name there."""
+    joining = []
+    groups = [] if optimizer is None else optimizer.param_groups
     for name, beside in cut.writing.added.items():
-        origin = parameter_of(cut.module, beside)
-        for group in [] if optimizer is None else optimizer.param_groups:
-            if any(member is origin for member in group["params"]):
-                joined += joining(group, added[id(cut.module), name], name_beside(group, origin, beside, name))
-    return joined
+        origin, new = parameter_of(cut.module, beside), added[id(cut.module), name]
+        with_origin = [group for group in groups if any(member is origin for member in group["params"])]
+        joining += [(group, new, name_beside(group, origin, beside, name)) for group in with_origin]
+    return joining
 
 
 def _require_disjoint(cuts: Sequence[PreparedCut]) -> None:
-    """A parameter that two layers share cannot be cut for both."""
+    """Refuse a parameter that two layers share."""
     owners: dict[int, str] = {}
     for cut in cuts:
         for name in cut.present:
@@ -228,17 +206,17 @@ def _require_disjoint(cuts: Sequence[PreparedCut]) -> None:
 
 
 def _checked_states(cut: PreparedCut, optimizer: Any | None) -> list[tuple[dict[str, Any], Mapping[str, Any]]]:
-    """The optimizer's own dictionaries, each with what is to be written into it."""
+    """The optimizer's own dictionaries, each with its new entries."""
     if optimizer is None:
         if cut.states:
-            raise CompressionError(f"{cut.name} was prepared with an optimizer, and is applied without one")
+            raise CompressionError(f"{cut.name} was prepared with an optimizer and is applied without one")
         return []
     parameters = {name: parameter_of(cut.module, name) for name in cut.present}
     if cut.states:
         require_supported(optimizer, {name: parameters[name] for name in cut.states})
     found = []
     for name, parameter in parameters.items():
-        held, new = parameter_state(optimizer, parameter) or {}, cut.states.get(name, {})
+        held, new = optimizer.state.get(parameter, {}), cut.states.get(name, {})
         resized = parameter.shape != cut.values[name].shape
         if held.keys() != new.keys() and (resized or new):
             raise CompressionError(f"the optimizer's state of {cut.name}.{name} has changed since the cut was prepared")

@@ -1,4 +1,4 @@
-"""Nested containers of tensors and numbers: all that a checkpoint may hold, so that reading it runs no code."""
+"""Checkpoints of a training: one sealed file of tensors and plain values, which runs no code when it is read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pickle
 import random
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -44,7 +44,7 @@ _ALLOWED = "tensors, numbers, text, None, and dicts, lists, tuples and sets of t
 
 
 def plain(value: Any, where: str) -> Any:
-    """The same value in types that torch.load(weights_only=True) reads; anything else is refused by its place."""
+    """The value in types that torch.load(weights_only=True) reads; for others an error names their place."""
     kind = type(value)
     if kind in _LEAVES:
         return value
@@ -52,7 +52,7 @@ def plain(value: Any, where: str) -> Any:
         return _stored(value, where)
     if isinstance(value, dict):
         items = [(plain(key, f"a key of {where}"), plain(item, f"{where}[{key!r}]")) for key, item in value.items()]
-        # A MultiStepLR asks its milestones for what only a Counter has.
+        # MultiStepLR needs its milestones as a Counter.
         return kind(dict(items)) if kind in (Counter, OrderedDict) else dict(items)
     if kind in (list, tuple, set):
         return kind(plain(item, f"{where}[{k}]") for k, item in enumerate(value))
@@ -68,43 +68,39 @@ def _stored(value: Tensor, where: str) -> Tensor:
     if type(value) not in (Tensor, torch.nn.Parameter):
         raise SavingError(f"{where} is a {type(value).__name__}, expected a plain tensor: gather what is sharded")
     detached = value.detach()
-    # The whole memory behind a tensor is written, also that of the states a slice left out.
+    # torch writes the whole memory behind a tensor, even that outside a slice.
     return detached.clone() if detached.untyped_storage().nbytes() > detached.nbytes else detached
 
 
 def random_state() -> dict[str, Any]:
-    """All of it, in types that `plain` takes."""
-    # Asking would start every device of a process that so far uses none.
+    """The state of all random number generators, in types that `plain` takes."""
+    # Reading the state would initialise every GPU of a process that uses none.
     started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    # The global generator, which other data sets and augmentations use.
+    numpy_state = np.random.get_state(legacy=False)  # noqa: NPY002
     return {
         "python": random.getstate(),
-        # The global generator, which data sets and augmentations of others draw from.
-        "numpy": _with_tensors(np.random.get_state(legacy=False)),  # noqa: NPY002
+        "numpy": _converted(numpy_state, np.ndarray, lambda array: torch.from_numpy(array.copy())),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if started else [],
     }
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """The inverse; devices that are not here are left out."""
+    """Restore the random number generators; devices that this machine lacks are left out."""
     random.setstate(state["python"])
-    np.random.set_state(_with_arrays(state["numpy"]))  # noqa: NPY002
+    np.random.set_state(_converted(state["numpy"], Tensor, Tensor.numpy))  # noqa: NPY002
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available():
         for device, stored in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
             torch.cuda.set_rng_state(stored, device)
 
 
-def _with_tensors(value: Any) -> Any:
+def _converted(value: Any, kind: type[Any], convert: Callable[[Any], Any]) -> Any:
+    """Convert all values of one kind in nested dictionaries."""
     if isinstance(value, dict):
-        return {name: _with_tensors(item) for name, item in value.items()}
-    return torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
-
-
-def _with_arrays(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _with_arrays(item) for name, item in value.items()}
-    return value.numpy() if isinstance(value, Tensor) else value
+        return {name: _converted(item, kind, convert) for name, item in value.items()}
+    return convert(value) if isinstance(value, kind) else value
 
 
 _MARK = b"compressm sha256 "
@@ -114,7 +110,7 @@ _END_SIGNATURE = b"PK\x05\x06"
 
 
 def seal(path: Path) -> None:
-    """Make the digest of a zip file that has no comment its comment."""
+    """Append the digest of a zip file to it, as its comment; it must have none."""
     with path.open("r+b") as file:
         file.seek(-_END.size, os.SEEK_END)
         signature, comment = _END.unpack(file.read(_END.size))
@@ -126,7 +122,7 @@ def seal(path: Path) -> None:
 
 
 def require_sealed(path: Path) -> None:
-    """Refuse a file that is not, to the last bit, what was sealed."""
+    """Refuse a file that differs in any bit from the sealed one."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(4)
@@ -135,14 +131,14 @@ def require_sealed(path: Path) -> None:
         if size < _SEAL or not found.startswith(_MARK):
             raise SavingError(
                 f"{path} is not a whole checkpoint: {size} bytes that begin with {start!r} and do not end with their "
-                "digest, so that the end is missing or save_checkpoint did not write it"
+                "digest: the end is missing, or save_checkpoint did not write it"
             )
         if _digest(file, size - _SEAL) != found.removeprefix(_MARK):
             raise SavingError(f"{path} is damaged: its {size} bytes do not have the SHA-256 at their end")
 
 
 def _digest(file: BinaryIO, size: int) -> bytes:
-    """Of the first `size` bytes; the file is left there."""
+    """The digest of the first `size` bytes; the file's position is then after them."""
     total = hashlib.sha256()
     file.seek(0)
     while size > 0:
@@ -160,25 +156,25 @@ _PARTS = ("model", "orders", "versions", "optimizer", "groups", "scheduler", "co
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What can be stopped and go on: a scheduler, a compressor."""
+    """Something with a state to save and restore: a scheduler, a compressor."""
 
     def state_dict(self) -> Any:
-        """Tensors, numbers, text, and containers of them."""
+        """The state: tensors, numbers, text, and containers of them."""
 
     def load_state_dict(self, state_dict: Any) -> Any:
-        """The inverse."""
+        """Restore a state."""
 
 
 @runtime_checkable
 class _Choosy(Protocol):
     def require_loadable(self, state: Mapping[str, Any]) -> None:
-        """Refuse what cannot be gone on from, as a compressor does a schedule with another past."""
+        """Refuse a state to continue from, as a compressor refuses a schedule with another past."""
 
 
 @final
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where training was, and what else was saved with it."""
+    """The step of a saved training, and the `extra` that was saved with it."""
 
     step: int
     extra: Any
@@ -196,9 +192,9 @@ def save_checkpoint(
 ) -> None:
     """Write the state of all that is given, with that of the random number generators, into one file.
 
-    `extra` is anything made of tensors, numbers and text. Either the new checkpoint is there afterwards, or what was
-    there before. To be called between steps: gradients are not saved. Of several processes each has random numbers of
-    its own, and a file of its own if they are to go on exactly.
+    `extra` is anything made of tensors, numbers and text. Writing is atomic: after an error the old file is still
+    there. Call it between steps: gradients are not saved. Each of several processes has its own random numbers, and
+    needs its own file to continue exactly.
     """
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise SavingError(f"step is {step!r}, expected an integer of at least 0")
@@ -221,7 +217,7 @@ def save_checkpoint(
     stored = {name: plain(value, name) for name, value in contents.items()}
     with replacing(Path(path)) as scratch:
         torch.save(stored, scratch)
-        # torch writes the checksums of its records and does not look at them: it would load weights with flipped bits.
+        # torch writes checksums but does not verify them: it would load weights with flipped bits.
         seal(scratch)
 
 
@@ -233,11 +229,11 @@ def load_checkpoint(
     scheduler: Stateful | None = None,
     compressor: Stateful | None = None,
 ) -> Checkpoint:
-    """Give everything the state it was saved with, and the random number generators theirs.
+    """Restore the saved state of everything that is passed, and of the random number generators.
 
-    The model may be as it was built, with larger orders: its layers take those of the file, and its parameters stay
-    the same objects. What does not fit model, optimizer or compressor is refused before anything is changed; steps of
-    the compressor's schedule that are still to come may be others.
+    The model may have larger orders, as it was built: its layers take the orders of the file, and its parameters stay
+    the same objects. A file that does not fit model, optimizer or compressor is refused before anything is changed;
+    future steps of the compressor's schedule may differ.
     """
     contents = _read(Path(path))
     try:
@@ -248,7 +244,7 @@ def load_checkpoint(
         _require_fitting(model, contents)
         if isinstance(compressor, _Choosy):
             compressor.require_loadable(contents["compressor"]["state"])
-        # A scheduler cannot be asked whether it would load a state: it loads first, alone.
+        # A scheduler cannot check a state without loading it, so it loads first, alone.
         if scheduler is not None:
             _load_scheduler(scheduler, contents["scheduler"]["state"])
     except (SavingError, CompressionError) as error:
@@ -257,7 +253,7 @@ def load_checkpoint(
     if optimizer is not None:
         leave_(optimizer, gone.values())
         _add_to_groups_(optimizer, model, contents["groups"], added)
-    # The compressor after what it changes, random numbers last: nobody may draw from them before training goes on.
+    # The compressor comes after the optimizer. Random numbers come last: nothing may draw from them before training.
     for part, name in ((optimizer, "optimizer"), (compressor, "compressor")):
         if part is not None:
             part.load_state_dict(contents[name]["state"])
@@ -280,7 +276,7 @@ def _state_of(part: Stateful | Optimizer | None) -> dict[str, Any] | None:
 
 
 def _groups(model: nn.Module, optimizer: Optimizer) -> list[list[str | None]]:
-    """The parameters of every group by name; None for one that is not the model's."""
+    """The names of the parameters in every group; None for one that is not the model's."""
     names: dict[int, str] = {}
     for name, value in plain_state(model).items():
         names.setdefault(id(value), name)
@@ -294,7 +290,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         contents = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, pickle.UnpicklingError) as error:
-        # Without torch's own words, which advise to run what is in the file.
+        # torch's own message advises to run the code in the file.
         raise SavingError(f"{path} holds more than tensors and plain values") from error
     if not isinstance(contents, dict) or contents.get("format") != _FORMAT:
         found = ", ".join(map(str, contents)) if isinstance(contents, dict) else type(contents).__name__
@@ -309,7 +305,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _require_parts(contents: Mapping[str, Any], **given: object) -> None:
-    """For everything given, the state of one of its kind."""
+    """Refuse a file without the state of a given part, or with that of another class."""
     for name, part in given.items():
         if part is None:
             continue
@@ -323,9 +319,9 @@ def _require_parts(contents: Mapping[str, Any], **given: object) -> None:
 def _require_same_groups(
     saved: list[list[str | None]], here: list[list[str | None]], added: Set[str], gone: Set[str]
 ) -> None:
-    """The optimizer's state goes by position: another order of parameters would give them each other's.
+    """Refuse other groups: an optimizer's state goes by position, so parameters would get the state of others.
 
-    Parameters that the model does not have yet are `added` later, others are `gone` by then.
+    `added` parameters are still missing in the model, and `gone` ones will be removed from it.
     """
     saved = [[name for name in group if name not in added] for group in saved]
     here = [[name for name in group if name not in gone] for group in here]
@@ -339,7 +335,7 @@ def _require_same_groups(
 
 
 def _add_to_groups_(optimizer: Optimizer, model: nn.Module, saved: list[list[str | None]], added: Set[str]) -> None:
-    """Parameters that layers have since they took the forms of the file, where the optimizer had them."""
+    """Add the parameters that layers got from the file to the optimizer's groups, at their saved places."""
     state = plain_state(model)
     for group, names in zip(optimizer.param_groups, saved, strict=True):
         for place, name in enumerate(names):
@@ -357,14 +353,14 @@ def _require_fitting(model: nn.Module, contents: Mapping[str, Any]) -> None:
             raise SavingError(f"{name} was saved as {tensors[name].dtype}, the model's is {value.dtype}")
     resized = _resized(model, tensors)
     if resized:
-        attributes_of(model)  # what goes with orders has a place
+        attributes_of(model)  # refuses a model without an attribute that changes with the order
     if resized or plain_state(model).keys() != tensors.keys():
         for wrapper in wrappers_in(model):
             require_rewrappable(wrapper)
 
 
 def _resized(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
-    """Parameters that have another shape in the file."""
+    """The parameters that have another shape in the file."""
     return {
         name: value
         for name, value in plain_state(model).items()

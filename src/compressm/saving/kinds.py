@@ -1,4 +1,4 @@
-"""What a model is made of, as JSON and back: only classes of ours and those said to be `savable` are ever built."""
+"""Models and their arguments as JSON values and back; only our classes and `savable` ones are ever built."""
 
 from __future__ import annotations
 
@@ -11,28 +11,12 @@ from typing import Any, TypeAlias, TypeVar
 
 from torch import nn
 
+from compressm import models
 from compressm.adapters import AdapterError
 from compressm.adapters import transformers as foreign
 from compressm.errors import SavingError
 from compressm.layers import LRU, S4D, S5, ZOH, Bilinear, Inv, Legs, Lin, Mamba
 from compressm.layers.base import arguments_of, keeps_arguments
-from compressm.models import (
-    BatchNorm,
-    Block,
-    EveryStep,
-    LanguageModel,
-    LastStep,
-    LayerNorm,
-    MeanPooling,
-    MixerBlock,
-    NoNorm,
-    OneMask,
-    PerElement,
-    ResidualBlock,
-    RMSNorm,
-    RunningNorm,
-    SequenceClassifier,
-)
 from compressm.models.block import RandomMask
 from compressm.models.normalisation import PaddedBatchNorm, PaddedRunningNorm, StepNorm, StepRMSNorm, Unchanged
 from compressm.ops import Path
@@ -43,10 +27,11 @@ Stored: TypeAlias = Any  # what JSON can hold
 
 _OURS: tuple[type[Any], ...] = (
     *(LRU, S4D, S5, Mamba, ZOH, Bilinear, Inv, Legs, Lin, Path, ScanPath),
-    *(SequenceClassifier, LanguageModel),
-    *(BatchNorm, RunningNorm, LayerNorm, RMSNorm, NoNorm, PerElement, OneMask, MeanPooling, LastStep, EveryStep),
+    *(models.SequenceClassifier, models.LanguageModel, models.PerElement, models.OneMask),
+    *(models.BatchNorm, models.RunningNorm, models.LayerNorm, models.RMSNorm, models.NoNorm),
+    *(models.MeanPooling, models.LastStep, models.EveryStep),
 )
-# Modules that people put in the place of others or beside them, and the attributes they are built from.
+# Common modules of torch, and the attributes that are their arguments.
 _BY_ATTRIBUTES: Mapping[type[nn.Module], tuple[str, ...]] = {
     nn.Linear: ("in_features", "out_features"),
     nn.Embedding: ("num_embeddings", "embedding_dim"),
@@ -54,7 +39,7 @@ _BY_ATTRIBUTES: Mapping[type[nn.Module], tuple[str, ...]] = {
     nn.Dropout: ("p",),
     nn.GELU: ("approximate",),
     **dict.fromkeys((nn.Identity, nn.ReLU, nn.SiLU, nn.Tanh), ()),
-    # What our blocks are made of.
+    # The parts of our blocks.
     PaddedBatchNorm: ("num_features", "eps", "momentum", "affine"),
     PaddedRunningNorm: ("num_features", "eps", "momentum", "affine"),
     StepNorm: ("normalized_shape", "eps", "elementwise_affine"),
@@ -63,20 +48,20 @@ _BY_ATTRIBUTES: Mapping[type[nn.Module], tuple[str, ...]] = {
     RandomMask: ("rate", "shared"),
 }
 _WITH_BIAS = (nn.Linear, nn.LayerNorm)
-# Built with others in the place of their children, which are then replaced like any module.
-_OF_CHILDREN: tuple[type[nn.Module], ...] = (nn.Sequential, Block, MixerBlock)
+# Built with placeholders for their children, which are then replaced like any module.
+_OF_CHILDREN: tuple[type[nn.Module], ...] = (nn.Sequential, models.Block, models.MixerBlock)
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (*_BY_ATTRIBUTES, *_OF_CHILDREN, *_OURS)}
 _KINDS["nn.LayerNorm"] = nn.LayerNorm  # one of ours has that name
 
-# What a constructor of ours, of torch or of others answers to values that it cannot take.
+# The errors of constructors that refuse their arguments.
 _REFUSALS = (TypeError, ValueError, LookupError, AttributeError, RuntimeError, ArithmeticError)
 
 
 def savable(kind: Kind) -> Kind:
-    """Say that saved models may be made of this class: a module, a frozen dataclass or an Enum of your own.
+    """Allow files to name this class: your own module, frozen dataclass or Enum.
 
-    A module then keeps the arguments it is built with, and must build under `torch.device("meta")`. Files hold the
-    class by name: whoever loads them has imported it before.
+    A module then stores the arguments of its constructor, which must run under `torch.device("meta")`. Files hold only
+    the name of the class: import it before you load them.
     """
     if not (isinstance(kind, type) and (issubclass(kind, nn.Module | Enum) or is_dataclass(kind))):
         raise SavingError(f"@savable takes a class of nn.Module, a dataclass or an Enum, got {kind!r}")
@@ -87,7 +72,7 @@ def savable(kind: Kind) -> Kind:
 
 
 def encode(value: object, where: str) -> Stored:
-    """The value as JSON can hold it: an object as its kind and arguments, a class as its name."""
+    """The value in JSON's types: an object as its kind and arguments, a class as its name."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int | float) and not isinstance(value, Enum):
@@ -103,7 +88,7 @@ def encode(value: object, where: str) -> Stored:
 
 
 def decode(stored: Stored, where: str) -> Any:
-    """The inverse; objects are built anew."""
+    """The value of these JSON types; objects are built anew."""
     if isinstance(stored, list):
         return [decode(item, f"{where}[{k}]") for k, item in enumerate(stored)]
     if not isinstance(stored, dict):
@@ -124,17 +109,17 @@ def decode(stored: Stored, where: str) -> Any:
 
 
 def is_known(kind: type[Any]) -> bool:
-    """Whether files may name the class."""
+    """True if files may name the class."""
     return kind in _KINDS.values()
 
 
 def is_known_by_arguments(kind: type[Any]) -> bool:
-    """Whether what it is built from says all; of others the children have to be looked at."""
+    """True if the class's arguments describe it completely; other classes also need their children."""
     return is_known(kind) and kind not in _OF_CHILDREN
 
 
 def _arguments(value: Any, where: str) -> Mapping[str, object]:
-    """By name, what the object is built from."""
+    """The arguments of the object's constructor, by name."""
     if isinstance(value, Enum):
         return {"name": value.name}
     if type(value) in _BY_ATTRIBUTES:
@@ -142,7 +127,7 @@ def _arguments(value: Any, where: str) -> Mapping[str, object]:
         return given | {"bias": value.bias is not None} if isinstance(value, _WITH_BIAS) else given
     if type(value) is nn.Sequential:
         return {"names": list(value._modules)}
-    if isinstance(value, ResidualBlock):
+    if isinstance(value, models.ResidualBlock):
         return {"mixer": value.ssm}
     if foreign.kind_name(type(value)) is not None:
         return foreign.arguments_of(value)
@@ -172,20 +157,17 @@ def _finite(value: int | float, where: str) -> int | float:
 def _name_of(kind: type[Any], value: object, where: str) -> str:
     name = next((name for name, known in _KINDS.items() if known is kind), foreign.kind_name(kind))
     if name is None:
+        shown = f"a {type(value).__name__}" if isinstance(value, nn.Module) else f"{value!r:.80}"
         raise SavingError(
-            f"{where} is {_shown(value)}, and {kind.__module__}.{kind.__qualname__} is no class that a file may name: "
+            f"{where} is {shown}, and {kind.__module__}.{kind.__qualname__} is no class that files may name: "
             "decorate it with @compressm.compression.savable (of a class that is not yours, a subclass), or save "
             "model.state_dict() with safetensors and build the model yourself"
         )
     return name
 
 
-def _shown(value: object) -> str:
-    return f"a {type(value).__name__}" if isinstance(value, nn.Module) else f"{value!r:.80}"
-
-
 def _builder_of(name: object, where: str) -> Any:
-    """A class, or what builds a model of another package."""
+    """A class, or the function that builds a model of another package."""
     try:
         found = foreign.builder(name) if isinstance(name, str) and name not in _KINDS else None
     except AdapterError as error:

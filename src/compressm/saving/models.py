@@ -6,39 +6,40 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from compressm.errors import NoSuchFileError, SavingError
 from compressm.files import replacing
-from compressm.saving.pretrained import is_pretrained, read_pretrained
+from compressm.saving.pretrained import is_pretrained, read_pretrained, read_safetensors
 from compressm.saving.rebuilding import Description, describe, first_names, plain_modules, plain_state, rebuild
 
 FORMAT_VERSION = 1
 
 _WEIGHTS, _CONFIG = "model.safetensors", "config.json"
-_KEY = "compressm"  # of the config in the header of the file
+_KEY = "compressm"  # the key of the config in the file's header
 
 
 def save_model(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write the model, with every layer at its order, to `path/model.safetensors` and its config to `path/config.json`.
 
-    A path that ends in .safetensors is that one file. Either the new model is there afterwards, or what was there
-    before. DistributedDataParallel, torch.compile and the like are looked through. Of several processes one saves.
+    A path that ends in .safetensors is a single file. Writing is atomic: after an error the old files are still there.
+    Wrappers such as DistributedDataParallel and torch.compile are left out. Only one of several processes saves.
     """
     if not isinstance(model, nn.Module):
         raise SavingError(f"save_model takes an nn.Module, got {type(model).__name__}")
     target = _to_write(Path(path))
     core = plain_modules(model)[""]
     description, tensors = describe(core), _tensors(core)
-    rebuild(description, tensors)  # what could not be loaded is not written
-    config = {"version": FORMAT_VERSION, **description.as_dict()}
+    rebuild(description, tensors)  # a model that could not be loaded is not written
+    config = {"version": FORMAT_VERSION, **asdict(description)}
     config["sha256"] = _digest(config, tensors)
     metadata = {"format": "pt", _KEY: json.dumps(config, allow_nan=False)}
     with replacing(target) as scratch:
@@ -56,33 +57,22 @@ def load_model(
 ) -> nn.Module:
     """The model that `save_model` wrote, in evaluation mode; on the CPU and in its own dtype unless said otherwise.
 
-    Nothing is unpickled: only classes of ours and those that were said to be `savable` are built. Once transformers is
-    imported, a folder may also be one that `save_pretrained` wrote.
+    Nothing is unpickled: only our classes and `savable` ones are built. If transformers is imported, a folder may also
+    come from its `save_pretrained`.
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise SavingError(f"dtype is {dtype!r}, expected a floating-point dtype of torch")
-    if is_pretrained(Path(path)):
-        return _rebuilt(Path(path), lambda: read_pretrained(Path(path)), device, dtype)
-    source = _to_read(Path(path))
-    config, tensors = _read(source)
-    model = _rebuilt(source, lambda: (_described(config, tensors), tensors), device, dtype)
-    if source != Path(path):
-        _compare_with_copy(source, config)
-    return model
-
-
-def _rebuilt(
-    source: Path,
-    read: Callable[[], tuple[Description, dict[str, Tensor]]],
-    device: torch.device | str | None,
-    dtype: torch.dtype | None,
-) -> nn.Module:
-    """The model that was read; what is wrong with it is said with its place."""
+    pretrained = is_pretrained(Path(path))
+    source = Path(path) if pretrained else _to_read(Path(path))
+    config, tensors = ({}, {}) if pretrained else _read(source)
     try:
-        description, tensors = read()
-        return rebuild(description, {name: _moved(value, device, dtype) for name, value in tensors.items()}).eval()
+        description, tensors = read_pretrained(source) if pretrained else (_described(config, tensors), tensors)
+        model = rebuild(description, {name: _moved(value, device, dtype) for name, value in tensors.items()}).eval()
     except SavingError as error:
         raise SavingError(f"{source}: {error}") from error
+    if not pretrained and source != Path(path):
+        _compare_with_copy(source, config)
+    return model
 
 
 def _to_write(path: Path) -> Path:
@@ -101,7 +91,7 @@ def _to_read(path: Path) -> Path:
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Every tensor once, on the CPU, in one piece of memory of its own."""
+    """A contiguous copy of every tensor on the CPU, once each."""
     state = plain_state(model)
     again = first_names(state)
     empty = [name for name, value in state.items() if value.is_meta]
@@ -112,13 +102,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _read(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    try:
-        with safe_open(source, framework="pt", device="cpu") as file:
-            metadata = file.metadata() or {}
-            # Copies: the tensors of safetensors are windows into the file.
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, RuntimeError, ValueError) as error:
-        raise SavingError(f"{source} is not a whole safetensors file: {error}") from error
+    metadata, tensors = read_safetensors(source)
     if _KEY not in metadata:
         found = ", ".join(sorted(metadata)) or "nothing"
         said = f"{source} was not written by save_model: its header has {found}, expected {_KEY!r}"
@@ -133,7 +117,7 @@ def _read(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _about_config(path: Path) -> str:
-    """What keeps a folder from being one of transformers: its config cannot be read."""
+    """The end of an error about a config.json that cannot be read; empty if it can, or if there is none."""
     try:
         json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -144,7 +128,7 @@ def _about_config(path: Path) -> str:
 
 
 def _described(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Description:
-    """The config once its version is one that is read here and its digest that of what was found."""
+    """The description in a config; another version or another digest is refused."""
     version = config.get("version")
     if version != FORMAT_VERSION or isinstance(version, bool):
         raise SavingError(f"the format has version {version!r}, this compressm reads version {FORMAT_VERSION}")
@@ -154,7 +138,7 @@ def _described(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Desc
 
 
 def _digest(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of the config without it, and of every tensor with its name, dtype and shape."""
+    """SHA-256 of the config without its digest, and of every tensor with its name, dtype and shape."""
     rest = {name: value for name, value in config.items() if name != "sha256"}
     total = hashlib.sha256(json.dumps(rest, sort_keys=True).encode())
     for name in sorted(tensors):
@@ -169,7 +153,7 @@ def _moved(value: Tensor, device: torch.device | str | None, dtype: torch.dtype 
 
 
 def _compare_with_copy(source: Path, config: Mapping[str, Any]) -> None:
-    """A config.json that somebody edited, or that a crash left behind, is not what was loaded."""
+    """Warn about a config.json that differs from the loaded config, after an edit or a crash."""
     copy = source.with_name(_CONFIG)
     if not copy.is_file():
         return

@@ -1,9 +1,8 @@
-"""Folders that `save_pretrained` of transformers wrote, also with layers of unequal orders, which it cannot read."""
+"""Folders that `save_pretrained` of transformers wrote, also with layers of unequal orders, which it cannot load."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from compressm.errors import NoSuchFileError, SavingError
-from compressm.saving.rebuilding import Description, described
+from compressm.saving.rebuilding import Description, build, describe
 
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def is_pretrained(folder: Path) -> bool:
-    """Whether its config is one of transformers; ours may stand beside a file that says it all, and be broken."""
+    """True if the folder's config is one of transformers; a broken config may be ours."""
     try:
         return (folder / _CONFIG).is_file() and "model_type" in _json(folder / _CONFIG)
     except SavingError:
@@ -26,7 +25,7 @@ def is_pretrained(folder: Path) -> bool:
 
 
 def read_pretrained(folder: Path) -> tuple[Description, dict[str, Tensor]]:
-    """What the model in the folder is made of, and its tensors."""
+    """The description of the model in the folder, and its tensors."""
     config = _json(folder / _CONFIG)
     names = config.get("architectures")
     if not isinstance(names, list) or len(names) != 1:
@@ -34,7 +33,7 @@ def read_pretrained(folder: Path) -> tuple[Description, dict[str, Tensor]]:
     stored = {"kind": f"transformers.{names[0]}", "config": config}
     if (folder / _GENERATION).is_file():
         stored["generation_config"] = _json(folder / _GENERATION)
-    return described(stored), _tensors(folder)
+    return describe(build(stored)), _tensors(folder)
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
@@ -44,16 +43,20 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
         if not isinstance(places, dict):
             raise SavingError(f"{_INDEX} has no weight_map")
         files = sorted(set(places.values()))
-    return dict(pair for name in files for pair in _tensors_in(folder / Path(name).name))
+    missing = [name for name in files if not (folder / Path(name).name).is_file()]
+    if missing:
+        raise NoSuchFileError(f"{folder / Path(missing[0]).name} does not exist")
+    contents = (read_safetensors(folder / Path(name).name)[1] for name in files)
+    return {name: tensor for tensors in contents for name, tensor in tensors.items()}
 
 
-def _tensors_in(file: Path) -> Iterator[tuple[str, Tensor]]:
-    if not file.is_file():
-        raise NoSuchFileError(f"{file} does not exist")
+def read_safetensors(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The metadata and the tensors of a file."""
     try:
         with safe_open(file, framework="pt", device="cpu") as opened:
             # Copies: the tensors of safetensors are windows into the file.
-            yield from ((name, opened.get_tensor(name).clone()) for name in opened.keys())  # noqa: SIM118
+            tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
+            return opened.metadata() or {}, tensors
     except (SafetensorError, RuntimeError, ValueError) as error:
         raise SavingError(f"{file} is not a whole safetensors file: {error}") from error
 

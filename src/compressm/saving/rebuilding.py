@@ -1,9 +1,9 @@
-"""Modules and tensors of a model by the names they have inside DistributedDataParallel, torch.compile and the like."""
+"""Models described in JSON's types and built again, with plain names: those without wrappers such as torch.compile."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, TypeAlias, final
 
 import torch
@@ -18,20 +18,20 @@ from compressm.saving.kinds import Stored, decode, encode, is_known_by_arguments
 
 
 def plain_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Every module, wrappers left out; one that is used in several places is there under each of its names."""
+    """Every module by plain name, without wrappers; a module used in several places has several names."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    # What is wrapped comes after its wrapper and has the same name.
+    # A wrapped module has the name of its wrapper and comes after it.
     return {plain_name(path, modules): module for path, module in modules.items()}
 
 
 def state_names(model: nn.Module) -> dict[str, str]:
-    """For every plain name of a tensor the key under which the model's state dict has it."""
+    """The key in the model's state dict for every plain name of a tensor."""
     modules = dict(model.named_modules(remove_duplicate=False))
     return {plain_name(key, modules): key for key in model.state_dict(keep_vars=True)}
 
 
 def plain_state(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers themselves, not copies; one that is shared is there under each of its names."""
+    """The parameters and buffers themselves, not copies; a shared one has several names."""
     state = model.state_dict(keep_vars=True)
     named = {name: state[key] for name, key in state_names(model).items()}
     for name, value in named.items():
@@ -44,14 +44,14 @@ def plain_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def module_versions(model: nn.Module) -> dict[str, Any]:
-    """What the state dict says of its modules beside their tensors: the version of each."""
+    """The version of every module, as the state dict stores it."""
     modules = dict(model.named_modules(remove_duplicate=False))
     stored = getattr(model.state_dict(keep_vars=True), "_metadata", {})
     return {plain_name(path, modules): value for path, value in stored.items()}
 
 
 def keyed_state(model: nn.Module, tensors: Mapping[str, Tensor], versions: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Plain names turned back into the keys of this model's state dict."""
+    """The tensors under the keys of this model's state dict instead of plain names."""
     modules = dict(model.named_modules(remove_duplicate=False))
     state = _StateDict({key: tensors[name] for name, key in state_names(model).items()})
     named = {path: versions.get(plain_name(path, modules)) for path in modules}
@@ -64,19 +64,19 @@ class _StateDict(dict[str, Tensor]):
 
 
 def first_names(named: Mapping[str, object]) -> dict[str, str]:
-    """For every other name of an object, the first one."""
+    """The first name of an object for each of its other names."""
     seen: dict[int, str] = {}
     first = {name: seen.setdefault(id(value), name) for name, value in named.items()}
     return {name: other for name, other in first.items() if name != other}
 
 
 def is_inside(name: str, modules: Iterable[str]) -> bool:
-    """Whether the name is that of something in one of the modules."""
+    """True if something in one of the modules has this name."""
     return any(name.startswith(f"{module}.") for module in modules)
 
 
 def ssm_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Every layer that has an order, once."""
+    """Every layer with an order, once."""
     layers = {name: module for name, (module, _) in find(model).items()}
     known = set(layers.values())
     for name, module in plain_modules(model).items():
@@ -86,25 +86,22 @@ def ssm_layers(model: nn.Module) -> dict[str, nn.Module]:
     return layers
 
 
-def order_of(layer: nn.Module) -> int:
-    """How many states the layer has now."""
-    if isinstance(layer, SSMLayer):
-        return layer.order
-    adapter = adapter_for(layer)
-    assert adapter is not None
-    return adapter.order(layer)
-
-
 def orders_of(model: nn.Module) -> dict[str, int]:
-    """The order of every layer by name."""
-    return {name: order_of(layer) for name, layer in ssm_layers(model).items()}
+    """The present order of every layer by name."""
+    orders = {}
+    for name, layer in ssm_layers(model).items():
+        if isinstance(layer, SSMLayer):
+            orders[name] = layer.order
+        elif (adapter := adapter_for(layer)) is not None:
+            orders[name] = adapter.order(layer)
+    return orders
 
 
-Shape: TypeAlias = tuple[int | None, ...]  # None: of any size
+Shape: TypeAlias = tuple[int | None, ...]  # None: any size
 
 
 def require_orders(model: nn.Module, orders: Any) -> dict[str, int]:
-    """A whole number of at least 1 for every SSM layer of the model, and for nothing else."""
+    """The orders of a file; they must be integers >= 1, one for every SSM layer of the model."""
     layers = ssm_layers(model)
     if not isinstance(orders, Mapping) or set(orders) != set(layers):
         came = ", ".join(map(repr, orders)) if isinstance(orders, Mapping) else repr(orders)
@@ -117,12 +114,12 @@ def require_orders(model: nn.Module, orders: Any) -> dict[str, int]:
 
 
 def expected_shapes(model: nn.Module, orders: Mapping[str, int], tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
-    """The shape of every tensor once the layers have these orders, and the forms that such `tensors` are of."""
+    """The shape of every tensor of the model with these orders and with the form (such as maps) of these `tensors`."""
     shapes: dict[str, Shape] = {name: tuple(value.shape) for name, value in plain_state(model).items()}
     for layer, module in ssm_layers(model).items():
         prefix = f"{layer}." if layer else ""
         if not isinstance(module, SSMLayer):
-            # Where the states stand is seen by reading the module afterwards.
+            # Its axes of states are unknown; the module is read afterwards.
             shapes |= {prefix + name: (None,) * value.ndim for name, value in module.named_parameters()}
             continue
         for name in module.tensors():
@@ -133,7 +130,7 @@ def expected_shapes(model: nn.Module, orders: Mapping[str, int], tensors: Mappin
 
 
 def by_forms(model: nn.Module, tensors: Mapping[str, Tensor]) -> tuple[set[str], dict[str, nn.Parameter]]:
-    """What layers of ours would have, in the forms that such tensors are of, and have not now; and the other way."""
+    """The tensors that our layers lack in the form of these tensors, and the parameters that this form lacks."""
     added, gone = set[str](), dict[str, nn.Parameter]()
     for layer, module in ssm_layers(model).items():
         if isinstance(module, SSMLayer):
@@ -145,14 +142,14 @@ def by_forms(model: nn.Module, tensors: Mapping[str, Tensor]) -> tuple[set[str],
 
 
 def take_forms_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Let every layer of ours make room for tensors of such orders and forms."""
+    """Resize every layer of ours to the orders and the form of these tensors."""
     for layer, module in ssm_layers(model).items():
         if isinstance(module, SSMLayer):
             module.take_form_(_shapes_inside(layer, tensors))
 
 
 def require_fit(tensors: Mapping[str, Tensor], expected: Mapping[str, Shape]) -> None:
-    """Exactly the names and shapes expected."""
+    """Refuse tensors with other names or shapes than expected."""
     missing, unknown = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
     if missing or unknown:
         raise SavingError(
@@ -166,7 +163,7 @@ def require_fit(tensors: Mapping[str, Tensor], expected: Mapping[str, Shape]) ->
 
 
 def require_values(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Nothing that a layer of ours would refuse to load."""
+    """Refuse values that a layer of ours would refuse to load."""
     for layer, module in ssm_layers(model).items():
         if isinstance(module, SSMLayer):
             try:
@@ -185,25 +182,25 @@ def _shapes_inside(layer: str, tensors: Mapping[str, Tensor]) -> dict[str, torch
 
 
 def _inside(layer: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a layer, by the names they have there."""
+    """The tensors of a layer, by their names in it."""
     prefix = f"{layer}." if layer else ""
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
 Named: TypeAlias = dict[str, Stored]
 
-# Attributes that say how a model is used or where it came from, not what it is.
+# Attributes that say how a model is used or where it came from; they are not saved.
 _PASSING = ("training", "name_or_path")
 
 
 @final
 @dataclass(frozen=True)
 class Description:
-    """What a model is made of, in JSON's types.
+    """A model in JSON's types.
 
-    `model` is its class with the arguments it was built with, `replaced` what was put in the place of its modules
-    afterwards, and `changed` what was written to their attributes. `shared` gives modules and tensors that have another
-    name already, `frozen` the parameters that are not trained.
+    `model` is its class and the arguments of its constructor. `replaced` are modules that were replaced after that, and
+    `changed` attributes that were set. `shared` maps further names of modules and tensors to their first names.
+    `frozen` names the parameters that are not trained.
     """
 
     model: Stored
@@ -213,13 +210,9 @@ class Description:
     shared: dict[str, str]
     frozen: list[str]
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> Description:
-        """The inverse; a missing or unknown field, or one of another type, is refused by name."""
+        """The description of a stored dictionary; a missing, unknown or mistyped field is refused by name."""
         wanted = [field.name for field in fields(cls)]
         if set(stored) != set(wanted):
             raise SavingError(f"the config has {', '.join(sorted(stored))}; expected {', '.join(wanted)}")
@@ -231,25 +224,21 @@ class Description:
 
 
 def describe(model: nn.Module) -> Description:
-    """What it takes to build the model again."""
+    """A description from which `rebuild` builds the model again."""
     stored = encode(model, type(model).__name__)
-    twin = _build(stored)
+    twin = build(stored)
     replaced = _make_alike(twin, model)
-    state, shared_modules = plain_state(model), _outermost(first_names(plain_modules(model)))
+    state, again = plain_state(model), first_names(plain_modules(model))
+    shared_modules = {name: other for name, other in again.items() if not is_inside(name, again)}
     shared_tensors = {name: other for name, other in first_names(state).items() if not is_inside(name, shared_modules)}
     frozen = [name for name, value in state.items() if isinstance(value, nn.Parameter) and not value.requires_grad]
     shared = shared_modules | shared_tensors
     return Description(stored, orders_of(model), replaced, _changed(twin, model), shared, frozen)
 
 
-def described(stored: Stored) -> Description:
-    """The same of a model that is as its class builds it."""
-    return describe(_build(stored))
-
-
 def rebuild(description: Description, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """The model with these very tensors; nothing is returned that does not fit."""
-    model = _build(description.model)
+    """Build the model of a description with these very tensors; tensors that do not fit are refused."""
+    model = build(description.model)
     _put(model, description.replaced)
     _change(model, description.changed)
     _share(model, description.shared)
@@ -261,14 +250,15 @@ def rebuild(description: Description, tensors: Mapping[str, Tensor]) -> nn.Modul
     take_forms_(model, tensors)
     _fill(model, tensors, again, set(description.frozen))
     _require_filled(model)
-    for name, layer in ssm_layers(model).items():
-        if order_of(layer) != orders[name]:
-            raise SavingError(f"{name!r} reads as order {order_of(layer)}, the config says {orders[name]}")
+    for name, order in orders_of(model).items():
+        if order != orders[name]:
+            raise SavingError(f"{name!r} reads as order {order}, the config says {orders[name]}")
     return model
 
 
-def _build(stored: Stored, where: str = "the model") -> nn.Module:
-    # No numbers are drawn or computed: HiPPO's eigenvectors alone would take seconds a layer.
+def build(stored: Stored, where: str = "the model") -> nn.Module:
+    """The module that was encoded, on the meta device."""
+    # Nothing is drawn or computed: HiPPO's eigenvectors alone would take seconds per layer.
     with torch.device("meta"):
         model = decode(stored, where)
     if not isinstance(model, nn.Module):
@@ -277,22 +267,24 @@ def _build(stored: Stored, where: str = "the model") -> nn.Module:
 
 
 def _make_alike(twin: nn.Module, model: nn.Module) -> Named:
-    """Put into the twin what was put into the model after it was built, from the outside in."""
+    """Replace modules of the twin as they were replaced in the model, from the outside in."""
     replaced: Named = {}
     while found := _replaced(twin, model):
         again = found.keys() & replaced.keys()
         if again:
-            raise SavingError(f"{', '.join(again)}: built again with the same arguments, it is not the same")
+            raise SavingError(f"{', '.join(again)}: the same arguments do not build the same module again")
         _put(twin, found)
         replaced |= found
     gone = plain_modules(twin).keys() - plain_modules(model).keys()
     if gone:
-        raise SavingError(f"{', '.join(sorted(gone))}: taken from the model after it was built; put nn.Identity there")
+        raise SavingError(
+            f"{', '.join(sorted(gone))}: removed from the model after it was built; put nn.Identity there"
+        )
     return replaced
 
 
 def _replaced(twin: nn.Module, model: nn.Module) -> Named:
-    """Modules that are of another class, or built with other arguments, than those the model was built with."""
+    """Modules of another class, or with other arguments, than the model's constructor gave them."""
     built, found = plain_modules(twin), dict[str, Stored]()
     for name, module in plain_modules(model).items():
         if is_inside(name, found):
@@ -305,7 +297,7 @@ def _replaced(twin: nn.Module, model: nn.Module) -> Named:
 
 def _built_otherwise(module: nn.Module, other: nn.Module, name: str) -> bool:
     if type(module) is nn.Sequential:
-        # What was added at its end is put there by name; in another order it would be another function.
+        # Modules added at the end are put there by name; another order would be another function.
         return list(module._modules)[: len(other._modules)] != list(other._modules)
     return is_known_by_arguments(type(module)) and bool(encode(module, name) != encode(other, name))
 
@@ -313,18 +305,18 @@ def _built_otherwise(module: nn.Module, other: nn.Module, name: str) -> bool:
 def _put(model: nn.Module, replaced: Named) -> None:
     for name, stored in replaced.items():
         try:
-            model.set_submodule(name, _build(stored, name))
+            model.set_submodule(name, build(stored, name))
         except (AttributeError, ValueError) as error:
             raise SavingError(f"{name!r} cannot be put in its place: {error}") from error
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """What a module keeps beside tensors, modules and hooks, which torch has behind underscores."""
+    """A module's attributes except tensors, modules and hooks, whose names start with underscores."""
     return {name: value for name, value in vars(module).items() if name[0] != "_" and name not in _PASSING}
 
 
 def _changed(twin: nn.Module, model: nn.Module) -> Named:
-    """Attributes that no longer are what the constructor made them."""
+    """Attributes that differ from what the constructor sets."""
     built, found = plain_modules(twin), dict[str, Stored]()
     for name, module in plain_modules(model).items():
         now = _attributes(module)
@@ -341,7 +333,7 @@ def _same(now: object, before: object) -> bool:
     try:
         return bool(encode(now, "") == encode(before, ""))
     except SavingError:
-        # A function made in a constructor is another one each time.
+        # A constructor makes a new function object each time.
         return type(now) is type(before)
 
 
@@ -354,12 +346,8 @@ def _change(model: nn.Module, changed: Named) -> None:
         setattr(modules[name], attribute, decode(stored, full))
 
 
-def _outermost(shared: dict[str, str]) -> dict[str, str]:
-    return {name: other for name, other in shared.items() if not is_inside(name, shared)}
-
-
 def _share(model: nn.Module, shared: Mapping[str, str]) -> None:
-    """Modules and tensors under their other names as well."""
+    """Give shared modules and tensors their further names."""
     for name, other in shared.items():
         modules, state = plain_modules(model), plain_state(model)
         if name in modules and other in modules:
@@ -368,14 +356,14 @@ def _share(model: nn.Module, shared: Mapping[str, str]) -> None:
             owner, _, leaf = name.rpartition(".")
             setattr(modules[owner], leaf, state[other])
         else:
-            raise SavingError(f"the config shares {name!r} with {other!r}, which the model does not have both")
+            raise SavingError(f"the config shares {name!r} with {other!r}, but the model does not have both")
     found = {name for name in first_names(plain_state(model)) if name not in shared and not is_inside(name, shared)}
     if found:
         raise SavingError(f"{', '.join(sorted(found))}: shared by the constructor, but not in the config")
 
 
 def _fill(model: nn.Module, tensors: Mapping[str, Tensor], again: Mapping[str, str], frozen: set[str]) -> None:
-    """Put the tensors in the place of those without numbers; what is shared stays shared."""
+    """Replace the empty tensors by these; shared tensors stay shared."""
     modules, filled = plain_modules(model), dict[str, Tensor]()
     for name, empty in plain_state(model).items():
         if name not in again:
@@ -388,7 +376,7 @@ def _like(empty: Tensor, tensor: Tensor, *, trained: bool) -> Tensor:
     if not isinstance(empty, nn.Parameter):
         return tensor
     parameter = nn.Parameter(tensor, requires_grad=trained and (tensor.is_floating_point() or tensor.is_complex()))
-    vars(parameter).update(vars(empty))  # marks such as _no_weight_decay, which constructors leave
+    vars(parameter).update(vars(empty))  # marks such as _no_weight_decay, which constructors set
     return parameter
 
 

@@ -244,7 +244,7 @@ def test_policies_without_a_meaning_for_selective_layers_are_refused_by_name():
 
     exact = {"gramian": cs.WhiteNoise()}
     with pytest.raises(
-        CompressionError, match=r"^1: Budget\(total_states=9\) shares states out among layers.*PerChannel"
+        CompressionError, match=r"^1: Budget\(total_states=9\) distributes states over layers.*PerChannel"
     ):
         compressor(cs.Budget(9), cs.PerChannel())
     with pytest.raises(CompressionError, match=r"^1: ErrorBound\(.*for selective layers, which have no error bound"):

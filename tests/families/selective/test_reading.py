@@ -89,7 +89,7 @@ def test_a_mixer_that_looks_different_is_refused_by_name_and_left_alone(odd):
 def test_an_attribute_that_should_go_with_the_order_and_is_missing_is_named():
     layer = make(kind=Mixer)
     layer.config = None
-    with pytest.raises(CompressionError, match=r"the model: config.state_size should go with the order"):
+    with pytest.raises(CompressionError, match=r"the model: config.state_size should change with the order"):
         compress_(layer, keep=TargetOrder(3), calibrate=lambda layer: layer(data()))
     assert layer.A_log.shape[1] == layer.ssm_state_size == 6
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, final
 
@@ -19,7 +19,6 @@ from compressm.families.choices import Choices, Largest
 from compressm.families.linear.observer import LinearObserver, gramian, squared_change
 from compressm.families.linear.reduction import (
     BasisChange,
-    LinearReduction,
     Triple,
     drop_modes,
     reduce_system,
@@ -28,7 +27,6 @@ from compressm.families.linear.reduction import (
 from compressm.families.linear.transport import ModuleChange
 from compressm.families.observing import Observations, ratio_of
 
-Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 # The least 1 − |λ|² of a mode: below it |λ| is 1 in float64, and a change of basis could make it unstable.
@@ -174,8 +172,15 @@ def _plan_group(
     group: list[LinearLayer], rank: int, spectra: Mapping[str, Tensor], choices: Choices, salt: int
 ) -> dict[str, LinearCut]:
     kept = [choices.select(spectra[layer.name], rank, salt=f"{layer.name}@{salt}") for layer in group]
-    states = None if isinstance(choices.select, Largest) else _state_numbers(kept, group[0].system)
-    reduction = _reduced(group, rank, states, choices)
+    systems, states = _stacked([layer.system for layer in group]), None
+    if not isinstance(choices.select, Largest):
+        # (layers, *bank, r).
+        bank = group[0].system.bank
+        states = torch.stack(kept).reshape(len(kept), *[1] * len(bank), -1).expand(-1, *bank, -1)
+    if choices.is_modal:
+        reduction = drop_modes(systems, rank, states)
+    else:
+        reduction = reduce_system(systems, rank, states=states, fold=choices.fold, P=_gramians(group, choices))
     cuts = {}
     for k, layer in enumerate(group):
         bound = None if reduction.error_bound is None else float(reduction.error_bound[k].max())
@@ -184,19 +189,6 @@ def _plan_group(
         squares = cut.squared_change()
         cuts[layer.name] = cut if squares is None else replace(cut, measured_error=ratio_of(squares))
     return cuts
-
-
-def _reduced(group: list[LinearLayer], rank: int, states: Tensor | None, choices: Choices) -> LinearReduction:
-    systems = _stacked([layer.system for layer in group])
-    if choices.is_modal:
-        return drop_modes(systems, rank, states)
-    return reduce_system(systems, rank, states=states, fold=choices.fold, P=_gramians(group, choices))
-
-
-def _state_numbers(kept: list[Tensor], system: DiagonalSystem) -> Tensor:
-    """The states to keep, as one tensor (layers, *bank, r)."""
-    numbers = torch.stack(kept)
-    return numbers.reshape(len(kept), *[1] * len(system.bank), -1).expand(-1, *system.bank, -1)
 
 
 def _gramians(group: list[LinearLayer], choices: Choices) -> Tensor | None:
@@ -213,8 +205,8 @@ def _stacked(systems: list[DiagonalSystem]) -> DiagonalSystem:
     return DiagonalSystem(torch.stack([system.poles for system in systems]), B, C)
 
 
-def _grouped(items: Iterable[Item], key: Callable[[Item], object]) -> list[list[Item]]:
-    groups: dict[object, list[Item]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
+def _grouped(layers: Sequence[LinearLayer], key: Callable[[LinearLayer], object]) -> list[list[LinearLayer]]:
+    groups: dict[object, list[LinearLayer]] = {}
+    for layer in layers:
+        groups.setdefault(key(layer), []).append(layer)
     return list(groups.values())

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from compressm.adapters import SelectiveAdapter
@@ -16,7 +16,7 @@ from compressm.control.linear_algebra import each
 from compressm.control.selective import SelectiveSystem
 from compressm.errors import CompressionError
 from compressm.families.base import Change, Family, Layer, PlannedCut, Total, Writing, energy_lost, reads
-from compressm.families.choices import Choices, Selection
+from compressm.families.choices import Choices
 from compressm.families.observing import ratio_of
 from compressm.families.selective.methods import Calibrated, SelectiveMethod
 from compressm.families.selective.observer import Averages, SelectiveObservations, SelectiveObserver
@@ -152,53 +152,34 @@ class SelectiveFamily(Family):
         choices: Choices,
         salt: int,
     ) -> dict[str, PlannedCut]:
-        plan_one = _plan_channels if self.is_by_channel(choices) else _plan_shared
-        cuts = {layer.name: plan_one(layer, orders[layer.name], spectra[layer.name], choices, salt) for layer in layers}
-        return {name: cut for name, cut in cuts.items() if cut is not None}
-
-
-def _plan_shared(layer: SelectiveLayer, order: int, sigma: Tensor, choices: Choices, salt: int) -> SelectiveCut:
-    kept = choices.select(sigma, order, salt=f"{layer.name}@{salt}")
-    return layer.cut([kept], energy_lost(sigma, kept))
+        cuts: dict[str, PlannedCut] = {}
+        for layer in layers:
+            order, sigma = orders[layer.name], spectra[layer.name]
+            if not self.is_by_channel(choices):
+                kept = choices.select(sigma, order, salt=f"{layer.name}@{salt}")
+                cuts[layer.name] = layer.cut([kept], energy_lost(sigma, kept))
+            elif (cut := _plan_channels(layer, order, sigma, choices, salt)) is not None:
+                cuts[layer.name] = cut
+        return cuts
 
 
 def _plan_channels(
     layer: SelectiveLayer, orders: Sequence[int], sigma: Tensor, choices: Choices, salt: int
 ) -> SelectiveCut | None:
     """A cut that gives every channel its own order; None if no channel gets fewer states."""
-    sigma = sigma.cpu()
-    wanted = _within_rank(torch.tensor(orders), sigma)
-    wanted = torch.where(wanted < _present(layer), wanted, layer.order)
+    sigma, wanted, maps = sigma.cpu(), torch.tensor(orders), layer.system.maps
+    # A channel that is cut keeps at most its numerical rank; a channel of rank 0 keeps its order.
+    rank = numerical_rank(sigma)
+    wanted = torch.where((wanted < sigma.shape[-1]) & (rank > 0), torch.minimum(wanted, rank), wanted)
+    present = torch.full((layer.system.channels,), layer.order) if maps is None else maps.orders.cpu()
+    wanted = torch.where(wanted < present, wanted, layer.order)
     if not bool((wanted < layer.order).any()):
         return None
-    kept = [
-        _chosen(one, int(order), choices.select, f"{layer.name}[{channel}]@{salt}")
-        for channel, (one, order) in enumerate(zip(sigma, wanted, strict=True))
-    ]
-    return layer.cut(kept, _lost(sigma, kept))
-
-
-def _chosen(sigma: Float[Tensor, " n"], order: int, select: Selection, salt: str) -> Int[Tensor, " _"]:
-    """A selection within the numerical rank: states whose σ is rounding have no direction and give no rate."""
-    there = max(int(numerical_rank(sigma)), order)
-    return select(sigma[:there], order, salt=salt)
-
-
-def _present(layer: SelectiveLayer) -> Int[Tensor, " channels"]:
-    """The number of states of each channel."""
-    maps = layer.system.maps
-    return torch.full((layer.system.channels,), layer.order) if maps is None else maps.orders.cpu()
-
-
-def _within_rank(orders: Tensor, sigma: Float[Tensor, "channels n"]) -> Int[Tensor, " channels"]:
-    """The orders, at most the numerical rank for channels that are cut; channels of rank 0 keep their order."""
-    rank = numerical_rank(sigma)
-    cut = (orders < sigma.shape[-1]) & (rank > 0)
-    return torch.where(cut, torch.minimum(orders, rank), orders)
-
-
-def _lost(sigma: Float[Tensor, "channels n"], kept: list[Int[Tensor, " _"]]) -> float:
-    """The share of Σσ over all channels that is dropped."""
-    stays = torch.stack([one[states].sum() for one, states in zip(sigma, kept, strict=True)]).sum()
+    kept = []
+    for channel, (one, order) in enumerate(zip(sigma, wanted.tolist(), strict=True)):
+        # Within the rank: states whose σ is rounding have no direction and give no rate.
+        usable = one[: max(int(numerical_rank(one)), order)]
+        kept.append(choices.select(usable, order, salt=f"{layer.name}[{channel}]@{salt}"))
+    stays = float(torch.stack([one[states].sum() for one, states in zip(sigma, kept, strict=True)]).sum())
     whole = float(sigma.sum())
-    return max(0.0, 1 - float(stays) / whole) if whole > 0 else 0.0
+    return layer.cut(kept, max(0.0, 1 - stays / whole) if whole > 0 else 0.0)

@@ -31,26 +31,23 @@ class SharedChange(Change):
     writing: Writing
     old: SelectiveSystem
     new: SelectiveSystem
-    E_B: Float[Tensor, "r n"]
-    E_C: Float[Tensor, "n r"]
-    mixing: Float[Tensor, "r n"]
+    reduction: SharedReduction
 
     @property
     def resized(self) -> Sequence[str]:
         return [PROJECTION, RATES]
 
     def gradient(self, moments: Values) -> dict[str, Tensor]:
-        # ∂/∂A_log = a ∂/∂a.
-        return self._carried(moments, self.E_C.mT, self.E_B, 1 / self.old.rates, self.new.rates)
+        return self._carried(moments, covectors=True)
 
     def gradient_squares(self, squares: Values) -> dict[str, Tensor]:
-        return self._carried(squares, self.E_C.mT, self.E_B, 1 / self.old.rates, self.new.rates, squared=True)
+        return self._carried(squares, covectors=True, squared=True)
 
     def update(self, moments: Values) -> dict[str, Tensor]:
-        return self._carried(moments, self.E_B, self.E_C.mT, self.old.rates, 1 / self.new.rates)
+        return self._carried(moments)
 
     def update_squares(self, squares: Values) -> dict[str, Tensor]:
-        return self._carried(squares, self.E_B, self.E_C.mT, self.old.rates, 1 / self.new.rates, squared=True)
+        return self._carried(squares, squared=True)
 
     def first(self, name: str, moment: Tensor) -> Tensor:
         if name == RATES:
@@ -58,11 +55,13 @@ class SharedChange(Change):
         step, B, C = self._blocks(moment)
         return torch.cat([step, B[: self.new.order], C[: self.new.order]])
 
-    def _carried(
-        self, moments: Values, of_B: Tensor, of_C: Tensor, before: Tensor, after: Tensor, *, squared: bool = False
-    ) -> dict[str, Tensor]:
-        """Map blocks by these matrices, rates by diag(after) M diag(before); `squared` squares all entries."""
-        mixing = self.mixing
+    def _carried(self, moments: Values, *, covectors: bool = False, squared: bool = False) -> dict[str, Tensor]:
+        """Map rows of B and C, and rates by diag(after) M diag(before); `squared` squares the entries of all maps."""
+        mixing, of_B, of_C = self.reduction.mixing, self.reduction.E_B, self.reduction.E_C.mT
+        before, after = self.old.rates, 1 / self.new.rates
+        if covectors:
+            # ∂/∂A_log = a ∂/∂a.
+            of_B, of_C, before, after = of_C, of_B, 1 / self.old.rates, self.new.rates
         if squared:
             of_B, of_C, before, after, mixing = (part.square() for part in (of_B, of_C, before, after, mixing))
         carried = {}
@@ -120,7 +119,7 @@ class SharedReduction(SelectiveReduction):
     def change(self, module: nn.Module, adapter: SelectiveAdapter[Any], system: SelectiveSystem) -> Change:
         new = self.applied(system)
         writing = Writing.of(module, adapter, new, new.order)
-        return SharedChange(module, writing, system, new, self.E_B, self.E_C, self.mixing)
+        return SharedChange(module, writing, system, new, self)
 
     def to(self, device: torch.device | str) -> SharedReduction:
         return SharedReduction(self.E_B.to(device), self.E_C.to(device), self.mixing.to(device))
