@@ -1,4 +1,4 @@
-"""Adapters that read S6 mixers, the layers of Mamba, as selective systems; parameters have the authors' names."""
+"""Adapters that read S6 mixers (Mamba) as selective systems, with the authors' names, and refused mixers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 
-from compressm.adapters.base import Adapter, Basis, Module, adapts, finite_doubles
+from compressm.adapters.base import Adapter, Basis, Module, adapter_for, adapts, finite_doubles
 from compressm.control.selective import ChannelMaps, SelectiveSystem, require_negative_rates
 from compressm.errors import AdapterError
 from compressm.layers import Mamba
@@ -143,3 +143,38 @@ class MambaAdapter(SelectiveAdapter[Mamba]):
         if lengths is None:
             return None
         return torch.arange(x.shape[1], device=x.device) < lengths.to(x.device)[:, None]
+
+
+# Mixers of transformers that are refused, and why.
+_NORMS = "normalises B and C over the states, which no change of basis preserves"
+_HEADS = "has a projection and rates for each of its heads"
+_MAMBA_2 = "is the recurrence of Mamba-2, with one rate per head"
+_REASONS = {
+    "FalconMambaMixer": _NORMS,
+    "JambaMambaMixer": _NORMS,
+    "ZambaMambaMixer": _HEADS,
+    "Mamba2Mixer": _MAMBA_2,
+    "Zamba2MambaMixer": _MAMBA_2,
+    "BambaMixer": _MAMBA_2,
+    "FalconH1Mixer": _MAMBA_2,
+    "GraniteMoeHybridMambaLayer": _MAMBA_2,
+    "NemotronHMamba2Mixer": _MAMBA_2,
+}
+_SUPPORTED = "expected MambaMixer, the mixer of MambaModel and MambaForCausalLM"
+
+
+def refused_in(model: nn.Module) -> str:
+    """The end of an error, from a colon on, about mixers of the model that are refused; empty if there are none."""
+    names: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        kind = type(module)
+        # All of them have A_log, also classes that transformers may add later.
+        mixes = kind.__module__.startswith("transformers") and "A_log" in module._parameters
+        if mixes and adapter_for(module) is None:
+            names.setdefault(kind.__name__, []).append(name or "the model")
+    said = [f"{_listed(places)} {_REASONS.get(kind, 'is not known')} ({kind})" for kind, places in names.items()]
+    return f": {', '.join(said)}; {_SUPPORTED}" if said else ""
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from compressm.adapters import Adapter, find
-from compressm.adapters.transformers import refused_in
+from compressm.adapters.mamba import refused_in
 from compressm.compression.distributed import Processes, renew_wrappers_, require_rewrappable, unwrapped, wrappers_in
 from compressm.compression.optimizer import Moments
 from compressm.compression.planning import Options, found_layers, plan_cuts, read_layers, require_suitable, stage

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from compressm.adapters import find
-from compressm.adapters.transformers import refused_in
+from compressm.adapters.mamba import refused_in
 from compressm.compression.distributed import unwrapped
 from compressm.compression.optimizer import require_supported
 from compressm.compression.policies import (

@@ -324,11 +324,10 @@ def _asked_of_one(policy: Policy, name: str, sigma: Tensor) -> int:
     return policy.order(sigma) if isinstance(policy, LayerPolicy) else _asked(policy, {name: sigma})[name]
 
 
-def restricted(overrides: Mapping[str, Policy] | None, names: Iterable[str]) -> dict[str, Policy]:
+def restricted(overrides: Mapping[str, Policy] | None, names: Sequence[str]) -> dict[str, Policy]:
     """The overrides whose patterns match one of these names."""
-    layers = list(names)
     return {
         pattern: policy
         for pattern, policy in (overrides or {}).items()
-        if any(fnmatchcase(name, pattern) for name in layers)
+        if any(fnmatchcase(name, pattern) for name in names)
     }

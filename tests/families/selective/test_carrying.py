@@ -100,7 +100,7 @@ def test_rates_and_their_moments_move_together(method):
     size, moved = 1e-6, []
     for sign in (1, -1):
         rates = -torch.exp(layer.A_log.detach() + sign * size * step)
-        moved.append(torch.log(-(rates @ change.mixing.mT)))
+        moved.append(torch.log(-(rates @ change.reduction.mixing.mT)))
     expected = (moved[0] - moved[1]) / (2 * size)
     torch.testing.assert_close(change.update({"A_log": step})["A_log"], expected, rtol=1e-6, atol=1e-7)
 

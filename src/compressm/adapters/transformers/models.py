@@ -1,4 +1,4 @@
-"""Models of transformers as plain values, models built from these with every layer at its order, and refused mixers."""
+"""Models of transformers as plain values, and models built from these with every layer at its order."""
 
 from __future__ import annotations
 
@@ -93,37 +93,3 @@ def _make_room_(mixer: nn.Module, adapter: MambaMixerAdapter, order: int) -> Non
         setattr(mixer.get_submodule(owner), leaf, nn.Parameter(torch.empty(shape, device=old.device, dtype=old.dtype)))
     for path, value in attributes.items():
         setattr(*adapter.place(mixer, path), value)
-
-
-_NORMS = "normalises B and C over the states, which no change of basis preserves"
-_HEADS = "has a projection and rates for each of its heads"
-_MAMBA_2 = "is the recurrence of Mamba-2, with one rate per head"
-_REASONS = {
-    "FalconMambaMixer": _NORMS,
-    "JambaMambaMixer": _NORMS,
-    "ZambaMambaMixer": _HEADS,
-    "Mamba2Mixer": _MAMBA_2,
-    "Zamba2MambaMixer": _MAMBA_2,
-    "BambaMixer": _MAMBA_2,
-    "FalconH1Mixer": _MAMBA_2,
-    "GraniteMoeHybridMambaLayer": _MAMBA_2,
-    "NemotronHMamba2Mixer": _MAMBA_2,
-}
-_SUPPORTED = "expected MambaMixer, the mixer of MambaModel and MambaForCausalLM"
-
-
-def refused_in(model: nn.Module) -> str:
-    """The end of an error, from a colon on, about mixers of the model that are refused; empty if there are none."""
-    names: dict[str, list[str]] = {}
-    for name, module in model.named_modules():
-        kind = type(module)
-        # All of them have A_log, also classes that transformers may add later.
-        mixes = kind.__module__.startswith("transformers") and "A_log" in module._parameters
-        if mixes and adapter_for(module) is None:
-            names.setdefault(kind.__name__, []).append(name or "the model")
-    said = [f"{_listed(places)} {_REASONS.get(kind, 'is not known')} ({kind})" for kind, places in names.items()]
-    return f": {', '.join(said)}; {_SUPPORTED}" if said else ""
-
-
-def _listed(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
