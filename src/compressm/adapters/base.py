@@ -138,7 +138,7 @@ def adapts(kind: type[nn.Module]) -> Callable[[Kind], Kind]:
 def adapts_named(path: str) -> Callable[[Kind], Kind]:
     """Register an adapter for a class by its name, "package.module.Class"; the package may be absent.
 
-    Nothing is imported: whoever has such a module has imported its class. An adapter from `adapts` takes precedence.
+    Nothing is imported: a module of that class exists only after its import. An adapter from `adapts` takes precedence.
     """
 
     def register(adapter: Kind) -> Kind:
@@ -189,7 +189,7 @@ def find(
 
 
 def present_attributes(module: nn.Module, adapter: Adapter[Any, Any]) -> dict[str, Any]:
-    """The attributes that go with the module's present order; the module is not read if its adapter has none."""
+    """The attributes of the module's present order; the module is not read if its adapter has none."""
     if type(adapter).attributes is Adapter.attributes:
         return {}
     return adapter.attributes(module, adapter.order(module))

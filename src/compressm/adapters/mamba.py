@@ -28,7 +28,7 @@ class SelectiveAdapter(Adapter[Module, SelectiveSystem]):
     """An adapter of modules with x_proj (its rows give Δ, B and C), dt_proj, A_log and nothing else before the scan.
 
     u[t] is the input of x_proj: (batch, length, channels). A subclass says which steps are padding, and which
-    attributes go with the order.
+    attributes change with the order.
     """
 
     STORES = frozenset({Basis.AVERAGED, Basis.SELECTED})

@@ -401,7 +401,7 @@ class SelectiveTrial(_Trial):
             return self.run(module, self.noise(module)).double()
 
     def become(self, module: nn.Module, system: SelectiveSystem) -> None:
-        """Write the system into the module, with the attributes that go with its order."""
+        """Write the system into the module, with the attributes of its order."""
         attributes = self.adapter.attributes(module, system.order)
         write(module, self.adapter.encode(module, system))
         for path, value in attributes.items():

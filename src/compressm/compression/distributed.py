@@ -108,20 +108,20 @@ _OPTIONS = (
     "skip_all_reduce_unused_params",
     "batched_grad_copy",
 )
-# Whether normalisation statistics are shared in every forward pass; before torch 2.13 under the first name.
+# The option to share normalisation statistics in every forward pass; the first name is that before torch 2.13.
 _SYNCHRONISED = ("broadcast_buffers", "forward_sync_buffers", "require_forward_param_sync")
 _MEGABYTE = 1024 * 1024
 
 
 def rewrap_(model: nn.Module) -> None:
-    """Make every DistributedDataParallel in the model anew, in place, with the options and hooks that it had.
+    """Renew every DistributedDataParallel in the model, in place, with its options and hooks.
 
-    After a cut, or a return from one, gradients are averaged again. A compressor does it by itself for the wrapper that
-    it is given; this is for a wrapper that it has not seen. All processes have to do it; nothing is sent.
+    After a cut or a rollback it averages gradients again. A compressor renews the wrapper that is passed to it; call
+    this for any other wrapper. All processes must call it; nothing is sent.
     """
     wrappers = wrappers_in(model)
     if not wrappers:
-        raise CompressionError(f"{type(model).__name__} has no DistributedDataParallel in it: there is nothing to redo")
+        raise CompressionError(f"{type(model).__name__} has no DistributedDataParallel; expected a wrapped model")
     for wrapper in wrappers:
         require_rewrappable(wrapper)
     for wrapper in wrappers:

@@ -190,7 +190,7 @@ def save_checkpoint(
     step: int = 0,
     extra: Any = None,
 ) -> None:
-    """Write the state of all that is given, with that of the random number generators, into one file.
+    """Write the state of everything that is passed, and of the random number generators, into one file.
 
     `extra` is anything made of tensors, numbers and text. Writing is atomic: after an error the old file is still
     there. Call it between steps: gradients are not saved. Each of several processes has its own random numbers, and

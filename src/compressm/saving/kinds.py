@@ -88,7 +88,7 @@ def encode(value: object, where: str) -> Stored:
 
 
 def decode(stored: Stored, where: str) -> Any:
-    """The value of these JSON types; objects are built anew."""
+    """The value of these JSON types; objects are built again."""
     if isinstance(stored, list):
         return [decode(item, f"{where}[{k}]") for k, item in enumerate(stored)]
     if not isinstance(stored, dict):

@@ -55,7 +55,7 @@ def save_model(model: nn.Module, path: str | os.PathLike[str]) -> None:
 def load_model(
     path: str | os.PathLike[str], *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> nn.Module:
-    """The model that `save_model` wrote, in evaluation mode; on the CPU and in its own dtype unless said otherwise.
+    """The model that `save_model` wrote, in evaluation mode, on `device` (default CPU), in `dtype` (default its own).
 
     Nothing is unpickled: only our classes and `savable` ones are built. If transformers is imported, a folder may also
     come from its `save_pretrained`.
