@@ -62,12 +62,11 @@ _IN_THE_LIBRARY = {
     "ops.memory": "ops.fresh_memory ops.launch ops.packed ops.products ops.rows",
     "ops.selective": "ops.selective_scan",
     "ops.selective.conv_and_gate": "ops.around_scan ops.causal_conv",
-    "ops.selective.tiles_triton": "ops.selective_tiles",
+    "ops.selective.scan_triton": "ops.selective_tiles",
     "ops.sums_triton": "ops.column_sums",
     "saving.checkpoints": "compression.checkpoint compression.plain compression.random_state compression.sealing",
     "saving.kinds": "compression.kinds",
-    "saving.models": "compression.saving",
-    "saving.pretrained": "compression.pretrained",
+    "saving.models": "compression.pretrained compression.saving",
     "saving.rebuilding": "compression.fitting compression.naming compression.rebuilding",
 }
 _PACKAGES_OF_THE_LABORATORY = ("data", "training", "runs", "baselines", "experiments", "reports", "bench")

@@ -8,14 +8,7 @@ import torch
 from hypothesis import given, settings
 
 from compressm.adapters import AdapterError, adapter_for, continuous_poles, state_axes, write
-from compressm.control import (
-    DiagonalSystem,
-    NonFiniteError,
-    ShapeError,
-    UnstableSystemError,
-    balanced_truncation,
-    fold,
-)
+from compressm.control import DiagonalSystem, NonFiniteError, ShapeError, UnstableSystemError, balanced_truncation, fold
 from compressm.layers import LRU, S4D, S5, ZOH, Bilinear, Discretisation, Legs
 from tests.strategies import diagonal_systems
 

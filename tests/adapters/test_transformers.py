@@ -184,10 +184,7 @@ def without_rank(mixer):
 
 
 ODD = {
-    "a norm of B": (
-        lambda m: m.add_module("b_norm", nn.LayerNorm(6)),
-        "has b_norm.bias, b_norm.weight, unknown to",
-    ),
+    "a norm of B": (lambda m: m.add_module("b_norm", nn.LayerNorm(6)), "has b_norm.bias, b_norm.weight, unknown to"),
     "low rank updates": (lambda m: m.x_proj.add_module("lora_A", nn.Linear(16, 2)), "has x_proj.lora_A.bias"),
     "another attribute": (renamed, "has no ssm_state_size, expected 6 there"),
     "no rank": (without_rank, "has no time_step_rank, expected 2 there"),

@@ -325,7 +325,7 @@ OTHER = {
         "a spectrum that grows": ("trajectories([ones(2), ones(3)])", "3 values", "after 2", "fall"),
     },
     "DefectiveSystemError": {
-        "a Jordan block": ("diagonalise(dense(tensor([[0.5, 1], [0, 0.5]])))", "condition number", "e+", "< 1e+08"),
+        "a Jordan block": ("diagonalise(dense(tensor([[0.5, 1], [0, 0.5]])))", "condition number", "e+", "< 1e+08")
     },
 }
 

@@ -30,11 +30,7 @@ from compressm.ops import Path
 OPTIONS = {
     LRU: [{}, {"r_min": 0.5, "r_max": 0.7, "max_phase": 1.0, "path": Path.SCAN}],
     S5: [{}, {"discretisation": Bilinear(), "step_min": 0.01, "path": Path.CHUNKED}],
-    S4D: [
-        {"initialisation": Legs()},
-        {"initialisation": Inv(), "discretisation": Bilinear()},
-        {"step_max": 0.5},
-    ],
+    S4D: [{"initialisation": Legs()}, {"initialisation": Inv(), "discretisation": Bilinear()}, {"step_max": 0.5}],
 }
 
 

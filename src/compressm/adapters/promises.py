@@ -433,9 +433,7 @@ def renaming(trial: SelectiveTrial) -> Iterator[Finding]:
     W_B, W_C = 2 * system.W_B[turned], system.W_C[turned] / 2
     trial.become(module, replace(system, rates=system.rates[:, turned], W_B=W_B, W_C=W_C))
     yield Finding(
-        "states in another order and scale keep the output",
-        difference(before, trial.output(module)),
-        trial.tolerance,
+        "states in another order and scale keep the output", difference(before, trial.output(module)), trial.tolerance
     )
 
 

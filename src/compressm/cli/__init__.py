@@ -8,10 +8,7 @@ from pathlib import Path
 
 INTERRUPTED = 130  # the exit code of a process that Ctrl-C ended
 # The packages of each extra.
-_EXTRAS = {
-    "commands": {"typer", "rich"},
-    "lab": {"pydantic", "yaml", "pooch", "matplotlib", "jinja2", "sklearn"},
-}
+_EXTRAS = {"commands": {"typer", "rich"}, "lab": {"pydantic", "yaml", "pooch", "matplotlib", "jinja2", "sklearn"}}
 
 
 def main() -> None:

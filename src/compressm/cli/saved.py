@@ -16,7 +16,7 @@ from compressm.compression import SelectiveMethod, load_model
 from compressm.errors import SavingError
 from compressm.families import family_of
 from compressm.families.selective.methods import default_method
-from compressm.saving.pretrained import is_pretrained
+from compressm.saving.models import is_pretrained
 
 
 @final

@@ -67,10 +67,7 @@ class SelectiveSystem:
         return delta, u @ self.W_B.mT, u @ self.W_C.mT
 
     def projected(
-        self,
-        E_B: Float[Tensor, "r n"],
-        E_C: Float[Tensor, "n r"],
-        rates: Float[Tensor, "channels r"],
+        self, E_B: Float[Tensor, "r n"], E_C: Float[Tensor, "n r"], rates: Float[Tensor, "channels r"]
     ) -> SelectiveSystem:
         """The system with B ← E_B B and C ← C E_C in all channels, and new rates."""
         return replace(self, rates=rates, W_B=E_B @ self.W_B, W_C=E_C.mT @ self.W_C)

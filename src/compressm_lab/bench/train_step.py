@@ -252,11 +252,7 @@ def make_optimizer(model: SequenceClassifier, device: torch.device) -> torch.opt
 
 
 def eager_step(
-    model: SequenceClassifier,
-    x: Tensor,
-    target: Tensor,
-    case: StepCase,
-    optimizer: torch.optim.Optimizer | None = None,
+    model: SequenceClassifier, x: Tensor, target: Tensor, case: StepCase, optimizer: torch.optim.Optimizer | None = None
 ) -> Callable[[], None]:
     """A step as a plain training loop does it."""
     optimizer = optimizer or make_optimizer(model, x.device)

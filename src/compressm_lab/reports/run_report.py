@@ -19,18 +19,7 @@ from markupsafe import Markup
 
 from compressm.files import replacing
 from compressm_lab.reports.curve_charts import order_paths_chart, training_chart
-from compressm_lab.reports.grid import (
-    NOTHING,
-    Grid,
-    clock,
-    listed,
-    number,
-    order,
-    percent,
-    plus_minus,
-    rounded,
-    steps,
-)
+from compressm_lab.reports.grid import NOTHING, Grid, clock, listed, number, order, percent, plus_minus, rounded, steps
 from compressm_lab.reports.hankel_charts import hankel_chart
 from compressm_lab.reports.outcome_charts import missing_references, named, outcome_chart, score, seeds_finished
 from compressm_lab.reports.panels import Chart, inline_svg, write_files

@@ -401,7 +401,7 @@ def demo_says(measurement: Measurement) -> list[str]:
     return [
         f"With the same {groups['small'][0]['order']} states at the end, the model that began large is {word} than the "
         f"one that began small: {gained:+.1f} points on the mean, ahead in {ahead} of {len(seeds)} seeds. Against the "
-        f"large one it is {lost:+.1f} points.",
+        f"large one it is {lost:+.1f} points."
     ]
 
 

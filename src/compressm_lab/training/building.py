@@ -177,11 +177,7 @@ def _require_options(key: str, kind: type, options: Mapping[str, Any]) -> None:
 
 
 def build_compressor(
-    recipe: Recipe,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    task: Task,
-    evaluate: Callable[[], float],
+    recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, task: Task, evaluate: Callable[[], float]
 ) -> Compressor | None:
     """The compressor of a recipe, None without compression; a guard calls `evaluate` for the validation score."""
     config = recipe.compression

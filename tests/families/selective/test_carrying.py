@@ -111,10 +111,7 @@ def test_squares_are_those_of_moments_that_vary_independently():
     g = torch.Generator().manual_seed(4)
     sizes = {name: torch.rand(layer.get_parameter(name).shape, generator=g).double() for name in change.resized}
     squares = {name: size**2 for name, size in sizes.items()}
-    for carry, carry_squares in (
-        (change.gradient, change.gradient_squares),
-        (change.update, change.update_squares),
-    ):
+    for carry, carry_squares in ((change.gradient, change.gradient_squares), (change.update, change.update_squares)):
         total = dict.fromkeys(sizes, 0)
         for _ in range(2000):
             noise = {name: size * torch.randn(size.shape, generator=g).double() for name, size in sizes.items()}

@@ -221,13 +221,9 @@ def test_methods_that_cannot_go_on_from_maps_say_so(method):
 
 def test_a_module_that_cannot_keep_maps_is_refused_by_name():
     model = nn.Sequential(make(kind=Mixer))
-    for call in (
-        lambda **given: cs.Compressor(model, when=[1], **given),
-        lambda **given: cs.compress_(model, **given),
-    ):
+    for call in (lambda **given: cs.Compressor(model, when=[1], **given), lambda **given: cs.compress_(model, **given)):
         with pytest.raises(
-            CompressionError,
-            match=r"^0: a Mixer cannot store a separate projection.*expected selective=Baked\(\)",
+            CompressionError, match=r"^0: a Mixer cannot store a separate projection.*expected selective=Baked\(\)"
         ):
             call(keep=cs.TargetOrder(3), calibrate=runs, selective=cs.PerChannel())
 

@@ -145,10 +145,7 @@ def test_every_committed_result_has_a_table(path):
         (("bench", "speedup", "--schedule", "0:128,10:256"), "--schedule '0:128,10:256': expected steps that rise"),
         (("bench", "speedup", "--schedule", "0:128,10:0"), "orders that fall, to 1 or more"),
         (("bench", "speedup", "--set", "training.steps=200"), "cuts at step 240, after the last step, 200"),
-        (
-            ("bench", "speedup", "--set", "regulariser={kind: modal-l1, beta: 1}"),
-            "has a regulariser, whose cost",
-        ),
+        (("bench", "speedup", "--set", "regulariser={kind: modal-l1, beta: 1}"), "has a regulariser, whose cost"),
         (("bench", "speedup", "--set", "model.layer_options={foo: 1}"), "foo"),
         (("bench", "draw", str(RESULTS / "scan-cpu.json")), "no picture for results named 'scan', only for reduction"),
     ],

@@ -95,10 +95,7 @@ def test_the_demo_trains_all_and_ends_with_table_meaning_and_report(tmp_path):
 
 @pytest.mark.parametrize(
     ("settings", "said"),
-    [
-        (["--set", "model.ordre=3"], "model.ordre is not a key"),
-        (["--seeds", "0"], "0 is too small"),
-    ],
+    [(["--set", "model.ordre=3"], "model.ordre is not a key"), (["--seeds", "0"], "0 is too small")],
 )
 def test_bad_settings_are_refused_before_anything_goes(settings, said, tmp_path):
     kept = tmp_path / "demo" / "runs" / "kept"

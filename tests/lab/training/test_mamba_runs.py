@@ -154,8 +154,7 @@ def test_the_recipe_of_the_papers_mamba_has_its_numbers_and_another_policy_takes
     found = find_recipe("imdb-mamba")
     assert (found.model.layer, found.model.order, found.compression.tau) == ("Mamba", 128, 1e-3)
     other = find_recipe(
-        "imdb-mamba",
-        ("compression.tau=null", "compression.order=16", "compression.selective={kind: shared-index}"),
+        "imdb-mamba", ("compression.tau=null", "compression.order=16", "compression.selective={kind: shared-index}")
     )
     assert other.compression.order == 16
     assert other.compression.selective == SelectiveConfig(kind="shared-index")

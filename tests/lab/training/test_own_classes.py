@@ -94,10 +94,7 @@ BAD_LAYERS = [
     (f"{OWN}:Spiral", "tests.lab.training.own has no 'Spiral', which"),
     (f"{OWN}:Spiral", "did you mean 'Spirals'?"),
     (f"{OWN}:make_layer", "expected a class of compressm.layers.SSMLayer"),
-    (
-        "torch.nn:Linear",
-        "it is <class 'torch.nn.modules.linear.Linear'>, expected a class of compressm.layers",
-    ),
+    ("torch.nn:Linear", "it is <class 'torch.nn.modules.linear.Linear'>, expected a class of compressm.layers"),
     (f"{OWN}:Unfinished", "Unfinished has no dynamics and no forward and no initial_state"),
     (f"{OWN}:Square", "Square(order) is built as (width, order=n): multiple values for argument 'order'"),
     (f"{OWN}.Spirals", f"or a class of your own as package.module:Name; did you mean '{OWN}:Spirals'?"),

@@ -36,10 +36,7 @@ class Ear(Silent):
         self.heard.append(step)
 
 
-@pytest.mark.parametrize(
-    ("step", "number"),
-    [(2, signal.SIGINT), (7, signal.SIGTERM), (13, signal.SIGINT)],
-)
+@pytest.mark.parametrize(("step", "number"), [(2, signal.SIGINT), (7, signal.SIGTERM), (13, signal.SIGINT)])
 def test_a_run_stopped_before_between_or_after_cuts_goes_on_bit_for_bit(step, number, whole, tmp_path):
     folder = tmp_path / "run"
     said = stopped(folder, step, number)

@@ -17,13 +17,7 @@ from compressm.errors import CompressionError
 from compressm.families.base import Family, Layer, PlannedCut, Total, Writing, energy_lost, reads
 from compressm.families.choices import Choices, Largest
 from compressm.families.linear.observer import LinearObserver, gramian, squared_change
-from compressm.families.linear.reduction import (
-    BasisChange,
-    Triple,
-    drop_modes,
-    reduce_system,
-    sorted_sizes,
-)
+from compressm.families.linear.reduction import BasisChange, Triple, drop_modes, reduce_system, sorted_sizes
 from compressm.families.linear.transport import ModuleChange
 from compressm.families.observing import Observations, ratio_of
 

@@ -97,14 +97,7 @@ class ChunkedLayer(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        u: Tensor,
-        log_poles: Tensor,
-        B: Tensor,
-        C: Tensor,
-        state: Tensor | None,
-        D: Tensor | None,
-        chunk: int,
+        ctx: Any, u: Tensor, log_poles: Tensor, B: Tensor, C: Tensor, state: Tensor | None, D: Tensor | None, chunk: int
     ) -> Tensor:
         driven, read = to_complex(B, 0).mT.contiguous(), to_complex(C, 0)
         modes = ModePowers(powers(log_poles, chunk + 1, dtype=read.dtype), driven, read)

@@ -381,10 +381,7 @@ def compile_walks(
     A variant takes about a second, once on a machine: variants that nobody asked for are left out.
     """
     for n in (1, _FEW + 1):
-        x, state = (
-            torch.zeros(1, 2 * _SPAN, 2, n, dtype=dtype, device=device),
-            torch.zeros(1, 2, n, device=device),
-        )
+        x, state = (torch.zeros(1, 2 * _SPAN, 2, n, dtype=dtype, device=device), torch.zeros(1, 2, n, device=device))
         walk = Walk(x, torch.full((2, n), -1.0, dtype=log_dtype, device=device), flip=flip)
         walk.forward(x, state if given else None, keep_last=keep_last)
         if learning:
