@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--bench", action="append", choices=tuple(BENCHES), help="again for more; default: all")
     parser.add_argument("--task", action="append", help="again for more; default: smnist")
+    parser.add_argument("--commits", nargs=2, default=("", ""), help="of OLD and NEW, where they are no git checkouts")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     tasks, found = options.task or ["smnist"], dict[str, dict[str, list[float]]]()
@@ -65,8 +66,14 @@ def main() -> None:
     print(f"median ratio {statistics.median(ratios):.3f}, from {min(ratios):.3f} to {max(ratios):.3f}")
     if options.out is not None:
         result = {"name": "compare_checkouts", "device": options.device, "turns": options.turns, "rows": rows}
+        result |= {"commits": [_commit(options.old) or options.commits[0], _commit(options.new) or options.commits[1]]}
         result |= {"date": datetime.now(UTC).isoformat(timespec="seconds"), "machine": _machine(options.device)}
         options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _commit(checkout: Path) -> str:
+    done = subprocess.run(["git", "-C", str(checkout), "rev-parse", "HEAD"], capture_output=True, text=True)
+    return done.stdout.strip() if (checkout / ".git").exists() else ""
 
 
 def _machine(device: str) -> str:
