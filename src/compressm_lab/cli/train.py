@@ -126,7 +126,7 @@ def _train(recipe: Recipe, task: Task, folder: Path, device: torch.device, resum
         return
     # A bar on a terminal, plain lines elsewhere.
     with progress_bars(MofNCompleteColumn(), TimeRemainingColumn(), transient=True) as bars:
-        go(listener=Several(Spoken(bars), TensorBoard(folder / "tensorboard") if tensorboard else Silent()))
+        go(logger=Several(Spoken(bars), TensorBoard(folder / "tensorboard") if tensorboard else Silent()))
     say(f"run: {folder}; `compressm report {shlex.quote(str(folder))}` shows it")
 
 
@@ -182,7 +182,7 @@ def _list() -> None:
 
 
 class Spoken:
-    """A listener that writes to the console what a run does."""
+    """A logger that writes to the console what a run does."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress

@@ -95,7 +95,7 @@ def _train(training: Training) -> None:
     recipe = training.arm.read(training.seed)
     options = {key: value for key, value in recipe.task.items() if key != "name"}
     task = make(recipe.task["name"], **options).load(Store(training.folder.parents[2] / "data", offline=True))
-    train(recipe, task, training.folder, listener=_Reporter(training))
+    train(recipe, task, training.folder, logger=_Reporter(training))
 
 
 class _Reporter(Silent):

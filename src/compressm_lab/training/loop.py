@@ -119,7 +119,7 @@ def train(
     *,
     device: str | torch.device = "cpu",
     resume: bool = False,
-    listener: RunLogger | None = None,
+    logger: RunLogger | None = None,
     objective: Objective | None = None,
     penalty: Penalty | None = None,
 ) -> RunDirectory:
@@ -141,7 +141,7 @@ def train(
     with building.products_in(recipe.training.precision), catching_signals() as stop:
         # A run that cannot be built leaves no folder behind.
         parts = _build(recipe, task, torch.device(device), objective, penalty)
-        run = Trainer(recipe, directory, *parts, plan, listener or Silent())
+        run = Trainer(recipe, directory, *parts, plan, logger or Silent())
         if run.is_first and resume:
             require_same_recipe(directory, recipe)
         elif run.is_first:
@@ -193,7 +193,7 @@ class Trainer:
     tracker: HankelTracker | None
     clock: Clock
     plan: Plan
-    listener: RunLogger
+    logger: RunLogger
     step: int = 0
     timed: int = 0
 
@@ -212,7 +212,7 @@ class Trainer:
         if self.is_first:
             # A new run writes the spectra of step 0 too.
             self.directory.rewind(self.step or -1)
-            self.listener.begins(self.recipe, self.plan, self.step)
+            self.logger.begins(self.recipe, self.plan, self.step)
         self.write_status("running")
         if self.step == 0 and self.tracker is not None:
             self._record_spectra()
@@ -267,7 +267,7 @@ class Trainer:
             events = self.compressor.step(self.step)
         if not events:
             if self.is_first and self.step in self.plan.cuts:
-                self.listener.kept(self.step)
+                self.logger.kept(self.step)
             return
         # The steps that follow run at other orders.
         self._record_timing(before)
@@ -276,7 +276,7 @@ class Trainer:
             for event in events:
                 kind = records.CutRecord if isinstance(event, Cut) else records.RestoredRecord
                 self.directory.append(kind(**event.as_dict()))
-                self.listener.happened(event)
+                self.logger.happened(event)
 
     def _evaluate(self, split: records.SplitName) -> None:
         with self.clock.phase("evaluation"):
@@ -296,15 +296,15 @@ class Trainer:
         self._log(records.Evaluation(self.step, split, loss, accuracy, rate, *seconds))
 
     def _log(self, *found: records.Record) -> None:
-        """Write records, and tell the listener, on the first process."""
+        """Write records, and tell the logger, on the first process."""
         if not self.is_first:
             return
         self.directory.append(*found)
         for record in found:
             if isinstance(record, records.Evaluation):
-                self.listener.evaluated(record)
+                self.logger.evaluated(record)
             elif isinstance(record, records.PenaltyRecord | records.TruncationRecord):
-                self.listener.compared(record)
+                self.logger.compared(record)
 
     def _record_spectra(self) -> None:
         assert self.tracker is not None
@@ -327,7 +327,7 @@ class Trainer:
         """Check loss and weights: the gradient of a finite loss may not have been finite."""
         totals = self.steps.totals()
         if self.is_first and totals.steps:
-            self.listener.reached(self.step, totals.loss / totals.steps)
+            self.logger.reached(self.step, totals.loss / totals.steps)
         if not math.isfinite(totals.loss) or not _all_finite(self.learner.model):
             what = "the weights are" if math.isfinite(totals.loss) else "the loss is"
             raise self._diverged(what, f"at step {self.step}")

@@ -201,7 +201,7 @@ def test_a_cut_that_did_harm_is_undone_and_recorded(tmp_path):
         return outcome if not events else outcome._replace(loss=-10 * outcome.loss)
 
     events, task = [], tokens()
-    run = train(recipe(GUARDED), task, tmp_path / "run", listener=Worse(), objective=objective)
+    run = train(recipe(GUARDED), task, tmp_path / "run", logger=Worse(), objective=objective)
     (restored,) = run.records(RestoredRecord)
     assert (restored.step, restored.orders) == (8, {"blocks.0.ssm": 6})
     assert re.fullmatch(
@@ -228,7 +228,7 @@ def test_a_listener_hears_all_of_it(tmp_path):
             heard.append((evaluation.split, evaluation.step))
 
     heard = []
-    train(recipe("training.steps=4", "training.evaluate_every=2"), tokens(), tmp_path / "run", listener=Ear())
+    train(recipe("training.steps=4", "training.evaluate_every=2"), tokens(), tmp_path / "run", logger=Ear())
     each = [[("reached", s, True), ("train", s), ("validation", s), ("test", s)] for s in (2, 4)]
     assert heard == [("begins", "tiny", 4, 0), *each[0], *each[1]]
 
@@ -275,6 +275,6 @@ def test_a_cut_that_is_held_back_is_told(tmp_path):
             told.append(step)
 
     held = "compression={rho: 1.0, when: {steps: [5, 11]}}"
-    run = train(recipe(held), tokens(), tmp_path / "run", listener=Kept())
+    run = train(recipe(held), tokens(), tmp_path / "run", logger=Kept())
     assert told == [5, 11]
     assert run.records(CutRecord) == []

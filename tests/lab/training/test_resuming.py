@@ -46,7 +46,7 @@ def test_a_run_stopped_before_between_or_after_cuts_goes_on_bit_for_bit(step, nu
     assert (status.state, status.step, status.message) == ("interrupted", step, number.name)
     assert not (folder / "model").exists()
     ear = Ear()
-    times = train(FULL, tokens(), folder, resume=True, listener=ear).records(Evaluation)
+    times = train(FULL, tokens(), folder, resume=True, logger=ear).records(Evaluation)
     check_same_run(folder, whole)
     assert ear.heard == [step]
     # Clocks go on from what they were.
@@ -88,7 +88,7 @@ def test_a_run_that_is_finished_stays_as_it_is(whole, tmp_path):
     run = train(FULL, tokens(), tmp_path / "run")
     before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
     ear = Ear()
-    assert train(FULL, tokens(), run.path, resume=True, listener=ear).path == run.path
+    assert train(FULL, tokens(), run.path, resume=True, logger=ear).path == run.path
     assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
     assert ear.heard == []
     with pytest.raises(ConfigError, match="is a run of another recipe: seed was 0 and is 1"):

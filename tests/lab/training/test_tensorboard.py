@@ -14,7 +14,7 @@ HERE = importlib.util.find_spec("tensorboard") is not None
 def test_events_hold_the_same_figures(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run = train(recipe(CUTS), tokens(), tmp_path / "run", listener=TensorBoard(tmp_path / "run" / "tensorboard"))
+    run = train(recipe(CUTS), tokens(), tmp_path / "run", logger=TensorBoard(tmp_path / "run" / "tensorboard"))
     events = EventAccumulator(str(run.path / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("loss/validation")] == [4, 8, 12, 16]
     assert [event.value for event in events.Scalars("order/blocks.0.ssm")] == [4, 3]
@@ -45,14 +45,14 @@ class Writer:
 
 @pytest.fixture
 def events(monkeypatch, tmp_path):
-    """A listener whose writer is at hand."""
+    """A logger whose writer is at hand."""
     made = TensorBoard.__new__(TensorBoard)
     made._open, made._folder, made._writer = Writer, tmp_path, None
     return made
 
 
 def test_every_evaluation_and_every_order_is_written_at_its_step(events, tmp_path):
-    run = train(recipe(CUTS), tokens(), tmp_path / "run", listener=events)
+    run = train(recipe(CUTS), tokens(), tmp_path / "run", logger=events)
     writer = events._writer
     assert [(v, s) for tag, v, s in writer.values if tag == "order/blocks.0.ssm"] == [(4, 5), (3, 11)]
     for split in ("train", "validation", "test"):
@@ -61,5 +61,5 @@ def test_every_evaluation_and_every_order_is_written_at_its_step(events, tmp_pat
     assert writer.flushed == len(writer.values)
     assert writer.purged is None
     run.write_status(Status("interrupted", 16, 16))
-    train(recipe(CUTS), tokens(), run.path, resume=True, listener=events)
+    train(recipe(CUTS), tokens(), run.path, resume=True, logger=events)
     assert events._writer.purged == 17  # what was written beyond the checkpoint comes again
