@@ -86,7 +86,7 @@ __all__ = [
 ]
 
 # Everything is loaded when first used: torch alone takes longer to import than `compressm --help` may take.
-_PACKAGES = {"adapters", "compression", "control", "layers", "models"}
+_PACKAGES = {"adapters", "compression", "control", "families", "layers", "models", "ops", "saving"}
 # The other names above are those of `compressm.compression`.
 _OF_COMPRESSION = set(__all__) - _PACKAGES - {"__version__"}
 

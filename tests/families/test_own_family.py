@@ -9,8 +9,9 @@ import torch
 import compressm as cs
 from compressm.adapters import Adapter, AdapterError
 from compressm.adapters.base import _ADAPTERS
-from compressm.families import AxisChange, family_of, reads
+from compressm.families import AxisChange, Family, family_of, reads
 from compressm.families.base import _FAMILIES
+from tests import unhooked
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding_a_family.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
@@ -119,6 +120,29 @@ def test_an_adapter_without_a_family_is_refused_by_name():
         family_of(Lonely())
     with pytest.raises(AdapterError, match="@reads takes a class of adapters, got <class 'int'>"):
         reads(int)
+
+
+def test_what_is_no_family_is_refused_where_it_is_registered():
+    class Half(Family):
+        called = "halves"
+
+    script = "from compressm.adapters import Adapter\nfrom compressm.families import reads\nreads(Adapter)(dict)"
+    said = unhooked.finished(script, code=1).stderr
+    assert "AdapterError: @reads(Adapter) decorates a subclass of Family, got <class 'dict'>" in said
+    with pytest.raises(AdapterError, match="Half has no plan and no read and no spectra: define what is missing"):
+        reads(Adapter)(Half)
+
+
+def test_a_family_that_keeps_more_or_forgets_a_spectrum_is_refused_before_anything_changes(page, monkeypatch):
+    model, x = layer(page), torch.randn(5, 20, 4, dtype=torch.float64)
+    family, keep = page["DecayFamily"], page["DecayFamily"].plan
+    monkeypatch.setattr(family, "plan", lambda self, layers, orders, *rest: keep(self, layers, {"": 5}, *rest))
+    with pytest.raises(cs.compression.CompressionError, match="the cut keeps 5 states, expected at most 2"):
+        cs.compress_(model, keep=cs.TargetOrder(2), calibrate=lambda model: model(x))
+    monkeypatch.setattr(family, "spectra", lambda self, layers, choices: {})
+    with pytest.raises(cs.compression.CompressionError, match=r"DecayFamily.spectra gave no spectrum for ''"):
+        cs.compress_(model, keep=cs.TargetOrder(2), calibrate=lambda model: model(x))
+    assert model.q.weight.shape == (6, 4)
 
 
 def family_adapter(model):

@@ -125,7 +125,7 @@ def adapts(kind: type[nn.Module]) -> Callable[[Kind], Kind]:
 
     def register(adapter: Kind) -> Kind:
         if not (isinstance(adapter, type) and issubclass(adapter, Adapter)):
-            raise AdapterError(f"@adapts({kind.__name__}) decorates a subclass of SSMAdapter, got {adapter!r}")
+            raise AdapterError(f"@adapts({kind.__name__}) decorates a subclass of Adapter, got {adapter!r}")
         missing = sorted(adapter.__abstractmethods__)
         if missing:
             raise AdapterError(f"{adapter.__name__} has no {' and no '.join(missing)}: define what is missing")

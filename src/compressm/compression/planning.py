@@ -184,6 +184,8 @@ def spectra(layers: Mapping[str, Layer], options: Options) -> dict[str, Float[Te
     found: dict[str, Tensor] = {}
     for family, names in _by_family({name: family_of(layer.adapter) for name, layer in layers.items()}).items():
         found |= family.spectra([layers[name] for name in names], options.choices)
+        if missing := [repr(name) for name in names if name not in found]:
+            raise CompressionError(f"{type(family).__name__}.spectra gave no spectrum for {', '.join(missing)}")
     return {name: found[name] for name in layers}
 
 
@@ -201,6 +203,9 @@ def plan_cuts(layers: Mapping[str, Layer], options: Options, *, salt: int = 0) -
         for family, names in families.items():
             chosen = [layers[name] for name in names if name in orders]
             planned |= family.plan(chosen, orders, values, options.choices, salt) if chosen else {}
+    for name, cut in planned.items():
+        if isinstance(wanted := orders[name], int) and cut.rank > wanted:
+            raise CompressionError(f"{name or 'the model'}: the cut keeps {cut.rank} states, expected at most {wanted}")
     return [planned[name] for name in layers if name in planned]
 
 

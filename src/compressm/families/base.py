@@ -154,8 +154,8 @@ class Family(ABC):
         """Refuse choices that make no sense for layers of this family; called before layers are read."""
         if self.needs_data and not choices.calibrated:
             raise CompressionError(
-                f"{', '.join(name or 'the model' for name in names)}: {self.called} can only be cut with data;"
-                " pass calibrate, a function that runs the model on data: calibrate=lambda model: model(inputs)"
+                f"{', '.join(name or 'the model' for name in names)}: {self.called} can only be inspected and cut with"
+                " data; pass calibrate, a function that runs the model on data: calibrate=lambda model: model(inputs)"
             )
 
     @abstractmethod
@@ -199,6 +199,10 @@ def reads(adapter: Any) -> Callable[[Kind], Kind]:
         raise AdapterError(f"@reads takes a class of adapters, got {adapter!r}")
 
     def register(family: Kind) -> Kind:
+        if not (isinstance(family, type) and issubclass(family, Family)):
+            raise AdapterError(f"@reads({adapter.__name__}) decorates a subclass of Family, got {family!r}")
+        if missing := sorted(family.__abstractmethods__):
+            raise AdapterError(f"{family.__name__} has no {' and no '.join(missing)}: define what is missing")
         _FAMILIES[adapter] = family()
         return family
 

@@ -104,7 +104,7 @@ class Store:
             import requests
         except ModuleNotFoundError as error:
             raise DataError(
-                f"{missing}, and fetching needs the package {error.name}: pip install 'compressm[cli]'"
+                f"{missing}, and fetching needs the package {error.name}: pip install 'compressm[lab]'"
             ) from None
         target = self.root / wanted.place
         pooch.get_logger().setLevel("WARNING")

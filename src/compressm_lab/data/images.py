@@ -42,7 +42,7 @@ class Digits(DataSet):
         try:
             from sklearn import datasets
         except ModuleNotFoundError as error:
-            raise DataError(f"digits come with the package {error.name}: pip install 'compressm[cli]'") from None
+            raise DataError(f"digits come with the package {error.name}: pip install 'compressm[lab]'") from None
         bunch = datasets.load_digits()
         images = torch.tensor(bunch.images, dtype=torch.float32)[:, None] / 16
         if self.side != images.shape[-1]:
