@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -139,18 +140,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--figures", action="store_true", help="sizes alone, as JSON")
     parser.add_argument("--list", action="store_true", help="name the files entered")
+    parser.add_argument("--out", type=Path, help="a JSON file for the result, with machine, date and commit")
     options = parser.parse_args()
     if options.figures:
         print(json.dumps(figures()))
         return
-    for name, value in figures().items():
-        print(f"{name}: {value}")
+    found: dict[str, object] = dict(figures())
     for name, script in _SCRIPTS.items():
         files = entered(script)
-        print(f"files entered, {name}: {len(files)}")
+        found[f"files entered, {name}"] = len(files)
         if options.list:
-            print("   ", "\n    ".join(files))
-    print(f"compressm --help, seconds of CPU time: {cpu_seconds_of_help():.2f}")
+            print(f"{name}:\n   ", "\n    ".join(files))
+    found["compressm --help, seconds of CPU time"] = round(cpu_seconds_of_help(), 2)
+    for name, measured in found.items():
+        print(f"{name}: {measured}")
+    if options.out is not None:
+        from compressm_lab.runs.measurement import Environment
+
+        result = {"figures": found, "environment": asdict(Environment.here())}
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
