@@ -5,6 +5,7 @@ import json
 import sys
 import traceback
 import warnings
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import compressm as cs
-from compressm.compression import StaleWrapperError, load_checkpoint, save_checkpoint, surgery
+from compressm.compression import StaleWrapperError, distributed, load_checkpoint, save_checkpoint, surgery
 from compressm.compression.distributed import Processes
 from compressm.compression.planning import Options, read_layers
 
@@ -83,7 +84,7 @@ def refused(call, *args):
     """The kind of error and what it says."""
     try:
         call(*args)
-    except Exception as error:
+    except BaseException as error:
         return [type(error).__name__, str(error)]
     return ["no error", ""]
 
@@ -171,10 +172,40 @@ def channels_with_states_of_their_own(rank, path):
 @case
 def a_policy_that_differs(rank, path):
     run = Training(rank)
+    options = {"when": [2], "keep": cs.TargetOrder(4 + rank), "moments": cs.Restart()}
+    error = refused(lambda: cs.Compressor(run.model, run.optimizer, **options))
+    once = refused(lambda: cs.compress_(run.model, keep=cs.TargetOrder(4), at_least=1 + rank))
+    return outcome(run, error=error, once=once)
+
+
+@case
+def a_schedule_that_differs(rank, path):
+    run = Training(rank)
+    error = refused(lambda: cs.Compressor(run.model, run.optimizer, when=[2, 3 + rank], keep=cs.TargetOrder(4)))
+    return outcome(run, error=error)
+
+
+@case
+def options_that_are_functions(rank, path):
+    """Each process has its own functions; random choices are those of the first."""
+    run = Training(rank)
     compressor = cs.Compressor(
-        run.model, run.optimizer, when=[2], keep=cs.TargetOrder(4 + rank), select=cs.Random(rank), moments=cs.Restart()
+        run.model,
+        run.optimizer,
+        when=[2],
+        keep=lambda spectra: dict.fromkeys(spectra, 4 + rank),
+        filter_fn=lambda module, name: True,
+        select=cs.Random(3),
     )
     return outcome(run, events=run.train(4, compressor))
+
+
+@case
+def a_model_that_one_refuses(rank, path):
+    run = Training(rank)
+    if rank == 1:
+        run.inner.blocks[0].ssm.C_re = run.inner.blocks[1].ssm.C_re  # a shared parameter
+    return {"error": refused(lambda: cs.Compressor(run.model, when=[2], keep=cs.TargetOrder(4)))}
 
 
 @case
@@ -250,7 +281,51 @@ def an_evaluation_that_fails_in_one(rank, path):
 def processes_at_other_steps(rank, path):
     run = Training(rank)
     compressor = cs.Compressor(run.model, run.optimizer, when=[2, 3], keep=cs.TargetOrder(4))
+    compressor.step(1)
     return {"error": refused(compressor.step, 2 + rank), "orders": run.orders()}
+
+
+@case
+def a_step_that_one_skips(rank, path):
+    """The second process does not call step(2); its next call is refused, and so is the first one's."""
+    run = Training(rank)
+    compressor = cs.Compressor(run.inner, run.optimizer, when=[2, 5], keep=cs.TargetOrder(4))
+    compressor.step(1)
+    error = refused(compressor.step, 2 if rank == 0 else 3)
+    return {"error": error, "orders": run.orders()}
+
+
+@case
+def a_process_that_does_not_come(rank, path):
+    """The second process makes no compressor; the first learns so after the timeout of the group."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    run = Training(rank, process_group=group)
+    error = ["no error", ""]
+    if rank == 0:
+        error = refused(lambda: cs.Compressor(run.model, run.optimizer, when=[2], keep=cs.TargetOrder(4)))
+    dist.barrier()
+    compressor = cs.Compressor(run.model, run.optimizer, when=[2], keep=cs.TargetOrder(4))
+    return outcome(run, error=error, events=run.train(4, compressor))
+
+
+@case
+def a_wrapper_that_cannot_be_rebuilt_in_one(rank, path):
+    run, made_anew = Training(rank), distributed._made_anew_
+    compressor = cs.Compressor(run.model, run.optimizer, when=[2, 3], keep=cs.TargetOrder(4))
+    run.train(1, compressor)
+    before, calls = run.flat(), []
+
+    def fails(wrapper):
+        calls.append(wrapper)
+        if rank == 1 and len(calls) == 1:
+            raise KeyboardInterrupt("no wrapper")
+        made_anew(wrapper)
+
+    distributed._made_anew_ = fails
+    error = refused(compressor.step, 2)
+    distributed._made_anew_ = made_anew
+    untouched = torch.equal(run.flat(), before) and compressor.history == []
+    return outcome(run, error=error, untouched=untouched, events=run.train(2, compressor, first=3))
 
 
 @case

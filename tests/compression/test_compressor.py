@@ -236,7 +236,7 @@ def test_bad_input_is_refused_at_once(change, message):
 
 def test_a_schedule_with_another_past_cannot_be_resumed():
     one = Compressor(make(), when=[1, 3], keep=KeepFraction(0.5))
-    one.step(2)
+    one.step(0), one.step(2)
     for when in ([3], [1, 2, 3], [2, 3]):
         other = Compressor(make(), when=when, keep=KeepFraction(0.5))
         with pytest.raises(CompressionError, match=r"saved schedule is \[1, 3\].*up to step 2.*may differ"):
@@ -267,7 +267,17 @@ def test_a_step_that_is_left_out_cuts_at_the_next_one_given():
 
 def test_what_was_scheduled_before_the_first_step_given_has_passed():
     compressor = Compressor(make(order=16), when=[3, 9], keep=KeepFraction(0.5))
-    assert [len(compressor.step(step)) for step in (5, 9)] == [0, 2]
+    with pytest.warns(UserWarning, match="first call of step is at step 5, after 1 cut, at step 3, which will not be"):
+        assert compressor.step(5) == []
+    assert len(compressor.step(9)) == 2
+
+
+def test_a_resumed_training_has_missed_nothing():
+    one = Compressor(make(order=16), when=[3, 9], keep=KeepFraction(0.5))
+    one.step(3)
+    again = Compressor(one._cutter.inner, when=[3, 9], keep=KeepFraction(0.5))
+    again.load_state_dict(one.state_dict())
+    assert [len(again.step(step)) for step in (5, 9)] == [0, 2]
 
 
 def test_a_cut_that_failed_can_be_tried_again_at_the_same_step():
@@ -310,3 +320,36 @@ def test_a_cut_on_the_step_of_a_judgement_asks_once():
     for step in range(1, 6):
         compressor.step(step)
     assert len(asked) == 3  # before the first, after it and before the second, after that
+
+
+HELD = {
+    "at_least=100": {"keep": KeepFraction(0.5), "at_least": 100},
+    "round_to=16": {"keep": KeepFraction(0.5), "round_to": 16},
+    "keep=TargetOrder(n=16)": {"keep": TargetOrder(16)},
+    "keep=Budget(total_states=32)": {"keep": Budget(32)},
+    "keep=TargetOrder(n=15), gate=0.9": {"keep": TargetOrder(15), "gate": 0.9},
+    "keep=TargetOrder(n=15), gate=0.5, round_to=9, at_least=1": {"keep": TargetOrder(15), "gate": 0.5, "round_to": 9},
+}
+
+
+@pytest.mark.parametrize("named", HELD)
+def test_options_that_cannot_cut_this_model_are_named_at_the_first_step(named):
+    model = make(order=16)
+    compressor = Compressor(model, when=[1, 2], **HELD[named])
+    with pytest.warns(UserWarning, match="nothing will be cut") as said:
+        assert compressor.step(1) == []
+    (warning,) = said
+    assert f"nothing will be cut: with {named} every layer keeps its order (blocks.0.ssm 16" in str(warning.message)
+    assert warning.filename == __file__
+    assert compressor.step(2) == []  # said once
+    resumed = Compressor(model, when=[1, 2], **HELD[named])
+    resumed.load_state_dict(compressor.state_dict())
+    assert resumed.step(3) == []  # after the last cut that is normal
+
+
+def test_policies_that_cut_no_model_are_refused():
+    model = make()
+    with pytest.raises(CompressionError, match=r"keep is KeepFraction\(rho=1.0\), with which no layer of any order"):
+        Compressor(model, when=[1], keep=KeepFraction(1.0), overrides={"blocks.0.*": KeepFraction(1.0)})
+    Compressor(model, when=[1], keep=KeepFraction(1.0), overrides={"blocks.0.*": KeepFraction(0.5)})
+    assert compress_(model, keep=KeepFraction(1.0)) == []

@@ -117,19 +117,29 @@ def test_all_processes_keep_the_same_maps(found):
 
 
 def test_the_first_process_decides(found):
-    assert found["a_policy_that_differs"][0]["orders"] == [4, 4]
+    assert found["options_that_are_functions"][0]["orders"] == [4, 4]
     undone = found["a_cut_that_is_undone"][0]
     assert undone["orders"] == [12, 12]
     assert undone["events"][-1].startswith("restored")
 
 
+STEP = "Compressor.step"
 FAILURES = {
     "data_that_fails_in_one": ("process 1 failed while reading the layers: RuntimeError: no data", "no data"),
     "an_optimizer_that_is_behind_in_one": ("process 1 failed while writing the cut", "the optimizer's state of"),
     "a_write_that_fails_in_one": ("process 1 failed while writing the cut: OSError: no memory", "no memory"),
     "a_snapshot_that_fails_in_one": ("process 1 failed while taking a snapshot before the cut", "snapshots-1"),
     "an_evaluation_that_fails_in_one": ("process 1 failed while evaluating", "evaluate returned None"),
-    "processes_at_other_steps": ("the step of the cut: 2 here, 3 in process 1", "3 here, 2 in process 0"),
+    "processes_at_other_steps": (f"{STEP}(2) here, {STEP}(3) in process 1", f"{STEP}(3) here, {STEP}(2) in process 0"),
+    "a_step_that_one_skips": (f"{STEP}(2) here, {STEP}(3) in process 1", f"{STEP}(3) here, {STEP}(2) in process 0"),
+    "a_policy_that_differs": (
+        "keep is TargetOrder(n=4) here, TargetOrder(n=5) in process 1",
+        "keep is TargetOrder(n=5)",
+    ),
+    "a_schedule_that_differs": ("when is [2, 3] here, [2, 4] in process 1", "when is [2, 4] here"),
+    "a_model_that_one_refuses": ("process 1 failed while making a Compressor: CompressionError", "is also"),
+    "a_process_that_does_not_come": ("process 1 did not call Compressor(...) within 0:00:01", ""),
+    "a_wrapper_that_cannot_be_rebuilt_in_one": ("process 1 failed while writing the cut: KeyboardInterrupt", "no wrap"),
 }
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -222,21 +223,21 @@ def watched(values, **options):
 
 def test_a_cut_that_did_no_harm_stays():
     run, watch = watched([0.9, 0.895], drop=0.01, settle=2)
-    watch.begin(2)
+    watch.begin(2, ExitStack())
     run.cut()
-    assert watch.settle(3) is None
-    assert watch.settle(4) is None
+    assert watch.settle(3, ExitStack()) is None
+    assert watch.settle(4, ExitStack()) is None
     assert set(run.orders().values()) == {4}
-    assert watch.settle(5) is None  # nothing is pending: not evaluated again
+    assert watch.settle(5, ExitStack()) is None  # nothing is pending: not evaluated again
 
 
 @pytest.mark.parametrize("value", [0.88, math.nan, -math.inf])
 def test_a_cut_that_did_harm_is_undone(value):
     run, watch = watched([0.9, value], drop=0.01, settle=2)
     before = run.picture()
-    watch.begin(2)
+    watch.begin(2, ExitStack())
     run.cut().train(2, 4)
-    restored = watch.settle(4)
+    restored = watch.settle(4, ExitStack())
     assert same(run.picture(), before)
     assert restored.orders == run.orders()
     assert set(restored.orders.values()) == {8}
@@ -280,39 +281,40 @@ def test_a_verdict_says_what_was_measured_from_where_to_where_and_what_is_allowe
 def test_cuts_in_quick_succession_are_judged_together():
     run, watch = watched([0.9, 0.5], settle=3)
     before = run.picture()
-    watch.begin(2)
+    watch.begin(2, ExitStack())
     run.cut(6).train(2, 4)
-    watch.begin(4)
+    watch.begin(4, ExitStack())
     run.cut(4).train(4, 6)
-    assert watch.settle(5) is None
-    assert watch.settle(7) is not None
+    assert watch.settle(5, ExitStack()) is None
+    assert watch.settle(7, ExitStack()) is not None
     assert same(run.picture(), before)
 
 
 def test_a_cut_that_was_not_made_is_forgotten(tmp_path):
     _, watch = watched([0.9], settle=0, folder=tmp_path)
-    watch.begin(2)
+    undo = ExitStack()
+    watch.begin(2, undo)
     assert len(list(tmp_path.iterdir())) == 1
-    watch.cancel()
+    undo.close()
     assert list(tmp_path.iterdir()) == []
-    assert watch.settle(3) is None
+    assert watch.settle(3, ExitStack()) is None
 
 
 @pytest.mark.parametrize("folder", [False, True])
 def test_a_pending_judgement_survives_a_checkpoint(tmp_path, folder):
     run, watch = watched([0.9], settle=2, folder=tmp_path / "snapshots" if folder else None)
     before = run.picture()
-    watch.begin(2)
+    watch.begin(2, ExitStack())
     run.cut()
     torch.save(watch.state_dict(), tmp_path / "watch.pt")
     resumed = Watch(Rollback(lambda: 0.1, settle=2), run.model, run.optimizer, run.scheduler)
     resumed.load_state_dict(torch.load(tmp_path / "watch.pt", weights_only=True))
-    assert resumed.settle(3) is None
-    assert resumed.settle(4) is not None
+    assert resumed.settle(3, ExitStack()) is None
+    assert resumed.settle(4, ExitStack()) is not None
     assert same(run.picture(), before)
     idle = Watch(Rollback(lambda: 0.1), run.model)
     idle.load_state_dict(idle.state_dict())
-    assert idle.settle(10_000) is None
+    assert idle.settle(10_000, ExitStack()) is None
 
 
 BAD = {
@@ -339,6 +341,6 @@ def test_bad_options_are_refused():
 @pytest.mark.parametrize(("value", "said"), [("good", "returned 'good'"), (math.nan, "nan"), (None, "returned None")])
 def test_an_evaluation_must_give_a_number(value, said):
     _, watch = watched([value])
-    with pytest.raises(CompressionError, match=said):
-        watch.begin(2)
+    with pytest.raises(CompressionError, match=said), ExitStack() as undo:
+        watch.begin(2, undo)
     assert watch.snapshot is None

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from typing import Any, SupportsIndex
 
 from torch import nn
 from torch.optim import Optimizer
 
-from compressm.compression.cutting import Cutter, followers, ordinary_tensors
+from compressm.compression.cutting import Cutter, PreparedPlan, followers, ordinary_tensors
 from compressm.compression.optimizer import Moments, Slice, Transport
 from compressm.compression.planning import Options, rehearse
-from compressm.compression.policies import GATE, Policy
+from compressm.compression.policies import GATE, Policy, never_cuts, obstacles
 from compressm.compression.record import Cut, Event, Restored
 from compressm.compression.rollback import Rollback, Watch
-from compressm.compression.schedule import as_schedule, require_same_past
+from compressm.compression.schedule import as_schedule, plan_text, require_same_past
 from compressm.errors import CompressionError
 from compressm.families.choices import Gramian, Largest, Selection, WhiteNoise, require_count
 from compressm.families.observing import Calibrate
@@ -63,12 +65,21 @@ class Compressor:
         options = Options(
             keep, calibrate, gramian, fold, select, gate, round_to, at_least, filter_fn, overrides, selective
         )
-        self._cutter = Cutter(model, optimizer, options, moments, followers(follow))
-        rehearse(self._cutter.check(), options)
-        inner, processes = self._cutter.inner, self._cutter.processes
-        self._watch = None if guard is None else Watch(guard, inner, optimizer, scheduler, follow, processes)
         if scheduler is not None and not all(hasattr(scheduler, name) for name in ("state_dict", "load_state_dict")):
             raise CompressionError(f"scheduler is {scheduler!r:.100}, expected one of torch.optim.lr_scheduler or None")
+        self._cutter = Cutter(model, optimizer, options, moments, followers(follow))
+        self._guard, self._watch = guard, None
+        self._meet("Compressor(...)")
+        processes = self._cutter.processes
+        with processes.together("making a Compressor"):
+            layers = self._cutter.check()
+            if never_cuts(keep, overrides):
+                raise CompressionError(f"keep is {keep}, with which no layer of any order is cut: expected rho below 1")
+            rehearse(layers, options)
+        if guard is not None:
+            self._watch = Watch(guard, self._cutter.inner, optimizer, scheduler, follow, processes)
+        # The orders before the first call; None once it came, or a state was loaded.
+        self._first_orders: dict[str, int] | None = {name: layer.order for name, layer in layers.items()}
         self._ended = False
         self._seen: int | None = None
         self.history: list[Event] = []
@@ -81,41 +92,89 @@ class Compressor:
     def step(self, step: SupportsIndex) -> list[Event]:
         """Cut or restore the model if that is due, and return the events of this step.
 
-        A step of the schedule counts once, even if it is passed again; a skipped step counts at the next call.
+        A step of the schedule counts once, even if it is passed again; a skipped step counts at the next call. After an
+        error nothing has changed. An interruption in the very last moment may come after the cut: then it is recorded.
         """
         now = require_count("step", step, low=0)
-        events: list[Event] = []
-        with ordinary_tensors():
-            if self._watch is not None:
-                restored = self._watch.settle(now)
-                if restored is not None:
-                    self._ended = True
-                    events.append(restored)
-                    self._cutter.renew_wrappers_()
-            if self._is_due(now) and not self._ended:
-                events += self._cut(now)
-        self._seen = now if self._seen is None else max(now, self._seen)
-        self.history += events
+        if self._first_orders is not None:
+            self._warn(now, self._first_orders)
+            self._first_orders = None
+        undo = ExitStack()
+        try:
+            with ordinary_tensors():
+                events = self._act_(now, undo)
+        except BaseException:
+            undo.close()
+            raise
+        if self._watch is not None:
+            self._watch.tidy()
         return events
+
+    def _warn(self, now: int, orders: Mapping[str, int]) -> None:
+        """Say, at the first call of a training that is not resumed, what will not happen."""
+        if missed := [due for due in self._schedule if due < now]:
+            warnings.warn(
+                f"the first call of step is at step {now}, after {plan_text(missed)}, which will not be made: call step"
+                " from the start, or, to resume, load the state of the compressor first",
+                stacklevel=3,
+            )
+        options = self._cutter.options
+        limits = (options.keep, options.overrides, options.gate, options.round_to, options.at_least)
+        if held := obstacles(orders, *limits):
+            said = ", ".join(f"{name}={value}" for name, value in held.items())
+            states = ", ".join(f"{name or 'the model'} {n}" for name, n in orders.items())
+            warnings.warn(
+                f"nothing will be cut: with {said} every layer keeps its order ({states} states)", stacklevel=3
+            )
+
+    def _act_(self, now: int, undo: ExitStack) -> list[Event]:
+        """Judge earlier cuts, cut, and record both; closing `undo` takes everything back."""
+        undo.callback(self._forget_, self._ended, self._seen, len(self.history))
+        judging = self._watch is not None and self._watch.is_due(now)
+        cutting = self._is_due(now) and not self._ended
+        if judging or cutting:
+            self._meet(f"Compressor.step({now})")
+        events: list[Event] = []
+        if self._watch is not None and judging:
+            undo.callback(self._cutter.renew_wrappers_)
+            events += [restored] if (restored := self._watch.settle(now, undo)) else []
+        prepared = self._prepared(now, undo) if cutting and not events else PreparedPlan([], [])
+        # All processes write, or none: an error in one of them takes the cut back in all.
+        with self._cutter.processes.together("writing the cut") if events or prepared.cuts else nullcontext():
+            if events:
+                self._cutter.renew_wrappers_()
+            if prepared.cuts:
+                self._cutter.write_(prepared, undo)
+            self._ended = self._ended or bool(events)
+            self._seen = now if self._seen is None else max(now, self._seen)
+            events += prepared.records
+            self.history += events
+        return events
+
+    def _prepared(self, now: int, undo: ExitStack) -> PreparedPlan:
+        """The cuts of this step; a guard keeps a snapshot first."""
+        plan = self._cutter.plan(salt=now)
+        if plan.cuts and self._watch is not None:
+            self._watch.begin(now, undo)
+        return self._cutter.prepare(plan, now)
+
+    def _forget_(self, ended: bool, seen: int | None, events: int) -> None:
+        self._ended, self._seen = ended, seen
+        del self.history[events:]
 
     def _is_due(self, step: int) -> bool:
         """True if a step of the schedule came since the last call; steps before the first call do not count."""
         earlier = step - 1 if self._seen is None else self._seen
         return any(earlier < due <= step for due in self._schedule)
 
-    def _cut(self, step: int) -> list[Cut]:
-        plan = self._cutter.plan(salt=step)
-        if not plan.cuts or self._watch is None:
-            return self._cutter.apply(plan, step)
-        self._watch.begin(step)
-        try:
-            return self._cutter.apply(plan, step)
-        except BaseException:
-            self._watch.cancel()
-            raise
+    def _meet(self, call: str) -> None:
+        guard = self._guard
+        limits = None if guard is None else (guard.drop, guard.settle, guard.lower_is_better)
+        self._cutter.meet(call, when=self._schedule, guard=limits)
 
     def preview(self) -> list[Cut]:
         """The cuts that would be made now; nothing is changed. All processes must call it."""
+        self._meet("Compressor.preview()")
         return self._cutter.describe(self._cutter.plan(salt=0), step=0)
 
     def state_dict(self) -> dict[str, Any]:
@@ -131,6 +190,7 @@ class Compressor:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state; future steps of the schedule may differ from the saved ones."""
         self.require_loadable(state)
+        self._first_orders = None
         self._ended = bool(state["ended"])
         self._seen = state.get("seen")
         self.history = [_event(stored) for stored in state["history"]]
@@ -171,5 +231,17 @@ def compress_(
     """
     options = Options(keep, calibrate, gramian, fold, select, gate, round_to, at_least, filter_fn, overrides, selective)
     cutter = Cutter(model, optimizer, options, moments, followers(follow))
-    with ordinary_tensors():
-        return cutter.apply(cutter.plan(salt=0, layers=cutter.check()), step=0)
+    undo = ExitStack()
+    try:
+        with ordinary_tensors():
+            cutter.meet("compress_(...)")
+            with cutter.processes.together("checking the model"):
+                layers = cutter.check()
+            prepared = cutter.prepare(cutter.plan(salt=0, layers=layers), step=0)
+            with cutter.processes.together("writing the cut") if prepared.cuts else nullcontext():
+                cutter.write_(prepared, undo)
+        # Inside: whoever gets no records has an unchanged model.
+        return prepared.records
+    except BaseException:
+        undo.close()
+        raise

@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -18,7 +18,7 @@ from compressm.compression.distributed import Processes, renew_wrappers_, requir
 from compressm.compression.optimizer import Moments
 from compressm.compression.planning import Options, found_layers, plan_cuts, read_layers, require_suitable, stage
 from compressm.compression.record import Cut
-from compressm.compression.surgery import PreparedCut, apply_cuts, prepare_cut
+from compressm.compression.surgery import PreparedCut, prepare_cut, write_cuts_
 from compressm.errors import CompressionError
 from compressm.families import Layer, PlannedCut
 from compressm.families.observing import ratio_of
@@ -32,6 +32,14 @@ class CutPlan:
 
     cuts: list[PlannedCut]
     seconds: float
+
+
+@dataclass(frozen=True)
+class PreparedPlan:
+    """The values of one step's cuts, those of followers included, and the records of the cuts."""
+
+    cuts: list[PreparedCut]
+    records: list[Cut]
 
 
 @dataclass(frozen=True)
@@ -55,8 +63,13 @@ class Cutter:
     @property
     def processes(self) -> Processes:
         """The process group of the wrapper, or all processes."""
-        wrappers = wrappers_in(self.model)
+        wrappers = wrappers_in(self.model) if isinstance(self.model, nn.Module) else []
         return Processes(wrappers[0].process_group if wrappers else None)
+
+    def meet(self, call: str, **said: object) -> None:
+        """Wait for all processes; calls or options that differ between them are refused in all."""
+        options = {name: _text(value) for name, value in vars(self.options).items()}
+        self.processes.meet(call, **said, **options, moments=self.moments)
 
     def check(self) -> dict[str, Layer]:
         """The layers as they are now; everything that the first cut would refuse is refused now."""
@@ -80,33 +93,36 @@ class Cutter:
         with torch.no_grad():
             with processes.together("reading the layers"):
                 layers = read_layers(self.inner, self.options, layers)
-            layers = _over(processes, layers, salt)
+            layers = _over(processes, layers)
             with processes.together("planning the cut"):
                 cuts = plan_cuts(layers, self.options, salt=salt) if processes.is_first else []
             cuts = _as_first(processes, cuts, layers)
         return CutPlan(cuts, time.perf_counter() - start)
 
-    def apply(self, plan: CutPlan, step: int) -> list[Cut]:
-        """Make all cuts of a plan, or none after an error."""
+    def prepare(self, plan: CutPlan, step: int) -> PreparedPlan:
+        """Everything that a plan writes, and its records, the same in all processes; nothing is changed."""
         if not plan.cuts:
-            return []
+            return PreparedPlan([], [])
         start, processes = time.perf_counter(), self.processes
         with processes.together("preparing the cut"):
             prepared, following = self._prepared(plan)
         # Rounding may differ between processes, so all write the first one's values. Not all need to have followers.
         prepared = _written_by_first(processes, prepared)
-        try:
-            with stage("write"):
-                apply_cuts([*prepared, *following], self.optimizer, processes=processes)
-        finally:
-            # Even after a failure: parameters that were written and restored have lost the wrapper's hooks.
-            self.renew_wrappers_()
-        cuts = self.describe(replace(plan, seconds=plan.seconds + time.perf_counter() - start), step)
-        return processes.as_first(cuts)
+        taken = replace(plan, seconds=plan.seconds + time.perf_counter() - start)
+        return PreparedPlan([*prepared, *following], processes.as_first(self.describe(taken, step)))
+
+    def write_(self, prepared: PreparedPlan, undo: ExitStack) -> None:
+        """Write a prepared plan and renew the model's wrappers; closing `undo` puts everything back."""
+        modules = [cut.module for cut in prepared.cuts]
+        # Called last: parameters that were written and restored have lost the wrapper's hooks.
+        undo.callback(renew_wrappers_, self.model, modules)
+        with stage("write"):
+            write_cuts_(prepared.cuts, self.optimizer, undo)
+        renew_wrappers_(self.model, modules)
 
     def renew_wrappers_(self) -> None:
-        """Renew the model's wrappers after parameters have changed their shapes."""
-        renew_wrappers_(self.model, [module for module, _ in find(self.inner, self.options.filter_fn).values()])
+        """Renew the model's wrappers after a rollback has changed the shapes of parameters."""
+        renew_wrappers_(self.model, [module for module, _ in find(self.inner).values()])
 
     def describe(self, plan: CutPlan, step: int) -> list[Cut]:
         """The records of a plan; each cut gets an equal share of the time."""
@@ -174,6 +190,15 @@ def _require_alike(which: str, model: object, modules: Mapping[str, nn.Module]) 
     return found
 
 
+def _text(value: object) -> str:
+    """An option in words that are the same in every process: a function by its name, not by its address."""
+    if isinstance(value, Mapping):
+        return str({name: _text(entry) for name, entry in value.items()})
+    if is_dataclass(value) or not callable(value):
+        return repr(value)
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
+
+
 def ordinary_tensors() -> AbstractContextManager[object]:
     """Leave inference mode, whose tensors could not be trained, without building a graph."""
     if not torch.is_inference_mode_enabled():
@@ -184,11 +209,10 @@ def ordinary_tensors() -> AbstractContextManager[object]:
     return outside
 
 
-def _over(processes: Processes, layers: dict[str, Layer], salt: int) -> dict[str, Layer]:
-    """The layers with the observations of all processes, whose step and orders must agree."""
+def _over(processes: Processes, layers: dict[str, Layer]) -> dict[str, Layer]:
+    """The layers with the observations of all processes, whose orders must agree."""
     if processes.count == 1:
         return layers
-    processes.require_same("the step of the cut", salt)
     processes.require_same("the orders before the cut", {name: layer.order for name, layer in layers.items()})
     return {name: layer.over(processes.total) for name, layer in layers.items()}
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar, final
 
 import torch
@@ -63,6 +65,34 @@ class Processes:
         dist.broadcast_object_list(box, group=self.group, group_src=0)
         return box[0]
 
+    def meet(self, call: str, **options: object) -> None:
+        """Wait until all processes make this call; refuse, in all of them, calls or options that differ.
+
+        Collectives of processes at different places wait for ever or mix up their data. This asks the store of the
+        group: when the group's timeout has passed, the error names the processes that did not come.
+        """
+        if self.count == 1:
+            return
+        store, timeout = _store_of(dist.group.WORLD if self.group is None else self.group)
+        mine = {"call": call, **{name: str(value) for name, value in options.items()}}
+        # Every process counts its own meetings, in the store, so that the count is as old as the group.
+        number = store.add(f"compressm/{self.index}/meetings", 1)
+        places = [f"compressm/{index}/meeting {number}" for index in range(self.count)]
+        store.set(places[self.index], json.dumps(mine))
+        try:
+            store.wait(places, timeout)
+        except RuntimeError as error:
+            absent = [f"process {index}" for index, place in enumerate(places) if not store.check([place])]
+            # Another attempt is the same meeting again.
+            store.delete_key(places[self.index])
+            store.add(f"compressm/{self.index}/meetings", -1)
+            raise CompressionError(
+                f"{' and '.join(absent) or 'another process'} did not call {call} within {timeout}, the timeout of the"
+                " process group: every process must make the same calls"
+            ) from error
+        for index, place in enumerate(places):
+            _require_same_call(index, mine, json.loads(store.get(place)))
+
     def require_same(self, what: str, value: object) -> None:
         """Refuse, in all processes, a value that is not the same in all."""
         for number, other in enumerate(self._gathered(value)):
@@ -75,11 +105,11 @@ class Processes:
         if self.count == 1:
             yield
             return
-        failure: Exception | None = None
+        failure: BaseException | None = None
         try:
             yield
-        except Exception as error:
-            # Raised again below, after all processes know of it.
+        except BaseException as error:
+            # Raised again below, after all processes know of it, even of Ctrl-C in one of them.
             failure = error
         said = None if failure is None else f"{type(failure).__name__}: {failure}"
         results = self._gathered(said)
@@ -95,6 +125,29 @@ class Processes:
         values: list[Any] = [None] * self.count
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+
+def _store_of(group: Any) -> tuple[Any, timedelta]:
+    """The key-value store through which the processes of a group found each other, and the group's timeout."""
+    store = group.get_group_store()
+    backends = [group._get_backend(device) for device in group._device_types]
+    # The store has the timeout of the whole world.
+    waits = [backend.options._timeout for backend in backends if hasattr(backend, "options")]
+    return store, min(waits, default=store.timeout)
+
+
+def _require_same_call(index: int, mine: dict[str, str], other: dict[str, str]) -> None:
+    """Refuse a meeting with a process that is somewhere else, or has other options."""
+    if mine["call"] != other["call"]:
+        raise CompressionError(
+            f"{mine['call']} here, {other['call']} in process {index}: every process must make the same calls"
+        )
+    for name in mine | other:
+        if mine.get(name) != other.get(name):
+            raise CompressionError(
+                f"{name} is {mine.get(name)!s:.200} here, {other.get(name)!s:.200} in process {index}: every process"
+                " must have the same options"
+            )
 
 
 refuses_with(StaleWrapperError)
@@ -147,11 +200,15 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def renew_wrappers_(model: nn.Module, changed: Iterable[nn.Module]) -> None:
     """Renew the model's wrappers after parameters of these modules have changed their shapes.
 
-    Other wrappers of these modules refuse to train.
+    Other wrappers of these modules refuse to train, and so do the model's own if they cannot be renewed.
     """
     known = wrappers_in(model) if dist.is_available() and dist.is_initialized() else []
-    if known:
-        rewrap_(model)
+    try:
+        if known:
+            rewrap_(model)
+    except BaseException:
+        refuse_to_train_(changed)
+        raise
     refuse_to_train_(changed, but=known)
 
 

@@ -75,6 +75,10 @@ class LayerPolicy(ABC):
     def order(self, sigma: Float[Tensor, "*channels n"]) -> int:
         """The number of states to keep, from 1 to n."""
 
+    def least(self, n: int) -> int:
+        """The smallest order that this policy can choose for any layer of n states."""
+        return 1
+
 
 @final
 @dataclass(frozen=True)
@@ -127,7 +131,10 @@ class KeepFraction(LayerPolicy):
 
     def order(self, sigma: Float[Tensor, "*channels n"]) -> int:
         """⌊ρn + ½⌋, at least 1."""
-        return max(1, math.floor(self.rho * sigma.shape[-1] + 0.5 + _ROUNDING))
+        return self.least(sigma.shape[-1])
+
+    def least(self, n: int) -> int:
+        return max(1, math.floor(self.rho * n + 0.5 + _ROUNDING))
 
 
 @final
@@ -142,7 +149,10 @@ class FewerStates(LayerPolicy):
 
     def order(self, sigma: Float[Tensor, "*channels n"]) -> int:
         """n − count, at least 1."""
-        return max(1, sigma.shape[-1] - self.count)
+        return self.least(sigma.shape[-1])
+
+    def least(self, n: int) -> int:
+        return max(1, n - self.count)
 
 
 @final
@@ -157,7 +167,10 @@ class TargetOrder(LayerPolicy):
 
     def order(self, sigma: Float[Tensor, "*channels n"]) -> int:
         """The target, or the present order if that is smaller."""
-        return min(self.n, sigma.shape[-1])
+        return self.least(sigma.shape[-1])
+
+    def least(self, n: int) -> int:
+        return min(self.n, n)
 
 
 @final
@@ -271,10 +284,57 @@ def require_choices(
 
 def _gated(order: int, sigma: Tensor, gate: float, round_to: int, at_least: int) -> int:
     n = sigma.shape[-1]
-    if not bool(sigma.any()):
-        return n
+    return _limited(order, n, gate, round_to, at_least) if bool(sigma.any()) else n
+
+
+def _limited(order: int, n: int, gate: float, round_to: int, at_least: int) -> int:
     rounded = min(n, math.ceil(max(order, at_least) / round_to) * round_to)
     return rounded if rounded < gate * n - _ROUNDING else n
+
+
+def never_cuts(keep: Policy, overrides: Mapping[str, Policy] | None) -> bool:
+    """True if these policies keep all states of every model."""
+    return all(policy == KeepFraction(1.0) for policy in (keep, *(overrides or {}).values()))
+
+
+def obstacles(
+    orders: Mapping[str, int],
+    keep: Policy,
+    overrides: Mapping[str, Policy] | None,
+    gate: float,
+    round_to: int,
+    at_least: int,
+) -> dict[str, object]:
+    """The options, with their values, that keep every layer at its present order; empty if one could be cut."""
+    shares = require_choices(orders, keep, overrides, gate, round_to, at_least)
+
+    def can_cut(free: bool = False, gate: float = gate, round_to: int = round_to, at_least: int = at_least) -> bool:
+        return any(
+            _limited(1 if free else least, orders[name], gate, round_to, at_least) < orders[name]
+            for policy, names in shares
+            for name, least in _least_orders(policy, {name: orders[name] for name in names}).items()
+        )
+
+    if can_cut():
+        return {}
+    policies = keep if not overrides else (keep, *overrides.values())
+    options: dict[str, object] = {"keep": policies, "gate": gate, "round_to": round_to, "at_least": at_least}
+    alone = {
+        "keep": can_cut(free=True),
+        "gate": can_cut(gate=1.0),
+        "round_to": can_cut(round_to=1),
+        "at_least": can_cut(at_least=1),
+    }
+    return {name: options[name] for name in options if alone[name]} or options
+
+
+def _least_orders(policy: Policy, orders: Mapping[str, int]) -> Mapping[str, int]:
+    """The smallest order that a policy could choose for every layer."""
+    if isinstance(policy, LayerPolicy):
+        return {name: policy.least(n) for name, n in orders.items()}
+    if isinstance(policy, Budget) and policy.total_states >= sum(orders.values()):
+        return orders
+    return dict.fromkeys(orders, 1)
 
 
 def _require_policy(what: str, policy: object) -> None:

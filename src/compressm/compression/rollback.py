@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import math
 import os
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -38,8 +40,7 @@ class Subject:
         """Every parameter once: those of the models, and others that the optimizer trains."""
         named = {f"{k}/{name}": p for k, model in enumerate(self.models) for name, p in model.named_parameters()}
         seen = {id(parameter) for parameter in named.values()}
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        for i, group in enumerate(groups):
+        for i, group in enumerate(_groups(self.optimizer)):
             others = (p for p in group["params"] if id(p) not in seen)
             named |= {f"group {i}/{j}": parameter for j, parameter in enumerate(others)}
         return named
@@ -99,27 +100,52 @@ class Snapshot:
             torch.save(tensors, scratch)
         return cls(Path(path), rest)
 
-    def restore_(self, subject: Subject) -> None:
-        """Restore everything in the same objects; a subject that does not match is refused before anything changes."""
+    def restore_(self, subject: Subject, undo: ExitStack | None = None) -> None:
+        """Restore everything in the same objects; a subject that does not match is refused before anything changes.
+
+        After an error everything is as it was. Closing `undo` takes the restoration back.
+        """
         tensors = self._loaded()
         added = subject.added({*self.rest["parameters"], *self.rest["buffers"]})
         self._require_same(subject, added)
+        if undo is not None:
+            self._restore_(subject, added, tensors, undo)
+            return
+        undo = ExitStack()
+        try:
+            self._restore_(subject, added, tensors, undo)
+        except BaseException:
+            undo.close()
+            raise
+
+    def _restore_(
+        self,
+        subject: Subject,
+        added: Mapping[str, tuple[nn.Module, str]],
+        tensors: Mapping[str, Tensor],
+        undo: ExitStack,
+    ) -> None:
         if subject.optimizer is not None:
+            undo.callback(_put_back_, subject.optimizer, *_shallow(subject.optimizer))
             leave_(subject.optimizer, [getattr(*place) for place in added.values()])
         for module, leaf in added.values():
+            undo.callback(setattr, module, leaf, getattr(module, leaf))
             setattr(module, leaf, None)
         parameters, buffers = subject.parameters(), subject.buffers()
         with torch.no_grad():
             for name, parameter in parameters.items():
-                _set_parameter_(parameter, tensors[f"parameter {name}"], **self.rest["parameters"][name])
+                _set_parameter_(parameter, tensors[f"parameter {name}"], undo, **self.rest["parameters"][name])
             for name, (module, key) in buffers.items():
-                module._buffers[key] = _assigned(module._buffers[key], tensors[f"buffer {name}"])
+                undo.callback(module._buffers.__setitem__, key, module._buffers[key])
+                module._buffers[key] = _assigned(module._buffers[key], tensors[f"buffer {name}"], undo)
             places = subject.attributes()
             for path, value in self.rest.get("attributes", {}).items():
+                undo.callback(setattr, *places[path], getattr(*places[path]))
                 setattr(*places[path], value)
             if subject.optimizer is not None:
-                _restore_optimizer_(subject.optimizer, parameters, self.rest["optimizer"], tensors)
+                _restore_optimizer_(subject.optimizer, parameters, self.rest["optimizer"], tensors, undo)
         if subject.scheduler is not None:
+            undo.callback(subject.scheduler.load_state_dict, copy.deepcopy(subject.scheduler.state_dict()))
             subject.scheduler.load_state_dict(copy.deepcopy(self.rest["scheduler"]))
 
     def _require_same(self, subject: Subject, added: Collection[str]) -> None:
@@ -136,7 +162,7 @@ class Snapshot:
                 raise CompressionError(
                     f"the snapshot was taken {'without' if self.rest[what] is None else 'with'} {what}"
                 )
-        groups = [] if subject.optimizer is None else subject.optimizer.param_groups
+        groups = _groups(subject.optimizer)
         then_groups = [] if subject.optimizer is None else self.rest["optimizer"]["groups"]
         if len(groups) != len(then_groups):
             raise CompressionError(f"the optimizer has {len(groups)} groups, in the snapshot it had {len(then_groups)}")
@@ -169,22 +195,57 @@ def _copy(value: Tensor) -> Tensor:
     return value.detach().clone()
 
 
-def _set_parameter_(parameter: nn.Parameter, data: Tensor, *, requires_grad: bool) -> None:
+def _set_parameter_(parameter: nn.Parameter, data: Tensor, undo: ExitStack, *, requires_grad: bool) -> None:
+    undo.callback(parameter.requires_grad_, parameter.requires_grad)
+    undo.callback(setattr, parameter, "grad", parameter.grad)
     parameter.grad = None
     if parameter.shape == data.shape and parameter.dtype == data.dtype:
-        # Into the same memory, which a captured CUDA graph may read; `.data` keeps the version that autograd checks.
-        parameter.data.copy_(data)
+        _overwrite_(parameter, data, undo)
     else:
+        undo.callback(replace_data, parameter, parameter.data)
         replace_data(parameter, data.to(parameter.device, copy=True))
     parameter.requires_grad_(requires_grad)
 
 
-def _assigned(now: Tensor | None, then: Tensor) -> Tensor:
+def _overwrite_(now: Tensor, then: Tensor, undo: ExitStack) -> None:
+    """Copy into the same memory, which a captured CUDA graph may read; `.data` keeps the version of autograd."""
+    undo.callback(now.data.copy_, _copy(now))
+    now.data.copy_(then)
+
+
+def _assigned(now: Tensor | None, then: Tensor, undo: ExitStack) -> Tensor:
     """The earlier value, in the memory of the present one if it fits."""
     if isinstance(now, Tensor) and now.shape == then.shape and now.dtype == then.dtype:
-        now.data.copy_(then)
+        _overwrite_(now, then, undo)
         return now
     return then.clone() if now is None else then.to(now.device, copy=True)
+
+
+def _shallow(optimizer: Any) -> tuple[list[Any], list[Any]]:
+    """The optimizer's dictionaries and lists with their present entries, for `_put_back_`."""
+    lists = [{key: list(held) for key, held in group.items() if isinstance(held, list)} for group in _groups(optimizer)]
+    groups = [(group, dict(group), kept) for group, kept in zip(_groups(optimizer), lists, strict=True)]
+    return [(parameter, held, dict(held)) for parameter, held in optimizer.state.items()], groups
+
+
+def _groups(optimizer: Any | None) -> list[dict[str, Any]]:
+    return [] if optimizer is None else optimizer.param_groups
+
+
+def _put_back_(optimizer: Any, states: Sequence[Any], groups: Sequence[Any]) -> None:
+    """Give the same dictionaries and lists the entries that they had."""
+    known = {id(parameter) for parameter, _, _ in states}
+    for parameter in [parameter for parameter in optimizer.state if id(parameter) not in known]:
+        del optimizer.state[parameter]
+    for parameter, held, entries in states:
+        held.clear()
+        held.update(entries)
+        optimizer.state[parameter] = held
+    for group, entries, lists in groups:
+        group.clear()
+        group.update(entries)
+        for key, kept in lists.items():
+            group[key][:] = kept
 
 
 def _optimizer(subject: Subject, tensors: dict[str, Tensor]) -> dict[str, Any] | None:
@@ -218,21 +279,29 @@ def _entries(place: str, held: Mapping[str, Any], tensors: dict[str, Tensor]) ->
 
 
 def _restore_optimizer_(
-    optimizer: Any, parameters: Mapping[str, nn.Parameter], saved: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    optimizer: Any,
+    parameters: Mapping[str, nn.Parameter],
+    saved: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    undo: ExitStack,
 ) -> None:
     for parameter in [p for p in optimizer.state if id(p) not in {id(parameters[name]) for name in saved["states"]}]:
         del optimizer.state[parameter]
     for name, state in saved["states"].items():
         held = optimizer.state.get(parameters[name], {})
-        _restore_entries_(held, state, tensors)
+        _restore_entries_(held, state, tensors, undo)
         optimizer.state[parameters[name]] = held
     for group, then in zip(optimizer.param_groups, saved["groups"], strict=True):
         group["params"][:] = [parameters[name] for name in then["params"]]
-        _restore_entries_(group, then["options"], tensors, beside={"params": group["params"]})
+        _restore_entries_(group, then["options"], tensors, undo, beside={"params": group["params"]})
 
 
 def _restore_entries_(
-    held: dict[str, Any], saved: Mapping[str, Any], tensors: Mapping[str, Tensor], beside: Mapping[str, Any] = {}
+    held: dict[str, Any],
+    saved: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    undo: ExitStack,
+    beside: Mapping[str, Any] = {},
 ) -> None:
     """Restore the entries in their earlier order, so that a later checkpoint is the same too."""
     now = dict(held)
@@ -244,7 +313,7 @@ def _restore_entries_(
             continue
         then, before = tensors[entry["tensor"]], now.get(key)
         same_place = isinstance(before, Tensor) and str(before.device) == entry["device"]
-        held[key] = _assigned(before, then) if same_place else then.to(entry["device"], copy=True)
+        held[key] = _assigned(before, then, undo) if same_place else then.to(entry["device"], copy=True)
 
 
 @final
@@ -310,8 +379,17 @@ class Rollback:
         return None if self.folder is None else Path(self.folder) / f"before-step-{step}-{os.getpid()}.pt"
 
 
+def _remove(path: Path) -> None:
+    """Remove a file that may not be there, in a folder that may not be one."""
+    with suppress(OSError):
+        path.unlink()
+
+
 class Watch:
-    """The cuts that are not judged yet: the snapshot before the first of them, and the step to judge them."""
+    """The cuts that are not judged yet: the snapshot before the first of them, and the step to judge them.
+
+    What a method changes, closing `undo` takes back; call `tidy` once nothing can be taken back any more.
+    """
 
     def __init__(
         self,
@@ -328,58 +406,55 @@ class Watch:
         self.before = math.nan
         self.due = -1
         self.latest: tuple[int, float] | None = None  # a step, and the result of `evaluate` there
-        # Snapshot, value and due step before the last cut.
-        self.earlier: tuple[Snapshot | None, float, int] = (None, self.before, self.due)
+        self.spent: list[Snapshot] = []  # snapshots of judged cuts, whose files may go
 
-    def begin(self, step: int) -> None:
+    def is_due(self, step: int) -> bool:
+        """True if there are cuts to judge at this step."""
+        return self.snapshot is not None and step >= self.due
+
+    def begin(self, step: int, undo: ExitStack) -> None:
         """Prepare for a cut; if the last one is not judged yet, both are judged together."""
-        self.earlier = self.snapshot, self.before, self.due
+        undo.callback(vars(self).update, dict(vars(self)))
         if self.snapshot is None:
             known = self.latest is not None and self.latest[0] == step
             before = self.latest[1] if known and self.latest is not None else self.guard.value(self.processes)
             if not math.isfinite(before):
                 raise CompressionError(f"Rollback: evaluate returned {before} before a cut, expected a finite number")
-            self.before, self.snapshot = before, self._kept(step)
+            self.before, self.snapshot = before, self._kept(step, undo)
         self.due = step + self.guard.settle
 
-    def _kept(self, step: int) -> Snapshot:
-        snapshot: Snapshot | None = None
-        try:
-            with self.processes.together("taking a snapshot before the cut"):
-                snapshot = Snapshot.of(self.subject, self.guard.path(step))
-        except BaseException:
-            if snapshot is not None:  # another process failed
-                snapshot.discard()
-            raise
-        return snapshot
+    def _kept(self, step: int, undo: ExitStack) -> Snapshot:
+        path = self.guard.path(step)
+        if path is not None:
+            undo.callback(_remove, path)
+        with self.processes.together("taking a snapshot before the cut"):
+            return Snapshot.of(self.subject, path)
 
-    def cancel(self) -> None:
-        """Take back `begin` after a failed cut; earlier cuts are judged when they are due."""
-        if self.snapshot is not None and self.snapshot is not self.earlier[0]:
-            self.snapshot.discard()
-        self.snapshot, self.before, self.due = self.earlier
-
-    def forget(self) -> None:
-        """Discard the snapshot: there is nothing to judge any more."""
-        if self.snapshot is not None:
-            self.snapshot.discard()
-        self.snapshot = None
-
-    def settle(self, step: int) -> Restored | None:
+    def settle(self, step: int, undo: ExitStack) -> Restored | None:
         """Judge the cuts if that is due; if they are not accepted, restore everything and say why."""
-        if self.snapshot is None or step < self.due:
+        if self.snapshot is None or not self.is_due(step):
             return None
+        undo.callback(vars(self).update, dict(vars(self)))
         value = self.guard.value(self.processes)
         self.latest = step, value
         harmless = self.guard.accepts(value, self.before)
         if not harmless:
             with self.processes.together("restoring the snapshot from before the cut"):
-                self.snapshot.restore_(self.subject)
-        self.forget()
+                self.snapshot.restore_(self.subject, undo)
+        self.spent, self.snapshot = [*self.spent, self.snapshot], None
         if harmless:
             return None
         orders = {name: adapter.order(module) for name, (module, adapter) in find(self.model).items()}
         return Restored(step, orders, self.guard.verdict(value, self.before))
+
+    def tidy(self) -> None:
+        """Remove the files of snapshots that nothing needs any more."""
+        while self.spent:
+            try:
+                self.spent[-1].discard()
+            except OSError as error:
+                warnings.warn(f"the snapshot {self.spent[-1].tensors} cannot be removed: {error}", stacklevel=3)
+            self.spent = self.spent[:-1]
 
     def state_dict(self) -> dict[str, Any]:
         """The state as tensors, numbers and text, with the snapshot if a cut is not judged yet."""
@@ -388,6 +463,8 @@ class Watch:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state; the snapshot is then in memory."""
-        self.forget()
-        self.snapshot = None if state["snapshot"] is None else Snapshot.from_state_dict(state["snapshot"])
-        self.before, self.due = float(state["before"]), int(state["due"])
+        loaded = None if state["snapshot"] is None else Snapshot.from_state_dict(state["snapshot"])
+        due, before = int(state["due"]), float(state["before"])
+        self.spent += [] if self.snapshot is None else [self.snapshot]
+        self.snapshot, self.before, self.due, self.latest = loaded, before, due, None
+        self.tidy()

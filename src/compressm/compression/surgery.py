@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from compressm.adapters import adapter_for, find
 from compressm.adapters.base import parameter_of, prepared, present_attributes
-from compressm.compression.distributed import Processes
 from compressm.compression.optimizer import (
     Moments,
     carried_states,
@@ -92,40 +91,41 @@ def prepare_cut(name: str, change: Change, optimizer: Any | None, moments: Momen
     return PreparedCut(name, change.module, change.values, states, change.writing)
 
 
-def apply_cuts(
-    cuts: Sequence[PreparedCut], optimizer: Any | None = None, *, processes: Processes = Processes()
-) -> None:
-    """Check every cut, then write them all; after an error, model and optimizer are as they were.
-
-    Parameters stay the same objects in the same groups, with hooks and attributes; their gradients are dropped. The
-    optimizer's dictionaries stay the same objects, with new tensors; added parameters join its groups. Several
-    processes write all cuts or none.
-    """
+def apply_cuts(cuts: Sequence[PreparedCut], optimizer: Any | None = None) -> None:
+    """Check every cut, then write them all; after an error, model and optimizer are as they were."""
     undo = ExitStack()
     try:
-        with processes.together("writing the cut"):
-            writes = [write for cut in cuts for write in _checked_values(cut)]
-            _require_disjoint(cuts)
-            states = [state for cut in cuts for state in _checked_states(cut, optimizer)]
-            # By module, because layers of followers have the same names.
-            added = {(id(cut.module), name): _made(cut, name) for cut in cuts for name in cut.writing.added}
-            attributes = [attribute for cut in cuts for attribute in _attributes(cut, added)]
-            joining = [joined for cut in cuts for joined in _joining(cut, added, optimizer)]
-            for parameter, data in writes:
-                undo.callback(_restore_, parameter, parameter.data, parameter.grad)
-                replace_data(parameter, data)
-            for held, new in states:
-                undo.callback(_refill_, held, dict(held))
-                held.update(new)
-            for owner, leaf, value in attributes:
-                undo.callback(setattr, owner, leaf, getattr(owner, leaf))
-                setattr(owner, leaf, value)
-            for group, parameter, name in joining:
-                undo.callback(leave_, optimizer, [parameter])
-                join_(group, parameter, name)
+        write_cuts_(cuts, optimizer, undo)
     except BaseException:
         undo.close()
         raise
+
+
+def write_cuts_(cuts: Sequence[PreparedCut], optimizer: Any | None, undo: ExitStack) -> None:
+    """Check every cut, then write them all; closing `undo` puts everything back.
+
+    Parameters stay the same objects in the same groups, with hooks and attributes; their gradients are dropped. The
+    optimizer's dictionaries stay the same objects, with new tensors; added parameters join its groups.
+    """
+    writes = [write for cut in cuts for write in _checked_values(cut)]
+    _require_disjoint(cuts)
+    states = [state for cut in cuts for state in _checked_states(cut, optimizer)]
+    # By module, because layers of followers have the same names.
+    added = {(id(cut.module), name): _made(cut, name) for cut in cuts for name in cut.writing.added}
+    attributes = [attribute for cut in cuts for attribute in _attributes(cut, added)]
+    joining = [joined for cut in cuts for joined in _joining(cut, added, optimizer)]
+    for parameter, data in writes:
+        undo.callback(_restore_, parameter, parameter.data, parameter.grad)
+        replace_data(parameter, data)
+    for held, new in states:
+        undo.callback(_refill_, held, dict(held))
+        held.update(new)
+    for owner, leaf, value in attributes:
+        undo.callback(setattr, owner, leaf, getattr(owner, leaf))
+        setattr(owner, leaf, value)
+    for group, parameter, name in joining:
+        undo.callback(leave_, optimizer, [parameter])
+        join_(group, parameter, name)
 
 
 def _restore_(parameter: nn.Parameter, data: Tensor, gradient: Tensor | None) -> None:

@@ -72,7 +72,8 @@ def test_rounding_gates_and_overrides_hold_for_selective_layers():
     run = Training(round_to=3, overrides={"blocks.1.*": cs.KeepFraction(1.0)})
     run.train(2)
     assert run.orders == [6, 8]
-    assert Training(keep=cs.TargetOrder(7), gate=0.8).train(2) == []
+    with pytest.warns(UserWarning, match=r"nothing will be cut: with keep=TargetOrder\(n=7\), gate=0.8 every layer"):
+        assert Training(keep=cs.TargetOrder(7), gate=0.8).train(2) == []
     assert [cut.rank for cut in Training(keep=cs.Budget(9), gate=1.0).train(2)] != [8, 8]
 
 
@@ -82,7 +83,8 @@ def test_an_order_above_what_there_is_is_refused():
     with pytest.raises(CompressionError, match=r"the order of 'blocks.0.ssm' is 9, expected an integer from 1 to 8"):
         run.compressor.step(2)
     torch.testing.assert_close(run.picture(), before, rtol=0, atol=0)
-    assert Training(keep=cs.TargetOrder(9)).train(2) == []
+    with pytest.warns(UserWarning, match="nothing will be cut"):
+        assert Training(keep=cs.TargetOrder(9)).train(2) == []
 
 
 def test_a_cut_that_does_harm_is_undone_bit_for_bit():

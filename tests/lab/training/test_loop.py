@@ -274,7 +274,7 @@ def test_a_cut_that_is_held_back_is_told(tmp_path):
         def kept(self, step):
             told.append(step)
 
-    held = "compression={rho: 1.0, when: {steps: [5, 11]}}"
+    held = "compression={tau: 0.0, when: {steps: [5, 11]}}"
     run = train(recipe(held), tokens(), tmp_path / "run", logger=Kept())
     assert told == [5, 11]
     assert run.records(CutRecord) == []
