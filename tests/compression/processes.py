@@ -1,4 +1,4 @@
-"""Two processes that train together, and what each of them found: run by a script, they write it as JSON."""
+"""Processes that train together, and what each of them found: run by a script, they write it as JSON."""
 
 import copy
 import json
@@ -24,7 +24,7 @@ CASES = {}
 
 
 def case(function):
-    """To be run by both processes, one case after the other."""
+    """To be run by all processes, one case after the other."""
     CASES[function.__name__] = function
     return function
 
@@ -61,9 +61,7 @@ class Training:
         return torch.cat([torch.as_tensor(part).detach().flatten() for part in [*self.inner.parameters(), *moments]])
 
     def in_step(self):
-        rows = [None, None]
-        dist.all_gather_object(rows, self.flat())
-        return torch.equal(*rows)
+        return all(torch.equal(rows, self.flat()) for rows in gathered(self.flat()))
 
     def averaged(self):
         """Whether what the wrapper leaves in the gradients is the mean of what each process finds."""
@@ -77,7 +75,17 @@ class Training:
         self.model.train()
         for gradient in own:
             dist.all_reduce(gradient)
-        return all(torch.allclose(p.grad, total / 2, atol=1e-6) for p, total in zip(parameters, own, strict=True))
+        return all(
+            torch.allclose(p.grad, total / dist.get_world_size(), atol=1e-6)
+            for p, total in zip(parameters, own, strict=True)
+        )
+
+
+def gathered(value):
+    """What every process has."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def refused(call, *args):
@@ -130,14 +138,19 @@ def measured_with_other_data(rank, path):
     compressor = cs.Compressor(
         run.model, run.optimizer, when=[2], keep=cs.EnergyTolerance(0.1), calibrate=lambda model: model(calibration)
     )
+    events = run.train(1, compressor)
     preview = [str(cut) for cut in compressor.preview()]
-    return outcome(run, events=run.train(4, compressor), preview=preview, bound=compressor.history[0].error_bound)
+    events += [str(event) for event in compressor.step(2)]
+    run.train(2, compressor, first=3)
+    return outcome(run, events=events, preview=preview, bound=compressor.history[0].error_bound)
 
 
 @case
 def selective_layers(rank, path):
     run = Training(rank, layer=cs.layers.Mamba)
-    parts = [torch.randn(2 + k, 30, 3, generator=torch.Generator().manual_seed(k)) for k in range(2)]
+    parts = [
+        torch.randn(2 + k, 30, 3, generator=torch.Generator().manual_seed(k)) for k in range(dist.get_world_size())
+    ]
     options = {"keep": cs.EnergyTolerance(0.1), "gramian": cs.Measured(stride=1)}
     pooled, whole = (
         read_layers(run.inner, Options(calibrate=lambda model, x=x: model(x), **options))["blocks.0.ssm"]
@@ -164,9 +177,9 @@ def channels_with_states_of_their_own(rank, path):
     compressor = cs.Compressor(run.model, run.optimizer, when=[2, 4], **options)
     events = run.train(6, compressor)
     layer = run.inner.blocks[0].ssm
-    maps = [None, None]
-    dist.all_gather_object(maps, torch.cat([layer.B_map.flatten(), layer.C_map.flatten(), layer.orders.double()]))
-    return outcome(run, events=events, maps=torch.equal(*maps), complex=layer.A_imag is not None)
+    own = torch.cat([layer.B_map.flatten(), layer.C_map.flatten(), layer.orders.double()])
+    same = all(torch.equal(maps, own) for maps in gathered(own))
+    return outcome(run, events=events, maps=same, complex=layer.A_imag is not None)
 
 
 @case
@@ -210,7 +223,7 @@ def a_model_that_one_refuses(rank, path):
 
 @case
 def data_that_fails_in_one(rank, path):
-    run, left = Training(rank), ["once"] * rank
+    run, left = Training(rank), ["once"] * (rank == 1)
 
     def calibrate(model):
         if left:
@@ -291,14 +304,25 @@ def a_step_that_one_skips(rank, path):
     run = Training(rank)
     compressor = cs.Compressor(run.inner, run.optimizer, when=[2, 5], keep=cs.TargetOrder(4))
     compressor.step(1)
-    error = refused(compressor.step, 2 if rank == 0 else 3)
+    error = refused(compressor.step, 3 if rank == 1 else 2)
+    return {"error": error, "orders": run.orders()}
+
+
+@case
+def a_step_that_one_skips_while_its_wrapper_waits(rank, path):
+    """The second process trains on, and its wrapper waits for the first: both end with the group's timeout."""
+    run = Training(rank, process_group=dist.new_group(timeout=timedelta(seconds=2)))
+    compressor = cs.Compressor(run.model, run.optimizer, when=[2], keep=cs.TargetOrder(4))
+    run.train(1, compressor)
+    run.train(1, first=2)
+    error = refused(run.train, 1) if rank == 1 else refused(compressor.step, 2)
     return {"error": error, "orders": run.orders()}
 
 
 @case
 def a_process_that_does_not_come(rank, path):
     """The second process makes no compressor; the first learns so after the timeout of the group."""
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    group = dist.new_group(timeout=timedelta(seconds=1))
     run = Training(rank, process_group=group)
     error = ["no error", ""]
     if rank == 0:
@@ -355,7 +379,7 @@ def options_of_the_wrapper(rank, path):
 
 @case
 def groups_of_their_own(rank, path):
-    groups = [dist.new_group([0]), dist.new_group([1])]
+    groups = [dist.new_group([k]) for k in range(dist.get_world_size())]
     run = Training(rank, process_group=groups[rank])
     if rank == 0:
         cs.compress_(run.model, keep=cs.TargetOrder(4), optimizer=run.optimizer)
@@ -366,7 +390,7 @@ def groups_of_their_own(rank, path):
 @case
 def a_look_by_one(rank, path):
     run, x = Training(rank), torch.randn(4, 20, 3)
-    if rank == 1:
+    if rank > 0:
         return {"states": 24}
     tracker = cs.HankelTracker(run.model, every=1, calibrate=lambda model: model(x))
     tracker.step(1)
@@ -382,7 +406,7 @@ def a_snapshot_that_fails_in_one(rank, path):
     compressor = cs.Compressor(run.model, run.optimizer, when=[2], keep=cs.TargetOrder(4), guard=guard)
     before = run.flat()
     error = refused(compressor.step, 2)
-    left = list(folder.iterdir()) if rank == 0 else []
+    left = [] if rank == 1 else list(folder.iterdir())
     return {"error": error, "untouched": torch.equal(run.flat(), before) and not left}
 
 
@@ -450,9 +474,9 @@ def nothing_to_redo(rank, path):
     return {"error": refused(cs.rewrap_, run.inner)}
 
 
-def work(rank, path):
+def work(rank, path, count):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=count)
     found = {}
     for name, function in CASES.items():
         try:
@@ -466,4 +490,5 @@ def work(rank, path):
 
 
 def main():
-    mp.start_processes(work, (sys.argv[1],), nprocs=2, start_method="fork")
+    count = int(sys.argv[2])
+    mp.start_processes(work, (sys.argv[1], count), nprocs=count, start_method="fork")

@@ -82,9 +82,11 @@ class Processes:
         try:
             store.wait(places, timeout)
         except RuntimeError as error:
-            absent = [f"process {index}" for index, place in enumerate(places) if not store.check([place])]
-            # Another attempt is the same meeting again.
+            # Another attempt is the same meeting again; those who leave first were here.
+            store.set(f"{places[self.index]}, left", "")
             store.delete_key(places[self.index])
+            came = [store.check([place]) or store.check([f"{place}, left"]) for place in places]
+            absent = [f"process {index}" for index, here in enumerate(came) if not here]
             store.add(f"compressm/{self.index}/meetings", -1)
             raise CompressionError(
                 f"{' and '.join(absent) or 'another process'} did not call {call} within {timeout}, the timeout of the"
