@@ -82,7 +82,7 @@ MADE = {
     "tau NaN": ("once(keep=EnergyTolerance(float('nan')))", "tau is nan", "0 <= it < 1"),
     "a number for a policy": ("make_compressor(keep=0.05)", "keep is 0.05", "EnergyTolerance(0.05)"),
     "a class for a policy": ("make_compressor(keep=EnergyTolerance)", "keep is <class", "a policy"),
-    "an optimizer of others": ("make_compressor(optimizer=strangers)", "does not hold blocks.0.ssm.nu_log", "None"),
+    "an optimizer of others": ("make_compressor(optimizer=strangers)", "does not hold blocks.0.ssm.nu_log", "optimizer=[first, second]"),
     "no optimizer at all": ("make_compressor(optimizer='adam')", "optimizer is a str", "param_groups"),
     "LBFGS": ("other_kind(torch.optim.LBFGS)", "LBFGS mixes", "expected Adam"),
     "Adafactor": ("other_kind(torch.optim.Adafactor)", "Adafactor mixes", "expected Adam"),

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from compressm.compression.cutting import Cutter, PreparedPlan, followers, ordinary_tensors
-from compressm.compression.optimizer import Moments, Slice, Transport
+from compressm.compression.optimizer import Moments, Slice, Transport, as_optimizer, as_scheduler
 from compressm.compression.planning import Options, rehearse
 from compressm.compression.policies import GATE, Policy, never_cuts, obstacles
 from compressm.compression.record import Cut, Event, Restored
@@ -29,7 +29,8 @@ PAPER: Mapping[str, Any] = {"gramian": WhiteNoise(), "fold": False, "moments": S
 class Compressor:
     """A compressor that cuts a model during training; call `step(step)` after every optimizer step.
 
-    Parameters stay the same objects, and the optimizer keeps its groups; only sizes change. A whole cut is computed
+    `optimizer` is one, or a list of all that train the model. Parameters stay the same objects, and the optimizer keeps
+    its groups; only sizes change. A whole cut is computed
     before anything is changed: an error leaves model and optimizer as they were.
 
     Processes that train together all call it, and the first decides for all. Every cut renews a DistributedDataParallel
@@ -40,7 +41,7 @@ class Compressor:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         *,
         when: Iterable[int],
         keep: Policy,
@@ -65,9 +66,8 @@ class Compressor:
         options = Options(
             keep, calibrate, gramian, fold, select, gate, round_to, at_least, filter_fn, overrides, selective
         )
-        if scheduler is not None and not all(hasattr(scheduler, name) for name in ("state_dict", "load_state_dict")):
-            raise CompressionError(f"scheduler is {scheduler!r:.100}, expected one of torch.optim.lr_scheduler or None")
-        self._cutter = Cutter(model, optimizer, options, moments, followers(follow))
+        trainer, rates = as_optimizer(optimizer), as_scheduler(scheduler)
+        self._cutter = Cutter(model, trainer, options, moments, followers(follow))
         self._guard, self._watch = guard, None
         self._meet("Compressor(...)")
         processes = self._cutter.processes
@@ -77,7 +77,7 @@ class Compressor:
                 raise CompressionError(f"keep is {keep}, with which no layer of any order is cut: expected rho below 1")
             rehearse(layers, options)
         if guard is not None:
-            self._watch = Watch(guard, self._cutter.inner, optimizer, scheduler, follow, processes)
+            self._watch = Watch(guard, self._cutter.inner, trainer, rates, follow, processes)
         # The orders before the first call; None once it came, or a state was loaded.
         self._first_orders: dict[str, int] | None = {name: layer.order for name, layer in layers.items()}
         self._ended = False
@@ -211,7 +211,7 @@ def compress_(
     model: nn.Module,
     *,
     keep: Policy,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     calibrate: Calibrate | None = None,
     gramian: Gramian | None = None,
     fold: bool = True,
@@ -230,7 +230,7 @@ def compress_(
     All processes of torch.distributed must call it.
     """
     options = Options(keep, calibrate, gramian, fold, select, gate, round_to, at_least, filter_fn, overrides, selective)
-    cutter = Cutter(model, optimizer, options, moments, followers(follow))
+    cutter = Cutter(model, as_optimizer(optimizer), options, moments, followers(follow))
     undo = ExitStack()
     try:
         with ordinary_tensors():

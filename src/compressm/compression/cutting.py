@@ -80,7 +80,7 @@ class Cutter:
         layers = found_layers(self.inner, self.options)
         for wrapper in wrappers_in(self.model):
             require_rewrappable(wrapper)
-        require_suitable(self.inner, layers, self.optimizer)
+        require_suitable(self.inner, layers, self.optimizer, self.moments)
         if self.options.filter_fn is None and (said := refused_in(self.inner)):
             warnings.warn(f"not all of {type(self.inner).__name__} is cut{said}", stacklevel=4)
         for k, model in enumerate(self.follow):

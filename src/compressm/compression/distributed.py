@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from compressm.errors import CompressionError, StaleWrapperError
-from compressm.layers.parameters import refuse_to_train_, refuses_with, trust_
+from compressm.layers.parameters import refuse_outdated_, refuses_with, trust_
 
 Value = TypeVar("Value")
 
@@ -202,16 +202,17 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def renew_wrappers_(model: nn.Module, changed: Iterable[nn.Module]) -> None:
     """Renew the model's wrappers after parameters of these modules have changed their shapes.
 
-    Other wrappers of these modules refuse to train, and so do the model's own if they cannot be renewed.
+    Other wrappers of these modules refuse to train, and so do the model's own if they cannot be renewed. Averages of
+    the old shapes refuse to average.
     """
     known = wrappers_in(model) if dist.is_available() and dist.is_initialized() else []
     try:
         if known:
             rewrap_(model)
     except BaseException:
-        refuse_to_train_(changed)
+        refuse_outdated_(unwrapped(model), changed)
         raise
-    refuse_to_train_(changed, but=known)
+    refuse_outdated_(unwrapped(model), changed, but=known)
 
 
 def require_rewrappable(wrapper: DistributedDataParallel) -> None:

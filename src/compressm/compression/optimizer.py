@@ -1,20 +1,135 @@
-"""An optimizer's state through a cut: rules for its moments, its groups, and which optimizers are supported."""
+"""Optimizers through a cut: several seen as one, rules for their moments, and which of them are supported."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
 
+from compressm.compression.trial import are_weights, state_after_a_step
 from compressm.control.validation import is_finite
 from compressm.errors import CompressionError
 from compressm.families.base import Change, Values
+
+
+class Several:
+    """Optimizers or schedulers of one training, seen as one; their states are saved and loaded as a list."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self.parts = tuple(parts)
+
+    def state_dict(self) -> list[Any]:
+        """The state of each, in order."""
+        return [part.state_dict() for part in self.parts]
+
+    def load_state_dict(self, states: Sequence[Any]) -> None:
+        """Restore the state of each."""
+        for part, state in zip(self.parts, states, strict=True):
+            part.load_state_dict(state)
+
+
+@final
+class Optimizers(Several):
+    """Several optimizers seen as one; groups and states are their own objects, not copies."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all optimizers, in order."""
+        return [group for part in self.parts for group in part.param_groups]
+
+    @property
+    def state(self) -> _States:
+        """The states of all optimizers; a new one is given to the optimizer that holds the parameter."""
+        return _States(self.parts)
+
+
+@final
+class _States(MutableMapping[Any, dict[str, Any]]):
+    """The states of several optimizers by parameter."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self._parts = parts
+
+    def __getitem__(self, parameter: Any) -> dict[str, Any]:
+        found: dict[str, Any] = self._owner(parameter).state[parameter]
+        return found
+
+    def __setitem__(self, parameter: Any, state: dict[str, Any]) -> None:
+        owners = [part for part in self._parts if parameter in part.state or holds(part, parameter)]
+        owners[0].state[parameter] = state
+
+    def __delitem__(self, parameter: Any) -> None:
+        del self._owner(parameter).state[parameter]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (parameter for part in self._parts for parameter in part.state)
+
+    def __len__(self) -> int:
+        return sum(len(part.state) for part in self._parts)
+
+    def _owner(self, parameter: Any) -> Any:
+        for part in self._parts:
+            if parameter in part.state:
+                return part
+        raise KeyError(parameter)
+
+
+def as_optimizer(given: Any, error: type[ValueError] = CompressionError) -> Any | None:
+    """One optimizer, several seen as one, or None, from what a user passed."""
+    parts = _parts_given("optimizer", given, ("param_groups", "state"), "torch.optim", error)
+    return Optimizers(parts) if len(parts) > 1 else parts[0] if parts else None
+
+
+def as_scheduler(given: Any, error: type[ValueError] = CompressionError) -> Any | None:
+    """One scheduler, several seen as one, or None, from what a user passed."""
+    parts = _parts_given("scheduler", given, ("state_dict", "load_state_dict"), "torch.optim.lr_scheduler", error)
+    return Several(parts) if len(parts) > 1 else parts[0] if parts else None
+
+
+def _parts_given(what: str, given: Any, needs: Sequence[str], where: str, error: type[ValueError]) -> list[Any]:
+    if given is None:
+        return []
+    parts = given.parts if isinstance(given, Several) else given if isinstance(given, list | tuple) else [given]
+    for k, part in enumerate(parts):
+        which = what if part is given else f"{what}[{k}]"
+        if any(other is part for other in parts[:k]):
+            raise error(f"{which} is the same {type(part).__name__} as one before it, expected each {what} once")
+        lacking = [name for name in needs if not hasattr(part, name)]
+        if lacking or isinstance(part, type):
+            raise error(
+                f"{which} is {_said(part)}, expected one of {where} (with {' and '.join(needs)}), a list of them, or"
+                " None"
+            )
+    if not parts:
+        raise error(f"{what} is {given!r}, expected one {what}, a list of at least one, or None")
+    return list(parts)
+
+
+def _said(part: Any) -> str:
+    if part is None or isinstance(part, int | float | str):
+        return f"{part!r:.100}"
+    return f"the class {part.__name__}" if isinstance(part, type) else f"a {type(part).__name__}"
+
+
+def parts_of(optimizer: Any) -> tuple[Any, ...]:
+    """The optimizers or schedulers that are seen as one."""
+    return optimizer.parts if isinstance(optimizer, Several) else (optimizer,)
+
+
+def kind_of(optimizer: Any) -> str:
+    """The class of an optimizer or scheduler, or the classes of several, for messages and files."""
+    return " and ".join(type(part).__name__ for part in parts_of(optimizer))
+
+
+def holds(optimizer: Any, parameter: Tensor) -> bool:
+    """True if the parameter is in one of the optimizer's groups."""
+    return any(member is parameter for group in optimizer.param_groups for member in group["params"])
 
 
 class Role(Enum):
@@ -31,11 +146,15 @@ class Role(Enum):
 @final
 @dataclass(frozen=True)
 class Entry:
-    """One entry of the state for the parameters of a module, in float64 and by name, and its initial values."""
+    """One entry of the state for the parameters of a module, in float64 and by name, and its initial values.
+
+    `units` says how many mean gradients an entry of gradients is: 10 for SGD with momentum 0.9, else 1.
+    """
 
     role: Role | None
     values: Values
     initial: Mapping[str, float]
+    units: Mapping[str, float] = field(default_factory=dict)
 
 
 Entries: TypeAlias = Mapping[str, Entry]
@@ -67,7 +186,7 @@ class Transport(Moments):
     needs_roles = True
 
     def carry(self, change: Change, entries: Entries) -> dict[str, dict[str, Tensor]]:
-        carried = {key: _carried(change, entry) for key, entry in _uncentred(entries).items()}
+        carried = {key: _carried(change, entry, entries) for key, entry in _uncentred(entries).items()}
         return _within_reach(_centred(carried, entries), entries)
 
 
@@ -107,14 +226,15 @@ class Slice(Moments):
 _FIRST_SCALARS = {"step": 0, "mu_product": 1}
 
 
-def _carried(change: Change, entry: Entry) -> dict[str, Tensor]:
+def _carried(change: Change, entry: Entry, beside: Entries) -> dict[str, Tensor]:
+    if entry.role is Role.GRADIENT:
+        return _pulled_back(change, entry, beside)
     if entry.role in (Role.GRADIENT_SIZE, Role.UPDATE_SIZE):
         squares = {name: value * value for name, value in entry.values.items()}
         carry = change.gradient_squares if entry.role is Role.GRADIENT_SIZE else change.update_squares
         found = {name: torch.sqrt(value) for name, value in carry(squares).items()}
     else:
         maps = {
-            Role.GRADIENT: change.gradient,
             Role.GRADIENT_SQUARE: change.gradient_squares,
             Role.UPDATE: change.update,
             Role.UPDATE_SQUARE: change.update_squares,
@@ -122,6 +242,26 @@ def _carried(change: Change, entry: Entry) -> dict[str, Tensor]:
         assert entry.role is not None  # `carried_states` refuses unknown entries
         found = maps[entry.role](entry.values)
     return {name: found[name] for name in entry.values}
+
+
+def _pulled_back(change: Change, entry: Entry, beside: Entries) -> dict[str, Tensor]:
+    """Means of gradients, carried together with those that other optimizers keep of the module's other parameters.
+
+    The gradient of the LRU's γ is that of B along B: if AdamW trains γ and Muon B, γ's new mean comes from Muon's.
+    """
+    unit = entry.units.get(next(iter(entry.values)), 1.0)
+    gradients = {name: _times(value, unit / entry.units.get(name, 1.0)) for name, value in entry.values.items()}
+    for other in beside.values():
+        if other.role is Role.GRADIENT:
+            for name, value in other.values.items():
+                if name not in gradients:
+                    gradients[name] = _times(value, unit / other.units.get(name, 1.0))
+    found = change.gradient(gradients)
+    return {name: _times(found[name], entry.units.get(name, 1.0) / unit) for name in entry.values}
+
+
+def _times(value: Tensor, factor: float) -> Tensor:
+    return value if factor == 1 else value * factor
 
 
 def _uncentred(entries: Entries) -> dict[str, Entry]:
@@ -220,17 +360,40 @@ _ROLES = {
 # Entries that do not begin at 0, with the group's option that gives their initial value.
 _INITIAL = {"sum": "initial_accumulator_value", "step_size": "lr"}
 
+# Entries that are copies or averages of weights (schedule-free, Prodigy, ASGD, Lookahead, mixed precision). They are
+# points, which are in the coordinates of the weights: neither zeros nor a slice of them would be usable.
+_POINTS = ("z", "p0", "ax", "slow_buffer", "slow_param", "slow_weights", "cached_params", "master_param")
+
 # Optimizers whose state mixes entries of parameters, so that no entry can be carried by itself.
 _REFUSED = ("LBFGS", "Adafactor", "Shampoo", "SOAP", "CAME", "SM3", "GaLore", "KFAC")
 
 
 def require_supported(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuse an optimizer that does not hold these parameters, or whose state cannot follow their cut."""
+    """Refuse optimizers that do not hold these parameters, or whose state cannot follow their cut.
+
+    Of several, those that hold none of these parameters may be of any kind.
+    """
+    parts = parts_of(optimizer)
+    for part in parts:
+        try:
+            groups = list(part.param_groups)
+            _ = part.state
+        except AttributeError:
+            raise CompressionError(
+                f"optimizer is a {type(part).__name__}, expected one with param_groups and state"
+            ) from None
+        held = {id(parameter) for group in groups for parameter in group["params"]}
+        if len(parts) == 1 or any(id(parameter) in held for parameter in parameters.values()):
+            _require_kind(part)
+    require_held(optimizer, parameters)
+    for name, parameter in parameters.items():
+        for part in parts:
+            for key, value in part.state.get(parameter, {}).items():
+                _require_plain(type(part).__name__, name, parameter, key, value)
+
+
+def _require_kind(optimizer: Any) -> None:
     kind = type(optimizer).__name__
-    try:
-        groups, states = list(optimizer.param_groups), optimizer.state
-    except AttributeError:
-        raise CompressionError(f"optimizer is a {kind}, expected one with param_groups and state") from None
     if kind == "ZeroRedundancyOptimizer":
         raise CompressionError(
             f"{kind} keeps each state in one process only and cannot follow a cut; expected Adam or another"
@@ -238,18 +401,77 @@ def require_supported(optimizer: Any, parameters: Mapping[str, nn.Parameter]) ->
     for ancestor in type(optimizer).__mro__:
         if any(name in ancestor.__name__ for name in _REFUSED):
             raise CompressionError(f"{kind} mixes the entries of parameters in its state; expected Adam or another")
-    if any("prev_flat_grad" in state or "old_dirs" in state for state in states.values()):
+    if any("prev_flat_grad" in state or "old_dirs" in state for state in optimizer.state.values()):
         raise CompressionError(f"{kind} holds the state of LBFGS, which mixes all parameters; expected Adam or another")
-    held = {id(parameter) for group in groups for parameter in group["params"]}
-    missing = [name for name, p in parameters.items() if p.requires_grad and id(p) not in held]
+
+
+def require_held(
+    optimizer: Any, parameters: Mapping[str, nn.Parameter], trained: Collection[int] | None = None
+) -> None:
+    """Refuse parameters that are in two groups, and those to be `trained`, by default all, that are in none."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    places: dict[int, str] = {}
+    parts = parts_of(optimizer)
+    for k, part in enumerate(parts):
+        for j, group in enumerate(part.param_groups):
+            place = f"group {j} of {'the optimizer' if len(parts) == 1 else f'optimizer[{k}], {type(part).__name__}'}"
+            for parameter in group["params"]:
+                if places.setdefault(id(parameter), place) != place:
+                    said = names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
+                    raise CompressionError(
+                        f"{said} is in {places[id(parameter)]}, and in {place}: two steps would train it in every"
+                        " batch; expected each parameter in one group of one optimizer"
+                    )
+    needed = {name: p for name, p in parameters.items() if p.requires_grad and (trained is None or id(p) in trained)}
+    missing = [name for name, p in needed.items() if id(p) not in places]
     if missing:
+        who = "the optimizer does not hold" if len(parts) == 1 else f"none of {kind_of(optimizer)} holds"
         raise CompressionError(
-            f"the optimizer does not hold {', '.join(missing[:8])}{' ...' if len(missing) > 8 else ''}:"
-            " give it the parameters of this model, or pass optimizer=None"
+            f"{who} {', '.join(missing[:8])}{' ...' if len(missing) > 8 else ''}: pass every optimizer that trains this"
+            " model, optimizer=[first, second]; freeze parameters that none of them trains (requires_grad_(False))"
         )
-    for name, parameter in parameters.items():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            _require_plain(kind, name, parameter, key, value)
+
+
+def require_followable(optimizer: Any, parameters: Mapping[str, nn.Parameter], moments: Moments) -> None:
+    """Refuse a state that `moments` could not carry through a cut of these parameters.
+
+    Before its first step an optimizer has no state. If it is none of torch's, a copy of it makes a step to show it.
+    """
+    for part in parts_of(optimizer):
+        own = {name: p for name, p in parameters.items() if p.requires_grad and holds(part, p)}
+        states = {name: state for name, p in own.items() if (state := part.state.get(p))}
+        if own and not states:
+            own, states = state_after_a_step(part, own)
+            for name, key, value in _pairs(states):
+                _require_plain(type(part).__name__, name, own[name], key, value)
+                if _role(key, states[name]) is None and are_weights(value, own[name]):
+                    raise _holds_weights(type(part).__name__, key)
+        _require_roles(type(part).__name__, own, states, moments)
+
+
+def _require_roles(
+    kind: str, parameters: Mapping[str, nn.Parameter], states: Mapping[str, Mapping[str, Any]], moments: Moments
+) -> None:
+    """Refuse entries that hold weights, and entries whose meaning the rule must know and does not."""
+    entries = {
+        key: _role(key, states[name]) for name, key, value in _pairs(states) if not is_scalar(value, parameters[name])
+    }
+    for key in entries:
+        if key in _POINTS:
+            raise _holds_weights(kind, key)
+    unknown = [key for key, role in entries.items() if role is None]
+    if unknown and moments.needs_roles:
+        raise CompressionError(
+            f"{kind} keeps {', '.join(map(repr, unknown))}, whose meaning {moments} does not know;"
+            " expected moments=Restart() or Slice(), which need not know it, or another optimizer, such as AdamW"
+        )
+
+
+def _holds_weights(kind: str, key: str) -> CompressionError:
+    return CompressionError(
+        f"{kind} keeps weights in {key!r}, which cannot follow a cut; expected another optimizer, such as AdamW, or a"
+        " cut before it is made: compress_(model, ...), then a new optimizer"
+    )
 
 
 def _require_plain(kind: str, name: str, parameter: nn.Parameter, key: str, value: object) -> None:
@@ -284,20 +506,17 @@ def carried_states(change: Change, optimizer: Any, moments: Moments) -> dict[str
     parameters = {name: change.module.get_parameter(name) for name in change.resized}
     require_supported(optimizer, parameters)
     states = {name: optimizer.state.get(parameter, {}) for name, parameter in parameters.items()}
-    entries = _entries(change, optimizer, parameters, states)
-    unknown = [key for key, entry in entries.items() if entry.role is None]
-    if unknown and moments.needs_roles:
-        raise CompressionError(
-            f"{type(optimizer).__name__} keeps {', '.join(map(repr, unknown))}, whose meaning {moments} does not know;"
-            " expected moments=Restart() or Slice(), which need not know it"
-        )
+    for part in parts_of(optimizer):
+        own = {name: states[name] for name, parameter in parameters.items() if parameter in part.state}
+        _require_roles(type(part).__name__, parameters, own, moments)
+    labels, entries = _entries(change, optimizer, parameters, states)
     carried = moments.carry(change, entries) if entries else {}
     new: dict[str, dict[str, Any]] = {name: {} for name, state in states.items() if state}
     for name, key, value in _pairs(states):
         if is_scalar(value, parameters[name]):
             new[name][key] = moments.carry_scalar(key, value)
         else:
-            new[name][key] = _stored(f"{key!r} of {name}", carried[key][name], value)
+            new[name][key] = _stored(f"{key!r} of {name}", carried[labels[name, key]][name], value)
     return new
 
 
@@ -309,18 +528,37 @@ def _pairs(states: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, 
 
 def _entries(
     change: Change, optimizer: Any, parameters: Mapping[str, nn.Parameter], states: Mapping[str, Mapping[str, Any]]
-) -> dict[str, Entry]:
+) -> tuple[dict[tuple[str, str], str], dict[str, Entry]]:
+    """The entries, and for every parameter and key which of them holds its value.
+
+    Optimizers may use one key for two roles: `momentum_buffer` of Muon and of RMSprop are two entries.
+    """
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-    values: dict[str, dict[str, Tensor]] = {}
-    initial: dict[str, dict[str, float]] = {}
+    labels: dict[tuple[str, str], str] = {}
+    entries: dict[str, Entry] = {}
     for name, key, value in _pairs(states):
         if is_scalar(value, parameters[name]):
             continue
-        role = _role(key, states[name])
-        values.setdefault(key, {})[name] = _double(f"{key!r} of {name}", value, role).to(change.values[name].device)
-        option = groups.get(id(parameters[name]), {}).get(_INITIAL.get(key, ""), 0.0)
-        initial.setdefault(key, {})[name] = float(option)
-    return {key: Entry(_role(key, states[next(iter(values[key]))]), values[key], initial[key]) for key in values}
+        role, group = _role(key, states[name]), groups.get(id(parameters[name]), {})
+        label = key if key not in entries or entries[key].role is role else f"{key}, {role}"
+        entry = entries.setdefault(label, Entry(role, {}, {}, {}))
+        double = _double(f"{key!r} of {name}", value, role).to(change.values[name].device)
+        first = float(group.get(_INITIAL.get(key, ""), 0.0))
+        entries[label] = Entry(
+            role,
+            {**entry.values, name: double},
+            {**entry.initial, name: first},
+            {**entry.units, name: _unit(key, group)},
+        )
+        labels[name, key] = label
+    return labels, entries
+
+
+def _unit(key: str, group: Mapping[str, Any]) -> float:
+    """The number of mean gradients that an entry is; SGD sums them up, and only its groups have `dampening`."""
+    if key != "momentum_buffer" or "dampening" not in group or not 0 <= group["momentum"] < 1:
+        return 1.0
+    return float((1 - group["dampening"]) / (1 - group["momentum"])) or 1.0
 
 
 def _role(key: str, state: Mapping[str, Any]) -> Role | None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from compressm.adapters import find
 from compressm.adapters.mamba import refused_in
 from compressm.compression.distributed import unwrapped
-from compressm.compression.optimizer import require_supported
+from compressm.compression.optimizer import Moments, require_followable, require_held, require_supported
 from compressm.compression.policies import (
     GATE,
     Budget,
@@ -232,19 +232,24 @@ def _fewer(orders: Mapping[str, int], values: Mapping[str, Tensor], options: Opt
     return wanted
 
 
-def require_suitable(model: nn.Module, layers: Mapping[str, Layer], optimizer: Any | None) -> None:
+def require_suitable(model: nn.Module, layers: Mapping[str, Layer], optimizer: Any | None, moments: Moments) -> None:
     """Refuse by name parameters that other modules share, that are computed, or that the optimizer does not support."""
     owners = _owners(model)
+    cut: dict[str, nn.Parameter] = {}
     for name, layer in layers.items():
         for entry in _cut_parameters(layer):
+            cut[f"{name}.{entry}" if name else entry] = layer.module.get_parameter(entry)
             others = owners[id(layer.module.get_parameter(entry))] - {f"{name}.{entry}" if name else entry}
             if others:
                 raise CompressionError(
                     f"{name}.{entry} is also {', '.join(sorted(others))}: a parameter that two modules share cannot be"
                     " cut for one of them; use the same layer twice, or give each layer its own parameter"
                 )
-        if optimizer is not None:
-            require_supported(optimizer, {f"{name}.{key}": p for key, p in layer.module.named_parameters()})
+    if optimizer is not None:
+        require_supported(optimizer, cut)
+        inside = {id(p) for layer in layers.values() for p in layer.module.parameters()}
+        require_held(optimizer, dict(model.named_parameters()), trained=inside)
+        require_followable(optimizer, cut, moments)
 
 
 def _cut_parameters(layer: Layer) -> Iterator[str]:

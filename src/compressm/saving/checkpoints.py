@@ -9,7 +9,7 @@ import pickle
 import random
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from compressm.compression.distributed import renew_wrappers_, require_rewrappable, unwrapped, wrappers_in
-from compressm.compression.optimizer import join_, leave_
+from compressm.compression.optimizer import as_optimizer, as_scheduler, join_, kind_of, leave_, parts_of
 from compressm.compression.surgery import attributes_of, take_orders_
 from compressm.errors import CompressionError, NoSuchFileError, SavingError
 from compressm.files import replacing
@@ -184,8 +184,8 @@ def save_checkpoint(
     path: str | os.PathLike[str],
     *,
     model: nn.Module,
-    optimizer: Optimizer | None = None,
-    scheduler: Stateful | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    scheduler: Stateful | Sequence[Stateful] | None = None,
     compressor: Stateful | None = None,
     step: int = 0,
     extra: Any = None,
@@ -200,15 +200,16 @@ def save_checkpoint(
         raise SavingError(f"step is {step!r}, expected an integer of at least 0")
     if Path(path).is_dir():
         raise SavingError(f"{path} is a directory, expected the name of a file")
+    trainer, rates = as_optimizer(optimizer, SavingError), as_scheduler(scheduler, SavingError)
     contents = {
         "format": _FORMAT,
         "version": CHECKPOINT_VERSION,
         "model": plain_state(model),
         "orders": orders_of(model),
         "versions": module_versions(model),
-        "optimizer": _state_of(optimizer),
-        "groups": None if optimizer is None else _groups(model, optimizer),
-        "scheduler": _state_of(scheduler),
+        "optimizer": _state_of(trainer),
+        "groups": None if trainer is None else _groups(model, trainer),
+        "scheduler": _state_of(rates),
         "compressor": _state_of(compressor),
         "random": random_state(),
         "step": step,
@@ -225,8 +226,8 @@ def load_checkpoint(
     path: str | os.PathLike[str],
     *,
     model: nn.Module,
-    optimizer: Optimizer | None = None,
-    scheduler: Stateful | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    scheduler: Stateful | Sequence[Stateful] | None = None,
     compressor: Stateful | None = None,
 ) -> Checkpoint:
     """Restore the saved state of everything that is passed, and of the random number generators.
@@ -235,26 +236,28 @@ def load_checkpoint(
     the same objects. A file that does not fit model, optimizer or compressor is refused before anything is changed;
     future steps of the compressor's schedule may differ.
     """
+    trainer, rates = as_optimizer(optimizer, SavingError), as_scheduler(scheduler, SavingError)
     contents = _read(Path(path))
     try:
-        _require_parts(contents, optimizer=optimizer, scheduler=scheduler, compressor=compressor)
+        _require_parts(contents, optimizer=trainer, scheduler=rates, compressor=compressor)
         added, gone = by_forms(model, contents["model"])
-        if optimizer is not None:
-            _require_same_groups(contents["groups"], _groups(model, optimizer), added, gone.keys())
+        if trainer is not None:
+            _require_same_groups(contents["groups"], _groups(model, trainer), added, gone.keys())
+            _require_same_shares(contents["optimizer"]["state"], trainer)
         _require_fitting(model, contents)
         if isinstance(compressor, _Choosy):
             compressor.require_loadable(contents["compressor"]["state"])
         # A scheduler cannot check a state without loading it, so it loads first, alone.
-        if scheduler is not None:
-            _load_scheduler(scheduler, contents["scheduler"]["state"])
+        if rates is not None:
+            _load_scheduler(rates, contents["scheduler"]["state"])
     except (SavingError, CompressionError) as error:
         raise SavingError(f"{path}: {error}") from error
     _load_model(model, contents)
-    if optimizer is not None:
-        leave_(optimizer, gone.values())
-        _add_to_groups_(optimizer, model, contents["groups"], added)
+    if trainer is not None:
+        leave_(trainer, gone.values())
+        _add_to_groups_(trainer, model, contents["groups"], added)
     # The compressor comes after the optimizer. Random numbers come last: nothing may draw from them before training.
-    for part, name in ((optimizer, "optimizer"), (compressor, "compressor")):
+    for part, name in ((trainer, "optimizer"), (compressor, "compressor")):
         if part is not None:
             part.load_state_dict(contents[name]["state"])
     set_random_state(contents["random"])
@@ -267,15 +270,16 @@ def _load_scheduler(scheduler: Stateful, state: dict[str, Any]) -> None:
         scheduler.load_state_dict(state)
     except Exception as error:
         scheduler.load_state_dict(before)
-        kind = type(scheduler).__name__
-        raise SavingError(f"the scheduler is a {kind} that does not load the state in the file: {error}") from error
+        raise SavingError(
+            f"the scheduler is a {kind_of(scheduler)} that does not load the state in the file: {error}"
+        ) from error
 
 
-def _state_of(part: Stateful | Optimizer | None) -> dict[str, Any] | None:
-    return None if part is None else {"kind": type(part).__name__, "state": part.state_dict()}
+def _state_of(part: Any | None) -> dict[str, Any] | None:
+    return None if part is None else {"kind": kind_of(part), "state": part.state_dict()}
 
 
-def _groups(model: nn.Module, optimizer: Optimizer) -> list[list[str | None]]:
+def _groups(model: nn.Module, optimizer: Any) -> list[list[str | None]]:
     """The names of the parameters in every group; None for one that is not the model's."""
     names: dict[int, str] = {}
     for name, value in plain_state(model).items():
@@ -312,8 +316,10 @@ def _require_parts(contents: Mapping[str, Any], **given: object) -> None:
         stored = contents[name]
         if stored is None:
             raise SavingError(f"it was saved without a {name}")
-        if stored["kind"] != type(part).__name__:
-            raise SavingError(f"it was saved with the {name} {stored['kind']}, this one is a {type(part).__name__}")
+        if stored["kind"] != kind_of(part):
+            one = len(parts_of(part)) == 1
+            here = f"this one is a {kind_of(part)}" if one else f"here it is {kind_of(part)}, in this order"
+            raise SavingError(f"it was saved with the {name} {stored['kind']}, {here}")
 
 
 def _require_same_groups(
@@ -334,7 +340,16 @@ def _require_same_groups(
         raise SavingError(f"the optimizer was saved with {other[0]!r} where this one has {other[1]!r}")
 
 
-def _add_to_groups_(optimizer: Optimizer, model: nn.Module, saved: list[list[str | None]], added: Set[str]) -> None:
+def _require_same_shares(states: Any, optimizer: Any) -> None:
+    """Refuse groups that are shared out among several optimizers in another way."""
+    parts = parts_of(optimizer)
+    if len(parts) > 1:
+        saved, here = ([len(each["param_groups"]) for each in states], [len(part.param_groups) for part in parts])
+        if saved != here:
+            raise SavingError(f"the optimizers were saved with {saved} groups, these have {here}")
+
+
+def _add_to_groups_(optimizer: Any, model: nn.Module, saved: list[list[str | None]], added: Set[str]) -> None:
     """Add the parameters that layers got from the file to the optimizer's groups, at their saved places."""
     state = plain_state(model)
     for group, names in zip(optimizer.param_groups, saved, strict=True):

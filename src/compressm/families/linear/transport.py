@@ -198,7 +198,8 @@ class ModuleChange(Change):
         """E[g²] of the new parameters, if no two old ones vary together.
 
         A parameter gives to and takes from the first of poles, B and C that depends on it: the effect of S5's poles on
-        B cancels in sums, and sums of squares would count it twice. A redundant parameter (γ) takes from all of them.
+        B cancels in sums, and sums of squares would count it twice. A redundant parameter (γ) takes from all of them;
+        if one of them has no squares, it gets the mean of its old ones.
         """
         spreads = self._spreads(squares, self.encoding.pullback, self.stored_basis.dual())
         results = {name: torch.zeros_like(self.values[name]) for name in squares}
@@ -214,6 +215,11 @@ class ModuleChange(Change):
             for factor in spread.factors() if names else ():
                 for name, gradient in self.reading.pullback({part: _from_modes_first(part, factor)}, names).items():
                     results[name] += gradient * gradient
+        if any(name not in squares for name in self.resized):  # frozen, or of an optimizer without squares
+            given = {self.parts[name][0] for name in squares if self.parts[name] and name not in self.redundant}
+            for name in self.redundant & squares.keys():
+                if not given.issuperset(sources[name]):
+                    results[name] = torch.full_like(results[name], float(squares[name].mean()))
         return results
 
     def _sources_of(self, name: str) -> list[str]:
