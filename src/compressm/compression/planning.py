@@ -246,9 +246,9 @@ def require_suitable(model: nn.Module, layers: Mapping[str, Layer], optimizer: A
                     " cut for one of them; use the same layer twice, or give each layer its own parameter"
                 )
     if optimizer is not None:
-        require_supported(optimizer, cut)
         inside = {id(p) for layer in layers.values() for p in layer.module.parameters()}
         require_held(optimizer, dict(model.named_parameters()), trained=inside)
+        require_supported(optimizer, cut)
         require_followable(optimizer, cut, moments)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
@@ -73,7 +74,7 @@ def _inside(optimizer: Any) -> torch.optim.Optimizer | None:
 
 def _has_global_hooks() -> bool:
     names = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
-    return any(getattr(torch.optim.optimizer, name, None) for name in names)
+    return any(getattr(sys.modules[torch.optim.Optimizer.__module__], name, None) for name in names)
 
 
 def _stand_in(parameter: nn.Parameter) -> nn.Parameter:

@@ -144,11 +144,9 @@ def _odd_one(copy: nn.Module, model: nn.Module) -> str | None:
     here, there = _shapes(copy), _shapes(model)
     for name in there | here:
         if here.get(name) != there.get(name):
-            said = [
-                "is missing" if shape is None else f"has the shape {shape}"
-                for shape in (here.get(name), there.get(name))
-            ]
-            return f"{name} {said[0]} in it and {said[1]} in the model"
+            if name not in here or name not in there:
+                return f"{name} is only in {'the average' if name in here else 'the model'}"
+            return f"{name} has the shape {here[name]} in it and {there[name]} in the model"
     return None
 
 

@@ -1,0 +1,176 @@
+"""Averages of a model that were not given as `follow` say so at their first update after a cut, with the cure."""
+
+import copy
+import gc
+import pickle
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from compressm.compression import (
+    CompressionError,
+    Compressor,
+    KeepFraction,
+    Rollback,
+    TargetOrder,
+    compress_,
+    load_checkpoint,
+    save_checkpoint,
+)
+from compressm.layers import LRU, Mamba, parameters
+from compressm.models import SequenceClassifier
+
+X, Y = torch.randn(4, 20, 3, generator=torch.Generator().manual_seed(1)), torch.arange(4)
+
+
+def make(kind=LRU, order=12):
+    torch.manual_seed(0)
+    return SequenceClassifier(kind, depth=2, width=4, order=order, inputs=3, classes=5)
+
+
+class ModelEma(nn.Module):
+    """As timm averages: a copy as `module`, and a method `update`."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.module = copy.deepcopy(model)
+
+    @torch.no_grad()
+    def update(self, model):
+        for own, new in zip(self.module.parameters(), model.parameters(), strict=True):
+            own.lerp_(new, 0.1)
+
+
+AVERAGES = {
+    "torch": (AveragedModel, "update_parameters"),
+    "torch, many at once": (
+        lambda model: AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)),
+        "update_parameters",
+    ),
+    "timm": (ModelEma, "update"),
+}
+SAID = r"blocks\.0\.ssm\.\w+ has the shape \(.*12.*\) in it and \(.*5.*\) in the model.*follow=\[average\]"
+
+
+@pytest.mark.parametrize("kind", [LRU, Mamba])
+@pytest.mark.parametrize("case", AVERAGES)
+def test_an_average_that_did_not_follow_names_the_layer_both_shapes_and_the_cure(case, kind):
+    build, name = AVERAGES[case]
+    model = make(kind)
+    average = build(model)
+    getattr(average, name)(model)
+    compress_(model, keep=TargetOrder(5), calibrate=lambda model: model(X))
+    before = copy.deepcopy(average.state_dict())
+    for _ in range(2):
+        with pytest.raises(CompressionError, match=f"this {type(average).__name__} was made before a cut.*{SAID}"):
+            getattr(average, name)(model)
+    assert all(torch.equal(value, before[key]) for key, value in average.state_dict().items())
+    assert average(X).isfinite().all() if case != "timm" else True
+    getattr(build(model), name)(model)  # the cure
+
+
+def test_averages_that_follow_and_others_are_left_alone():
+    model, other = make(), make(order=8)
+    following, strange = AveragedModel(model), AveragedModel(other)
+    compress_(model, keep=TargetOrder(5), follow=[following])
+    following.update_parameters(model)
+    strange.update_parameters(other)
+    assert "update_parameters" not in vars(following)
+    assert "update_parameters" not in vars(strange)  # it made way
+
+
+def test_after_a_rollback_the_average_goes_on():
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    values = iter([1.0, 0.0])
+    compressor = Compressor(
+        model, optimizer, when=[1], keep=TargetOrder(5), guard=Rollback(lambda: next(values), settle=1)
+    )
+    average = AveragedModel(model)
+    compressor.step(1)
+    with pytest.raises(CompressionError, match=SAID):
+        average.update_parameters(model)
+    compressor.step(2)
+    assert model.blocks[0].ssm.order == 12
+    average.update_parameters(model)
+    assert int(average.n_averaged) == 1
+    assert "update_parameters" not in vars(average)
+
+
+def test_an_average_made_between_a_cut_and_its_rollback_is_named_too():
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    values = iter([1.0, 0.0])
+    compressor = Compressor(
+        model, optimizer, when=[1], keep=TargetOrder(5), guard=Rollback(lambda: next(values), settle=1)
+    )
+    compressor.step(1)
+    average = AveragedModel(model)
+    compressor.step(2)
+    with pytest.raises(CompressionError, match=r"has the shape \(5,\) in it and \(12,\) in the model"):
+        average.update_parameters(model)
+
+
+def test_a_checkpoint_of_other_orders_is_named_and_an_average_loaded_anew_goes_on(tmp_path):
+    small = make()
+    compress_(small, keep=TargetOrder(5))
+    save_checkpoint(tmp_path / "small.pt", model=small)
+    model = make()
+    average = AveragedModel(model)
+    load_checkpoint(tmp_path / "small.pt", model=model)
+    with pytest.raises(CompressionError, match=SAID):
+        average.update_parameters(model)
+    average.load_state_dict(AveragedModel(small).state_dict())
+    average.update_parameters(model)
+
+
+def test_an_average_that_refuses_is_copied_pickled_and_saved_as_ever():
+    model = make()
+    average = AveragedModel(model)
+    compress_(model, keep=TargetOrder(5))
+    for twin in (copy.deepcopy(average), pickle.loads(pickle.dumps(average))):
+        assert twin.update_parameters.average is twin
+        assert twin.state_dict().keys() == average.state_dict().keys()
+        with pytest.raises(CompressionError, match=SAID):
+            twin.update_parameters(model)
+        # Its own copy of the old shapes still suits it.
+        twin.update_parameters(make())
+        assert int(average.n_averaged) == 0
+
+
+def test_the_living_are_searched_only_while_an_average_lives(monkeypatch):
+    """A search takes 50 ms for 300 000 objects."""
+    searched = []
+    living = parameters._living
+    monkeypatch.setattr(
+        parameters, "_living", lambda kinds: searched.append({kind.__name__ for kind in kinds}) or living(kinds)
+    )
+    model = make(order=24)
+    gc.collect()
+    compress_(model, keep=KeepFraction(0.9))  # counts the references to classes of averages
+    compress_(model, keep=KeepFraction(0.9))
+    assert searched[-1] == set()
+    average = AveragedModel(model)
+    compress_(model, keep=KeepFraction(0.9))
+    assert searched[-1] == {"AveragedModel"}
+    assert "update_parameters" in vars(average)
+    del average
+    gc.collect()
+    compress_(model, keep=KeepFraction(0.9))
+    assert searched[-1] == set()
+    assert parameters._unused[AveragedModel] <= sys.getrefcount(AveragedModel)
+
+
+def test_a_module_whose_constructor_failed_does_not_disturb_a_cut():
+    class Broken(AveragedModel):
+        def __init__(self):
+            pass
+
+    broken = Broken()
+    model = make()
+    compress_(model, keep=TargetOrder(5))
+    assert model.blocks[0].ssm.order == 5
+    assert vars(broken) == {}
