@@ -111,6 +111,36 @@ def the_wrapper_is_given(rank, path):
     return outcome(run, events=events)
 
 
+class Both:
+    """Muon for matrices, AdamW for the rest."""
+
+    def __init__(self, parameters, lr):
+        parameters = list(parameters)
+        muon = torch.optim.Muon([p for p in parameters if p.ndim == 2], lr=lr)
+        self.parts = [muon, torch.optim.AdamW([p for p in parameters if p.ndim != 2], lr=lr)]
+
+    @property
+    def state(self):
+        return {p: state for part in self.parts for p, state in part.state.items()}
+
+    def zero_grad(self):
+        for part in self.parts:
+            part.zero_grad()
+
+    def step(self):
+        for part in self.parts:
+            part.step()
+
+
+@case
+def several_optimizers(rank, path):
+    run = Training(rank, optimizer=Both)
+    average = torch.optim.swa_utils.AveragedModel(run.inner)
+    compressor = cs.Compressor(run.model, run.optimizer.parts, when=[2, 4], keep=cs.EnergyTolerance(0.1))
+    events = run.train(6, compressor)
+    return outcome(run, events=events, outdated=refused(average.update_parameters, run.inner))
+
+
 @case
 def the_wrapper_is_not_given(rank, path):
     run = Training(rank)

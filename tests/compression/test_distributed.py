@@ -53,6 +53,13 @@ def test_a_wrapper_that_is_given_is_made_anew_by_each_cut(found):
     assert all(order < 12 for order in first["orders"])
 
 
+def test_several_optimizers_stay_in_step_and_an_average_is_named_in_every_process(found):
+    for one in found["several_optimizers"]:
+        assert len(one["events"]) == 4
+        assert one["outdated"][0] == "CompressionError"
+        assert "follow=[average]" in one["outdated"][1]
+
+
 def test_a_wrapper_that_is_not_given_refuses_to_train_until_it_is_made_anew(found):
     for one in found["the_wrapper_is_not_given"]:
         kind, said = one["stale"]

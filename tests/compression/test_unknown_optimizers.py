@@ -136,12 +136,14 @@ def test_a_state_that_is_there_is_judged_at_once_too(name):
         compressor_for(model, optimizer)
 
 
-def test_the_average_of_asgd_is_refused_after_its_first_step():
+@pytest.mark.parametrize("steps", [0, 1])
+def test_the_average_of_asgd_is_refused(steps):
     model = make()
     optimizer = optim.ASGD(model.parameters())
-    step(model, optimizer)
+    for _ in range(steps):
+        step(model, optimizer)
     with pytest.raises(CompressionError, match="ASGD keeps weights in 'ax'"):
-        compressor_for(model, optimizer)
+        compressor_for(model, optimizer, Restart())
 
 
 def test_one_of_several_is_tried_and_named():

@@ -61,8 +61,11 @@ class _States(MutableMapping[Any, dict[str, Any]]):
         return found
 
     def __setitem__(self, parameter: Any, state: dict[str, Any]) -> None:
-        owners = [part for part in self._parts if parameter in part.state or holds(part, parameter)]
-        owners[0].state[parameter] = state
+        for part in self._parts:
+            if parameter in part.state or holds(part, parameter):
+                part.state[parameter] = state
+                return
+        raise KeyError(parameter)
 
     def __delitem__(self, parameter: Any) -> None:
         del self._owner(parameter).state[parameter]

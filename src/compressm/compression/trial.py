@@ -43,24 +43,31 @@ def state_after_a_step(
     """
     inner = _inside(optimizer)
     alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
-    if inner is None or type(inner) in vars(torch.optim).values() or not alone or _has_global_hooks():
+    if inner is None or type(inner) in _known() or not alone or _has_global_hooks():
         return {}, {}
-    stand_ins: dict[tuple[Any, ...], tuple[str, nn.Parameter, nn.Parameter]] = {}
-    for k, group in enumerate(inner.param_groups):
-        for name, p in parameters.items():
-            if any(member is p for member in group["params"]):
-                # One for each shape: layers are alike, and a copy of each would need their memory.
-                stand_ins.setdefault((k, p.shape, p.dtype, p.device), (name, p, _stand_in(p)))
-    chosen = {name: stand_in for name, _, stand_in in stand_ins.values()}
     try:
         with _undisturbed(parameters):
-            twin = _twin(inner, {id(p): stand_in for _, p, stand_in in stand_ins.values()})
+            chosen = _one_of_each_shape(inner, parameters)
+            stand_ins = {name: _stand_in(parameters[name]) for name in chosen}
+            twin = _twin(inner, {id(parameters[name]): stand_in for name, stand_in in stand_ins.items()})
             # Not an instance's own `step`, which a scheduler may have bound to the user's optimizer.
             step = type(inner).step
             (step.__wrapped__ if getattr(step, "hooked", False) else step)(twin)  # type: ignore[attr-defined]
-            return chosen, {name: dict(twin.state[p]) for name, p in chosen.items() if p in twin.state}
+            return stand_ins, {name: dict(twin.state[p]) for name, p in stand_ins.items() if p in twin.state}
     except Exception:  # any error of somebody's code: the first cut will judge
         return {}, {}
+
+
+def _known() -> set[Any]:
+    """The optimizers of torch whose states are known to follow, or that are refused by name."""
+    return {kind for kind in vars(torch.optim).values() if isinstance(kind, type)} - {torch.optim.ASGD}
+
+
+def _one_of_each_shape(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> list[str]:
+    """Names of parameters, one for each shape in a group: layers are alike, and copies of all would need memory."""
+    groups = {id(p): k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    chosen = {(groups[id(p)], p.shape, p.dtype, p.device): name for name, p in reversed(parameters.items())}
+    return list(reversed(chosen.values()))
 
 
 def _inside(optimizer: Any) -> torch.optim.Optimizer | None:

@@ -57,14 +57,22 @@ def refuse_outdated_(model: nn.Module, changed: Iterable[nn.Module], but: Iterab
     numbers = Counter(map(type, living))
     for kind, references in averaging.items():
         _unused[kind] = references - numbers[kind]
-    kinds = set(map(type, modules))
     for average in living:
-        own = vars(average).get("_modules", {}).get("module") if type(average) in averaging else None
-        inside = set() if own is None else set(own.modules())
-        if kinds & set(map(type, inside)) and not modules & inside and _odd_one(own, model) is not None:
+        if type(average) in averaging and _is_outdated(average, model, modules):
             for name in _UPDATES:
                 if callable(getattr(type(average), name, None)):
                     vars(average)[name] = Checked(average, name)
+
+
+def _is_outdated(average: nn.Module, model: nn.Module, changed: set[nn.Module]) -> bool:
+    """True if the average has its own copies of layers of the changed kinds, and other shapes than the model."""
+    # One whose constructor failed has no modules.
+    own = vars(average).get("_modules", {}).get("module")
+    if own is None:
+        return False
+    inside = set(own.modules())
+    alike = not {type(module) for module in changed}.isdisjoint(map(type, inside))
+    return alike and changed.isdisjoint(inside) and _odd_one(own, model) is not None
 
 
 def _refuse_to_train_(living: Iterable[Any], changed: set[nn.Module], but: set[nn.Module]) -> None:
