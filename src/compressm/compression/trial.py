@@ -66,8 +66,10 @@ def _known() -> set[Any]:
 def _one_of_each_shape(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> list[str]:
     """Names of parameters, one for each shape in a group: layers are alike, and copies of all would need memory."""
     groups = {id(p): k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    chosen = {(groups[id(p)], p.shape, p.dtype, p.device): name for name, p in reversed(parameters.items())}
-    return list(reversed(chosen.values()))
+    chosen: dict[tuple[Any, ...], str] = {}
+    for name, p in parameters.items():
+        chosen.setdefault((groups[id(p)], p.shape, p.dtype, p.device), name)
+    return list(chosen.values())
 
 
 def _inside(optimizer: Any) -> torch.optim.Optimizer | None:
