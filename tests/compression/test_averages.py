@@ -21,6 +21,7 @@ from compressm.compression import (
 )
 from compressm.layers import LRU, Mamba, parameters
 from compressm.models import SequenceClassifier
+from tests.compression.trained import Spirals
 
 X, Y = torch.randn(4, 20, 3, generator=torch.Generator().manual_seed(1)), torch.arange(4)
 
@@ -140,26 +141,37 @@ def test_an_average_that_refuses_is_copied_pickled_and_saved_as_ever():
         assert int(average.n_averaged) == 0
 
 
-def test_the_living_are_searched_only_while_an_average_lives(monkeypatch):
-    """A search takes 50 ms for 300 000 objects."""
+def test_the_living_are_searched_only_while_a_copy_of_other_shapes_lives(monkeypatch):
+    """A search takes 70 ms for 300 000 objects."""
     searched = []
     living = parameters._living
-    monkeypatch.setattr(
-        parameters, "_living", lambda kinds: searched.append({kind.__name__ for kind in kinds}) or living(kinds)
-    )
-    model = make(order=24)
+    monkeypatch.setattr(parameters, "_living", lambda kinds: searched.append(AveragedModel in kinds) or living(kinds))
     gc.collect()
-    compress_(model, keep=KeepFraction(0.9))  # counts the references to classes of averages
-    compress_(model, keep=KeepFraction(0.9))
-    assert searched[-1] == set()
+    model = make(order=24)
+    following = copy.deepcopy(model)
+    compress_(model, keep=KeepFraction(0.9), follow=[following])
+    assert searched == [False]
     average = AveragedModel(model)
-    compress_(model, keep=KeepFraction(0.9))
-    assert searched[-1] == {"AveragedModel"}
+    compress_(model, keep=KeepFraction(0.9), follow=[following])
+    assert searched == [False, True]
     assert "update_parameters" in vars(average)
     del average
     gc.collect()
-    compress_(model, keep=KeepFraction(0.9))
-    assert searched[-1] == set()
+    compress_(model, keep=KeepFraction(0.9), follow=[following])
+    assert searched == [False, True, False]
+
+
+def test_averages_of_layers_that_do_not_remember_their_copies_are_found():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = Spirals(3, 8)
+
+    model = Model()
+    average = AveragedModel(model)
+    compress_(model, keep=TargetOrder(5))
+    with pytest.raises(CompressionError, match=r"layer.shrink has the shape \(8,\) in it and \(5,\) in the model"):
+        average.update_parameters(model)
 
 
 def test_a_module_whose_constructor_failed_does_not_disturb_a_cut():

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from compressm.layers.parameters import refuse_to_train_, replace_data
+from compressm.layers.parameters import Remembered, refuse_to_train_, replace_data
 from compressm.ops import SequenceError
 from compressm.ops.block.norm import Link
 
@@ -59,7 +59,7 @@ def _by_name(signature: inspect.Signature, *args: Any, **options: Any) -> dict[s
     return named
 
 
-class SSMLayer(nn.Module, ABC):
+class SSMLayer(Remembered, ABC):
     """A recurrence over time with `width` input and output channels, whose order may change."""
 
     # True if a block must add an activation and a gate; layers like Mamba have their own.

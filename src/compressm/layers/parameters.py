@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import gc
-import sys
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from itertools import compress
-from typing import Any, final
-from weakref import WeakKeyDictionary
+from typing import Any, ClassVar, final
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -51,12 +49,10 @@ def refuse_outdated_(model: nn.Module, changed: Iterable[nn.Module], but: Iterab
     An average is a module with a method `update_parameters` or `update` and with a copy of the model as its `module`:
     an AveragedModel of torch, or a ModelEma of timm.
     """
-    modules, averaging = set(changed), _averaging()
-    living = _living({*_wrappers(), *averaging})
+    modules = set(changed)
+    averaging = _averaging(modules)
+    living = _living(_wrappers() | averaging)
     _refuse_to_train_([thing for thing in living if isinstance(thing, DistributedDataParallel)], modules, set(but))
-    numbers = Counter(map(type, living))
-    for kind, references in averaging.items():
-        _unused[kind] = references - numbers[kind]
     for average in living:
         if type(average) in averaging and _is_outdated(average, model, modules):
             for name in _UPDATES:
@@ -107,22 +103,33 @@ def _with_subclasses(kind: type[nn.Module]) -> Iterator[type[nn.Module]]:
 
 
 _UPDATES = ("update_parameters", "update")
-# The references to a class when it had no instances. Each instance holds one more, so that a search among all living
-# objects, 50 ms for 300 000 of them, is needed only for classes with more references.
-_unused: WeakKeyDictionary[type[nn.Module], int] = WeakKeyDictionary()
 
 
-def _averaging() -> dict[type[nn.Module], int]:
-    """The classes that may have averages as instances, with the references to each."""
-    found = {}
-    for kind in set(_with_subclasses(nn.Module)):
-        if not kind.__module__.startswith("torch.nn.") and any(hasattr(kind, name) for name in _UPDATES):
-            references = sys.getrefcount(kind)
-            if references > _unused.get(kind, -1):
-                found[kind] = references
-            else:
-                _unused[kind] = references
-    return found
+class Remembered(nn.Module):
+    """A module whose copies are remembered while they live: if there are none, no average needs to be searched."""
+
+    copies: ClassVar[WeakSet[nn.Module]] = WeakSet()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the state of a module that is copied or unpickled."""
+        super().__setstate__(state)
+        Remembered.copies.add(self)
+
+
+def _averaging(changed: set[nn.Module]) -> set[type[nn.Module]]:
+    """The classes that may have averages with copies of the changed modules, of other shapes, if there can be any."""
+    present = {(type(module), tuple(_shapes(module).items())) for module in changed}
+    kinds = {kind for kind, _ in present}
+    copies = (copy for copy in list(Remembered.copies) if type(copy) in kinds)
+    if all(issubclass(kind, Remembered) for kind in kinds) and all(
+        (type(copy), tuple(_shapes(copy).items())) in present for copy in copies
+    ):
+        return set()
+    return {
+        kind
+        for kind in _with_subclasses(nn.Module)
+        if not kind.__module__.startswith("torch.nn.") and any(hasattr(kind, name) for name in _UPDATES)
+    }
 
 
 @final
