@@ -17,6 +17,7 @@ from tests.adapters.transformers_models import (
     MambaForCausalLM,
     MambaMixer,
     check_same,
+    configs,
     cut,
     make,
     mixers,
@@ -140,19 +141,20 @@ def test_a_cut_that_does_harm_is_undone_with_what_the_config_says(orders):
 
 def test_a_cut_that_fails_half_way_changes_nothing(monkeypatch):
     model, calls = unequal(make(), 5, 6), []
-    before = picture(model)
+    before, config = picture(model), model.config
 
-    def failing(self, order):
-        calls.append(order)
-        if len(calls) == 2:
+    def failing(self, name, value):
+        calls.append(name)
+        if calls.count("config") == 2:
             raise MemoryError("no more")
-        setter(self, order)
+        nn.Module.__setattr__(self, name, value)
 
-    setter = LayerConfig.state_size.fset
-    monkeypatch.setattr(LayerConfig, "state_size", LayerConfig.state_size.setter(failing))
-    with pytest.raises(MemoryError):
-        cut(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(MambaMixer, "__setattr__", failing, raising=False)
+        with pytest.raises(MemoryError):
+            cut(model)
     check_same(model, before)
+    assert {id(value) for value in configs(model)} == {id(config)}
 
 
 def test_an_average_follows():

@@ -29,6 +29,11 @@ def mixers(model):
     return [module for module in model.modules() if isinstance(module, MambaMixer)]
 
 
+def configs(model):
+    """Every place in the model that holds a config."""
+    return [value for module in model.modules() for value in vars(module).values() if isinstance(value, MambaConfig)]
+
+
 def runs(model):
     return model(IDS)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from functools import reduce
 from typing import Any, ClassVar, Generic, TypeVar
@@ -44,6 +44,8 @@ class Adapter(ABC, Generic[Module, System]):
     OPTIONAL: ClassVar[frozenset[str]] = frozenset()
     # Parameters that a cut may add, each with the parameter whose optimizer group it joins.
     JOINS: ClassVar[Mapping[str, str]] = {}
+    # Attributes in objects that modules share, such as a config: `renewed` writes them.
+    SHARED: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod
     def read(self, module: Module) -> System:
@@ -69,6 +71,14 @@ class Adapter(ABC, Generic[Module, System]):
         """The owner of an attribute, and its name there: "config.state_size" is state_size of module.config."""
         *owners, leaf = path.split(".")
         return reduce(getattr, owners, module), leaf
+
+    def renewed(self, model: nn.Module, modules: Sequence[Module]) -> list[tuple[Any, str, Any]]:
+        """The owner, the name there and the new value of every attribute that holds an object with `SHARED` attributes.
+
+        Such an object may be used outside of the model, so each model gets its own copy, with the present orders of
+        these modules, which are all those of the model that this adapter reads.
+        """
+        return []
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

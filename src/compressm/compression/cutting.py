@@ -117,7 +117,7 @@ class Cutter:
         # Called last: parameters that were written and restored have lost the wrapper's hooks.
         undo.callback(renew_wrappers_, self.model, modules)
         with stage("write"):
-            write_cuts_(prepared.cuts, self.optimizer, undo)
+            write_cuts_(prepared.cuts, self.optimizer, undo, models=(self.inner, *self.follow))
         renew_wrappers_(self.model, modules)
 
     def renew_wrappers_(self) -> None:

@@ -20,7 +20,7 @@ from compressm.adapters import find
 from compressm.compression.distributed import Processes
 from compressm.compression.optimizer import leave_
 from compressm.compression.record import Restored
-from compressm.compression.surgery import attributes_of, optional_in
+from compressm.compression.surgery import attributes_of, optional_in, renew_shared_
 from compressm.errors import CompressionError
 from compressm.families.choices import require_count, require_number
 from compressm.files import replacing
@@ -56,7 +56,7 @@ class Subject:
         }
 
     def attributes(self) -> dict[str, tuple[Any, str]]:
-        """The owner of every attribute that changes with the order, and its name there."""
+        """The owner of every attribute that a cut changes in place, and its name there."""
         return {
             f"{k}/{path}": place for k, model in enumerate(self.models) for path, place in attributes_of(model).items()
         }
@@ -138,10 +138,12 @@ class Snapshot:
             for name, (module, key) in buffers.items():
                 undo.callback(module._buffers.__setitem__, key, module._buffers[key])
                 module._buffers[key] = _assigned(module._buffers[key], tensors[f"buffer {name}"], undo)
-            places = subject.attributes()
-            for path, value in self.rest.get("attributes", {}).items():
-                undo.callback(setattr, *places[path], getattr(*places[path]))
-                setattr(*places[path], value)
+            then = self.rest.get("attributes", {})
+            for path, place in subject.attributes().items():
+                if path in then:
+                    undo.callback(setattr, *place, getattr(*place))
+                    setattr(*place, then[path])
+            renew_shared_(subject.models, undo)
             if subject.optimizer is not None:
                 _restore_optimizer_(subject.optimizer, parameters, self.rest["optimizer"], tensors, undo)
         if subject.scheduler is not None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, final
 
 from torch import Tensor, nn
 
-from compressm.adapters import adapter_for, find
+from compressm.adapters import Adapter, adapter_for, find
 from compressm.adapters.base import parameter_of, prepared, present_attributes
 from compressm.compression.optimizer import (
     Moments,
@@ -42,16 +42,37 @@ def take_orders_(model: nn.Module) -> None:
     """Set the attributes that change with the order to the orders of the present parameters."""
     for name, (module, adapter) in find(model).items():
         for path, value in present_attributes(module, adapter).items():
-            setattr(*place_of(name, module, path), value)
+            if path not in adapter.SHARED:
+                setattr(*place_of(name, module, path), value)
+    renew_shared_([model], ExitStack())
+
+
+def renew_shared_(models: Iterable[nn.Module], undo: ExitStack) -> None:
+    """Give each model its own copy of what its modules share, such as a config, with the present orders."""
+    for owner, leaf, value in _renewed(models):
+        undo.callback(setattr, owner, leaf, getattr(owner, leaf))
+        setattr(owner, leaf, value)
+
+
+def _renewed(models: Iterable[nn.Module]) -> list[tuple[Any, str, Any]]:
+    writes = []
+    for model in models:
+        sharing: dict[Adapter[Any, Any], list[nn.Module]] = {}
+        for module, adapter in find(model).values():
+            if adapter.SHARED:
+                sharing.setdefault(adapter, []).append(module)
+        writes += [write for adapter, modules in sharing.items() for write in adapter.renewed(model, modules)]
+    return writes
 
 
 def attributes_of(model: nn.Module) -> dict[str, tuple[Any, str]]:
-    """The owners and names of all attributes that a cut may change, by module and path."""
-    return {
-        f"{name}/{path}": place_of(name, module, path)
-        for name, (module, adapter) in find(model).items()
-        for path in present_attributes(module, adapter)
-    }
+    """The owners and names of the attributes that a cut changes in place, by module and path; all must exist."""
+    places = {}
+    for name, (module, adapter) in find(model).items():
+        for path in present_attributes(module, adapter):
+            place = place_of(name, module, path)
+            places |= {} if path in adapter.SHARED else {f"{name}/{path}": place}
+    return places
 
 
 def optional_in(model: nn.Module) -> list[tuple[nn.Module, str]]:
@@ -101,11 +122,14 @@ def apply_cuts(cuts: Sequence[PreparedCut], optimizer: Any | None = None) -> Non
         raise
 
 
-def write_cuts_(cuts: Sequence[PreparedCut], optimizer: Any | None, undo: ExitStack) -> None:
+def write_cuts_(
+    cuts: Sequence[PreparedCut], optimizer: Any | None, undo: ExitStack, models: Sequence[nn.Module] = ()
+) -> None:
     """Check every cut, then write them all; closing `undo` puts everything back.
 
     Parameters stay the same objects in the same groups, with hooks and attributes; their gradients are dropped. The
-    optimizer's dictionaries stay the same objects, with new tensors; added parameters join its groups.
+    optimizer's dictionaries stay the same objects, with new tensors; added parameters join its groups. Each of the
+    `models` that hold the modules gets its own copy of what they share, such as a config.
     """
     writes = [write for cut in cuts for write in _checked_values(cut)]
     _require_disjoint(cuts)
@@ -123,6 +147,8 @@ def write_cuts_(cuts: Sequence[PreparedCut], optimizer: Any | None, undo: ExitSt
     for owner, leaf, value in attributes:
         undo.callback(setattr, owner, leaf, getattr(owner, leaf))
         setattr(owner, leaf, value)
+    # The copies take the new orders from the parameters.
+    renew_shared_(models or [cut.module for cut in cuts], undo)
     for group, parameter, name in joining:
         undo.callback(leave_, optimizer, [parameter])
         join_(group, parameter, name)
@@ -176,7 +202,9 @@ def _attributes(cut: PreparedCut, added: Mapping[tuple[int, str], nn.Parameter])
     new = dict(cut.writing.attributes)
     new |= {name: value.clone() for name, value in cut.writing.buffers.items()}
     new |= {name: added[id(cut.module), name] for name in cut.writing.added}
-    return [(*place_of(cut.name, cut.module, path), value) for path, value in new.items()]
+    adapter = adapter_for(cut.module)
+    shared = frozenset[str]() if adapter is None else adapter.SHARED
+    return [(*place_of(cut.name, cut.module, path), value) for path, value in new.items() if path not in shared]
 
 
 def _joining(

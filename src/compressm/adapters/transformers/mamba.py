@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,7 +12,7 @@ from typing import Any, final
 from jaxtyping import Bool
 from torch import Tensor, nn
 
-from compressm.adapters.base import adapts_named
+from compressm.adapters.base import adapter_for, adapts_named
 from compressm.adapters.mamba import SelectiveAdapter
 from compressm.control.selective import SelectiveSystem
 from compressm.errors import AdapterError
@@ -78,6 +80,8 @@ SINCE = "5.16"
 class MambaMixerAdapter(SelectiveAdapter[nn.Module]):
     """The adapter of MambaMixer: `attention_mask` is 0 in padding; mixer, x_proj and config also store the order."""
 
+    SHARED = frozenset({"config.state_size"})
+
     def read(self, module: nn.Module) -> SelectiveSystem:
         system = super().read(module)
         _require_config(module)
@@ -102,11 +106,44 @@ class MambaMixerAdapter(SelectiveAdapter[nn.Module]):
         return super().attributes(module, order) | {"ssm_state_size": order, "config.state_size": order}
 
     def place(self, module: nn.Module, path: str) -> tuple[Any, str]:
-        if path != "config.state_size":
+        if path not in self.SHARED:
             return super().place(module, path)
         layer = module.layer_idx
         assert isinstance(layer, int)
         return LayerConfig(module.config, layer), "state_size"
+
+    def renewed(self, model: nn.Module, modules: Sequence[nn.Module]) -> list[tuple[Any, str, Any]]:
+        configs = {id(module.config): module.config for module in modules}
+        return [write for config in configs.values() for write in self._renewed(model, config)]
+
+    def _renewed(self, model: nn.Module, config: Any) -> list[tuple[nn.Module, str, Any]]:
+        """The writes that replace this config by a copy with the present orders, one copy for a model."""
+        holders = _holders(model, config)
+        mixers = [module for module, _ in holders if isinstance(adapter_for(module), MambaMixerAdapter)]
+        orders = {module.layer_idx: self.order(module) for module in mixers}
+        if len(orders) < len(mixers) and all(module is not model for module, _ in holders):
+            # Several models inside of this one were made from one config.
+            return [write for child in model.children() for write in self._renewed(child, config)]
+        if not orders:
+            return []
+        # Layers that were removed from the model have no order of their own.
+        common = max(orders.values())
+        sizes = [orders.get(layer, common) for layer in range(config.num_hidden_layers)]
+        if sizes == state_sizes(config):
+            return []
+        renewed = copy.deepcopy(config)
+        set_state_sizes_(renewed, sizes)
+        return [(module, name, renewed) for module, name in holders]
+
+
+def _holders(model: nn.Module, config: Any) -> list[tuple[nn.Module, str]]:
+    """Every module that holds the config, with its name there: in the model, and in models that contain this one."""
+    # Modules do not know what contains them, and a backbone alone may be cut: its head would keep the old config.
+    alive = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and thing is not model]
+    holding = [module for module in alive if any(value is config for value in vars(module).values())]
+    around = [module for module in holding if any(inner is model for inner in module.modules())]
+    modules = dict.fromkeys(inner for outer in (model, *around) for inner in outer.modules())
+    return [(module, name) for module in modules for name, value in vars(module).items() if value is config]
 
 
 def _require_config(module: nn.Module) -> None:
