@@ -13,7 +13,7 @@ from torch import Tensor
 from compressm.control import validation
 from compressm.control.factors import require_semidefinite
 from compressm.control.poles import one_minus_products, reciprocal_products
-from compressm.control.system import DiagonalSystem, LinearSystem
+from compressm.control.system import DiagonalSystem, LinearSystem, require_system
 from compressm.control.validation import PrecisionError, ShapeError, UnstableSystemError
 
 
@@ -25,6 +25,7 @@ def controllability_gramian(
     The paper's closed form (app:lyapunov-sol) has λᵢ λⱼ, which holds for real poles only. Σᵤ has shape (p, p) or
     (*bank, p, p); by default it is the identity, white noise at the input.
     """
+    require_system("controllability_gramian", system)
     covariance = None if input_covariance is None else _covariance(system, input_covariance)
     B = system.B if covariance is None else system.B.to(covariance.dtype)
     drive = (B if covariance is None else B @ covariance) @ B.mH
@@ -35,7 +36,7 @@ def controllability_gramian(
 
 def observability_gramian(system: LinearSystem) -> Inexact[Tensor, "*bank n n"]:
     """Q = Aᴴ Q A + Cᴴ C: the controllability Gramian of the adjoint."""
-    return controllability_gramian(system.adjoint())
+    return controllability_gramian(require_system("observability_gramian", system).adjoint())
 
 
 def gramians(system: LinearSystem) -> tuple[Inexact[Tensor, "*bank n n"], Inexact[Tensor, "*bank n n"]]:
@@ -176,6 +177,7 @@ class StateCovariance:
         return self._accumulate(states.mT @ states.conj(), kept.sum(-1, dtype=torch.float64))
 
     def merge(self, other: StateCovariance) -> StateCovariance:
+        validation.require_kind("merge", other, StateCovariance)
         if other.total is None or other.count is None:
             return self
         return self._accumulate(other.total, other.count)

@@ -13,7 +13,8 @@ from compressm.control import validation
 from compressm.control.balancing import Balancing, GramianPair, balance_factors, balance_sorted, hankel_values
 from compressm.control.gramians import controllability_gramian, gramians, lyapunov_factor, observability_gramian
 from compressm.control.linear_algebra import svdvals
-from compressm.control.system import DenseSystem, DiagonalSystem, LinearSystem
+from compressm.control.system import DenseSystem, DiagonalSystem, LinearSystem, require_system
+from compressm.control.validation import PrecisionError
 
 
 def hankel_singular_values(
@@ -23,6 +24,7 @@ def hankel_singular_values(
 
     `P`, a measured Gramian for instance, replaces the exact controllability Gramian.
     """
+    require_system("hankel_singular_values", system)
     if P is None and isinstance(system, DenseSystem):
         return _dense_values(system)
     pair = gramian_pair(system, P)
@@ -56,6 +58,8 @@ def gramian_pair(system: LinearSystem, P: Inexact[Tensor, "*bank n n"] | None) -
         P = controllability_gramian(system)
     else:
         P = validation.require_gramian("P", P, system.bank, n, system.device)
+        if P.is_complex() and not system.is_complex:
+            raise PrecisionError(f"P has dtype {P.dtype}, expected float64: the system is real")
     Q = observability_gramian(system)
     dtype = torch.promote_types(P.dtype, Q.dtype)
     return GramianPair.of(P.to(dtype).reshape(-1, n, n), Q.to(dtype).reshape(-1, n, n), source)

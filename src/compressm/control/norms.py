@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compressm.control.factors import cauchy_factor
 from compressm.control.gramians import lyapunov_factor
-from compressm.control.system import DenseSystem, DiagonalSystem, LinearSystem
+from compressm.control.system import DenseSystem, DiagonalSystem, LinearSystem, require_system
 from compressm.control.truncation import diagonalise
 from compressm.control.validation import DefectiveSystemError, DeviceError, ShapeError
 
@@ -26,7 +26,7 @@ _CHUNK = 2**22  # complex numbers in memory at once
 
 def h_infinity_error(first: LinearSystem, second: LinearSystem) -> Float[Tensor, "*bank"]:
     """max over ω of ‖G(e^{iω}) − G'(e^{iω})‖₂."""
-    _require_comparable(first, second)
+    _require_comparable("h_infinity_error", first, second)
     pair, scale = _normalised(_modal(first), _modal(second))
 
     def response(omega: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def h_infinity_error(first: LinearSystem, second: LinearSystem) -> Float[Tensor,
 
 def h_infinity_norm(system: LinearSystem) -> Float[Tensor, "*bank"]:
     """max over ω of ‖G(e^{iω})‖₂: the largest ratio of output norm to input norm, ‖y‖₂ / ‖u‖₂."""
-    (modal,), scale = _normalised(_modal(system))
+    (modal,), scale = _normalised(_modal(require_system("h_infinity_norm", system)))
     return scale * _peak_gain(modal.frequency_response, _resonances(modal), system)
 
 
@@ -46,7 +46,7 @@ def h2_error(first: LinearSystem, second: LinearSystem) -> Float[Tensor, "*bank"
 
     L is computed without the Gramian: this resolves differences down to 1e-13 of the norm, tr(C P Cᴴ) only to 1e-8.
     """
-    _require_comparable(first, second)
+    _require_comparable("h2_error", first, second)
     (one, two), scale = _normalised(_modal(first), _modal(second))
     dtype = torch.promote_types(one.dtype, two.dtype)
     B = torch.cat([one.B.to(dtype), two.B.to(dtype)], dim=-2)
@@ -58,7 +58,7 @@ def h2_error(first: LinearSystem, second: LinearSystem) -> Float[Tensor, "*bank"
 
 def h2_norm(system: LinearSystem) -> Float[Tensor, "*bank"]:
     """√(Σₖ ‖g[k]‖²_F): the root mean square of the output for white noise at the input."""
-    (modal,), scale = _normalised(_modal(system))
+    (modal,), scale = _normalised(_modal(require_system("h2_norm", system)))
     if isinstance(modal, DiagonalSystem):
         return scale * _h2_norm_of(modal)
     return scale * torch.linalg.matrix_norm(modal.C @ lyapunov_factor(modal.A, modal.B))
@@ -164,7 +164,9 @@ def _largest_singular_value(matrices: Complex[Tensor, "*bank q p"]) -> Float[Ten
     return torch.sqrt(torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0))
 
 
-def _require_comparable(first: LinearSystem, second: LinearSystem) -> None:
+def _require_comparable(function: str, first: LinearSystem, second: LinearSystem) -> None:
+    for system in (first, second):
+        require_system(function, system)
     for what in ("bank", "inputs", "outputs"):
         a, b = getattr(first, what), getattr(second, what)
         if a != b:

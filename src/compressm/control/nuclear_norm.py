@@ -17,7 +17,7 @@ from compressm.control import validation
 from compressm.control.hankel import hankel_singular_values
 from compressm.control.linear_algebra import column_norms, each, row_norms
 from compressm.control.poles import reciprocal_products
-from compressm.control.system import DiagonalSystem, LinearSystem
+from compressm.control.system import DiagonalSystem, LinearSystem, require_system
 from compressm.control.validation import ControlError
 
 # σ² has an error of ε σ₁²: smaller σ and their directions are rounding noise.
@@ -30,11 +30,12 @@ def hankel_nuclear_norm(system: LinearSystem, *, floor: float = 0.0) -> Float[Te
     With a floor of at least 1e-6, states of a diagonal system below floor·σ₁ count less in value and gradient. This
     takes a tenth of the time where the Gramians are nearly singular, and only matrix products on a GPU.
     """
-    if floor == 0:
+    require_system("hankel_nuclear_norm", system)
+    if floor is not False and floor == 0:
         return hankel_singular_values(system).sum(-1)
     validation.require_kind("a floor", system, DiagonalSystem, hint="call diagonalise first")
-    if not _LEAST_FLOOR <= floor < 1:
-        raise ControlError(f"floor is {floor}, expected 0, or a number from {_LEAST_FLOOR:g} to below 1")
+    if not validation.is_number(floor) or not _LEAST_FLOOR <= floor < 1:
+        raise ControlError(f"floor is {floor!r}, expected 0, or a number from {_LEAST_FLOOR:g} to below 1")
     assert isinstance(system, DiagonalSystem)
     flat = system.flat()
     return FlooredNorm.apply(flat.poles, flat.B, flat.C, flat.decay.detach(), float(floor)).reshape(system.bank)  # type: ignore[no-untyped-call]

@@ -19,7 +19,7 @@ from compressm.control.factors import require_semidefinite
 from compressm.control.linear_algebra import eig
 from compressm.control.selective import require_negative_rates
 from compressm.control.truncation import require_eigenvectors
-from compressm.control.validation import DefectiveSystemError, OrderError, ShapeError
+from compressm.control.validation import ControlError, DefectiveSystemError, OrderError, ShapeError
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,8 @@ def shared_projection(
     `states` names the directions to keep; by default the first ones.
     """
     rates = require_negative_rates(rates)
+    if not isinstance(two_sided, bool):
+        raise ControlError(f"two_sided is {two_sided!r:.100}, expected True or False")
     if rates.ndim != 2:
         raise ShapeError(f"rates have shape {tuple(rates.shape)}, expected (channels, n)")
     kept = _kept(order, states, rates)

@@ -194,8 +194,8 @@ def second_moment_gramians(
 
 
 def _require_radius(largest_radius: float) -> None:
-    if not 0 < largest_radius < 1:
-        raise UnstableSystemError(f"largest_radius is {largest_radius}, expected a number between 0 and 1")
+    if not validation.is_number(largest_radius) or not 0 < largest_radius < 1:
+        raise UnstableSystemError(f"largest_radius is {largest_radius!r}, expected a number between 0 and 1")
 
 
 def require_negative_rates(rates: Float[Tensor, "*bank n"]) -> Float[Tensor, "*bank n"]:

@@ -49,6 +49,11 @@ class LinearSystem(ABC):
         return self.B.dtype
 
     @property
+    def is_complex(self) -> bool:
+        """True if A, B or C has a complex dtype."""
+        return any(tensor is not None and tensor.is_complex() for tensor in vars(self).values())
+
+    @property
     def device(self) -> torch.device:
         return self.B.device
 
@@ -198,6 +203,12 @@ class LinearSystem(ABC):
         from compressm.control.norms import h2_error
 
         return h2_error(self, other)
+
+
+def require_system(function: str, system: object) -> LinearSystem:
+    """Require a system; the error names the function that takes it."""
+    hint = "expected DiagonalSystem(poles, B, C) or DenseSystem(A, B, C)"
+    return validation.require_kind(function, system, LinearSystem, hint)  # type: ignore[type-abstract]
 
 
 class DiagonalSystem(LinearSystem):

@@ -13,7 +13,7 @@ from torch import Tensor
 from compressm.control import validation
 from compressm.control.factors import psd_factor
 from compressm.control.gramians import gramians
-from compressm.control.system import LinearSystem
+from compressm.control.system import LinearSystem, require_system
 from compressm.control.validation import OrderChangedError, ShapeError
 
 # A share of the distance between neighbours: if values move less between snapshots, crossings can be followed.
@@ -22,7 +22,7 @@ _RESOLVED = 0.25
 
 def hankel_hermitian(system: LinearSystem) -> Inexact[Tensor, "*bank n n"]:
     """H = (P^½ Q P^½)^½, a Hermitian matrix whose eigenvalues are the Hankel singular values."""
-    P, Q = gramians(system)
+    P, Q = gramians(require_system("hankel_hermitian", system))
     root = _hermitian_root(P)
     # P^½ Q P^½ = M Mᴴ with M = P^½ Lo: the SVD of M gives its root, and nothing is squared.
     U, sigma, _ = torch.linalg.svd(root @ psd_factor((Q + Q.mH) / 2, "Q"))
@@ -44,6 +44,8 @@ class HankelChange:
 
 def hankel_change(before: LinearSystem, after: LinearSystem) -> HankelChange:
     """Compare two snapshots of one layer; a cut between them is refused, because δH is undefined across a cut."""
+    for snapshot in (before, after):
+        require_system("hankel_change", snapshot)
     if before.order != after.order:
         raise OrderChangedError(f"order {before.order} before and {after.order} after: δH is undefined across a cut")
     validation.require_one_device(before=before.B, after=after.B)
@@ -76,6 +78,8 @@ def trajectories(spectra: Sequence[Float[Tensor, " _"]]) -> Trajectories:
     """
     from scipy.optimize import linear_sum_assignment  # SciPy takes longer to import than the rest of the package
 
+    if not isinstance(spectra, Sequence):
+        raise ShapeError(f"spectra are a {type(spectra).__name__}, expected a list of tensors (n,)")
     spectra = [_checked_spectrum(k, spectrum) for k, spectrum in enumerate(spectra)]
     if not spectra:
         raise ShapeError("no spectra given: trajectories need at least one")

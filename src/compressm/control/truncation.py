@@ -14,7 +14,7 @@ from compressm.control import validation
 from compressm.control.balancing import Balancing, balance, balance_factors, numerical_rank
 from compressm.control.hankel import dense_factors, gramian_pair
 from compressm.control.linear_algebra import column_norms, eig, row_norms
-from compressm.control.system import DenseSystem, DiagonalSystem, LinearSystem
+from compressm.control.system import DenseSystem, DiagonalSystem, LinearSystem, require_system
 from compressm.control.validation import DefectiveSystemError, OrderError, ShapeError
 
 
@@ -56,6 +56,7 @@ def balanced_truncation(
     projection of A, a contraction; but there is no bound, and `error_bound` is None. An order above the numerical
     rank #{σ > n ε σ₁} keeps only that many states (at least one): the others are rounding noise.
     """
+    require_system("balanced_truncation", system)
     n, bank = system.order, system.bank
     indices = _kept_states(order, states, system)
     with torch.no_grad():
@@ -138,6 +139,9 @@ _LARGEST_CONDITION = 1e8
 
 def diagonalise(system: LinearSystem, like: DiagonalSystem | None = None) -> DiagonalSystem:
     """The same system with A = diag(λ): B ← X⁻¹B, C ← CX with the eigenvectors X of A, scaled as in `eigenbasis`."""
+    require_system("diagonalise", system)
+    if like is not None:
+        validation.require_kind("like", like, DiagonalSystem)
     X, poles = eigenbasis(system, like)
     return in_eigenbasis(system, X, poles)
 
@@ -186,6 +190,7 @@ def _condition(X: Tensor) -> Float[Tensor, "*bank"]:
 
 def input_output_ratio(system: DiagonalSystem) -> Float[Tensor, "*bank"]:
     """ρ = rms ‖bᵢ/γᵢ‖ / rms ‖cᵢ‖ over the modes; 1 where either side is zero."""
+    validation.require_kind("input_output_ratio", system, DiagonalSystem, hint="call diagonalise first")
     b, c = (torch.linalg.vector_norm(sizes, dim=-1) for sizes in _mode_sizes(system))
     usable = (b > 0) & (c > 0)
     return torch.where(usable, b / torch.where(usable, c, 1), 1)

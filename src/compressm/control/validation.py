@@ -7,6 +7,7 @@ import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from numbers import Real
 from typing import Any, TypeVar
 
 import torch
@@ -171,6 +172,11 @@ def as_integer(value: Any) -> int | None:
         return operator.index(value)
     except TypeError:
         return None
+
+
+def is_number(value: object) -> bool:
+    """True for a real number of Python or NumPy; False for bool."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def require_gramian(name: str, gramian: object, bank: torch.Size, n: int, device: torch.device) -> Tensor:

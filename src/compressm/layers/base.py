@@ -6,6 +6,7 @@ import functools
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral, Real
 from operator import attrgetter
 from typing import Any, ClassVar, TypeVar
 
@@ -96,7 +97,7 @@ class SSMLayer(Remembered, ABC):
 
     @abstractmethod
     def initial_state(self, batch: int) -> Tensor:
-        """The state at the start of a stream: zeros."""
+        """The state at the start of a stream of `batch` sequences: zeros."""
 
     @abstractmethod
     def dynamics(self) -> Iterator[nn.Parameter]:
@@ -192,6 +193,28 @@ def require_sizes(**given: int) -> None:
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise SequenceError(f"{name} is {value!r}, expected an integer of at least 1")
+
+
+def require_batch(batch: object) -> None:
+    """Require a number of sequences; compilers and tracers have their own kinds of integers."""
+    if isinstance(batch, torch.SymInt) or (isinstance(batch, Tensor) and torch.jit.is_tracing()):
+        return
+    if isinstance(batch, bool) or not isinstance(batch, Integral) or batch < 1:
+        raise SequenceError(f"batch is {batch!r:.100}, expected an integer of at least 1")
+
+
+def require_numbers(**given: float) -> None:
+    """Require real numbers; their range is checked where they are used."""
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise SequenceError(f"{name} is {value!r:.100}, expected a number")
+
+
+def require_switches(**given: bool) -> None:
+    """Require True or False."""
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise SequenceError(f"{name} is {value!r:.100}, expected True or False")
 
 
 def require_finite_parameters(layer: nn.Module) -> None:

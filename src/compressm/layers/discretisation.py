@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from numbers import Real
 from typing import final
 
 import torch
@@ -76,7 +77,8 @@ def require_discretisation(discretisation: Discretisation) -> Discretisation:
 
 def random_log_steps(count: int, step_min: float, step_max: float) -> Float[Tensor, " count"]:
     """Random log Δ, uniform between log step_min and log step_max."""
-    if not 0 < step_min < step_max < math.inf:
-        raise SequenceError(f"step_min is {step_min} and step_max {step_max}, expected 0 < step_min < step_max")
+    numbers = all(isinstance(step, Real) and not isinstance(step, bool) for step in (step_min, step_max))
+    if not numbers or not 0 < step_min < step_max < math.inf:
+        raise SequenceError(f"step_min is {step_min!r:.80} and step_max {step_max!r:.80}, expected 0 < step_min < step_max")
     low, high = math.log(step_min), math.log(step_max)
     return low + (high - low) * torch.rand(count)

@@ -10,9 +10,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from compressm.layers.base import LTILayer, keeps_arguments
+from compressm.layers.base import LTILayer, keeps_arguments, require_batch, require_numbers
 from compressm.ops import Path, SequenceError, lti_layer
 from compressm.ops.block.norm import Link
+from compressm.ops.dispatch import require_path
 from compressm.ops.lti import layer_dtype
 from compressm.ops.lti.lru_system import lru_system, plain_system
 
@@ -47,6 +48,8 @@ class LRU(LTILayer):
         path: Path | None = None,
     ) -> None:
         super().__init__(width, order)
+        require_numbers(r_min=r_min, r_max=r_max, max_phase=max_phase)
+        require_path(path, *Path)
         if not 0 <= r_min < r_max < 1:
             raise SequenceError(f"r_min is {r_min} and r_max {r_max}, expected 0 <= r_min < r_max < 1")
         if not 0 < max_phase <= 2 * math.pi:
@@ -100,4 +103,5 @@ class LRU(LTILayer):
         return h_re @ C_re.mT - h_im @ C_im.mT + self.D * x, torch.stack([h_re, h_im], dim=1)
 
     def initial_state(self, batch: int) -> Float[Tensor, "batch 2 n"]:
+        require_batch(batch)
         return self.nu_log.new_zeros(batch, 2, self.order)

@@ -12,12 +12,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
-from compressm.layers.base import SSMLayer, keeps_arguments, require_sizes
+from compressm.layers.base import SSMLayer, keeps_arguments, require_batch, require_sizes, require_switches
 from compressm.layers.discretisation import random_log_steps
 from compressm.layers.parameters import refuse_to_train_, replace_data
 from compressm.ops import SequenceError
 from compressm.ops.block.pooling import valid_rows
-from compressm.ops.dispatch import kernels_serve, require_lengths
+from compressm.ops.dispatch import kernels_serve, require_lengths, require_path
 from compressm.ops.selective import ScanPath, selective_scan, selective_step
 from compressm.ops.selective.conv_and_gate import causal_conv
 
@@ -126,6 +126,8 @@ class Mamba(SSMLayer):
         super().__init__(width, order)
         dt_rank = math.ceil(width / 16) if dt_rank is None else dt_rank
         require_sizes(expand=expand, conv_width=conv_width, dt_rank=dt_rank)
+        require_switches(conv_bias=conv_bias, bias=bias)
+        require_path(path, *ScanPath)
         self.inner, self.conv_width, self.dt_rank, self.path = expand * width, conv_width, dt_rank, path
         rates = torch.arange(1, order + 1, dtype=torch.get_default_dtype())
         self.A_log = _without_decay(nn.Parameter(torch.log(rates).repeat(self.inner, 1)))
@@ -246,6 +248,7 @@ class Mamba(SSMLayer):
         return self.out_proj(y), self._joined(v[:, None], before, h, None)
 
     def initial_state(self, batch: int) -> Float[Tensor, "batch inner kept"]:
+        require_batch(batch)
         kept = self.conv_width - 1 + self.order * (1 if self.A_imag is None else 2)
         return self.A_log.new_zeros(batch, self.inner, kept, dtype=_wide(self.A_log.dtype))
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from compressm.layers.base import LTILayer, keeps_arguments
+from compressm.layers.base import LTILayer, keeps_arguments, require_batch
 from compressm.layers.discretisation import (
     ZOH,
     Discretisation,
@@ -22,6 +22,8 @@ from compressm.layers.discretisation import (
 from compressm.layers.initialisation import Initialisation, Lin
 from compressm.ops import Path, SequenceError, lti_bank
 from compressm.ops.block.norm import Link
+from compressm.ops.dispatch import require_path
+from compressm.ops.lti.scan import BANK_PATHS
 
 
 @final
@@ -49,6 +51,7 @@ class S4D(LTILayer):
         if not isinstance(initialisation, Initialisation):
             raise SequenceError(f"initialisation is {initialisation!r}, expected an object: Lin(), Inv() or Legs()")
         self.discretisation = require_discretisation(discretisation)
+        require_path(path, *BANK_PATHS)
         self.path = path
         log_step = random_log_steps(width, step_min, step_max)
         poles, dtype = initialisation(order), torch.get_default_dtype()
@@ -96,6 +99,7 @@ class S4D(LTILayer):
         return (C[0] * h[0] - C[1] * h[1]).sum(-1) + self.D * x, h.movedim(0, 1)
 
     def initial_state(self, batch: int) -> Float[Tensor, "batch 2 width n"]:
+        require_batch(batch)
         return self.log_A_real.new_zeros(batch, 2, self.width, self.order)
 
     def extra_repr(self) -> str:

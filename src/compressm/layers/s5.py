@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from compressm.layers.base import LTILayer, keeps_arguments
+from compressm.layers.base import LTILayer, keeps_arguments, require_batch
 from compressm.layers.discretisation import (
     ZOH,
     Discretisation,
@@ -22,6 +22,7 @@ from compressm.layers.discretisation import (
 from compressm.layers.initialisation import legs_modes
 from compressm.ops import Path, lti_layer
 from compressm.ops.block.norm import Link
+from compressm.ops.dispatch import require_path
 
 
 @final
@@ -55,6 +56,7 @@ class S5(LTILayer):
     ) -> None:
         super().__init__(width, order)
         self.discretisation = require_discretisation(discretisation)
+        require_path(path, *Path)
         self.path = path
         log_step = random_log_steps(order, step_min, step_max)
         poles, vectors = legs_modes(order)
@@ -107,6 +109,7 @@ class S5(LTILayer):
         return h[0] @ C[0].mT - h[1] @ C[1].mT + self.D * x, h.movedim(0, 1)
 
     def initial_state(self, batch: int) -> Float[Tensor, "batch 2 n"]:
+        require_batch(batch)
         return self.log_A_real.new_zeros(batch, 2, self.order)
 
     def extra_repr(self) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, cast, final
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 
 from compressm.layers import LTILayer, SequenceError, SSMLayer
 from compressm.models.checks import require_counts
-from compressm.models.normalisation import BatchNorm, Norm, PaddedBatchNorm, forked, normed
+from compressm.models.normalisation import BatchNorm, Norm, PaddedBatchNorm, forked, normed, require_norm
 from compressm.ops.block.gated_residual import dropped, dropped_residual, gated_residual
 from compressm.ops.block.norm import Link
 from compressm.ops.dispatch import is_watched, kernels_serve
@@ -26,8 +28,8 @@ class Dropout(ABC):
     rate: float
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rate < 1:
-            raise SequenceError(f"dropout rate is {self.rate}, expected a number from 0 to below 1")
+        if isinstance(self.rate, bool) or not isinstance(self.rate, Real) or not 0 <= self.rate < 1:
+            raise SequenceError(f"dropout rate is {self.rate!r:.80}, expected a number from 0 to below 1")
 
     @abstractmethod
     def build(self) -> RandomMask:
@@ -50,6 +52,15 @@ class OneMask(Dropout):
 
     def build(self) -> RandomMask:
         return RandomMask(self.rate, shared=True)
+
+
+def as_dropout(dropout: Dropout | float) -> Dropout:
+    """The choice of dropout; a number is the rate of `PerElement`."""
+    if isinstance(dropout, Real) and not isinstance(dropout, bool):
+        return PerElement(float(dropout))
+    if not isinstance(dropout, Dropout):
+        raise SequenceError(f"dropout is {dropout!r:.80}, expected a rate such as 0.1, PerElement(0.1) or OneMask(0.1)")
+    return dropout
 
 
 @final
@@ -80,8 +91,13 @@ class RandomMask(nn.Module):
 class ResidualBlock(nn.Module, ABC):
     """A residual block x + f(mixer(norm(x))) around an SSM layer, the mixer."""
 
-    def __init__(self, mixer: SSMLayer, *, norm: Norm = BatchNorm(), dropout: Dropout = PerElement(0.0)) -> None:
+    def __init__(
+        self, mixer: SSMLayer, *, norm: Norm = BatchNorm(), dropout: Dropout | float = PerElement(0.0)
+    ) -> None:
         super().__init__()
+        _require_mixer(mixer)
+        require_norm(norm)
+        dropout = as_dropout(dropout)
         self.norm = norm.build(mixer.width)
         self.ssm = mixer
         self.dropout = dropout.build()
@@ -108,6 +124,11 @@ class ResidualBlock(nn.Module, ABC):
         self, y: Float[Tensor, "batch length width"], x: Float[Tensor, "batch length width"]
     ) -> Float[Tensor, "batch length width"]:
         """The block's output, from the layer's output y and the block's input x."""
+
+
+def _require_mixer(mixer: object) -> None:
+    if not isinstance(mixer, SSMLayer):
+        raise SequenceError(f"mixer is {mixer!r:.80}, expected an SSM layer, such as LRU(width, order)")
 
 
 @final
@@ -144,7 +165,10 @@ class Block(ResidualBlock):
 
     ssm: LTILayer
 
-    def __init__(self, mixer: SSMLayer, *, norm: Norm = BatchNorm(), dropout: Dropout = PerElement(0.0)) -> None:
+    def __init__(
+        self, mixer: SSMLayer, *, norm: Norm = BatchNorm(), dropout: Dropout | float = PerElement(0.0)
+    ) -> None:
+        _require_mixer(mixer)
         if not mixer.needs_gate:
             raise SequenceError(f"the mixer is a {type(mixer).__name__}, expected a linear layer; use MixerBlock")
         super().__init__(mixer, norm=norm, dropout=dropout)
@@ -186,6 +210,12 @@ class Block(ResidualBlock):
 class Blocks(nn.ModuleList):
     """A stack of blocks; its state is the tuple of their states."""
 
+    def __init__(self, modules: Iterable[nn.Module] | None = None) -> None:
+        blocks = list(modules) if isinstance(modules, Iterable) else modules
+        if blocks is not None and not (isinstance(blocks, list) and all(isinstance(b, ResidualBlock) for b in blocks)):
+            raise SequenceError(f"modules are {blocks!r:.80}, expected blocks, such as [Block(LRU(width, order))]")
+        super().__init__(blocks)
+
     def __iter__(self) -> Iterator[ResidualBlock]:
         return cast("Iterator[ResidualBlock]", super().__iter__())
 
@@ -220,6 +250,8 @@ class Blocks(nn.ModuleList):
         return tuple(block.ssm.initial_state(batch) for block in self)
 
     def _each(self, state: Sequence[Tensor]) -> Sequence[Tensor]:
+        if not isinstance(state, Sequence):
+            raise SequenceError(f"state is a {type(state).__name__}, expected a tuple of tensors, one for each block")
         if len(state) != len(self):
             raise SequenceError(f"state holds {len(state)} tensors, expected one for each of {len(self)} blocks")
         return state
@@ -233,12 +265,25 @@ def build_blocks(
     options: Mapping[str, Any] | None,
     *,
     norm: Norm,
-    dropout: Dropout,
+    dropout: Dropout | float,
 ) -> Blocks:
     """Build `depth` blocks, each around its own layer; a layer without a gate gets one."""
     require_counts(depth=depth)
-    if not (isinstance(layer, type) and issubclass(layer, SSMLayer)):
+    if not (isinstance(layer, type) and issubclass(layer, SSMLayer)) or inspect.isabstract(layer):
         raise SequenceError(f"layer is {layer!r}, expected a class of SSM layers, such as LRU")
     kind: type[ResidualBlock] = Block if layer.needs_gate else MixerBlock
-    mixers = [layer(width, order=order, **(options or {})) for _ in range(depth)]
+    require_norm(norm)
+    dropout, options = as_dropout(dropout), _checked_options(options)
+    mixers = [layer(width, order=order, **options) for _ in range(depth)]
     return Blocks(kind(mixer, norm=norm, dropout=dropout) for mixer in mixers)
+
+
+def _checked_options(options: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The options of a layer by name, without those that the model gives itself."""
+    expected = "expected the layer's own options by name, such as {'r_min': 0.5}, or None"
+    if options is not None and not isinstance(options, Mapping):
+        raise SequenceError(f"layer_options is {options!r:.80}, {expected}")
+    odd = next((name for name in options or () if not isinstance(name, str) or name in ("width", "order")), None)
+    if odd is not None:
+        raise SequenceError(f"layer_options holds {odd!r:.80}, {expected}; width and order are options of the model")
+    return options or {}

@@ -17,6 +17,17 @@ def require_counts(*, at_least: int = 1, **given: int) -> None:
             raise SequenceError(f"{name} is {value!r}, expected an integer of at least {at_least}")
 
 
+def require_choice(name: str, value: object, kind: type, known: tuple[type, ...]) -> None:
+    """Require an object of `kind`; for a name, a class or a module of torch, the error says what to write."""
+    if isinstance(value, kind):
+        return
+    said = value if isinstance(value, str) else (value if isinstance(value, type) else type(value)).__name__
+    near = [one.__name__ for one in known if said and said.lower() in one.__name__.lower()]
+    advice = f": write {name}=compressm.models.{near[0]}()" if near else ""
+    names = ", ".join(f"{one.__name__}()" for one in known)
+    raise SequenceError(f"{name} is {value!r:.80}, expected one of {names}{advice}")
+
+
 def require_tensor(name: str, tensor: Tensor, axes: tuple[str | int, ...], like: Tensor) -> None:
     """Require a tensor with these axes, none empty, on the device of `like`; a number in `axes` is a fixed size."""
     expected = f"({', '.join(map(str, axes))}{',' if len(axes) == 1 else ''})"

@@ -15,7 +15,7 @@ from compressm.models.block import Dropout, PerElement, build_blocks
 from compressm.models.checks import require_counts, require_lengths
 from compressm.models.encoder import EmbeddingEncoder, Encoder, LinearEncoder
 from compressm.models.normalisation import BatchNorm, Norm
-from compressm.models.pooling import EveryStep, MeanPooling, Pooling
+from compressm.models.pooling import EveryStep, MeanPooling, Pooling, require_pooling
 
 
 class ClassifierState(NamedTuple):
@@ -46,15 +46,16 @@ class SequenceClassifier(nn.Module):
         inputs: int | None = None,
         vocabulary: int | None = None,
         norm: Norm = BatchNorm(),
-        dropout: Dropout = PerElement(0.1),
+        dropout: Dropout | float = PerElement(0.1),
         pooling: Pooling = MeanPooling(),
         towers: int = 1,
         layer_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        require_pooling(pooling)
         every_step = isinstance(pooling, EveryStep)
         require_counts(classes=classes, at_least=1 if every_step else 2)
-        if towers not in ((1,) if every_step else (1, 2)):
+        if isinstance(towers, bool | float) or towers not in ((1,) if every_step else (1, 2)):
             raise SequenceError(f"towers is {towers!r}, expected 1 or 2, and 1 with EveryStep pooling")
         self.width, self.towers, self.pooling = width, towers, pooling
         self.encoder = _encoder(inputs, vocabulary, width)
@@ -85,6 +86,8 @@ class SequenceClassifier(nn.Module):
         """Logits after one more step; in evaluation mode they equal `forward` on all steps so far."""
         self._require_one_tower()
         self.encoder.check(x, ("batch",))
+        if not isinstance(state, ClassifierState):
+            raise SequenceError(f"state is a {type(state).__name__}, expected that of initial_state or of the last step")
         features, layers = self.blocks.step(self.encoder(x), state.layers)
         steps = state.steps + 1
         pooled = self.pooling.update(state.pooled, features, steps)

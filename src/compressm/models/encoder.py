@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import final
 
@@ -10,6 +11,7 @@ from jaxtyping import Float, Int, Integer
 from torch import Tensor, nn
 
 from compressm.layers import SequenceError
+from compressm.layers.base import require_numbers
 from compressm.models.checks import require_counts, require_tensor, require_within, without_padding
 from compressm.ops.block.encoder import linear_of_few, token_features
 
@@ -54,6 +56,9 @@ class EmbeddingEncoder(Encoder):
     def __init__(self, vocabulary: int, width: int, *, scale: float = 1.0) -> None:
         super().__init__()
         require_counts(vocabulary=vocabulary, width=width)
+        require_numbers(scale=scale)
+        if not 0 <= scale < math.inf:
+            raise SequenceError(f"scale is {scale}, expected a finite number of at least 0")
         self.embedding = nn.Embedding(vocabulary, width)
         nn.init.normal_(self.embedding.weight, std=scale)
 

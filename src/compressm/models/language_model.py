@@ -11,7 +11,7 @@ from jaxtyping import Float, Int, Integer
 from torch import Tensor, nn
 
 from compressm.layers import SequenceError, SSMLayer
-from compressm.layers.base import keeps_arguments
+from compressm.layers.base import keeps_arguments, require_numbers, require_switches
 from compressm.models.block import Dropout, PerElement, build_blocks
 from compressm.models.checks import require_counts, require_lengths
 from compressm.models.encoder import EmbeddingEncoder
@@ -33,12 +33,13 @@ class LanguageModel(nn.Module):
         width: int,
         order: int,
         norm: Norm = LayerNorm(),
-        dropout: Dropout = PerElement(0.0),
+        dropout: Dropout | float = PerElement(0.0),
         tied: bool = True,
         layer_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         require_counts(vocabulary=vocabulary, width=width)
+        require_switches(tied=tied)
         # Tied logits are products of a normed vector, of length √width, and an embedding: this scale makes them near 1.
         self.encoder = EmbeddingEncoder(vocabulary, width, scale=1 / math.sqrt(width) if tied else 1.0)
         self.blocks = build_blocks(layer, depth, width, order, layer_options, norm=norm, dropout=dropout)
@@ -82,6 +83,9 @@ class LanguageModel(nn.Module):
     ) -> Int[Tensor, "batch count"]:
         """Draw `count` tokens after each prompt from softmax(logits / temperature); at 0 take the most likely ones."""
         require_counts(count=count)
+        require_numbers(temperature=temperature)
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise SequenceError(f"generator is {generator!r:.80}, expected a torch.Generator or None")
         if not 0 <= temperature < math.inf:
             raise SequenceError(f"temperature is {temperature}, expected a finite number of at least 0")
         features, state = self._features(prompt, None, lengths, keep_state=True)

@@ -11,7 +11,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from compressm.layers import SequenceError
-from compressm.models.checks import without_padding
+from compressm.layers.base import require_numbers, require_switches
+from compressm.models.checks import require_choice, without_padding
 from compressm.ops.block.norm import Normalised, RunningStatistics, batch_norm, rms_norm
 from compressm.ops.dispatch import is_watched, kernels_serve
 
@@ -55,6 +56,8 @@ class BatchNorm(Norm):
     affine: bool = True
 
     def __post_init__(self) -> None:
+        require_numbers(momentum=self.momentum)
+        require_switches(affine=self.affine)
         if not 0 < self.momentum <= 1:
             raise SequenceError(f"momentum is {self.momentum}, expected a number above 0 and up to 1")
 
@@ -71,6 +74,8 @@ class RunningNorm(Norm):
     affine: bool = False
 
     def __post_init__(self) -> None:
+        require_numbers(momentum=self.momentum)
+        require_switches(affine=self.affine)
         if not 0 < self.momentum <= 1:
             raise SequenceError(f"momentum is {self.momentum}, expected a number above 0 and up to 1")
 
@@ -85,6 +90,9 @@ class LayerNorm(Norm):
 
     affine: bool = True
 
+    def __post_init__(self) -> None:
+        require_switches(affine=self.affine)
+
     def build(self, width: int) -> nn.Module:
         return StepNorm(width, elementwise_affine=self.affine)
 
@@ -95,6 +103,9 @@ class RMSNorm(Norm):
     """Divide each step by the root mean square of its channels, as Mamba does."""
 
     affine: bool = True
+
+    def __post_init__(self) -> None:
+        require_switches(affine=self.affine)
 
     def build(self, width: int) -> nn.Module:
         return StepRMSNorm(width, eps=1e-5, elementwise_affine=self.affine)
@@ -107,6 +118,11 @@ class NoNorm(Norm):
 
     def build(self, width: int) -> nn.Module:
         return Unchanged()
+
+
+def require_norm(norm: object) -> None:
+    """Require a norm; the error says what to write."""
+    require_choice("norm", norm, Norm, (BatchNorm, LayerNorm, RMSNorm, RunningNorm, NoNorm))
 
 
 @final

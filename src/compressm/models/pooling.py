@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from compressm.models.checks import without_padding
+from compressm.models.checks import require_choice, without_padding
 from compressm.ops.block.pooling import time_mean
 
 
@@ -82,3 +82,8 @@ class EveryStep(Pooling):
         self, pooled: Float[Tensor, "batch width"], x: Float[Tensor, "batch width"], steps: Int[Tensor, " batch"]
     ) -> Float[Tensor, "batch width"]:
         return x
+
+
+def require_pooling(pooling: object) -> None:
+    """Require a pooling; the error says what to write."""
+    require_choice("pooling", pooling, Pooling, (MeanPooling, LastStep, EveryStep))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from enum import Enum
 from functools import cache
 
 import torch
@@ -32,6 +33,20 @@ def is_watched(module: nn.Module) -> bool:
     """True if the module has hooks: then it must be called, even where a fused kernel could replace it."""
     forward = module._forward_pre_hooks or module._forward_hooks
     return bool(forward or module._backward_pre_hooks or module._backward_hooks)
+
+
+def require_path(path: object, *allowed: Enum) -> None:
+    """Require one of the allowed paths, or None, which takes the fastest one."""
+    if path is not None and not any(path is one for one in allowed):
+        names = ", ".join(map(str, allowed))
+        raise SequenceError(f"path is {path!r:.100}, expected None, which takes the fastest one, or one of {names}")
+
+
+def require_given(**tensors: Tensor | None) -> None:
+    """Refuse None for a tensor that is needed."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            raise SequenceError(f"{name} is None, expected a tensor")
 
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from compressm.ops.block.norm import Link
 from compressm.ops.dispatch import (
-    SequenceError,
     has_triton,
     require_floats_on_one_device,
+    require_given,
     require_lengths,
+    require_path,
     require_shapes,
 )
 from compressm.ops.lti import forms as bank_forms
@@ -75,14 +76,14 @@ def linear_recurrence(
     path: Path | None = None,
 ) -> tuple[Float[Tensor, "batch length 2 n"], Float[Tensor, "batch 2 n"]]:
     """Compute h[t] = λ ⊙ h[t−1] + x[t]: every h and the last one, with pairs (re, im) on the axis of size two."""
+    require_path(path, Path.LOOP, Path.SCAN)
+    require_given(x=x, log_poles=log_poles)
     require_shapes(
         x=(x, ("batch", "length", 2, "n")), log_poles=(log_poles, (2, "n")), state=(state, ("batch", 2, "n"))
     )
     require_floats_on_one_device(x=x, log_poles=log_poles, state=state)
     if path is Path.LOOP:
         return recurrence_loop(x, log_poles, state)
-    if path not in (None, Path.SCAN):
-        raise SequenceError(f"path is {path}, expected {Path.LOOP}, {Path.SCAN} or None for a recurrence")
     with _full_precision(x):
         return _recurrence(x, log_poles, None if state is None else _raised(state))
 
@@ -106,6 +107,8 @@ def lti_layer(
     Steps at and after `lengths` have no effect, and their y is 0. `drive`, if given, is a link of u that takes the
     gradient of B u where that is cheaper.
     """
+    require_path(path, *Path)
+    require_given(u=u, log_poles=log_poles, B=B, C=C)
     sizes = require_shapes(
         u=(u, ("batch", "length", "p")),
         log_poles=(log_poles, (2, "n")),
@@ -191,6 +194,10 @@ def _scan_on_gpu(
     return h.flatten(-2) @ C.transpose(0, 1).flatten(1).mT, None if last is None else last[..., :n]
 
 
+# The paths that `lti_bank` knows.
+BANK_PATHS = (Path.LOOP, Path.CONVOLUTION)
+
+
 @torch.compiler.disable
 def lti_bank(
     u: Float[Tensor, "batch length width"],
@@ -205,6 +212,8 @@ def lti_bank(
     path: Path | None = None,
 ) -> tuple[Float[Tensor, "batch length width"], Float[Tensor, "batch 2 width n"] | None]:
     """Compute one single-input single-output system a channel; arguments and results are as in `lti_layer`."""
+    require_path(path, *BANK_PATHS)
+    require_given(u=u, log_poles=log_poles, B=B, C=C)
     bank = (2, "width", "n")
     sizes = require_shapes(
         u=(u, ("batch", "length", "width")),
@@ -216,8 +225,6 @@ def lti_bank(
     )
     require_floats_on_one_device(u=u, log_poles=log_poles, B=B, C=C, state=state, D=D)
     require_lengths(lengths, sizes["batch"], sizes["length"])
-    if path not in (None, Path.LOOP, Path.CONVOLUTION):
-        raise SequenceError(f"path is {path}, expected {Path.LOOP}, {Path.CONVOLUTION} or None for a bank")
     with _full_precision(u):
         work = _masked(_raised(u), lengths)
         B, C, state = B.to(work.dtype), C.to(work.dtype), None if state is None else _raised(state)

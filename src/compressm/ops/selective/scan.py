@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from compressm.ops.dispatch import SequenceError, kernels_serve, require_floats_on_one_device
+from compressm.ops.dispatch import SequenceError, kernels_serve, require_floats_on_one_device, require_path
 from compressm.ops.selective import cpu as blocked
 from compressm.ops.selective.reference import Selective, check, loop_scan
 
@@ -53,8 +53,7 @@ def selective_scan(
     given = Selective(u, delta, A, B, C, D, z, delta_bias, softplus)
     check(given, state, lengths, orders)
     require_floats_on_one_device(u=u, delta=delta, A=A, B=B, C=C, D=D, z=z, state=state, delta_bias=delta_bias)
-    if path is not None and not isinstance(path, ScanPath):
-        raise SequenceError(f"path is {path!r}, expected one of {', '.join(map(str, ScanPath))} or None")
+    require_path(path, *ScanPath)
     y, last = _along(path or fastest_path(given), given, state, lengths, orders, keep_state)
     return y, last if keep_state else None
 
