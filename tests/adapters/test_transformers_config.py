@@ -80,8 +80,8 @@ def test_models_made_from_one_config_are_cut_apart(nested):
     one, other = (MambaForCausalLM(config).eval() for _ in range(2))
     if nested:
         both = nn.ModuleDict({"one": one, "other": other})
-        options = {"filter_fn": lambda module, name: name.startswith("one"), "calibrate": lambda both: runs(both["one"])}
-        cs.compress_(both, keep=cs.TargetOrder(3), **options)
+        first = {"filter_fn": lambda module, name: name.startswith("one"), "calibrate": lambda both: runs(both["one"])}
+        cs.compress_(both, keep=cs.TargetOrder(3), **first)
     else:
         cut(one)
     assert (one_config(one).state_size, one_config(other).state_size, config.state_size) == (3, 6, 6)

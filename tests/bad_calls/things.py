@@ -3,14 +3,13 @@
 PREAMBLE = """
 import copy
 import io
-import itertools
 import os
 import pathlib
 import tempfile
 import warnings
 
 import torch
-from torch import nn, inf, nan, ones, rand, randn, tensor, zeros
+from torch import nn, inf, nan, ones, randn, tensor, zeros
 
 import compressm as cs
 from compressm import adapters, compression, control, families, layers, models, ops, saving
@@ -90,7 +89,7 @@ held = [model, optimizer, mamba, words, layer, stack, *every_layer]
 
 
 def picture():
-    return copy.deepcopy([thing.state_dict() for thing in held])
+    return [thing.state_dict() for thing in held]
 
 
 def same(one, other):
@@ -103,11 +102,10 @@ def same(one, other):
     return one == other
 
 
-before, files = picture(), sorted(folder.rglob("*"))
+before, files = copy.deepcopy(picture()), sorted(folder.rglob("*"))
 
 
 def watched(call):
-    random = torch.get_rng_state()
     try:
         call()
     finally:

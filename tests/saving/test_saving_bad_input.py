@@ -161,7 +161,7 @@ def test_what_could_not_be_loaded_is_not_written(make, said, tmp_path):
 
 
 PLAIN = {
-    "save_model(3, 'x')": "takes an nn.Module, got int",
+    "save_model(3, 'x')": "model is a int, expected an nn.Module",
     "load_model('x', dtype='float32')": "dtype is 'float32', expected a floating-point dtype",
     "savable(3)": "got 3",
     "savable(int)": "got <class 'int'>",

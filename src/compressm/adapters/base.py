@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
@@ -125,6 +126,13 @@ _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel
 _WRAPPED = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
+# What to say of a model from torch.jit.trace or torch.jit.script, whose layers are no Python objects any more.
+COMPILED = (
+    "the model is a {} that torch.jit traced or scripted, whose layers cannot be read; expected the model that it was"
+    " made from: trace or script it afterwards"
+)
+
+
 def adapts(kind: type[nn.Module]) -> Callable[[Kind], Kind]:
     """Register the decorated adapter for `kind` and for its subclasses without their own adapter.
 
@@ -182,8 +190,10 @@ def find(
     torch.compile. Children of an adapted module are not listed. `filter_fn(module, name)` is True for modules to list.
     """
     _require_module("find", model)
-    if filter_fn is not None and not callable(filter_fn):
-        raise AdapterError(f"filter_fn is {filter_fn!r}, expected a function of a module and its name")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise AdapterError(COMPILED.format(model.original_name))
+    if filter_fn is not None:
+        require_call("filter_fn", filter_fn, "module", "name")
     modules = dict(model.named_modules())
     found: dict[str, tuple[nn.Module, Adapter[Any, Any]]] = {}
     inside: str | None = None
@@ -192,10 +202,33 @@ def find(
         if adapter is None or (inside is not None and path.startswith(inside)):
             continue
         name = plain_name(path, modules)
-        if filter_fn is None or filter_fn(module, name):
+        if filter_fn is None or _takes(filter_fn, module, name):
             found[name] = (module, adapter)
             inside = f"{path}." if path else ""
     return found
+
+
+def require_call(what: str, function: object, *arguments: str) -> None:
+    """Require a function that can be called with these arguments, as far as its signature tells."""
+    expected = f"expected a function that is called as {what}({', '.join(arguments)})"
+    if not callable(function):
+        raise AdapterError(f"{what} is {function!r:.100}, {expected}")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some functions of C have none
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise AdapterError(f"{what} takes {signature}, {expected}: {error}") from None
+
+
+def _takes(filter_fn: Callable[[nn.Module, str], bool], module: nn.Module, name: str) -> bool:
+    try:
+        return bool(filter_fn(module, name))
+    except (AttributeError, TypeError) as error:
+        # What happens if module and name are swapped.
+        raise AdapterError(f"filter_fn fails for {name!r}: {error}; it is called as filter_fn(module, name)") from error
 
 
 def present_attributes(module: nn.Module, adapter: Adapter[Any, Any]) -> dict[str, Any]:
@@ -250,6 +283,7 @@ def linear_adapter(module: nn.Module, adapter: Adapter[Any, Any] | None = None) 
 
 def parameter_of(module: nn.Module, name: str) -> nn.Parameter:
     """The parameter of that name; if it does not exist, the error lists all names."""
+    _require_module("an adapter", module)
     parameters: Mapping[str, nn.Parameter] = dict(module.named_parameters(remove_duplicate=False))
     if name not in parameters:
         raise AdapterError(f"{type(module).__name__} has no parameter {name!r}; it has {', '.join(parameters)}")
@@ -293,6 +327,9 @@ def write(module: nn.Module, values: Mapping[str, Tensor]) -> None:
     Each parameter stays the same object with its dtype, device, `requires_grad`, hooks and attributes. Its gradient
     belongs to the old values and is dropped.
     """
+    _require_module("write", module)
+    if not isinstance(values, Mapping):
+        raise AdapterError(f"values are {values!r:.100}, expected {{parameter name: tensor}}")
     for parameter, data in prepared(module, values):
         replace_data(parameter, data)
 
@@ -323,6 +360,8 @@ def _prepare(name: str, parameter: nn.Parameter, value: Tensor) -> Tensor:
             f"the value of {name} has shape {tuple(value.shape)}, expected as many axes as the parameter's "
             f"{tuple(parameter.shape)}, each of size at least 1"
         )
+    if value.is_meta:
+        raise DeviceError(f"the value of {name} is on the meta device, expected a tensor that holds values")
     if value.is_complex() and not parameter.is_complex():
         raise PrecisionError(f"the value of {name} is {value.dtype}, expected a real dtype like {parameter.dtype}")
     value = value.detach()
@@ -371,18 +410,25 @@ def _require_one_form(module: nn.Module, prepared: Mapping[str, Tensor]) -> None
 def finite_doubles(module: nn.Module, names: Iterable[str]) -> list[Tensor]:
     """The named parameters, or plain tensors in their place, in float64; NaN and infinity are refused by name."""
     doubles = []
+    _require_module("read", module)
     for name in names:
-        value: Tensor = reduce(getattr, name.split("."), module)  # type: ignore[assignment]
+        try:
+            value: Tensor = reduce(getattr, name.split("."), module)  # type: ignore[assignment]
+        except AttributeError:
+            raise AdapterError(f"{type(module).__name__} has no {name}: its adapter is another one") from None
         require_finite(f"{type(module).__name__}.{name}", value)
         doubles.append(value.double())
     return doubles
 
 
-def encodable(
-    layer: LTILayer, system: DiagonalSystem, *, bank: tuple[int, ...], channels: int
-) -> tuple[Tensor, Tensor]:
-    """Require a finite, stable system of these sizes on the layer's device; return B and C in complex128."""
+def encodable(layer: LTILayer, system: DiagonalSystem, *, bank: bool = False) -> tuple[Tensor, Tensor]:
+    """Require a finite, stable system of the layer's width, on its device; return B and C in complex128.
+
+    The layer stores one system for all channels, or a `bank` with one for each.
+    """
     kind = type(layer).__name__
+    if not isinstance(layer, LTILayer):
+        raise AdapterError(f"encode takes a linear layer, got a {kind}")
     require_kind(f"encoding a {kind}", system, DiagonalSystem, hint="call diagonalise first")
     for name, tensor in (("poles", system.poles), ("B", system.B), ("C", system.C)):
         require_finite(name, tensor)
@@ -392,7 +438,8 @@ def encodable(
         raise UnstableSystemError(
             f"largest pole modulus is {worst:.9g}, a {kind} stores only poles < 1 ({int(unstable.sum())} poles are not)"
         )
-    given, expected = (tuple(system.bank), system.inputs, system.outputs), (bank, channels, channels)
+    given = (tuple(system.bank), system.inputs, system.outputs)
+    expected = ((layer.width,), 1, 1) if bank else ((), layer.width, layer.width)
     if given != expected:
         raise ShapeError(f"the system has (bank, inputs, outputs) {given}, this {kind} expected {expected}")
     if system.device != layer.D.device:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from compressm.adapters.base import Adapter, adapter_for, linear_adapter
+from compressm.adapters.base import Adapter, adapter_for, linear_adapter, require_call
 from compressm.adapters.mamba import SelectiveAdapter
 from compressm.adapters.promises import (
     PROMISES,
@@ -19,6 +19,7 @@ from compressm.adapters.promises import (
     Trial,
     make_seeded,
 )
+from compressm.control.validation import as_integer, is_number
 from compressm.errors import AdapterError, ConformanceError
 from compressm.layers import SSMLayer
 
@@ -57,6 +58,7 @@ def check_adapter(
     A `SelectiveAdapter` makes fewer promises: x_proj gets u; encode(read) gives the values back; another order or scale
     of states, or removing states without input or output, changes nothing; after a cut all weights are trained.
     """
+    _require_settings(make_module, run, stream, dtype, tolerance, length, seed)
     module = make_seeded(make_module, seed)
     found = adapter or adapter_for(module)
     tested = found if isinstance(found, SelectiveAdapter) else linear_adapter(module, found)
@@ -69,6 +71,28 @@ def check_adapter(
     if stream is None and isinstance(module, SSMLayer):
         stream = _streamed
     return _findings(PROMISES, Trial(*settings, make_module, stream))
+
+
+def _require_settings(
+    make_module: object, run: object, stream: object, dtype: object, tolerance: object, length: object, seed: object
+) -> None:
+    """Refuse settings that no adapter could meet."""
+    require_call("make_module", make_module)
+    if isinstance(make_module, nn.Module):
+        raise AdapterError(
+            f"make_module is a {type(make_module).__name__}, expected a function that makes one: lambda: ..."
+        )
+    for name, function in (("run", run), ("stream", stream)):
+        if function is not None:
+            require_call(name, function, "module", "u")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise AdapterError(f"dtype is {dtype!r}, expected a floating-point dtype of torch")
+    if not is_number(tolerance) or not 0 < tolerance < 1:  # type: ignore[operator]
+        raise AdapterError(f"tolerance is {tolerance!r}, expected a number above 0 and below 1")
+    for name, value, low in (("length", length, 2), ("seed", seed, 0)):
+        number = as_integer(value)
+        if number is None or number < low:
+            raise AdapterError(f"{name} is {value!r}, expected an integer of at least {low}")
 
 
 def _findings(promises: Iterable[Callable[[AnyTrial], Iterator[Finding]]], trial: AnyTrial) -> list[Finding]:

@@ -37,7 +37,7 @@ class LRUAdapter(SSMAdapter[LRU]):
         return DiagonalSystem.from_log_poles(logarithms, B, torch.complex(C_re, C_im))
 
     def encode(self, module: LRU, system: DiagonalSystem) -> dict[str, Tensor]:
-        B, C = encodable(module, system, bank=(), channels=module.width)
+        B, C = encodable(module, system)
         log_modulus, phase = log_poles(system)
         with torch.no_grad():
             logarithms = _logarithms(*finite_doubles(module, ("nu_log", "theta_log")))

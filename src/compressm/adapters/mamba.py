@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 
-from compressm.adapters.base import Adapter, Basis, Module, adapter_for, adapts, finite_doubles
+from compressm.adapters.base import Adapter, Basis, Module, adapter_for, adapts, finite_doubles, parameter_of
 from compressm.control.selective import ChannelMaps, SelectiveSystem, require_negative_rates
 from compressm.errors import AdapterError
 from compressm.layers import Mamba
@@ -53,10 +53,12 @@ class SelectiveAdapter(Adapter[Module, SelectiveSystem]):
         return module.get_submodule("x_proj")
 
     def order(self, module: Module) -> int:
-        return module.get_parameter(RATES).shape[-1]
+        return parameter_of(module, RATES).shape[-1]
 
     def read(self, module: Module) -> SelectiveSystem:
         """The system, in float64; a module with other parameters is refused, and the error names them."""
+        if not isinstance(module, nn.Module):
+            raise AdapterError(f"read takes an nn.Module, got {type(module).__name__}")
         self._require_known(module)
         A_log, projection, step_out, step_bias = finite_doubles(module, _READ)
         maps = self.maps(module)
@@ -71,6 +73,8 @@ class SelectiveAdapter(Adapter[Module, SelectiveSystem]):
 
     def encode(self, module: Module, system: SelectiveSystem) -> dict[str, Tensor]:
         """Parameter values in float64, by name, that make the module compute the given system; Δ stays as it is."""
+        if not isinstance(system, SelectiveSystem):
+            raise AdapterError(f"encode takes a SelectiveSystem, as read gives it, got a {type(system).__name__}")
         require_negative_rates(system.rates.detach().real)
         rates = {RATES: torch.log(-system.rates.real)}
         if system.maps is None:

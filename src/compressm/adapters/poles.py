@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Inexact, Int
 from torch import Tensor
 
-from compressm.control import DiagonalSystem
+from compressm.control import DiagonalSystem, validation
 from compressm.control.linear_algebra import logarithm, modulus
 from compressm.errors import AdapterError
 from compressm.layers import ZOH, Bilinear, Discretisation
@@ -49,17 +49,24 @@ def continuous_poles(
 @continuous_poles.register
 def _(rule: ZOH, system: DiagonalSystem, step: Tensor) -> Tensor:
     """a = log λ / Δ with the phase of λ in (−π, π], the slowest of all poles with the same samples."""
+    _require_steps(system, step)
     return torch.stack(log_poles(system)) / step
 
 
 @continuous_poles.register
 def _(rule: Bilinear, system: DiagonalSystem, step: Tensor) -> Tensor:
     """Δ a = 2 (λ − 1) / (λ + 1), with the real part −2 (1 − |λ|²) / |1 + λ|²."""
+    _require_steps(system, step)
     poles = _away_from_zero(system, SMALLEST_BILINEAR_POLE)
     re, im = poles.real, poles.imag
     decay = _with_value(1 - re * re - im * im, system.decay.detach())
     square = (1 + re) ** 2 + im**2
     return torch.stack([-2 * decay, 4 * im]) / (square * step)
+
+
+def _require_steps(system: object, step: object) -> None:
+    validation.require_kind("continuous_poles", system, DiagonalSystem, hint="call diagonalise first")
+    validation.require_tensor("step", step, "n")
 
 
 def old_modes(

@@ -32,7 +32,7 @@ class S4DAdapter(SSMAdapter[S4D]):
         )
 
     def encode(self, module: S4D, system: DiagonalSystem) -> dict[str, Tensor]:
-        B, C = encodable(module, system, bank=(module.width,), channels=1)
+        B, C = encodable(module, system, bank=True)
         step = torch.exp(module.log_step.detach().double())[:, None].expand_as(system.poles)
         with torch.no_grad():
             old = self.read(module)

@@ -38,7 +38,7 @@ class S5Adapter(SSMAdapter[S5]):
         return DiagonalSystem.from_log_poles(torch.complex(*logarithms), B, 2 * torch.complex(C_re, C_im))
 
     def encode(self, module: S5, system: DiagonalSystem) -> dict[str, Tensor]:
-        B, C = encodable(module, system, bank=(), channels=module.width)
+        B, C = encodable(module, system)
         with torch.no_grad():
             old = self.read(module)
             known, place, mirrored = old_modes(system, old.poles, old.decay)

@@ -12,7 +12,9 @@ import typer
 DeviceChoice = Annotated[
     Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute; auto is a GPU where there is one.")
 ]
-DataOption = Annotated[Path | None, typer.Option(help="Folder of data sets. Default: $COMPRESSM_DATA, or a cache.")]
+DataOption = Annotated[
+    Path | None, typer.Option(file_okay=False, help="Folder of data sets. Default: $COMPRESSM_DATA, or a cache.")
+]
 OfflineOption = Annotated[bool, typer.Option("--offline", help="Fetch nothing.")]
 MeasuredOption = Annotated[
     bool, typer.Option("--measured", help="Gramians of training data instead of white noise; the path is a run.")

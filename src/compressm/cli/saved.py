@@ -62,7 +62,7 @@ def open_saved(path: Path, *, with_data: bool, data: Path | None, offline: bool)
     """The model at the path; only a run has data."""
     if (path / "status.json").is_file():
         return _open_run(path, with_data=with_data, data=data, offline=offline)
-    if with_data:
+    if with_data or data is not None:
         raise SavingError(f"{path} is a saved model without its data: give the folder of a run")
     if is_pretrained(path):
         try:

@@ -14,7 +14,7 @@ from compressm.compression.cutting import Cutter, PreparedPlan, followers, ordin
 from compressm.compression.optimizer import Moments, Slice, Transport, as_optimizer, as_scheduler
 from compressm.compression.planning import Options, rehearse
 from compressm.compression.policies import GATE, Policy, never_cuts, obstacles
-from compressm.compression.record import Cut, Event, Restored
+from compressm.compression.record import Cut, Event, event_of, past_of
 from compressm.compression.rollback import Rollback, Watch
 from compressm.compression.schedule import as_schedule, plan_text, require_same_past
 from compressm.errors import CompressionError
@@ -193,18 +193,16 @@ class Compressor:
         self._first_orders = None
         self._ended = bool(state["ended"])
         self._seen = state.get("seen")
-        self.history = [_event(stored) for stored in state["history"]]
+        self.history = [event_of(stored) for stored in state["history"]]
         if self._watch is not None and state["watch"] is not None:
             self._watch.load_state_dict(state["watch"])
 
     def require_loadable(self, state: Mapping[str, Any]) -> None:
         """Refuse a state that this compressor cannot continue from; nothing is changed."""
-        reached = [_event(stored).step for stored in state["history"]]
-        require_same_past(state["schedule"], self._schedule, max([*reached, state.get("seen") or 0]))
-
-
-def _event(stored: Mapping[str, Any]) -> Event:
-    return Cut.from_dict(stored) if "module" in stored else Restored.from_dict(stored)
+        schedule, reached = past_of(state)
+        require_same_past(schedule, self._schedule, reached)
+        if self._watch is not None and state["watch"] is not None:
+            self._watch.require_loadable(state["watch"])
 
 
 def compress_(

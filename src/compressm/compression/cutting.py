@@ -16,7 +16,15 @@ from compressm.adapters import Adapter, find
 from compressm.adapters.mamba import refused_in
 from compressm.compression.distributed import Processes, renew_wrappers_, require_rewrappable, unwrapped, wrappers_in
 from compressm.compression.optimizer import Moments
-from compressm.compression.planning import Options, found_layers, plan_cuts, read_layers, require_suitable, stage
+from compressm.compression.planning import (
+    Options,
+    found_layers,
+    plan_cuts,
+    read_layers,
+    require_suitable,
+    stage,
+    unused_options,
+)
 from compressm.compression.record import Cut
 from compressm.compression.surgery import PreparedCut, prepare_cut, write_cuts_
 from compressm.errors import CompressionError
@@ -75,14 +83,14 @@ class Cutter:
         """The layers as they are now; everything that the first cut would refuse is refused now."""
         if not isinstance(self.moments, Moments):
             raise CompressionError(f"moments is {self.moments!r}, expected Transport(), Restart() or Slice()")
-        if not isinstance(self.model, nn.Module):
-            raise CompressionError(f"model is a {type(self.model).__name__}, expected an nn.Module")
         layers = found_layers(self.inner, self.options)
         for wrapper in wrappers_in(self.model):
             require_rewrappable(wrapper)
         require_suitable(self.inner, layers, self.optimizer, self.moments)
         if self.options.filter_fn is None and (said := refused_in(self.inner)):
             warnings.warn(f"not all of {type(self.inner).__name__} is cut{said}", stacklevel=4)
+        if said := unused_options(self.inner, self.options):
+            warnings.warn(said, stacklevel=4)
         for k, model in enumerate(self.follow):
             _require_alike(f"follow[{k}]", model, {name: layer.module for name, layer in layers.items()})
         return layers

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from compressm.adapters.base import COMPILED
 from compressm.errors import CompressionError, StaleWrapperError
 from compressm.layers.parameters import refuse_outdated_, refuses_with, trust_
 
@@ -174,6 +175,7 @@ def rewrap_(model: nn.Module) -> None:
     After a cut or a rollback it averages gradients again. A compressor renews the wrapper that is passed to it; call
     this for any other wrapper. All processes must call it; nothing is sent.
     """
+    require_model(model)
     wrappers = wrappers_in(model)
     if not wrappers:
         raise CompressionError(f"{type(model).__name__} has no DistributedDataParallel; expected a wrapped model")
@@ -183,13 +185,23 @@ def rewrap_(model: nn.Module) -> None:
         _made_anew_(wrapper)
 
 
+def require_model(model: object) -> None:
+    """Refuse anything but a model of Python modules."""
+    if not isinstance(model, nn.Module):
+        raise CompressionError(f"model is a {type(model).__name__}, expected an nn.Module")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise CompressionError(COMPILED.format(model.original_name))
+
+
 def wrappers_in(model: nn.Module) -> list[DistributedDataParallel]:
     """All DistributedDataParallel wrappers in the model, even inside torch.compile."""
+    require_model(model)
     return [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside all wrappers around it."""
+    require_model(model)
     while True:
         if isinstance(model, DistributedDataParallel | nn.DataParallel):
             model = model.module

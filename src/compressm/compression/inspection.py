@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsIndex, final
@@ -10,8 +11,10 @@ from typing import Any, SupportsIndex, final
 import torch
 from torch import Tensor, nn
 
-from compressm.compression.planning import Options, read_layers, spectra
+from compressm.compression.distributed import unwrapped
+from compressm.compression.planning import Options, found_layers, read_layers, spectra, unused_options
 from compressm.compression.policies import EnergyTolerance, KeepFraction, Spectra, checked_spectra, largest_bounds
+from compressm.compression.record import require_entries
 from compressm.control import DiagonalSystem, Trajectories, hankel_change, trajectories
 from compressm.errors import CompressionError
 from compressm.families import Layer, family_of
@@ -129,6 +132,8 @@ def inspect(
     Selective layers need it and never have a bound.
     """
     options = Options(KeepFraction(1.0), calibrate, gramian, fold, filter_fn=filter_fn, selective=selective)
+    if said := unused_options(unwrapped(model), options):
+        warnings.warn(said, stacklevel=2)
     with torch.no_grad():
         layers = read_layers(model, options)
         found = {name: sigma.cpu() for name, sigma in spectra(layers, options).items()}
@@ -156,8 +161,13 @@ class HankelTracker:
         changes: bool = False,
         selective: SelectiveMethod = Baked(),
     ) -> None:
+        if not isinstance(changes, bool):
+            raise CompressionError(f"changes is {changes!r:.100}, expected True or False")
         self.model, self.every = model, require_count("every", every)
         self.options = Options(KeepFraction(1.0), calibrate, gramian, fold, filter_fn=filter_fn, selective=selective)
+        found_layers(unwrapped(model), self.options)  # refuses a model that could not be recorded
+        if said := unused_options(unwrapped(model), self.options):
+            warnings.warn(said, stacklevel=2)
         self.steps: list[int] = []
         self.spectra: list[dict[str, Tensor]] = []
         self.changes = changes
@@ -209,6 +219,11 @@ class HankelTracker:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore everything that was recorded."""
+        what = "the state of a HankelTracker"
+        require_entries(what, state, steps=list, spectra=list, bounds=list, before=Mapping)
+        counts = [len(state[name]) for name in ("steps", "spectra", "bounds")]
+        if len(set(counts)) > 1:
+            raise CompressionError(f"{what} has {counts} steps, spectra and bounds, expected as many of each")
         self.steps, self.spectra = list(state["steps"]), [dict(record) for record in state["spectra"]]
         self.bounds = [dict(record) for record in state["bounds"]]
         self._before = {name: _system(parts) for name, parts in state["before"].items()}

@@ -31,7 +31,7 @@ from compressm.compression.surgery import require_plain_parameters
 from compressm.control import numerical_rank
 from compressm.errors import CompressionError
 from compressm.families import Family, Layer, PlannedCut, family_of, read_layer
-from compressm.families.choices import Choices, Gramian, Largest, Measured, Selection
+from compressm.families.choices import Choices, Gramian, Largest, Measured, Selection, WhiteNoise
 from compressm.families.observing import Calibrate, observe
 from compressm.families.selective.methods import Baked, SelectiveMethod
 
@@ -62,7 +62,9 @@ class Options:
         if self.calibrate is not None and not callable(self.calibrate):
             raise CompressionError(f"calibrate is {self.calibrate!r:.100}, expected a function of the model")
         if self.filter_fn is not None and not callable(self.filter_fn):
-            raise CompressionError(f"filter_fn is {self.filter_fn!r}, expected a function of a module and its name")
+            raise CompressionError(
+                f"filter_fn is {self.filter_fn!r}, expected a function of a module and its name: (module, name)"
+            )
         if not isinstance(self.fold, bool):
             raise CompressionError(f"fold is {self.fold!r}, expected True or False")
         if not isinstance(self.select, Selection):
@@ -70,18 +72,6 @@ class Options:
         if not isinstance(self.selective, SelectiveMethod):
             raise CompressionError(
                 f"selective is {self.selective!r:.100}, expected Baked(), PerChannel(...) or SharedIndex()"
-            )
-        self._require_bounds()
-
-    def _require_bounds(self) -> None:
-        """Refuse `ErrorBound` with measured Gramians, for which 2 Σ of the dropped σ is no bound."""
-        others = self.overrides.values() if isinstance(self.overrides, Mapping) else ()
-        bound = next((policy for policy in (self.keep, *others) if isinstance(policy, ErrorBound)), None)
-        if self.choices.is_measured and bound is not None:
-            raise CompressionError(
-                f"{bound} needs an error bound, which measured Gramians do not have: expected gramian=WhiteNoise(),"
-                " with which calibrate still gives measured_error, or another policy, such as EnergyTolerance(0.05),"
-                " which selective layers always need"
             )
 
     @property
@@ -118,13 +108,15 @@ def found_layers(model: nn.Module, options: Options) -> dict[str, Layer]:
     kind = type(model).__name__
     if not found and options.filter_fn is not None and (all_of_them := find(model)):
         raise CompressionError(
-            f"filter_fn accepts no SSM layer of {kind}; expected at least one of {', '.join(map(repr, all_of_them))}"
+            f"filter_fn accepts no SSM layer of {kind}; expected filter_fn(module, name) to be True for at least one of"
+            f" {', '.join(map(repr, all_of_them))}"
         )
     if not found:
         raise CompressionError(
             f"{kind} has no SSM layer that an adapter reads{refused_in(model)}; see compressm.adapters"
         )
     families = {name: family_of(adapter) for name, (_, adapter) in found.items()}
+    _require_bounds(families, options)
     for family, names in _by_family(families).items():
         family.require_choices(names, options.choices)
     _require_policies(families, options)
@@ -143,17 +135,52 @@ def _require_policies(families: Mapping[str, Family], options: Options) -> None:
     for policy, own in require_choices(families, options.keep, options.overrides, *limits):
         for family, named in _by_family({name: families[name] for name in own}).items():
             said = ", ".join(name or "the model" for name in named)
-            # `Options` has already refused measured Gramians.
-            if isinstance(policy, ErrorBound) and not family.is_bounded(options.choices):
-                raise CompressionError(
-                    f"{said}: {policy} for {family.called}, which have no error bound; expected another policy, such as"
-                    " EnergyTolerance(0.05), for them in keep or overrides"
-                )
             if isinstance(policy, Budget) and family.is_by_channel(options.choices):
                 raise CompressionError(
                     f"{said}: {policy} distributes states over layers, but {options.selective} gives every channel its"
                     " own order; expected another policy, such as EnergyTolerance(0.05)"
                 )
+
+
+def _require_bounds(families: Mapping[str, Family], options: Options) -> None:
+    """Refuse `ErrorBound` for layers without a bound; one message says what all of them need."""
+    limits = (options.gate, options.round_to, options.at_least)
+    theory, advice = replace(options.choices, gramian=WhiteNoise()), []
+    for policy, own in require_choices(families, options.keep, options.overrides, *limits):
+        for family, named in _by_family({name: families[name] for name in own}).items():
+            if not isinstance(policy, ErrorBound) or family.is_bounded(options.choices):
+                continue
+            said = f"{', '.join(name or 'the model' for name in named)}: {policy} needs an error bound, which"
+            if family.is_bounded(theory):
+                advice.append(
+                    f"{said} measured Gramians do not have; expected gramian=WhiteNoise(), with which calibrate still"
+                    " gives measured_error, or another policy, such as EnergyTolerance(0.05)"
+                )
+            else:
+                data = family.needs_data and not options.choices.calibrated
+                advice.append(
+                    f"{said} {family.called} never have; expected another policy for them in keep or overrides, such as"
+                    f" EnergyTolerance(0.05){', and calibrate=lambda model: model(inputs)' if data else ''}"
+                )
+    if advice:
+        raise CompressionError("; ".join(advice))
+
+
+def unused_options(model: nn.Module, options: Options) -> str:
+    """The text of a warning about options that no layer of the model uses; empty if there are none."""
+    families = [family_of(adapter) for _, adapter in find(model, options.filter_fn).values()]
+    given = {
+        "fold": "" if options.fold else "fold=False",
+        "selective": "" if options.selective == Baked() else f"selective={options.selective}",
+    }
+    unused = [said for name, said in given.items() if said and not any(name in family.uses for family in families)]
+    if not unused:
+        return ""
+    called = " and ".join(dict.fromkeys(family.called for family in families))
+    return (
+        f"without effect: {' and '.join(unused)}; {type(model).__name__} has only {called}, which do not use it:"
+        " leave it out"
+    )
 
 
 def _by_family(families: Mapping[str, Family]) -> dict[Family, list[str]]:
@@ -165,8 +192,6 @@ def _by_family(families: Mapping[str, Family]) -> dict[Family, list[str]]:
 
 def read_layers(model: nn.Module, options: Options, layers: dict[str, Layer] | None = None) -> dict[str, Layer]:
     """Every SSM layer of the model, with observations if there is `calibrate`; `layers` are those just read."""
-    if not isinstance(model, nn.Module):
-        raise CompressionError(f"model is a {type(model).__name__}, expected an nn.Module")
     # A forward pass of DistributedDataParallel waits for the other processes, which may not run one.
     model = unwrapped(model)
     layers = found_layers(model, options) if layers is None else layers

@@ -13,8 +13,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from compressm.adapters.base import require_call
 from compressm.control import ControlError, error_bounds, validation
-from compressm.errors import CompressionError, did_you_mean
+from compressm.errors import AdapterError, CompressionError, did_you_mean
 from compressm.families.choices import require_count, require_number
 
 Spectra = Mapping[str, Tensor]
@@ -343,6 +344,10 @@ def _require_policy(what: str, policy: object) -> None:
             f"{what} is {policy!r:.100}, expected a policy such as EnergyTolerance(0.05), or a function from"
             " {module: spectrum} to {module: order}"
         )
+    try:
+        require_call(what, policy, "spectra")
+    except AdapterError as error:
+        raise CompressionError(f"{error}; or a policy such as EnergyTolerance(0.05)") from None
 
 
 def _asked(policy: Policy, spectra: dict[str, Tensor]) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from types import UnionType
 from typing import Any, Self, TypeAlias, final
 
 from compressm.errors import CompressionError
@@ -92,6 +93,39 @@ class Restored(_Record):
 
 
 Event: TypeAlias = Cut | Restored
+
+
+def event_of(stored: Mapping[str, Any]) -> Event:
+    """The event of these fields."""
+    if not isinstance(stored, Mapping) or not {"module", "orders"} & stored.keys():
+        raise CompressionError(f"an event is stored as {stored!r:.100}, expected the fields of a Cut or of a Restored")
+    return Cut.from_dict(stored) if "module" in stored else Restored.from_dict(stored)
+
+
+def require_entries(what: str, state: object, **kinds: type | UnionType) -> None:
+    """Require a mapping with entries of these kinds; it may have others."""
+    if not isinstance(state, Mapping):
+        raise CompressionError(f"{what} is {state!r:.100}, expected a mapping with {', '.join(kinds)}")
+    missing = [name for name in kinds if name not in state]
+    if missing:
+        came = ", ".join(map(str, state)) or "nothing"
+        raise CompressionError(f"{what} has {came:.200}; {', '.join(missing)} missing, expected what state_dict() gave")
+    for name, kind in kinds.items():
+        value = state[name]
+        # True is an integer for Python, a step or a count it is not.
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            wanted = kind.__name__ if isinstance(kind, type) else str(kind).replace("collections.abc.", "")
+            raise CompressionError(f"{what}: {name} is {value!r:.100}, expected {wanted}, as state_dict() gave it")
+
+
+def past_of(state: Mapping[str, Any]) -> tuple[list[int], int]:
+    """The schedule in a compressor's saved state, and the last step that was reached; other states are refused."""
+    what = "the state of a compressor"
+    require_entries(what, state, schedule=list | tuple, ended=bool, history=list | tuple, watch=Mapping | None)
+    seen = state.get("seen")
+    reached = [0] if seen is None else [require_count(f"{what}: seen", seen, low=0)]
+    reached += [event_of(stored).step for stored in state["history"]]
+    return [require_count(f"{what}: a step of the schedule", step) for step in state["schedule"]], max(reached)
 
 
 def _label(module: str) -> str:

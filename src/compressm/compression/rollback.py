@@ -16,10 +16,11 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from compressm.adapters import find
+from compressm.adapters import AdapterError, find
+from compressm.adapters.base import require_call
 from compressm.compression.distributed import Processes
 from compressm.compression.optimizer import leave_
-from compressm.compression.record import Restored
+from compressm.compression.record import Restored, require_entries
 from compressm.compression.surgery import attributes_of, optional_in, renew_shared_
 from compressm.errors import CompressionError
 from compressm.families.choices import require_count, require_number
@@ -337,10 +338,10 @@ class Rollback:
     lower_is_better: bool = False
 
     def __post_init__(self) -> None:
-        if not callable(self.evaluate):
-            raise CompressionError(
-                f"Rollback: evaluate is {self.evaluate!r:.100}, expected a function without arguments"
-            )
+        try:
+            require_call("evaluate", self.evaluate)
+        except AdapterError as error:
+            raise CompressionError(f"Rollback: {error}") from None
         object.__setattr__(self, "drop", require_number("Rollback: drop", self.drop, 0, 1, below=True))
         object.__setattr__(self, "settle", require_count("Rollback: settle", self.settle, low=0))
         if not isinstance(self.measures, str):
@@ -462,6 +463,15 @@ class Watch:
         """The state as tensors, numbers and text, with the snapshot if a cut is not judged yet."""
         snapshot = None if self.snapshot is None else self.snapshot.state_dict()
         return {"snapshot": snapshot, "before": self.before, "due": self.due}
+
+    def require_loadable(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state that is none; nothing is changed."""
+        what = "the state of a Rollback"
+        require_entries(what, state, snapshot=Mapping | None, before=float | int, due=int)
+        if state["snapshot"] is not None:
+            require_entries(f"{what}: snapshot", state["snapshot"], tensors=Mapping, rest=Mapping)
+            rest = {"parameters": Mapping, "buffers": list | tuple, "optimizer": Mapping | None}
+            require_entries(f"{what}: snapshot: rest", state["snapshot"]["rest"], **rest)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state; the snapshot is then in memory."""

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from compressm.adapters import Adapter, AdapterError
-from compressm.control import ControlError, DiagonalSystem
+from compressm.control import ControlError, DiagonalSystem, validation
 from compressm.errors import CompressionError
 from compressm.families.choices import Choices
 
@@ -149,6 +149,8 @@ class Family(ABC):
     called: ClassVar[str]
     # True if its states can only be valued on data.
     needs_data: ClassVar[bool] = False
+    # Options of a cut that families may leave unused; the compressor warns about those that no layer uses.
+    uses: ClassVar[frozenset[str]] = frozenset({"fold", "selective"})
 
     def require_choices(self, names: Sequence[str], choices: Choices) -> None:
         """Refuse choices that make no sense for layers of this family; called before layers are read."""
@@ -220,6 +222,8 @@ def family_of(adapter: Adapter[Any, Any]) -> Family:
 
 def read_layer(name: str, module: nn.Module, adapter: Adapter[Any, Any], choices: Choices) -> Layer:
     """A module as a layer of its family; errors name it."""
+    if not isinstance(module, nn.Module):
+        raise CompressionError(f"{name or 'the model'} is a {type(module).__name__}, expected an nn.Module")
     absent = [entry for entry, parameter in module.named_parameters() if parameter.is_meta]
     if absent:
         raise CompressionError(
@@ -234,6 +238,11 @@ def read_layer(name: str, module: nn.Module, adapter: Adapter[Any, Any], choices
 
 def energy_lost(sigma: Float[Tensor, "*channels n"], kept: Tensor) -> float:
     """The share of Σσ that the dropped states have."""
+    try:
+        validation.require_finite("sigma", validation.require_tensor("sigma", sigma, "n"))
+        validation.require_tensor("kept", kept, "r")
+    except ControlError as error:
+        raise CompressionError(f"energy_lost: {error}") from error
     dropped = torch.ones(sigma.shape[-1], dtype=torch.bool)
     dropped[kept] = False
     whole = float(sigma.sum())

@@ -79,6 +79,6 @@ def random_log_steps(count: int, step_min: float, step_max: float) -> Float[Tens
     """Random log Δ, uniform between log step_min and log step_max."""
     numbers = all(isinstance(step, Real) and not isinstance(step, bool) for step in (step_min, step_max))
     if not numbers or not 0 < step_min < step_max < math.inf:
-        raise SequenceError(f"step_min is {step_min!r:.80} and step_max {step_max!r:.80}, expected 0 < step_min < step_max")
+        raise SequenceError(f"step_min is {step_min!r} and step_max {step_max!r}, expected 0 < step_min < step_max")
     low, high = math.log(step_min), math.log(step_max)
     return low + (high - low) * torch.rand(count)

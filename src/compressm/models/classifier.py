@@ -87,7 +87,7 @@ class SequenceClassifier(nn.Module):
         self._require_one_tower()
         self.encoder.check(x, ("batch",))
         if not isinstance(state, ClassifierState):
-            raise SequenceError(f"state is a {type(state).__name__}, expected that of initial_state or of the last step")
+            raise SequenceError(f"state is a {type(state).__name__}, expected that of initial_state or the last step")
         features, layers = self.blocks.step(self.encoder(x), state.layers)
         steps = state.steps + 1
         pooled = self.pooling.update(state.pooled, features, steps)

@@ -26,6 +26,7 @@ from compressm.compression.surgery import attributes_of, take_orders_
 from compressm.errors import CompressionError, NoSuchFileError, SavingError
 from compressm.files import replacing
 from compressm.layers.parameters import replace_data
+from compressm.saving.kinds import as_path, require_model, require_state
 from compressm.saving.rebuilding import (
     by_forms,
     expected_shapes,
@@ -198,7 +199,10 @@ def save_checkpoint(
     """
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise SavingError(f"step is {step!r}, expected an integer of at least 0")
-    if Path(path).is_dir():
+    require_model(model)
+    require_state("compressor", compressor)
+    path = as_path(path)
+    if path.is_dir():
         raise SavingError(f"{path} is a directory, expected the name of a file")
     trainer, rates = as_optimizer(optimizer, SavingError), as_scheduler(scheduler, SavingError)
     contents = {
@@ -216,7 +220,7 @@ def save_checkpoint(
         "extra": extra,
     }
     stored = {name: plain(value, name) for name, value in contents.items()}
-    with replacing(Path(path)) as scratch:
+    with replacing(path) as scratch:
         torch.save(stored, scratch)
         # torch writes checksums but does not verify them: it would load weights with flipped bits.
         seal(scratch)
@@ -237,7 +241,9 @@ def load_checkpoint(
     future steps of the compressor's schedule may differ.
     """
     trainer, rates = as_optimizer(optimizer, SavingError), as_scheduler(scheduler, SavingError)
-    contents = _read(Path(path))
+    require_model(model)
+    require_state("compressor", compressor)
+    contents = _read(as_path(path))
     try:
         _require_parts(contents, optimizer=trainer, scheduler=rates, compressor=compressor)
         added, gone = by_forms(model, contents["model"])

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from pathlib import Path as FilePath
 from typing import Any, TypeAlias, TypeVar
 
+import torch
 from torch import nn
 
 from compressm import models
 from compressm.adapters import AdapterError
 from compressm.adapters import transformers as foreign
+from compressm.adapters.base import COMPILED
 from compressm.errors import SavingError
 from compressm.layers import LRU, S4D, S5, ZOH, Bilinear, Inv, Legs, Lin, Mamba
 from compressm.layers.base import arguments_of, keeps_arguments
@@ -55,6 +59,36 @@ _KINDS["nn.LayerNorm"] = nn.LayerNorm  # one of ours has that name
 
 # The errors of constructors that refuse their arguments.
 _REFUSALS = (TypeError, ValueError, LookupError, AttributeError, RuntimeError, ArithmeticError)
+
+
+def as_path(path: object) -> FilePath:
+    """The path of a file or folder that can exist."""
+    expected = "expected the path of a file or folder, as text or a pathlib.Path"
+    if not isinstance(path, str | os.PathLike) or not (text := os.fspath(path)) or not isinstance(text, str):
+        raise SavingError(f"path is {path!r:.100}, {expected}")
+    try:
+        os.lstat(text)
+    except FileNotFoundError:
+        return FilePath(text)
+    except (OSError, ValueError) as error:
+        # Too long a name, a name with a null character, a file where a folder should be.
+        raise SavingError(f"path is {text!r:.100}, {expected}: {getattr(error, 'strerror', None) or error}") from None
+    return FilePath(text)
+
+
+def require_state(name: str, part: object) -> None:
+    """Require something with a state to save and restore, or None."""
+    stateful = all(callable(getattr(part, method, None)) for method in ("state_dict", "load_state_dict"))
+    if part is not None and (isinstance(part, type) or not stateful):
+        raise SavingError(f"{name} is {part!r:.100}, expected an object with state_dict and load_state_dict, or None")
+
+
+def require_model(model: object) -> None:
+    """Refuse anything but a model of Python modules."""
+    if not isinstance(model, nn.Module):
+        raise SavingError(f"model is a {type(model).__name__}, expected an nn.Module")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise SavingError(COMPILED.format(model.original_name))
 
 
 def savable(kind: Kind) -> Kind:

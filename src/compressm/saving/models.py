@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from compressm.errors import NoSuchFileError, SavingError
 from compressm.files import replacing
+from compressm.saving.kinds import as_path, require_model
 from compressm.saving.rebuilding import Description, build, describe, first_names, plain_modules, plain_state, rebuild
 
 FORMAT_VERSION = 1
@@ -32,9 +33,9 @@ def save_model(model: nn.Module, path: str | os.PathLike[str]) -> None:
     A path that ends in .safetensors is a single file. Writing is atomic: after an error the old files are still there.
     Wrappers such as DistributedDataParallel and torch.compile are left out. Only one of several processes saves.
     """
-    if not isinstance(model, nn.Module):
-        raise SavingError(f"save_model takes an nn.Module, got {type(model).__name__}")
-    target = _to_write(Path(path))
+    require_model(model)
+    path = as_path(path)
+    target = _to_write(path)
     core = plain_modules(model)[""]
     description, tensors = describe(core), _tensors(core)
     rebuild(description, tensors)  # a model that could not be loaded is not written
@@ -46,7 +47,7 @@ def save_model(model: nn.Module, path: str | os.PathLike[str]) -> None:
             save_file(tensors, scratch, metadata)
         except SafetensorError as error:
             raise SavingError(f"{target} cannot be written: {error}") from error
-    if target != Path(path):
+    if target != path:
         with replacing(target.with_name(_CONFIG)) as scratch:
             scratch.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
@@ -61,17 +62,30 @@ def load_model(
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise SavingError(f"dtype is {dtype!r}, expected a floating-point dtype of torch")
-    pretrained = is_pretrained(Path(path))
-    source = Path(path) if pretrained else _to_read(Path(path))
+    path = as_path(path)
+    _require_device(device)
+    pretrained = is_pretrained(path)
+    source = path if pretrained else _to_read(path)
     config, tensors = ({}, {}) if pretrained else _read(source)
     try:
         description, tensors = read_pretrained(source) if pretrained else (_described(config, tensors), tensors)
         model = rebuild(description, {name: _moved(value, device, dtype) for name, value in tensors.items()}).eval()
     except SavingError as error:
         raise SavingError(f"{source}: {error}") from error
-    if not pretrained and source != Path(path):
+    if not pretrained and source != path:
         _compare_with_copy(source, config)
     return model
+
+
+def _require_device(device: object) -> None:
+    """Refuse a device that is not here."""
+    if device is None:
+        return
+    try:
+        torch.empty(0, device=device)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise SavingError(f"device is {device!r:.100}, expected a device of torch that is here: {reason}") from None
 
 
 def _to_write(path: Path) -> Path:

@@ -21,7 +21,8 @@ def data(
     name: Annotated[str | None, typer.Argument(help="A task to fetch and look at. Default: list all.")] = None,
     offline: Annotated[bool, typer.Option("--offline", help="Fetch nothing; use files that are there.")] = False,
     folder: Annotated[
-        Path | None, typer.Option("--data", help="Folder of the files. Default: $COMPRESSM_DATA, or a cache.")
+        Path | None,
+        typer.Option("--data", file_okay=False, help="Folder of the files. Default: $COMPRESSM_DATA, or a cache."),
     ] = None,
     root: Annotated[Path | None, typer.Option(hidden=True, help="The earlier name of --data.")] = None,
     set_: Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from pathlib import Path
 from typing import Annotated, Literal
@@ -40,16 +41,23 @@ def command(
     gpus: Annotated[int, typer.Option(min=0, help="GPUs of a job on the cluster.")] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be trained and stop.")] = False,
     only_report: Annotated[bool, typer.Option("--only-report", help="Train nothing; report what is there.")] = False,
-    data: Annotated[Path | None, typer.Option(help="Folder of data sets that are there; nothing is fetched.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for runs and reports. Default: out/reproduce, with --quick out/quick.")
+    data: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Folder of data sets that are there; nothing is fetched.")
     ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            file_okay=False, help="Folder for runs and reports. Default: out/reproduce, with --quick out/quick."
+        ),
+    ] = None,
+    context: typer.Context = None,  # type: ignore[assignment]
 ) -> None:
     """Train what a table or figure of the paper needs and show it beside the paper's numbers.
 
     What is done stays, what was stopped goes on, and trainings that several tables need are shared. Exit 1 where a
     training failed, 130 after Ctrl-C, which saves: the same command goes on.
     """
+    _require_used(context, executor, hours)
     folder = out or Path("out/quick" if quick else "out/reproduce")
     if name == LIST:
         console.print(_listed(folder, seeds, quick))
@@ -70,6 +78,20 @@ def command(
         _end(plan, outcome)
     except (ConfigError, PathError, RunError, MeasurementError) as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def _require_used(context: typer.Context, executor: str, hours: float) -> None:
+    """Refuse options of the other executor, and a job of no time."""
+    if not 0 < hours < math.inf:
+        raise typer.BadParameter(f"{hours:g}, expected a finite number above 0", param_hint="--hours")
+    others = ("partition", "hours", "gpus") if executor == "local" else ("processes",)
+    for name in others:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            needs = "slurm" if executor == "local" else "local"
+            raise typer.BadParameter(
+                f"it is for --executor {needs}, not {executor}: leave it out", param_hint=f"--{name}"
+            )
 
 
 def _executor(where: str, processes: int, folder: Path, options: SlurmOptions, data: Path | None) -> Executor:

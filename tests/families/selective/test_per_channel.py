@@ -243,7 +243,7 @@ def test_policies_without_a_meaning_for_selective_layers_are_refused_by_name():
         CompressionError, match=r"^1: Budget\(total_states=9\) distributes states over layers.*PerChannel"
     ):
         compressor(cs.Budget(9), cs.PerChannel())
-    with pytest.raises(CompressionError, match=r"^1: ErrorBound\(.*for selective layers, which have no error bound"):
+    with pytest.raises(CompressionError, match=r"^1: ErrorBound\(.*needs an error bound, which selective layers never"):
         compressor(cs.ErrorBound(0.1), cs.Baked(), **exact)
     compressor(cs.ErrorBound(0.1), cs.Baked(), overrides={"1": cs.TargetOrder(3)}, **exact)
     compressor(cs.Budget(9), cs.PerChannel(), overrides={"1": cs.TargetOrder(3)})

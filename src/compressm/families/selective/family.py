@@ -122,6 +122,7 @@ class SelectiveFamily(Family):
 
     called = "selective layers"
     needs_data = True
+    uses = frozenset({"selective"})
 
     def require_choices(self, names: Sequence[str], choices: Choices) -> None:
         super().require_choices(names, choices)
