@@ -31,6 +31,7 @@ from compressm.compression import (
     save_model,
 )
 from compressm.compression.policies import Policy
+from compressm.errors import CompressionError
 
 
 def command(
@@ -110,4 +111,7 @@ def _policy(
     if measured and bound is not None:
         raise typer.BadParameter("--bound needs an error bound, which --measured does not have: leave one of them out")
     make, value = given[chosen[0]]
-    return make(value)
+    try:
+        return make(value)
+    except CompressionError as error:
+        raise typer.BadParameter(str(error), param_hint=chosen[0]) from None

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from compressm.cli import INTERRUPTED
 from compressm.cli.options import PathError, number, require_writable
-from compressm_lab.cli.terminal import console, integer_option, progress_bars, say, status
+from compressm_lab.cli.terminal import console, count_or_none, integer_option, progress_bars, say, status
 from compressm_lab.experiments.catalogue import Experiment, exhibit, experiment_names, find_experiment
 from compressm_lab.experiments.engine import Campaign, Outcome, conduct, require_ready, require_same_recipes
 from compressm_lab.experiments.executors import Executor, LocalExecutor, SlurmExecutor, SlurmOptions, heard_as_ctrl_c
@@ -38,7 +38,7 @@ def command(
     hours: Annotated[
         float, typer.Option(parser=number, metavar="NUMBER", help="Hours of a job on the cluster.")
     ] = 24.0,
-    gpus: Annotated[int, typer.Option(min=0, help="GPUs of a job on the cluster.")] = 1,
+    gpus: Annotated[int, integer_option("GPUs of a job on the cluster.", count_or_none)] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be trained and stop.")] = False,
     only_report: Annotated[bool, typer.Option("--only-report", help="Train nothing; report what is there.")] = False,
     data: Annotated[

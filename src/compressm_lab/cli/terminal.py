@@ -17,15 +17,20 @@ SetOption = Annotated[
 ]
 
 
-def count(text: str | int) -> int:
-    """Read an integer of at least 1; Typer's own check does not say what was given."""
+def count(text: str | int, low: int = 1) -> int:
+    """Read an integer of at least `low`; Typer's own check does not say what was given."""
     try:
         number = int(text)
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is not an integer, expected at least 1") from None
-    if number < 1:
-        raise typer.BadParameter(f"{number} is too small, expected at least 1")
+        raise typer.BadParameter(f"{text!r} is not an integer, expected at least {low}") from None
+    if number < low:
+        raise typer.BadParameter(f"{number} is too small, expected at least {low}")
     return number
+
+
+def count_or_none(text: str | int) -> int:
+    """Read an integer of at least 0."""
+    return count(text, 0)
 
 
 def integer_option(help: str, parser: Callable[[str], int] = count) -> Any:
