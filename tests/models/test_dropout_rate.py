@@ -24,7 +24,7 @@ def rates(model):
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-@pytest.mark.parametrize("rate", [0.25, 0])
+@pytest.mark.parametrize("rate", [0.25, 0.0])
 def test_a_number_builds_the_model_of_per_element(make, rate):
     torch.manual_seed(0)
     model = make(rate)
