@@ -88,9 +88,9 @@ class Cutter:
             require_rewrappable(wrapper)
         require_suitable(self.inner, layers, self.optimizer, self.moments)
         if self.options.filter_fn is None and (said := refused_in(self.inner)):
-            warnings.warn(f"not all of {type(self.inner).__name__} is cut{said}", stacklevel=4)
+            warnings.warn(f"not all of {type(self.inner).__name__} is cut{said}", stacklevel=3)
         if said := unused_options(self.inner, self.options):
-            warnings.warn(said, stacklevel=4)
+            warnings.warn(said, stacklevel=3)
         for k, model in enumerate(self.follow):
             _require_alike(f"follow[{k}]", model, {name: layer.module for name, layer in layers.items()})
         return layers

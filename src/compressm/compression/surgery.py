@@ -67,7 +67,7 @@ def _renewed(models: Iterable[nn.Module]) -> list[tuple[Any, str, Any]]:
 
 def attributes_of(model: nn.Module) -> dict[str, tuple[Any, str]]:
     """The owners and names of the attributes that a cut changes in place, by module and path; all must exist."""
-    places = {}
+    places: dict[str, tuple[Any, str]] = {}
     for name, (module, adapter) in find(model).items():
         for path in present_attributes(module, adapter):
             place = place_of(name, module, path)

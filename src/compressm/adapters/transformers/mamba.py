@@ -120,7 +120,7 @@ class MambaMixerAdapter(SelectiveAdapter[nn.Module]):
         """The writes that replace this config by a copy with the present orders, one copy for a model."""
         holders = _holders(model, config)
         mixers = [module for module, _ in holders if isinstance(adapter_for(module), MambaMixerAdapter)]
-        orders = {module.layer_idx: self.order(module) for module in mixers}
+        orders: dict[Any, int] = {module.layer_idx: self.order(module) for module in mixers}
         if len(orders) < len(mixers) and all(module is not model for module, _ in holders):
             # Several models inside of this one were made from one config.
             return [write for child in model.children() for write in self._renewed(child, config)]
