@@ -83,7 +83,7 @@ def command(
 def _require_used(context: typer.Context, executor: str, hours: float) -> None:
     """Refuse options of the other executor, and a job of no time."""
     if not 0 < hours < math.inf:
-        raise typer.BadParameter(f"{hours:g}, expected a finite number above 0", param_hint="--hours")
+        raise typer.BadParameter(f"hours is {hours:g}, expected a number above 0", param_hint="--hours")
     others = ("partition", "hours", "gpus") if executor == "local" else ("processes",)
     for name in others:
         source = context.get_parameter_source(name)
