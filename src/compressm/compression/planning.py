@@ -171,7 +171,7 @@ def unused_options(model: nn.Module, options: Options) -> str:
     families = [family_of(adapter) for _, adapter in find(model, options.filter_fn).values()]
     given = {
         "fold": "" if options.fold else "fold=False",
-        "selective": "" if options.selective == Baked() else f"selective={options.selective}",
+        "selective": "" if options.selective == Options.selective else f"selective={options.selective}",
     }
     unused = [said for name, said in given.items() if said and not any(name in family.uses for family in families)]
     if not unused:
