@@ -142,6 +142,7 @@ OPTIONS = {
     "": {"--version", "--install-completion", "--show-completion"},
     "train": {
         *("recipe", "--list", "--set", "--seed", "--order", "--baseline", "--out", "--resume"),
+        "--take-over",
         *("--device", "--threads", "--data", "--offline", "--tensorboard"),
     },
     "inspect": {"path", "--measured", "--data", "--offline"},

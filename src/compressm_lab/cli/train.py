@@ -35,7 +35,8 @@ from compressm_lab.data import DataError, Task
 from compressm_lab.experiments.comparisons import comparison
 from compressm_lab.experiments.recipes import BASELINE, find_recipe, recipe_names
 from compressm_lab.runs.directory import RunDirectory
-from compressm_lab.runs.records import Evaluation, PenaltyRecord, RunError, TruncationRecord
+from compressm_lab.runs.lock import LockLostError
+from compressm_lab.runs.records import Evaluation, PenaltyRecord, RunError, RunWriteError, TruncationRecord
 from compressm_lab.training import ConfigError, Diverged, Interrupted, Plan, Recipe, Silent, train
 from compressm_lab.training.loggers import Several, TensorBoard
 from compressm_lab.training.loop import is_finished
@@ -70,6 +71,9 @@ def command(
         Path | None, typer.Option(help="Folder of the run. Default: out/runs/NAME/LABEL-nORDER/seed-SEED.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint of the folder.")] = False,
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="Take the run from a process of another machine that fell silent.")
+    ] = False,
     device: DeviceChoice = "auto",
     threads: Annotated[
         int | None, integer_option("Threads on a CPU. Default: 1 below 64 channels, where more are slower.")
@@ -101,26 +105,30 @@ def command(
         if threads is not None or wanted.model.width < _NARROW:
             torch.set_num_threads(threads or 1)
         with process_group(chosen_device(device)) as where:
-            _train(wanted, task_of(wanted, data, offline), folder, where, resume, tensorboard)
+            _train(wanted, task_of(wanted, data, offline), folder, where, resume, take_over, tensorboard)
 
 
 @contextmanager
 def _exit_codes() -> Iterator[None]:
-    """Exit with 2 for what cannot be run, 130 for a run that was stopped, 1 for one that diverged; each says why."""
+    """Exit with 2 for what cannot be run, 130 for a run that was stopped, 1 for one that failed; each says why."""
     try:
         yield
+    except (LockLostError, RunWriteError, Diverged) as error:
+        whole = ("what was written before is whole: make room, or the folder writable, and add --resume",)
+        say(str(error), *(whole if isinstance(error, RunWriteError) else ()))
+        raise typer.Exit(1) from None
     except _REFUSED as error:
         raise typer.BadParameter(str(error)) from error
     except Interrupted as stopped:
         say(str(stopped), f"to go on: compressm train {shlex.quote(str(stopped.directory))} --resume")
         raise typer.Exit(INTERRUPTED) from None
-    except Diverged as error:
-        say(str(error))
-        raise typer.Exit(1) from None
 
 
-def _train(recipe: Recipe, task: Task, folder: Path, device: torch.device, resume: bool, tensorboard: bool) -> None:
-    go = partial(train, recipe, task, folder, device=device, resume=resume, **comparison(recipe, task)._asdict())
+def _train(
+    recipe: Recipe, task: Task, folder: Path, device: torch.device, resume: bool, take_over: bool, tensorboard: bool
+) -> None:
+    options = {"device": device, "resume": resume, "take_over": take_over}
+    go = partial(train, recipe, task, folder, **options, **comparison(recipe, task)._asdict())
     if not _is_first():
         go()
         return
@@ -155,10 +163,12 @@ def _folder(recipe: Recipe, name: str, out: Path | None, resume: bool) -> Path:
     if resume and RunDirectory(name).exists:
         if out is not None:
             raise ConfigError(f"{name} goes on where it is: --out is not for the --resume of a folder")
+        require_writable(Path(name) / "config.json")
         return Path(name)
     folder = out or Path("out/runs") / recipe.name / f"{recipe.label}-n{recipe.model.order}" / f"seed-{recipe.seed}"
     run = RunDirectory(folder)
     if run.exists and not resume and _is_first():
+        run.require_free()
         raise RunError(f"{folder} already holds a run: --resume goes on with it, --out takes another folder")
     if resume and not run.exists:
         raise RunError(f"{folder} holds no run to go on with")
@@ -188,6 +198,9 @@ class Spoken:
         self._progress = progress
         self._bar: TaskID | None = None
         self._scores: dict[str, str] = {}
+
+    def took_over(self, sentence: str) -> None:
+        say(sentence)
 
     def begins(self, recipe: Recipe, plan: Plan, step: int) -> None:
         say(f"{recipe.name}, {recipe.label}, seed {recipe.seed}", *(f"  {line}" for line in str(plan).splitlines()))

@@ -5,6 +5,7 @@ environment.json   machine, date, commit, versions         cuts.jsonl       `Cut
 status.json        `Status`                                spectra.jsonl    `Spectrum`
 checkpoints/       what --resume goes on from              timings.jsonl    `Timing`
 penalties.jsonl    `PenaltyRecord`                         truncations.jsonl  `TruncationRecord`
+lock/              the process that trains here
 model/             the final model, for `load_model`       tensorboard/     events, where asked for
 """
 
@@ -12,14 +13,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
+from compressm.errors import SavingError
 from compressm.files import replacing
+from compressm_lab.runs import lock
 from compressm_lab.runs.measurement import Environment
-from compressm_lab.runs.records import Record, RestoredRecord, RunError
+from compressm_lab.runs.records import Record, RestoredRecord, RunError, RunWriteError
 
 RunState = Literal["running", "finished", "interrupted", "failed"]
 _Kind = TypeVar("_Kind", bound=Record)
@@ -40,6 +45,8 @@ class RunDirectory:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
+        self._lock: lock.Lock | None = None
+        self._unsynced: set[Path] = set()  # files with lines that may not be on disk yet
 
     @property
     def checkpoints(self) -> Path:
@@ -66,11 +73,53 @@ class RunDirectory:
         """Begin a new run; one that is there already is refused."""
         if self.exists:
             raise RunError(f"{self.path} already holds a run: resume it, or choose another folder")
-        self.path.mkdir(parents=True, exist_ok=True)
         self._write("environment.json", asdict(Environment.here()))
         self._write("config.json", config)
 
+    def require_free(self, *, take_over: bool = False) -> None:
+        """Refuse a folder in which another process trains; `take_over` as in `locked`."""
+        lock.require_free(self._place, take_over=take_over)
+
+    @contextmanager
+    def locked(self, *, take_over: bool = False) -> Iterator[str]:
+        """A context in which no other process trains here; the sentence names a stale lock that was taken over.
+
+        The lock of a process of this machine that has ended is stale. With `take_over` so is one of another machine
+        that has been silent for two minutes. Any other lock is refused, and nothing is changed.
+        """
+        with _named(self._place):
+            self.path.mkdir(parents=True, exist_ok=True)
+            held = lock.Lock.take(self._place, take_over=take_over)
+        self._lock = held
+        try:
+            self._remove_left_over()
+            yield held.sentence
+        finally:
+            self._lock = None
+            held.release()
+
+    @contextmanager
+    def writing(self, path: Path) -> Iterator[None]:
+        """A context that writes a file of the run, which the lock must allow; a failure is a `RunWriteError`."""
+        if self._lock is not None:
+            self._lock.require_held()
+        with _named(path):
+            yield
+
+    def _remove_left_over(self) -> None:
+        """Remove half-written files of processes that were killed."""
+        with self.writing(self.path):
+            lock.remove_left_over(self._place)
+            for folder in (self.path, self.checkpoints, self.model):
+                remove_scratch(folder)
+
+    @property
+    def _place(self) -> Path:
+        return self.path / "lock"
+
     def write_status(self, status: Status) -> None:
+        """Write the status, after all lines that it counts on are on disk."""
+        self.sync()
         self._write("status.json", asdict(status))
 
     def append(self, *records: Record) -> None:
@@ -79,21 +128,30 @@ class RunDirectory:
         for record in records:
             by_file.setdefault(record.file, []).append(json.dumps(asdict(record), allow_nan=True) + "\n")
         for name, lines in by_file.items():
-            with (self.path / name).open("a", encoding="utf-8") as file:
+            path = self.path / name
+            if not path.exists():  # so that the name is on disk too
+                with self.writing(path), replacing(path) as scratch:
+                    scratch.touch()
+            with self.writing(path), path.open("a", encoding="utf-8") as file:
+                self._unsynced.add(path)
                 file.writelines(lines)
 
     def rewind(self, step: int) -> None:
         """Forget the lines of steps after `step`, and one that a crash cut short."""
         for path in self._lines:
             kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step(line) <= step]
-            with replacing(path) as scratch:
+            with self.writing(path), replacing(path) as scratch:
                 scratch.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
 
     def sync(self) -> None:
-        """Wait until all lines are on disk, before the checkpoint that counts on them."""
-        for path in self._lines:
-            with path.open("ab") as file:
+        """Wait until all lines are on disk, before the checkpoint or the status that counts on them.
+
+        Not after every line: that takes 0.2 ms on a fast disk, 20 times as long as the line, and 10 ms on a slow one.
+        """
+        for path in sorted(self._unsynced):
+            with self.writing(path), path.open("ab") as file:
                 os.fsync(file.fileno())
+            self._unsynced.discard(path)
 
     @property
     def _lines(self) -> list[Path]:
@@ -133,7 +191,7 @@ class RunDirectory:
         return found
 
     def _write(self, name: str, contents: dict[str, Any]) -> None:
-        with replacing(self.path / name) as scratch:
+        with self.writing(self.path / name), replacing(self.path / name) as scratch:
             scratch.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
 
     def _read(self, name: str) -> dict[str, Any]:
@@ -142,11 +200,24 @@ class RunDirectory:
             stored = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise RunError(f"{path} does not exist: {self.path} is not the folder of a run") from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise RunError(f"{path} cannot be read: {error}") from None
         if not isinstance(stored, dict):
             raise RunError(f"{path} holds {stored!r:.80}, expected an object")
         return stored
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """A context that writes a file, in which what the disk or the folder refuses becomes a `RunWriteError`."""
+    try:
+        yield
+    except (OSError, SavingError) as error:
+        if isinstance(error, SavingError) or error.strerror is None:
+            why = str(error)
+        else:
+            why = f"{error.strerror} ({error.filename or path})"
+        raise RunWriteError(f"{path} cannot be written: {why}") from error
 
 
 def find_runs(paths: Iterable[Path | str]) -> list[RunDirectory]:
@@ -159,6 +230,17 @@ def find_runs(paths: Iterable[Path | str]) -> list[RunDirectory]:
         if not below:
             raise RunError(f"{path} holds no run: no config.json with a status.json beside it")
         found += [RunDirectory(folder) for folder in below if folder not in {run.path for run in found}]
+    return found
+
+
+_SCRATCH = re.compile(r"\..*\.[0-9a-f]{32}(\.[^.]*)?")  # the names that `replacing` gives
+
+
+def remove_scratch(folder: Path) -> list[Path]:
+    """Remove the half-written files in a folder; nobody else may be writing there."""
+    found = [path for path in folder.glob(".*") if _SCRATCH.fullmatch(path.name) and path.is_file()]
+    for path in found:
+        path.unlink(missing_ok=True)
     return found
 
 

@@ -13,6 +13,10 @@ class RunError(ValueError):
     """A run directory, or a file in it, that is not what it should be."""
 
 
+class RunWriteError(RunError):
+    """A file of a run that cannot be written, as on a full disk; what was written before is whole, and can resume."""
+
+
 @dataclass(frozen=True)
 class Record:
     """Something that happened at a step, a line of `file`."""

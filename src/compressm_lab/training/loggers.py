@@ -14,6 +14,9 @@ from compressm_lab.training.config import ConfigError, Plan, Recipe
 class RunLogger(Protocol):
     """An observer of a run; the methods are called on the first process only."""
 
+    def took_over(self, sentence: str) -> None:
+        """The folder had the lock of a process that has ended; called before `begins`."""
+
     def begins(self, recipe: Recipe, plan: Plan, step: int) -> None:
         """Everything is built; `step` is above 0 if the run resumes."""
 
@@ -40,6 +43,10 @@ class Several:
 
     def __init__(self, *loggers: RunLogger) -> None:
         self.loggers = loggers
+
+    def took_over(self, sentence: str) -> None:
+        for logger in self.loggers:
+            logger.took_over(sentence)
 
     def begins(self, recipe: Recipe, plan: Plan, step: int) -> None:
         for logger in self.loggers:

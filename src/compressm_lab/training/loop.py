@@ -8,7 +8,7 @@ import re
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -25,6 +25,7 @@ from compressm.saving.rebuilding import orders_of
 from compressm_lab.data.task import Order, Task, TaskKind
 from compressm_lab.runs import records
 from compressm_lab.runs.directory import RunDirectory, Status
+from compressm_lab.runs.lock import LockLostError
 from compressm_lab.training import building
 from compressm_lab.training.clock import Clock
 from compressm_lab.training.config import ConfigError, Plan, Recipe
@@ -119,6 +120,7 @@ def train(
     *,
     device: str | torch.device = "cpu",
     resume: bool = False,
+    take_over: bool = False,
     logger: RunLogger | None = None,
     objective: Objective | None = None,
     penalty: Penalty | None = None,
@@ -128,6 +130,9 @@ def train(
     A finished run stays as it is. On the CPU a run that was stopped and resumed ends with the same bits as one that was
     not. `objective` replaces the loss of the task in training, not in evaluation; `penalty` is weighed by
     `recipe.regulariser`. `compressm_lab.experiments.comparisons` makes both for recipes that ask for them.
+
+    A folder in which another process trains is refused by a `RunLockedError`; one of a process of this machine that has
+    ended is taken over, and, with `take_over`, one of another machine that has been silent for two minutes.
     """
     if (recipe.regulariser is None) != (penalty is None):
         given, wanted = ("no penalty", "one") if penalty is None else ("a penalty", "a recipe that weighs it")
@@ -138,24 +143,40 @@ def train(
     plan = Plan.of(recipe)
     if resume and is_finished(directory, recipe):
         return directory
-    with building.products_in(recipe.training.precision), catching_signals() as stop:
+    processes = Processes()
+    with processes.together("looking for another process in the folder"):
+        if processes.is_first:
+            directory.require_free(take_over=take_over)
+    with building.products_in(recipe.training.precision), catching_signals() as stop, ExitStack() as held:
         # A run that cannot be built leaves no folder behind.
         parts = _build(recipe, task, torch.device(device), objective, penalty)
         run = Trainer(recipe, directory, *parts, plan, logger or Silent())
-        if run.is_first and resume:
-            require_same_recipe(directory, recipe)
-        elif run.is_first:
-            directory.begin(recipe.as_dict())
+        with processes.together("taking the lock of the folder"):
+            if run.is_first:
+                if taken := held.enter_context(directory.locked(take_over=take_over)):
+                    run.logger.took_over(taken)
+                _enter(directory, recipe, resume)
+        # Another process may have finished it in the meantime.
+        if processes.as_first(directory.finished):
+            return directory
         try:
             return run.go(stop, resume)
-        except Interrupted:
+        except (Interrupted, LockLostError):
             raise
         except KeyboardInterrupt:
-            run.write_status("interrupted", message="a second signal: not saved")
+            run.write_last_status("interrupted", "a second signal: not saved")
             raise
         except BaseException as error:
-            run.write_status("failed", message=f"{type(error).__name__}: {error}")
+            run.write_last_status("failed", f"{type(error).__name__}: {error}")
             raise
+
+
+def _enter(directory: RunDirectory, recipe: Recipe, resume: bool) -> None:
+    """Begin a new run, or check the recipe of the one that resumes."""
+    if resume:
+        require_same_recipe(directory, recipe)
+    else:
+        directory.begin(recipe.as_dict())
 
 
 def _build(
@@ -347,7 +368,6 @@ class Trainer:
         """Write a checkpoint and remove the oldest ones."""
         self.directory.sync()
         path = self.directory.checkpoints / f"step-{self.step:08d}.pt"
-        path.parent.mkdir(parents=True, exist_ok=True)
         tracker, penalty = None, self.learner.penalty
         if self.tracker is not None:
             # The systems to compare with next; spectra are in the run's files.
@@ -362,8 +382,9 @@ class Trainer:
             "tracker": tracker,
             "penalty": None if penalty is None else penalty.state_dict(),
         }
-        save_checkpoint(path, **self._parts(), step=self.step, extra=extra)
-        _remove(*checkpoints(self.directory)[self.recipe.training.keep_checkpoints :])
+        with self.directory.writing(path):
+            save_checkpoint(path, **self._parts(), step=self.step, extra=extra)
+            _remove(*checkpoints(self.directory)[self.recipe.training.keep_checkpoints :])
 
     def _load(self) -> None:
         """Continue from the newest checkpoint that is whole, if there is one; newer ones are removed."""
@@ -377,7 +398,8 @@ class Trainer:
             self.step, self.timed = found.step, found.extra["timed"]
             self._restore(found.extra)
             if self.is_first:
-                _remove(*problems, *self.directory.checkpoints.glob(".step-*.pt"))  # a dot: half written
+                with self.directory.writing(self.directory.checkpoints):
+                    _remove(*problems)
             return
         if problems:
             raise SavingError(f"no checkpoint of {self.directory.path} can be read: {'; '.join(problems.values())}")
@@ -408,12 +430,18 @@ class Trainer:
         if self.clock.peek():
             self._record_timing()  # of the last checkpoint
         if self.is_first:
-            save_model(unwrapped(self.learner.model), self.directory.model)
+            with self.directory.writing(self.directory.model):
+                save_model(unwrapped(self.learner.model), self.directory.model)
         self.write_status("finished")
 
     def write_status(self, state: str, message: str = "") -> None:
         if self.is_first:
             self.directory.write_status(Status(state, self.step, self.plan.steps, message))  # type: ignore[arg-type]
+
+    def write_last_status(self, state: str, message: str) -> None:
+        """Write the status of a run that ends, if it still can be written: the error that ends it matters more."""
+        with suppress(records.RunWriteError, LockLostError):
+            self.write_status(state, message)
 
 
 def _all_finite(model: nn.Module) -> bool:
