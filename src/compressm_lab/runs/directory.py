@@ -14,8 +14,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import traceback
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
@@ -122,6 +123,17 @@ class RunDirectory:
         self.sync()
         self._write("status.json", asdict(status))
 
+    def write_last_status(self, status: Status) -> None:
+        """Write the status of a run that ends by an error, if it can be written at all: that error matters more."""
+        path = self.path / "status.json"
+        try:
+            self.write_status(status)
+        except RunWriteError:
+            # A full disk has no room for a new file, but the old one has its own.
+            with suppress(RunWriteError), self.writing(path), path.open("r+", encoding="utf-8") as file:
+                file.write(_json(asdict(status)))
+                file.truncate()
+
     def append(self, *records: Record) -> None:
         """Append one line a record."""
         by_file: dict[str, list[str]] = {}
@@ -192,7 +204,7 @@ class RunDirectory:
 
     def _write(self, name: str, contents: dict[str, Any]) -> None:
         with self.writing(self.path / name), replacing(self.path / name) as scratch:
-            scratch.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
+            scratch.write_text(_json(contents), encoding="utf-8")
 
     def _read(self, name: str) -> dict[str, Any]:
         path = self.path / name
@@ -207,17 +219,27 @@ class RunDirectory:
         return stored
 
 
+def _json(contents: dict[str, Any]) -> str:
+    return json.dumps(contents, indent=1) + "\n"
+
+
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
     """A context that writes a file, in which what the disk or the folder refuses becomes a `RunWriteError`."""
     try:
         yield
-    except (OSError, SavingError) as error:
-        if isinstance(error, SavingError) or error.strerror is None:
-            why = str(error)
-        else:
-            why = f"{error.strerror} ({error.filename or path})"
+    except (OSError, SavingError, RuntimeError) as error:  # torch's writer raises the last on a full disk
+        _close_files_of(error)
+        known = isinstance(error, OSError) and error.strerror
+        why = f"{error.strerror} ({error.filename or path})" if known else str(error)  # type: ignore[union-attr]
         raise RunWriteError(f"{path} cannot be written: {why}") from error
+
+
+def _close_files_of(error: BaseException | None) -> None:
+    """Close files that failed functions have open: the room of a removed file is free only after that."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def find_runs(paths: Iterable[Path | str]) -> list[RunDirectory]:

@@ -70,11 +70,10 @@ class Owner:
         with suppress(ValueError, PermissionError):
             stored = json.loads(path.read_text(encoding="utf-8"))
         kinds = {entry.name: int if entry.name == "pid" else str for entry in fields(cls)}
-        if isinstance(stored, dict) and stored.keys() == kinds.keys():
-            if all(isinstance(stored[name], kind) for name, kind in kinds.items()):
-                with suppress(ValueError):
-                    datetime.fromisoformat(stored["heartbeat"]).timestamp()
-                    return cls(**stored)
+        if isinstance(stored, dict) and {name: type(value) for name, value in stored.items()} == kinds:
+            with suppress(ValueError):
+                datetime.fromisoformat(stored["heartbeat"]).timestamp()
+                return cls(**stored)
         changed = datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat(timespec="seconds")
         return cls("an unknown host", "", 0, "", "", changed, changed)
 
@@ -82,6 +81,12 @@ class Owner:
     def age(self) -> float:
         """Seconds since the last heartbeat, by the clock of this machine."""
         return time.time() - datetime.fromisoformat(self.heartbeat).timestamp()
+
+    @property
+    def is_here(self) -> bool:
+        """True of this process."""
+        here = Owner.here()
+        return (self.host, self.machine, self.pid, self.started) == (here.host, here.machine, here.pid, here.started)
 
     def ended(self) -> bool | None:
         """True if the process has ended, False if it lives, None if that cannot be known from here."""
@@ -145,11 +150,17 @@ def require_free(place: Path, *, take_over: bool = False) -> str:
     `take_over` allows it for a process elsewhere whose heartbeat is old. Empty without a lock.
     """
     found = holder(place)
-    return "" if found is None else _judged(place, found[1], take_over)
+    return "" if found is None else _judged(*found, take_over)
 
 
-def _judged(place: Path, owner: Owner, take_over: bool) -> str:
-    ended, folder = owner.ended(), place.parent
+# The locks of this process. One of its own that is not here could not be removed, on a disk that was read-only.
+_held: set[Path] = set()
+
+
+def _judged(path: Path, owner: Owner, take_over: bool) -> str:
+    ended, folder = owner.ended(), path.parent.parent
+    if owner.is_here and path.absolute() not in _held:
+        ended = True
     if ended or (ended is None and take_over and owner.age > STALE):
         why = "has ended" if ended else f"has been silent for {owner.age:.0f} s"
         return f"{folder}: took over the lock of {owner}: that process {why}"
@@ -175,16 +186,22 @@ class Lock:
     @classmethod
     def take(cls, place: Path, *, take_over: bool = False) -> Lock:
         """Take the lock at a place, or refuse and change nothing; of several processes one gets it."""
-        token, owner, sentence = uuid.uuid4().hex, Owner.here(), ""
-        for _ in range(_TRIES):
-            found = holder(place)
-            if found is not None:
-                sentence = _judged(place, found[1], take_over)
-                found[0].unlink(missing_ok=True)
-            if _created(place, token, owner):
-                return cls(place / f"{token}.json", owner, sentence)
-            sentence = ""  # another process was faster
-        raise RunLockedError(f"{place} changes its owner all the time; expected one training at a time")
+        token, owner = uuid.uuid4().hex, Owner.here()
+        path, sentence = place / f"{token}.json", ""
+        _held.add(path.absolute())
+        try:
+            for _ in range(_TRIES):
+                found = holder(place)
+                if found is not None:
+                    sentence = _judged(*found, take_over)
+                    found[0].unlink(missing_ok=True)
+                if _created(path, owner):
+                    return cls(path, owner, sentence)
+                sentence = ""  # another process was faster
+            raise RunLockedError(f"{place} changes its owner all the time; expected one training at a time")
+        except BaseException:
+            _held.discard(path.absolute())
+            raise
 
     def require_held(self) -> None:
         """Refuse to go on if another process has taken over."""
@@ -202,6 +219,7 @@ class Lock:
         self._end.set()
         self._thread.join()
         # A folder that cannot be written any more keeps it: the process ends, so the next one takes it over.
+        _held.discard(self.path.absolute())
         with suppress(OSError):
             self.path.unlink(missing_ok=True)
             self.path.parent.rmdir()
@@ -218,19 +236,20 @@ def _contents(owner: Owner) -> bytes:
     return (json.dumps(asdict(owner), indent=1) + "\n").encode()
 
 
-def _created(place: Path, token: str, owner: Owner) -> bool:
+def _created(path: Path, owner: Owner) -> bool:
     """Create the lock with its file inside; False if another process was faster."""
-    scratch, name = place.with_name(f"{place.name}.{token}"), f"{token}.json"
+    place = path.parent
+    scratch = place.with_name(f"{place.name}.{path.stem}")
     try:
         scratch.mkdir()
-        with (scratch / name).open("xb") as file:
+        with (scratch / path.name).open("xb") as file:
             file.write(_contents(owner))
             file.flush()
             os.fsync(file.fileno())
         with suppress(OSError):
             place.rmdir()  # an empty one, whose owner was removed
         os.rename(scratch, place)
-        return (place / name).is_file()
+        return path.is_file()
     except OSError as error:
         shutil.rmtree(scratch, ignore_errors=True)
         # A new owner may also have removed the scratch folder as left over.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from statistics import fmean
 from typing import Any, Literal
 
@@ -201,16 +203,34 @@ def read_run(directory: RunDirectory) -> Run:
         environment = directory.environment()
     except TypeError as error:
         raise RunError(f"{directory.path / 'environment.json'} is not an environment: {error}") from None
-    events: list[RunEvent] = [*directory.records(CutRecord), *directory.records(RestoredRecord)]
+    cuts, evaluations = directory.records(CutRecord), directory.records(Evaluation)
+    _require_once(directory, Evaluation.file, [(found.step, found.split) for found in evaluations])
+    _require_once(directory, CutRecord.file, [(cut.step, cut.module) for cut in cuts])
+    events: list[RunEvent] = [*cuts, *directory.records(RestoredRecord)]
     return Run(
         path=str(directory.path),
         config=config,
         environment=environment,
         status=directory.status(),
-        evaluations=tuple(directory.records(Evaluation)),
+        evaluations=tuple(evaluations),
         # At one step cuts come before a restoration, after which there are none.
         events=tuple(sorted(events, key=lambda event: event.step)),
         timings=tuple(directory.records(Timing)),
+    )
+
+
+def _require_once(directory: RunDirectory, file: str, lines: Sequence[tuple[int, str]]) -> None:
+    """Refuse records of two trainings in one file: lines that are there twice, or whose steps go back."""
+    again = next((line for line, times in Counter(lines).items() if times > 1), None)
+    back = next((pair for pair in pairwise(step for step, _ in lines) if pair[0] > pair[1]), None)
+    if again is not None:
+        what = f"{len(lines)} lines where {len(set(lines))} belong, step {again[0]} of {again[1]} more than once"
+    elif back is not None:
+        what = f"step {back[1]} after step {back[0]}"
+    else:
+        return
+    raise RunError(
+        f"{directory.path / file} has {what}: two processes wrote into the folder; train the recipe again in a new one"
     )
 
 

@@ -24,7 +24,7 @@ from compressm.saving.checkpoints import load_checkpoint, save_checkpoint
 from compressm.saving.rebuilding import orders_of
 from compressm_lab.data.task import Order, Task, TaskKind
 from compressm_lab.runs import records
-from compressm_lab.runs.directory import RunDirectory, Status
+from compressm_lab.runs.directory import RunDirectory, RunState, Status
 from compressm_lab.runs.lock import LockLostError
 from compressm_lab.training import building
 from compressm_lab.training.clock import Clock
@@ -434,14 +434,15 @@ class Trainer:
                 save_model(unwrapped(self.learner.model), self.directory.model)
         self.write_status("finished")
 
-    def write_status(self, state: str, message: str = "") -> None:
+    def write_status(self, state: RunState, message: str = "") -> None:
         if self.is_first:
-            self.directory.write_status(Status(state, self.step, self.plan.steps, message))  # type: ignore[arg-type]
+            self.directory.write_status(Status(state, self.step, self.plan.steps, message))
 
-    def write_last_status(self, state: str, message: str) -> None:
-        """Write the status of a run that ends, if it still can be written: the error that ends it matters more."""
-        with suppress(records.RunWriteError, LockLostError):
-            self.write_status(state, message)
+    def write_last_status(self, state: RunState, message: str) -> None:
+        """Write the status of a run that ends by an error."""
+        if self.is_first:
+            with suppress(LockLostError):
+                self.directory.write_last_status(Status(state, self.step, self.plan.steps, message))
 
 
 def _all_finite(model: nn.Module) -> bool:

@@ -26,7 +26,7 @@ def ago(seconds):
 
 def locked_by(folder, **differs):
     """A lock as another process would have left it."""
-    owner = replace(Owner.here(), **differs)
+    owner = replace(Owner.here(), **{"pid": os.getppid(), "started": lock._start_of(os.getppid()), **differs})
     path = folder / "lock" / f"{'0' * 32}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(asdict(owner)))
@@ -138,7 +138,7 @@ def test_a_lock_that_cannot_be_read_goes_by_the_time_of_its_file(tmp_path, conte
     locked_by(tmp_path)
     (path,) = (tmp_path / "lock").iterdir()
     path.write_text(contents)
-    with pytest.raises(RunLockedError, match="on an unknown host since .*wait for it"):
+    with pytest.raises(RunLockedError, match=r"on an unknown host since .*wait for it"):
         RunDirectory(tmp_path).require_free(take_over=True)
     os.utime(path, (1e9, 1e9))
     with pytest.raises(RunLockedError, match="--take-over"):
