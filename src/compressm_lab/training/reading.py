@@ -12,6 +12,8 @@ from typing import Any, get_args, get_type_hints
 from compressm.errors import did_you_mean
 from compressm_lab.training.config import Config, ConfigError, Recipe
 
+_LEVELS, _VALUES = 20, 10_000  # more than any recipe has
+
 
 def read_recipe(path: Path | str, settings: Iterable[str] = (), *, spoken: Mapping[str, str] | None = None) -> Recipe:
     """Read the recipe of a YAML file, with settings such as "compression.tau=0.02" on top.
@@ -36,17 +38,69 @@ def make_recipe(contents: Mapping[str, Any], *, source: str = "recipe") -> Recip
 
 
 def _contents(path: Path) -> dict[str, Any]:
-    import yaml
-
     try:
-        contents = yaml.safe_load(path.read_text(encoding="utf-8"))
+        contents = _parsed(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; expected a recipe, a YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not YAML of a recipe: {error}") from None
     if not isinstance(contents, dict) or not all(isinstance(key, str) for key in contents):
         raise ConfigError(f"{path} holds {contents!r:.80}, expected the keys of a recipe")
     return contents
+
+
+def _parsed(text: str) -> Any:
+    """The value of a YAML text; a ValueError says what is wrong with it, and where."""
+    import yaml
+
+    try:
+        depth = 0
+        for event in yaml.parse(text, yaml.SafeLoader):  # unlike values, events are read without recursion
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            _require_level(depth, event)
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        for number, mapping in enumerate(_nodes(node)):
+            if number == _VALUES:
+                raise ValueError(f"more than {_VALUES} values, with aliases written out; a recipe has a hundred")
+            _require_keys_once(mapping)
+        return None if node is None else loader.construct_document(node)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+
+
+def _require_level(depth: int, where: Any) -> None:
+    if depth > _LEVELS:
+        raise ValueError(f"more than {_LEVELS} levels at {_place(where)}; a recipe has four")
+
+
+def _nodes(node: Any, depth: int = 0) -> Iterator[Any]:
+    """Every node at or below this one; an alias counts as what it stands for."""
+    import yaml
+
+    _require_level(depth, node)  # an alias of what it is in has no end
+    yield node
+    if isinstance(node, yaml.CollectionNode):
+        for inner in node.value:
+            for one in inner if isinstance(inner, tuple) else (inner,):
+                yield from _nodes(one, depth + 1)
+
+
+def _require_keys_once(node: Any) -> None:
+    """Refuse a key that is there twice: the last would win without a word."""
+    import yaml
+
+    first: dict[tuple[str, str], Any] = {}
+    for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+        if not isinstance(key, yaml.ScalarNode):
+            continue
+        before = first.setdefault((key.tag, key.value), key)
+        if before is not key:
+            raise ValueError(f"{key.value} is there twice, at {_place(before)} and {_place(key)}: leave one of them out")
+
+
+def _place(node: Any) -> str:
+    return f"line {node.start_mark.line + 1}, column {node.start_mark.column + 1}"
 
 
 def _checked(contents: Mapping[str, Any]) -> tuple[Recipe | None, list[str]]:
@@ -98,8 +152,6 @@ def _mistaken(given: Any, read: Any, key: str = "") -> Iterator[str]:
 
 def with_settings(contents: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]:
     """Copy `contents` and set ["a"]["b"] for every setting "a.b=value"; values are read as YAML."""
-    import yaml
-
     changed = copy.deepcopy(dict(contents))
     for setting in settings:
         key, equals, text = setting.partition("=")
@@ -114,9 +166,9 @@ def with_settings(contents: Mapping[str, Any], settings: Iterable[str]) -> dict[
             if not isinstance(place, dict):
                 raise ConfigError(f"--set {setting!r}: {name} holds {place!r:.40}, which has no keys")
         try:
-            place[last] = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"--set {setting!r}: {text!r} is not a value: {error}") from None
+            place[last] = _parsed(text)
+        except ValueError as error:
+            raise ConfigError(f"--set {setting!r:.100}: {text!r:.100} is not a value: {error}") from None
     return changed
 
 

@@ -44,6 +44,8 @@ def test_settings_make_missing_parts_and_leave_the_original():
         ("=3", "--set '=3': expected key=value"),
         ("model.order.deep=1", "order holds 6, which has no keys"),
         ("model.order=[1", "'[1' is not a value"),
+        ("model={width: 3, width: 4}", "is not a value: width is there twice, at line 1, column 2 and line 1, column 12"),
+        ("model=" + "[" * 3000 + "]" * 3000, "is not a value: more than 20 levels at line 1, column 21"),
     ],
 )
 def test_a_setting_that_cannot_be_made_is_refused(setting, said):
@@ -174,6 +176,10 @@ def test_all_that_is_wrong_is_said_at_once():
         recipe("model.colour=red", "training.steps=x")
 
 
+# Ten times ten times … as many values as were written.
+LAUGHS = "a0: &a0 [1]\n" + "".join(f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 10)}]\n" for k in range(1, 12))
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -181,6 +187,14 @@ def test_all_that_is_wrong_is_said_at_once():
         ("a: [", "is not YAML"),
         ("", "holds None"),
         ("1: 2", "holds {1: 2}"),
+        ("name: a\nseed: 1\nname: b", "name is there twice, at line 1, column 1 and line 3, column 1"),
+        ("model:\n  width: 3\n  order: 4\n  width: 5", "width is there twice, at line 2, column 3 and line 4, column 3"),
+        ("task: " + "{a: " * 3000 + "1" + "}" * 3000, "more than 20 levels at line 1, column 83"),
+        ("\n".join(f"{' ' * depth}a:" for depth in range(3000)), "more than 20 levels at line 21"),
+        ("task: &task {name: *task}", "more than 20 levels"),
+        (LAUGHS, "more than 10000 values, with aliases written out"),
+        ("seed: " + "9" * 5000, "is not YAML of a recipe: Exceeds the limit"),
+        ("seed: 2020-99-99", "is not YAML of a recipe: month must be in"),
     ],
 )
 def test_a_file_that_is_no_recipe_is_named(tmp_path, text, said):
@@ -189,6 +203,13 @@ def test_a_file_that_is_no_recipe_is_named(tmp_path, text, said):
     with pytest.raises(ConfigError, match=said) as error:
         read_recipe(path)
     assert str(path) in str(error.value)
+
+
+def test_a_part_that_several_share_may_have_values_of_its_own(tmp_path):
+    path = tmp_path / "shared.yaml"
+    path.write_text("task: &task {name: digits, side: 4}\nmodel: {<<: *task, side: 8}\n")
+    with pytest.raises(ConfigError, match=r"model\.name is not a key of a recipe"):
+        read_recipe(path)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
