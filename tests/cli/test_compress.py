@@ -1,3 +1,6 @@
+import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ from compressm_lab.data import Store, make
 from compressm_lab.training import Interrupted, train
 from compressm_lab.training.evaluation import score
 from tests import unhooked
-from tests.lab.training.tiny import Sending, copies, recipe
+from tests.lab.training.tiny import Sending, copies, recipe, teacher
 
 TASK = {"name": "delayed_copy", "symbols": 4, "copied": 4, "delay": 2, "examples": 64, "held_out": 16}
 FOUND = recipe(f"task={TASK}", "model.pooling=steps", "training.checkpoint_every=3")
@@ -68,13 +71,37 @@ def test_every_policy_has_its_option(option, order, finished, tmp_path):
     assert ("nothing to cut: all states stay" in done.output) is (order == 6)
 
 
-def test_a_run_is_cut_by_its_own_data_and_tested_before_and_after(finished, tmp_path):
-    done = run("compress", finished, "--measured", "--rho", "0.5", "--out", "small", "--no-fold")
+@pytest.mark.parametrize("way", [("--measured",), ()])
+def test_a_run_is_cut_and_tested_before_and_after(finished, tmp_path, way):
+    done = run("compress", finished, *way, "--rho", "0.5", "--out", "small", "--no-fold")
     assert done.exit_code == 0, done.output
     small, task = load_model(tmp_path / "small"), make(**TASK).load(Store(tmp_path / "data"))
     before, after = (score(model, task, task.test).accuracy for model in (load_model(finished / "model"), small))
     assert f"test accuracy {100 * before:.2f} % before, accuracy {100 * after:.2f} % after" in plain(done)
-    assert "measured 0." in done.output
+    assert ("measured 0." in done.output) is bool(way)
+    assert ("error <= " in done.output) is not bool(way)
+
+
+def test_a_run_whose_task_has_no_accuracy_shows_its_loss(tmp_path):
+    task = {"name": "lti_teacher", "order": 2, "length": 12, "largest_radius": 0.9, "examples": 64, "held_out": 16}
+    train(recipe(f"task={task}", "model.pooling=steps"), teacher(), tmp_path / "run")
+    done = run("compress", "run", "--order", "2", "--out", "small")
+    assert done.exit_code == 0, done.output
+    assert re.search(r"test loss \d\.\d{4} before, loss \d\.\d{4} after", plain(done))
+
+
+@pytest.mark.parametrize("option", [(), ("--offline",)])
+def test_a_run_without_its_data_is_cut_and_says_that_it_was_not_tested(tmp_path, monkeypatch, finished, option):
+    monkeypatch.setattr("urllib.request.urlopen", lambda *_: pytest.fail("fetched"))
+    shutil.copytree(finished, tmp_path / "run")
+    config = json.loads((finished / "config.json").read_text()) | {"task": {"name": "smnist"}}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    done = run("compress", "run", "--order", "2", "--out", "small", *option)
+    assert done.exit_code == 0, done.output
+    assert load_model(tmp_path / "small").blocks[0].ssm.order == 2
+    (line,) = (line for line in done.output.splitlines() if "not tested: " in line)
+    assert "nothing is fetched offline" in line
+
 
 
 @pytest.fixture(scope="module", params=["{}", "{kind: per-channel}"])

@@ -40,8 +40,7 @@ OWN = (
     Command(
         "compress",
         "compressm.cli.compress:command",
-        "Cut a trained model once and save the smaller one; of a run with --measured, show its test accuracy beside"
-        " it.",
+        "Cut a trained model once and save the smaller one; of a run, show its test accuracy before and after.",
     ),
 )
 

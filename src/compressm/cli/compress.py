@@ -19,7 +19,7 @@ from compressm.cli.options import (
     number,
     require_writable,
 )
-from compressm.cli.saved import open_saved
+from compressm.cli.saved import SavedModel, open_saved
 from compressm.compression import (
     Budget,
     Cut,
@@ -31,7 +31,7 @@ from compressm.compression import (
     save_model,
 )
 from compressm.compression.policies import Policy
-from compressm.errors import CompressionError
+from compressm.errors import CompressionError, SavingError
 
 
 def command(
@@ -57,27 +57,37 @@ def command(
     data: DataOption = None,
     offline: OfflineOption = False,
 ) -> None:
-    """Cut a trained model once and save the smaller one; of a run with --measured, show its test accuracy beside it."""
+    """Cut a trained model once and save the smaller one; of a run, show its test accuracy before and after."""
     _require_new(out)
     try:
         keep = _policy(tau=tau, rho=rho, order=order, bound=bound, total_states=total_states, measured=measured)
         saved = open_saved(path, with_data=measured, data=data, offline=offline)
         saved.require_data()
-        before = saved.tested and saved.tested()
+        before, missing = _tested(saved)
         cuts = compress_(saved.model, keep=keep, fold=fold, calibrate=saved.calibrate, selective=saved.selective())
-        after = saved.tested and saved.tested()
+        after, _ = _tested(saved)
     except BAD_INPUT as error:
         raise typer.BadParameter(str(error)) from error
-    _show(cuts, before, after)
+    for line in map(str, cuts) if cuts else ["nothing to cut: all states stay"]:
+        _say(line)
+    if before:
+        _say(f"test {before} before, {after} after")
+    elif missing:
+        _say(f"not tested: {missing}")
     save_model(saved.model, out)
     console.print(f"model: {out}", soft_wrap=True, highlight=False)
 
 
-def _show(cuts: list[Cut], before: str | None, after: str | None) -> None:
-    for line in map(str, cuts) if cuts else ["nothing to cut: all states stay"]:
-        console.print(escape(line), soft_wrap=True, highlight=False)
-    if before and after:
-        console.print(f"test {before} before, {after} after", highlight=False)
+def _tested(saved: SavedModel) -> tuple[str, str]:
+    """The score of the present model, and why there is none; both are empty for a model without a task."""
+    try:
+        return ("" if saved.tested is None else saved.tested()), ""
+    except SavingError as error:
+        return "", str(error)
+
+
+def _say(line: str) -> None:
+    console.print(escape(line), soft_wrap=True, highlight=False)
 
 
 def _require_new(out: Path) -> None:

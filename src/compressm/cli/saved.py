@@ -25,7 +25,7 @@ class SavedModel:
     """A model, with data and settings of its training if it comes from a run.
 
     calibrate: runs a model on some training examples; None without data. tested: the accuracy or loss of the present
-    model on the test split. method: the run's method for selective layers.
+    model on the test split; a `SavingError` if its data are not on disk. method: the run's method for selective layers.
     """
 
     model: nn.Module

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from torch import nn
@@ -31,14 +31,22 @@ def open_run(path: Path, *, with_data: bool, data: Path | None, offline: bool) -
         dataset = make(**recipe.task)
         whole = (run.model / "model.safetensors").is_file()
         model = load_model(run.model) if whole else _unfinished(run, build_model(recipe.model, dataset.form))
-        task = dataset.load(store_in(data, offline)) if with_data else None
     except (ConfigError, DataError, RunError) as error:
         raise SavingError(str(error)) from error
-    method = None if recipe.compression is None else build_method(recipe.compression.selective)
-    if task is None:
-        return SavedModel(model.eval(), method=method)
-    tested = partial(_tested, model, task, recipe.training.evaluation_batch)
-    return SavedModel(model.eval(), calibrate=partial(_calibrate, task=task), tested=tested, method=method)
+
+    @cache
+    def task() -> Task:
+        try:  # data that are only for a test are not fetched
+            return dataset.load(store_in(data, offline or not with_data))
+        except DataError as error:
+            raise SavingError(str(error)) from error
+
+    return SavedModel(
+        model.eval(),
+        calibrate=partial(_calibrate, task=task()) if with_data else None,
+        tested=lambda: _tested(model, task(), recipe.training.evaluation_batch),
+        method=None if recipe.compression is None else build_method(recipe.compression.selective),
+    )
 
 
 def store_in(folder: Path | None, offline: bool) -> Store:
