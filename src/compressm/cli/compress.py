@@ -20,16 +20,7 @@ from compressm.cli.options import (
     require_writable,
 )
 from compressm.cli.saved import SavedModel, open_saved
-from compressm.compression import (
-    Budget,
-    Cut,
-    EnergyTolerance,
-    ErrorBound,
-    KeepFraction,
-    TargetOrder,
-    compress_,
-    save_model,
-)
+from compressm.compression import Budget, EnergyTolerance, ErrorBound, KeepFraction, TargetOrder, compress_, save_model
 from compressm.compression.policies import Policy
 from compressm.errors import CompressionError, SavingError
 

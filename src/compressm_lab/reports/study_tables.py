@@ -405,11 +405,34 @@ def demo_says(measurement: Measurement) -> list[str]:
     ]
 
 
+def kills_grids(measurement: Measurement) -> list[Grid]:
+    """Trainings that were killed and resumed: a row a guard, with the phases in which the kills came."""
+    needed = ("training", "guard", "kill", "phase", "same", "differs")
+    _require(measurement, "kills", needed, "guard", "phase", "differs", "device")
+
+    def same(rows: list[Row]) -> str:
+        ends = {row["training"]: row["same"] for row in rows}
+        return f"{sum(map(int, ends.values()))} of {len(ends)}"
+
+    def phases(rows: list[Row]) -> str:
+        return ", ".join(f"{name} {len(found)}" for name, found in sorted(by("phase", rows).items()))
+
+    columns: list[_Column] = [
+        ("snapshots", lambda rows: {"none": "no guard"}.get(str(rows[0]["guard"]), f"in {rows[0]['guard']}")),
+        ("kills", lambda rows: str(len(rows))),
+        ("killed in", phases),
+        ("resumed bit for bit", same),
+    ]
+    caption = f"{same(measurement.rows)} trainings, {len(measurement.rows)} kills"
+    return [Grid.of(measurement.title, by("guard", measurement.rows).values(), columns, caption)]
+
+
 GRIDS: dict[str, Callable[[Measurement], list[Grid]]] = {
     "one_shot": one_shot_grids,
     "hidden_system": hidden_system_grids,
     "loss_continuity": loss_continuity_grids,
     "demo": demo_grids,
+    "kills": kills_grids,
     "smnist_settings": setting_grids,
     "imdb_mamba": imdb_mamba_grids,
     "selective_cuts": selective_cuts_grids,

@@ -96,7 +96,9 @@ def _require_keys_once(node: Any) -> None:
             continue
         before = first.setdefault((key.tag, key.value), key)
         if before is not key:
-            raise ValueError(f"{key.value} is there twice, at {_place(before)} and {_place(key)}: leave one of them out")
+            raise ValueError(
+                f"{key.value} is there twice, at {_place(before)} and {_place(key)}: leave one of them out"
+            )
 
 
 def _place(node: Any) -> str:
