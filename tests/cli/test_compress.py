@@ -103,7 +103,6 @@ def test_a_run_without_its_data_is_cut_and_says_that_it_was_not_tested(tmp_path,
     assert "nothing is fetched offline" in line
 
 
-
 @pytest.fixture(scope="module", params=["{}", "{kind: per-channel}"])
 def mamba(request, tmp_path_factory):
     cuts = f"compression={{order: 4, gate: 1.0, when: {{steps: [5]}}, selective: {request.param}}}"

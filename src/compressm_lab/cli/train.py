@@ -127,8 +127,8 @@ def _exit_codes() -> Iterator[None]:
 def _train(
     recipe: Recipe, task: Task, folder: Path, device: torch.device, resume: bool, take_over: bool, tensorboard: bool
 ) -> None:
-    options = {"device": device, "resume": resume, "take_over": take_over}
-    go = partial(train, recipe, task, folder, **options, **comparison(recipe, task)._asdict())
+    asked = partial(train, recipe, task, folder, device=device, resume=resume, take_over=take_over)
+    go = partial(asked, **comparison(recipe, task)._asdict())
     if not _is_first():
         go()
         return

@@ -230,9 +230,10 @@ def _named(path: Path) -> Iterator[None]:
         yield
     except (OSError, SavingError, RuntimeError) as error:  # torch's writer raises the last on a full disk
         _close_files_of(error)
-        known = isinstance(error, OSError) and error.strerror
-        why = f"{error.strerror} ({error.filename or path})" if known else str(error)  # type: ignore[union-attr]
-        raise RunWriteError(f"{path} cannot be written: {why}") from error
+        why = str(error)
+        if isinstance(error, OSError) and error.strerror:
+            why = f"{error.strerror} ({error.filename or path})"
+        raise RunWriteError(why if "cannot be written" in why else f"{path} cannot be written: {why}") from error
 
 
 def _close_files_of(error: BaseException | None) -> None:
@@ -255,7 +256,7 @@ def find_runs(paths: Iterable[Path | str]) -> list[RunDirectory]:
     return found
 
 
-_SCRATCH = re.compile(r"\..*\.[0-9a-f]{32}(\.[^.]*)?")  # the names that `replacing` gives
+_SCRATCH = re.compile(r"\..*[.-][0-9a-f]{32}(\.scratch)?(\.[^.]*)?")  # the names that `replacing` gives
 
 
 def remove_scratch(folder: Path) -> list[Path]:

@@ -44,7 +44,10 @@ def test_settings_make_missing_parts_and_leave_the_original():
         ("=3", "--set '=3': expected key=value"),
         ("model.order.deep=1", "order holds 6, which has no keys"),
         ("model.order=[1", "'[1' is not a value"),
-        ("model={width: 3, width: 4}", "is not a value: width is there twice, at line 1, column 2 and line 1, column 12"),
+        (
+            "model={width: 3, width: 4}",
+            "is not a value: width is there twice, at line 1, column 2 and line 1, column 12",
+        ),
         ("model=" + "[" * 3000 + "]" * 3000, "is not a value: more than 20 levels at line 1, column 21"),
     ],
 )
@@ -188,7 +191,10 @@ LAUGHS = "a0: &a0 [1]\n" + "".join(f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 10
         ("", "holds None"),
         ("1: 2", "holds {1: 2}"),
         ("name: a\nseed: 1\nname: b", "name is there twice, at line 1, column 1 and line 3, column 1"),
-        ("model:\n  width: 3\n  order: 4\n  width: 5", "width is there twice, at line 2, column 3 and line 4, column 3"),
+        (
+            "model:\n  width: 3\n  order: 4\n  width: 5",
+            "width is there twice, at line 2, column 3 and line 4, column 3",
+        ),
         ("task: " + "{a: " * 3000 + "1" + "}" * 3000, "more than 20 levels at line 1, column 83"),
         ("\n".join(f"{' ' * depth}a:" for depth in range(3000)), "more than 20 levels at line 21"),
         ("task: &task {name: *task}", "more than 20 levels"),
