@@ -136,7 +136,10 @@ def _start_of(pid: int) -> str | None:
 def holder(place: Path) -> tuple[Path, Owner] | None:
     """The file of the lock at a place, and its owner; None if nobody holds it."""
     for _ in range(_TRIES):
-        found = sorted(place.glob("*.json"))
+        try:
+            found = [place / name for name in os.listdir(place)]
+        except FileNotFoundError:
+            return None
         if not found:
             return None
         with suppress(FileNotFoundError):  # released, or taken over, since

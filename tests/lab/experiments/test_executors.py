@@ -1,5 +1,6 @@
 """Trainings as processes and as jobs of a cluster."""
 
+import os
 import sys
 import time
 
@@ -53,6 +54,16 @@ def test_without_submitit_the_error_says_how_to_install_it(tmp_path, monkeypatch
     monkeypatch.setitem(sys.modules, "submitit", None)
     with pytest.raises(ConfigError, match=r"pip install 'compressm\[slurm\]'"):
         SlurmExecutor(tmp_path, SlurmOptions())
+
+
+@pytest.mark.slow
+def test_a_folder_in_which_another_process_trains_is_not_trained_and_its_owner_is_named(tmp_path):
+    wanted = training(tmp_path / "run")
+    with RunDirectory(wanted.folder).locked():
+        said = LocalExecutor(1).submit(wanted).result().message
+    assert said.startswith("exit 2: ")
+    assert f"is being trained by process {os.getpid()} on " in said
+    assert not wanted.run.exists
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -247,6 +248,20 @@ def test_of_many_processes_at_once_one_gets_a_free_or_a_stale_lock(tmp_path):
         assert won[0].read_text() == "" or (number % 2 and "that process has ended" in won[0].read_text())
         assert all("is being trained by process" in path.read_text() for path in refused)
         assert [path.name for path in (tmp_path / f"run{number}").iterdir()] == ["held"]
+
+
+def test_a_lock_that_is_released_while_it_is_looked_at_is_free(tmp_path, monkeypatch):
+    locked_by(tmp_path)
+    listed = os.listdir
+
+    def then_gone(path):
+        found = listed(path)
+        shutil.rmtree(path)
+        return found
+
+    monkeypatch.setattr(os, "listdir", then_gone)
+    RunDirectory(tmp_path).require_free()
+    assert lock.holder(tmp_path / "lock") is None
 
 
 def test_half_written_files_of_killed_processes_are_removed_and_others_stay(tmp_path):
