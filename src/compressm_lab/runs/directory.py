@@ -111,7 +111,7 @@ class RunDirectory:
         """Remove half-written files of processes that were killed."""
         with self.writing(self.path):
             lock.remove_left_over(self._place)
-            for folder in (self.path, self.checkpoints, self.model):
+            for folder in (self.path, *(path for path in self.path.iterdir() if path.is_dir())):
                 remove_scratch(folder)
 
     @property

@@ -268,6 +268,7 @@ def test_half_written_files_of_killed_processes_are_removed_and_others_stay(tmp_
     dead, name = tmp_path / "run", "0123456789abcdef" * 2
     left = [dead / f".status.{name}.json", dead / "checkpoints" / f".step-00000006.{name}.pt"]
     left += [dead / "model" / f".model.{name}.safetensors", dead / f"lock.{name}" / "x.json"]
+    left += [dead / "snapshots" / f".before-step-9-77.{name}.pt"]
     kept = [dead / "metrics.jsonl", dead / "checkpoints" / "step-00000006.pt", dead / ".hidden"]
     for path in (*left, *kept):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -275,7 +276,13 @@ def test_half_written_files_of_killed_processes_are_removed_and_others_stay(tmp_
     with RunDirectory(dead).locked():
         assert not any(path.exists() for path in left)
     assert all(path.exists() for path in kept)
-    assert sorted(path.name for path in dead.iterdir()) == [".hidden", "checkpoints", "metrics.jsonl", "model"]
+    assert sorted(path.name for path in dead.iterdir()) == [
+        ".hidden",
+        "checkpoints",
+        "metrics.jsonl",
+        "model",
+        "snapshots",
+    ]
 
 
 def test_files_of_a_living_writer_are_not_removed(tmp_path):
