@@ -79,7 +79,8 @@ class RunDirectory:
 
     def require_free(self, *, take_over: bool = False) -> None:
         """Refuse a folder in which another process trains; `take_over` as in `locked`."""
-        lock.require_free(self._place, take_over=take_over)
+        with _named(self._place):
+            lock.require_free(self._place, take_over=take_over)
 
     @contextmanager
     def locked(self, *, take_over: bool = False) -> Iterator[str]:

@@ -71,7 +71,7 @@ class Owner:
             stored = json.loads(path.read_text(encoding="utf-8"))
         kinds = {entry.name: int if entry.name == "pid" else str for entry in fields(cls)}
         if isinstance(stored, dict) and {name: type(value) for name, value in stored.items()} == kinds:
-            with suppress(ValueError):
+            with suppress(ValueError, OverflowError):
                 datetime.fromisoformat(stored["heartbeat"]).timestamp()
                 return cls(**stored)
         changed = datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat(timespec="seconds")
@@ -119,7 +119,7 @@ def _start_of(pid: int) -> str | None:
         return ""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return None
     except PermissionError:
         pass  # somebody else's
@@ -137,8 +137,8 @@ def holder(place: Path) -> tuple[Path, Owner] | None:
     """The file of the lock at a place, and its owner; None if nobody holds it."""
     for _ in range(_TRIES):
         try:
-            found = [place / name for name in os.listdir(place)]
-        except FileNotFoundError:
+            found = [place / name for name in os.listdir(place) if name.endswith(".json")]
+        except (FileNotFoundError, NotADirectoryError):
             return None
         if not found:
             return None
@@ -156,13 +156,13 @@ def require_free(place: Path, *, take_over: bool = False) -> str:
     return "" if found is None else _judged(*found, take_over)
 
 
-# The locks of this process. One of its own that is not here could not be removed, on a disk that was read-only.
-_held: set[Path] = set()
+# Names of the locks of this process. One of its own that is not here could not be removed, on a read-only disk.
+_held: set[str] = set()
 
 
 def _judged(path: Path, owner: Owner, take_over: bool) -> str:
     ended, folder = owner.ended(), path.parent.parent
-    if owner.is_here and path.absolute() not in _held:
+    if owner.is_here and path.name not in _held:
         ended = True
     if ended or (ended is None and take_over and owner.age > STALE):
         why = "has ended" if ended else f"has been silent for {owner.age:.0f} s"
@@ -191,7 +191,7 @@ class Lock:
         """Take the lock at a place, or refuse and change nothing; of several processes one gets it."""
         token, owner = uuid.uuid4().hex, Owner.here()
         path, sentence = place / f"{token}.json", ""
-        _held.add(path.absolute())
+        _held.add(path.name)
         try:
             for _ in range(_TRIES):
                 found = holder(place)
@@ -203,7 +203,7 @@ class Lock:
                 sentence = ""  # another process was faster
             raise RunLockedError(f"{place} changes its owner all the time; expected one training at a time")
         except BaseException:
-            _held.discard(path.absolute())
+            _held.discard(path.name)
             raise
 
     def require_held(self) -> None:
@@ -222,7 +222,7 @@ class Lock:
         self._end.set()
         self._thread.join()
         # A folder that cannot be written any more keeps it: the process ends, so the next one takes it over.
-        _held.discard(self.path.absolute())
+        _held.discard(self.path.name)
         with suppress(OSError):
             self.path.unlink(missing_ok=True)
             self.path.parent.rmdir()

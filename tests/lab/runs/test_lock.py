@@ -59,6 +59,15 @@ def test_a_lock_says_who_holds_it_and_is_gone_afterwards(tmp_path):
         assert sentence == ""
 
 
+def test_a_process_does_not_take_its_own_lock_by_another_path(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "run", target_is_directory=True)
+    with RunDirectory(tmp_path / "run").locked():
+        before = state(tmp_path)
+        with pytest.raises(RunLockedError), RunDirectory(tmp_path / "link").locked():
+            pass
+        assert state(tmp_path) == before
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, SystemExit])
 def test_a_lock_is_released_whatever_ends_the_training(tmp_path, error):
     with pytest.raises(error), RunDirectory(tmp_path).locked():
@@ -134,7 +143,7 @@ def test_an_old_heartbeat_elsewhere_is_taken_over_only_on_request(tmp_path):
         assert "has been silent for 18" in sentence
 
 
-@pytest.mark.parametrize("contents", ["", "{", "[]", '{"host": 3}', '{"pid": 1}'])
+@pytest.mark.parametrize("contents", ["", "{", "[]", '{"host": 3}', '{"pid": 1}', "[" * 9])
 def test_a_lock_that_cannot_be_read_goes_by_the_time_of_its_file(tmp_path, contents):
     locked_by(tmp_path)
     (path,) = (tmp_path / "lock").iterdir()
@@ -292,6 +301,20 @@ def test_files_of_a_living_writer_are_not_removed(tmp_path):
     with pytest.raises(RunLockedError), RunDirectory(tmp_path).locked():
         pass
     assert scratch.exists()
+
+
+def test_an_impossible_process_has_ended(tmp_path):
+    locked_by(tmp_path, pid=10**30)
+    with RunDirectory(tmp_path).locked() as sentence:
+        assert "that process has ended" in sentence
+
+
+def test_a_file_in_the_place_of_the_lock_is_named(tmp_path):
+    (tmp_path / "lock").touch()
+    RunDirectory(tmp_path).require_free()
+    with pytest.raises(RunWriteError, match="lock cannot be written: Not a directory"):
+        RunDirectory(tmp_path).locked().__enter__()
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):

@@ -175,6 +175,13 @@ def test_an_owner_that_was_taken_over_stops_before_it_writes(half, removed):
     assert state(half) == before
 
 
+HOW_IT_ENDS = "sys.exit(end.code or os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))"
+assert HOW_IT_ENDS in AS_TORCHRUN_DOES
+BOTH_END = AS_TORCHRUN_DOES.replace(
+    HOW_IT_ENDS, "print('the other ended with', os.waitstatus_to_exitcode(os.waitpid(other, 0)[1])); sys.exit(end.code)"
+)
+
+
 def test_both_processes_of_torchrun_end_if_the_folder_is_being_trained(half, tmp_path):
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(FULL.as_dict() | {"label": ""}))
     task = "{name: delayed_copy, symbols: 4, copied: 4, delay: 2, examples: 64, held_out: 16}"
@@ -182,10 +189,11 @@ def test_both_processes_of_torchrun_end_if_the_folder_is_being_trained(half, tmp
     (tmp_path / "new").mkdir()
     with RunDirectory(tmp_path / "new").locked():
         before = state(tmp_path / "new")
-        script = f"import signal; signal.alarm(60)\n{AS_TORCHRUN_DOES}"
-        done = unhooked.finished(script, *given, "--set", f"task={task}", "--set", "model.pooling=steps", code=2)
-        assert "is being trained by" in " ".join(done.stderr.replace("│", " ").split())
-        assert "process 0 failed while looking for another process" in " ".join(done.stderr.replace("│", " ").split())
+        done = unhooked.finished(BOTH_END, *given, "--set", f"task={task}", "--set", "model.pooling=steps", code=2)
+        said = " ".join(done.stderr.replace("│", " ").split())
+        assert "is being trained by" in said
+        assert "process 0 failed while looking for another process" in said
+        assert "the other ended with 2" in done.stdout
         assert state(tmp_path / "new") == before
 
 
