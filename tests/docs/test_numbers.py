@@ -152,6 +152,15 @@ def test_results_of_a_gpu_name_it(name):
     assert "H200" in result(name).environment.accelerator
 
 
+def test_every_killed_training_resumes_bit_for_bit():
+    killed = result("kills").rows
+    trainings = {row["training"]: row["guard"] for row in killed}
+    assert len(trainings) == 100
+    assert sum(guard != "none" for guard in trainings.values()) == 80
+    assert {"cut", "snapshot", "checkpoint", "steps", "model"} <= {row["phase"] for row in killed}
+    assert [row for row in killed if row["differs"]] == []
+
+
 def test_reductions_take_no_longer_than_they_may():
     def reduction(order, rank, column="reduction_s"):
         return milliseconds("reduction-cpu", column, order=order, rank=rank, width=8, system="initial")
