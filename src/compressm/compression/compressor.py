@@ -21,6 +21,7 @@ from compressm.errors import CompressionError
 from compressm.families.choices import Gramian, Largest, Selection, WhiteNoise, require_count
 from compressm.families.observing import Calibrate
 from compressm.families.selective.methods import Baked, SelectiveMethod
+from compressm.layers.parameters import hold_
 
 # The options of the paper's own arithmetic.
 PAPER: Mapping[str, Any] = {"gramian": WhiteNoise(), "fold": False, "moments": Slice()}
@@ -80,6 +81,8 @@ class Compressor:
             self._watch = Watch(guard, self._cutter.inner, trainer, rates, follow, processes)
         # The orders before the first call; None once it came, or a state was loaded.
         self._first_orders: dict[str, int] | None = {name: layer.order for name, layer in layers.items()}
+        if optimizer is not None:
+            hold_(self._cutter.inner, self, CompressionError)
         self._ended = False
         self._seen: int | None = None
         self.history: list[Event] = []

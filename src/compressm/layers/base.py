@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from operator import attrgetter
 from typing import Any, ClassVar, TypeVar
@@ -13,8 +13,9 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from compressm.layers.parameters import Remembered, refuse_to_train_, replace_data
+from compressm.layers.parameters import Kept, Remembered, refuse_to_train_, replace_data, require_free
 from compressm.ops import SequenceError
 from compressm.ops.block.norm import Link
 
@@ -165,18 +166,40 @@ class SSMLayer(Remembered, ABC):
 
     def take_form_(self, shapes: Mapping[str, Sequence[int]]) -> None:
         """Resize parameters to load tensors of these shapes; nothing changes unless all have one order."""
-        arriving = {name: shapes.get(name, ()) for name in self.tensors() if self.grows(name)}
+        wanted = self._form_in(shapes)
+        if wanted is not None:
+            self._reshape_(wanted)
+
+    def _form_in(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]] | None:
+        """The shapes of tensors that depend on the order, in a checkpoint with these shapes; None without one order."""
+        arriving = {name: tuple(shapes.get(name, ())) for name in self.tensors() if self.grows(name)}
         orders = {self.order_at(name, shape) for name, shape in arriving.items()}
-        if len(orders) == 1 and None not in orders:
-            self._resize_(arriving)
+        return arriving if len(orders) == 1 and None not in orders else None
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Load tensors and take the checkpoint's order: a cut model loads into the module it was made from."""
         inside = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
-        self.require_values({name: value for name, value in inside.items() if isinstance(value, Tensor)})
+        arriving = {name: value for name, value in inside.items() if isinstance(value, Tensor)}
+        self.require_values(arriving)
         # Only a complete checkpoint of one order changes shapes; for anything else torch raises its own error.
-        self.take_form_({name: value.shape for name, value in inside.items() if isinstance(value, Tensor)})
+        shapes = {name: value.shape for name, value in arriving.items()}
+        if self._has_other_form(shapes):
+            name = prefix.removesuffix(".") or "the layer"
+            require_free(self, f"{name} has order {self.order}, the state dict has another order or form")
+            self.take_form_(shapes)
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def _has_other_form(self, shapes: Mapping[str, Sequence[int]]) -> bool:
+        """True if `take_form_` would change a shape, or add or drop a tensor."""
+        wanted, now = self._form_in(shapes), {name: tuple(value.shape) for name, value in self.tensors().items()}
+        if wanted is None:
+            return False
+        dropped = any(self.grows(name) and name not in wanted for name in now)
+        return dropped or any(now.get(name) != tuple(shape) for name, shape in wanted.items())
+
+    def _reshape_(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Give the tensors of a form their shapes; their values are lost."""
+        self._resize_(shapes)
 
     def _resize_(self, shapes: Mapping[str, Sequence[int]]) -> None:
         """Give parameters new shapes; their values are lost."""
@@ -186,6 +209,43 @@ class SSMLayer(Remembered, ABC):
             replace_data(parameter, parameter.new_empty(tuple(shape)))
         if resized:
             refuse_to_train_([self])
+
+
+def _all_or_nothing(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a refused `load_state_dict` of any module with a layer of ours inside leave every shape as it was.
+
+    torch collects errors and raises them at the end, when earlier layers have taken other orders, and only the module
+    whose `load_state_dict` was called sees that. If a name or a shape in the state dict is another, values are copied
+    first, so that they come back too.
+    """
+
+    @functools.wraps(load)
+    def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
+        if not any(isinstance(module, SSMLayer) for module in self.modules()):
+            return load(self, state_dict, *args, **options)
+        kept = Kept(self, values=not _is_alike(self, state_dict))
+        try:
+            return load(self, state_dict, *args, **options)
+        except BaseException:
+            kept.restore_()
+            raise
+
+    return load_state_dict
+
+
+def _is_alike(model: nn.Module, state_dict: object) -> bool:
+    """True if the state dict has the names and shapes of the model."""
+    own = {
+        f"{path}.{name}" if path else name: value.shape
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name, value in (*module._parameters.items(), *module._buffers.items())
+        if value is not None and name not in module._non_persistent_buffers_set and not is_lazy(value)
+    }
+    given = state_dict if isinstance(state_dict, Mapping) else {}
+    return own == {name: getattr(value, "shape", None) for name, value in given.items()}
+
+
+nn.Module.load_state_dict = _all_or_nothing(nn.Module.load_state_dict)  # type: ignore[method-assign]
 
 
 def require_sizes(**given: int) -> None:

@@ -169,11 +169,11 @@ class Mamba(SSMLayer):
         if orders is not None and rates is not None and rates.ndim == 2 and not orders.is_meta:
             require_channel_orders(orders, self.inner, rates.shape[1])
 
-    def take_form_(self, shapes: Mapping[str, Sequence[int]]) -> None:
+    def _form_in(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]] | None:
         order = self.order_at("A_log", shapes.get("A_log", ()))
         wanted = {} if order is None else self._shapes(MapForm.of(shapes), order)
-        if order is not None and all(tuple(shapes.get(name, ())) == shape for name, shape in wanted.items()):
-            self._reshape_(wanted)
+        is_whole = all(tuple(shapes.get(name, ())) == shape for name, shape in wanted.items())
+        return wanted if wanted and is_whole else None
 
     def keep_maps_(
         self,

@@ -1,4 +1,4 @@
-"""Parameters that change their shapes: new data in place, and wrappers and averages of the old shapes."""
+"""Parameters that change their shapes: new data in place, old data put back, and wrappers and averages of old shapes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 from collections.abc import Collection, Iterable, Iterator
 from itertools import compress
 from typing import Any, ClassVar, final
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from compressm.errors import CompressionError
 
 
-def replace_data(parameter: nn.Parameter, data: Tensor) -> None:
+def replace_data(parameter: Tensor, data: Tensor) -> None:
     """Replace a parameter's data in place; the shape may change. Hooks and attributes stay, the old gradient goes."""
     parameter.grad = None
     # An earlier loss that is still referenced holds a gradient accumulator of the old shape, which makes the next
@@ -24,6 +24,125 @@ def replace_data(parameter: nn.Parameter, data: Tensor) -> None:
     other = torch.float16 if parameter.dtype != torch.float16 else torch.float32
     parameter.data = torch.empty(0, dtype=other, device=parameter.device)
     parameter.data = data
+
+
+class Kept:
+    """The tensors of a model as they are now, which `restore_` puts back: objects, shapes, flags, gradients, values.
+
+    Without `values` nothing is copied: a tensor that was written in its own memory keeps the new values. Copies are on
+    the CPU.
+    """
+
+    def __init__(self, model: nn.Module, *, values: bool = True) -> None:
+        self._held = [
+            (path, held, dict(held))
+            for path, module in model.named_modules()
+            for held in (module._parameters, module._buffers)
+        ]
+        tensors = {id(value): value for _, _, before in self._held for value in before.values() if value is not None}
+        with torch.no_grad():
+            self._tensors = {number: _KeptTensor(value, values) for number, value in tensors.items() if _is_made(value)}
+
+    def hide_gradients_(self) -> None:
+        """Set all gradients to None until `restore_`; a backward pass would add to them in place."""
+        for kept in self._tensors.values():
+            if kept.gradient is not None:
+                kept.tensor.grad = None
+
+    def changed_parameters(self) -> list[str]:
+        """The names of parameters that have other values now, or are other objects."""
+        names = []
+        for path, held, before in self._held:
+            for name in {**before, **held}:
+                then, now = before.get(name), held.get(name)
+                kept = self._tensors.get(id(then))
+                is_other = then is not now or (kept is not None and kept.is_changed)
+                if is_other and (isinstance(then, nn.Parameter) or isinstance(now, nn.Parameter)):
+                    names.append(f"{path}.{name}" if path else name)
+        return names
+
+    def restore_(self) -> None:
+        """Put everything back."""
+        for _, held, before in self._held:
+            if [*map(id, held.values())] != [*map(id, before.values())] or list(held) != list(before):
+                held.clear()
+                held.update(before)
+        with torch.no_grad():
+            for kept in self._tensors.values():
+                kept.restore_()
+
+
+class _KeptTensor:
+    def __init__(self, tensor: Tensor, values: bool) -> None:
+        self.tensor, self.data = tensor, tensor.data
+        self.gradient, self.requires_grad = (tensor.grad if tensor.is_leaf else None), tensor.requires_grad
+        self.copy = tensor.detach().to("cpu", copy=True) if values and not tensor.is_meta else None
+
+    @property
+    def is_moved(self) -> bool:
+        """True if the tensor has other memory, or another view of it."""
+        return _place(self.tensor) != _place(self.data)
+
+    @property
+    def is_changed(self) -> bool:
+        """True if shape, dtype, device or a bit of the values is another."""
+        kinds = [(value.shape, value.dtype, value.device) for value in (self.tensor, self.data)]
+        return kinds[0] != kinds[1] or (self.copy is not None and not _same_bits(self.tensor, self.copy))
+
+    def restore_(self) -> None:
+        tensor = self.tensor
+        if self.is_moved:
+            replace_data(tensor, self.data)
+        if self.copy is not None and not _same_bits(tensor, self.copy):
+            # `.data` keeps the version that autograd checks: the values are those of the earlier forward pass.
+            with torch.inference_mode(tensor.is_inference()):
+                tensor.data.copy_(self.copy)
+        if tensor.is_leaf:
+            if tensor.requires_grad != self.requires_grad:
+                tensor.requires_grad_(self.requires_grad)
+            if tensor.grad is not self.gradient:
+                tensor.grad = self.gradient
+
+
+def _is_made(tensor: Tensor) -> bool:
+    """False for a parameter of a lazy module, which has no shape yet."""
+    return not torch.nn.parameter.is_lazy(tensor)
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    if tensor.layout is not torch.strided or type(tensor.data) is not Tensor:
+        return tensor.shape, tensor.dtype, tensor.device
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _same_bits(tensor: Tensor, copy: Tensor) -> bool:
+    """True if all bits are the same; NaN equals itself."""
+    now = tensor.detach().cpu()
+    if now.shape != copy.shape or now.dtype != copy.dtype:
+        return False
+    if now.layout is not torch.strided or now.is_quantized:
+        return torch.equal(now, copy)
+    return torch.equal(*(value.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8) for value in (now, copy)))
+
+
+# The objects, such as compressors, that must know when a module's order changes, with the error to raise.
+_holders: WeakKeyDictionary[nn.Module, WeakKeyDictionary[object, type[Exception]]] = WeakKeyDictionary()
+
+
+def hold_(model: nn.Module, holder: object, error: type[Exception]) -> None:
+    """Refuse, while the holder lives, state dicts that would change the orders of layers in this model."""
+    for module in model.modules():
+        _holders.setdefault(module, WeakKeyDictionary())[holder] = error
+
+
+def require_free(module: nn.Module, said: str) -> None:
+    """Refuse to load other orders into a module that is held; `said` are its name and its orders."""
+    for holder, error in list(_holders.get(module, {}).items()):
+        raise error(
+            f"{said}: a {type(holder).__name__} with an optimizer holds this model, and the optimizer's state would not"
+            " fit; load all of them by load_checkpoint(path, model=..., optimizer=..., compressor=...), or load the"
+            " state dict first and make optimizer and compressor afterwards"
+        )
 
 
 # The last entry is raised; a package that can renew wrappers adds its own error.
