@@ -32,7 +32,7 @@ from compressm.control import numerical_rank
 from compressm.errors import CompressionError
 from compressm.families import Family, Layer, PlannedCut, family_of, read_layer
 from compressm.families.choices import Choices, Gramian, Largest, Measured, Selection, WhiteNoise
-from compressm.families.observing import Calibrate, observe
+from compressm.families.observing import Calibrate, observe, require_calibrate
 from compressm.families.selective.methods import Baked, SelectiveMethod
 
 
@@ -59,8 +59,8 @@ class Options:
             )
         if self.gramian is not None and not isinstance(self.gramian, Gramian):
             raise CompressionError(f"gramian is {self.gramian!r}, expected WhiteNoise(), Measured(...) or Modal()")
-        if self.calibrate is not None and not callable(self.calibrate):
-            raise CompressionError(f"calibrate is {self.calibrate!r:.100}, expected a function of the model")
+        if self.calibrate is not None:
+            require_calibrate(self.calibrate)
         if self.filter_fn is not None and not callable(self.filter_fn):
             raise CompressionError(
                 f"filter_fn is {self.filter_fn!r}, expected a function of a module and its name: (module, name)"

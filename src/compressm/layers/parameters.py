@@ -1,4 +1,4 @@
-"""Parameters that change their shapes: new data in place, old data put back, and wrappers and averages of old shapes."""
+"""Parameters that change shape: new data in place, old data put back, and wrappers and averages of the old shapes."""
 
 from __future__ import annotations
 
@@ -49,27 +49,21 @@ class Kept:
             if kept.gradient is not None:
                 kept.tensor.grad = None
 
-    def changed_parameters(self) -> list[str]:
-        """The names of parameters that have other values now, or are other objects."""
+    def restore_(self) -> list[str]:
+        """Put everything back; return the names of parameters that had other values, or were other objects."""
+        with torch.no_grad():
+            changed = {number for number, kept in self._tensors.items() if kept.restore_()}
         names = []
         for path, held, before in self._held:
             for name in {**before, **held}:
                 then, now = before.get(name), held.get(name)
-                kept = self._tensors.get(id(then))
-                is_other = then is not now or (kept is not None and kept.is_changed)
+                is_other = then is not now or id(then) in changed
                 if is_other and (isinstance(then, nn.Parameter) or isinstance(now, nn.Parameter)):
                     names.append(f"{path}.{name}" if path else name)
-        return names
-
-    def restore_(self) -> None:
-        """Put everything back."""
-        for _, held, before in self._held:
-            if [*map(id, held.values())] != [*map(id, before.values())] or list(held) != list(before):
+            if [(name, id(value)) for name, value in held.items()] != [(n, id(v)) for n, v in before.items()]:
                 held.clear()
                 held.update(before)
-        with torch.no_grad():
-            for kept in self._tensors.values():
-                kept.restore_()
+        return names
 
 
 class _KeptTensor:
@@ -78,22 +72,16 @@ class _KeptTensor:
         self.gradient, self.requires_grad = (tensor.grad if tensor.is_leaf else None), tensor.requires_grad
         self.copy = tensor.detach().to("cpu", copy=True) if values and not tensor.is_meta else None
 
-    @property
-    def is_moved(self) -> bool:
-        """True if the tensor has other memory, or another view of it."""
-        return _place(self.tensor) != _place(self.data)
-
-    @property
-    def is_changed(self) -> bool:
-        """True if shape, dtype, device or a bit of the values is another."""
-        kinds = [(value.shape, value.dtype, value.device) for value in (self.tensor, self.data)]
-        return kinds[0] != kinds[1] or (self.copy is not None and not _same_bits(self.tensor, self.copy))
-
-    def restore_(self) -> None:
+    def restore_(self) -> bool:
+        """Put the tensor back; True if its shape, dtype, device or a bit of its values had changed."""
         tensor = self.tensor
-        if self.is_moved:
+        is_changed = _kind(tensor) != _kind(self.data)
+        if _place(tensor) != _place(self.data):
+            # Other memory may hold the same values.
+            is_changed = is_changed or (self.copy is not None and not _same_bits(tensor, self.copy))
             replace_data(tensor, self.data)
         if self.copy is not None and not _same_bits(tensor, self.copy):
+            is_changed = True
             # `.data` keeps the version that autograd checks: the values are those of the earlier forward pass.
             with torch.inference_mode(tensor.is_inference()):
                 tensor.data.copy_(self.copy)
@@ -102,6 +90,7 @@ class _KeptTensor:
                 tensor.requires_grad_(self.requires_grad)
             if tensor.grad is not self.gradient:
                 tensor.grad = self.gradient
+        return is_changed
 
 
 def _is_made(tensor: Tensor) -> bool:
@@ -109,10 +98,15 @@ def _is_made(tensor: Tensor) -> bool:
     return not torch.nn.parameter.is_lazy(tensor)
 
 
+def _kind(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
 def _place(tensor: Tensor) -> tuple[object, ...]:
+    """The memory of a tensor and its view of it, where they can be told."""
     if tensor.layout is not torch.strided or type(tensor.data) is not Tensor:
-        return tensor.shape, tensor.dtype, tensor.device
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+        return _kind(tensor)
+    return *_kind(tensor), tensor.data_ptr(), tensor.stride()
 
 
 def _same_bits(tensor: Tensor, copy: Tensor) -> bool:
@@ -122,7 +116,11 @@ def _same_bits(tensor: Tensor, copy: Tensor) -> bool:
         return False
     if now.layout is not torch.strided or now.is_quantized:
         return torch.equal(now, copy)
-    return torch.equal(*(value.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8) for value in (now, copy)))
+    bits = _INTEGERS.get(now.itemsize, torch.uint8)
+    return torch.equal(*(value.resolve_conj().resolve_neg().reshape(-1).view(bits) for value in (now, copy)))
+
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 # The objects, such as compressors, that must know when a module's order changes, with the error to raise.

@@ -6,10 +6,9 @@ import copy
 import hashlib
 import os
 import pickle
-import random
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -24,6 +23,7 @@ from compressm.compression.distributed import renew_wrappers_, require_rewrappab
 from compressm.compression.optimizer import as_optimizer, as_scheduler, join_, kind_of, leave_, parts_of
 from compressm.compression.surgery import attributes_of, take_orders_
 from compressm.errors import CompressionError, NoSuchFileError, SavingError
+from compressm.families.observing import random_state, set_random_state
 from compressm.files import replacing
 from compressm.layers.parameters import replace_data
 from compressm.saving.kinds import as_path, require_model, require_state
@@ -71,37 +71,6 @@ def _stored(value: Tensor, where: str) -> Tensor:
     detached = value.detach()
     # torch writes the whole memory behind a tensor, even that outside a slice.
     return detached.clone() if detached.untyped_storage().nbytes() > detached.nbytes else detached
-
-
-def random_state() -> dict[str, Any]:
-    """The state of all random number generators, in types that `plain` takes."""
-    # Reading the state would initialise every GPU of a process that uses none.
-    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    # The global generator, which other data sets and augmentations use.
-    numpy_state = np.random.get_state(legacy=False)  # noqa: NPY002
-    return {
-        "python": random.getstate(),
-        "numpy": _converted(numpy_state, np.ndarray, lambda array: torch.from_numpy(array.copy())),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if started else [],
-    }
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    """Restore the random number generators; devices that this machine lacks are left out."""
-    random.setstate(state["python"])
-    np.random.set_state(_converted(state["numpy"], Tensor, Tensor.numpy))  # noqa: NPY002
-    torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available():
-        for device, stored in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
-            torch.cuda.set_rng_state(stored, device)
-
-
-def _converted(value: Any, kind: type[Any], convert: Callable[[Any], Any]) -> Any:
-    """Convert all values of one kind in nested dictionaries."""
-    if isinstance(value, dict):
-        return {name: _converted(item, kind, convert) for name, item in value.items()}
-    return convert(value) if isinstance(value, kind) else value
 
 
 _MARK = b"compressm sha256 "
