@@ -35,3 +35,7 @@ class SavingError(ValueError):
 
 class NoSuchFileError(SavingError, FileNotFoundError):
     """The file to load does not exist."""
+
+
+class UnwritableFileError(SavingError, OSError):
+    """A file cannot be written: the disk is full, the folder is read-only; the message has path and bytes."""

@@ -2,26 +2,153 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import platform
+import re
+import shutil
+import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
+
+from compressm.errors import SavingError, UnwritableFileError
 
 
 @contextmanager
-def replacing(path: Path | str) -> Iterator[Path]:
-    """Yield a scratch path next to `path`; its file replaces `path` only if the block ends without an error."""
-    target = Path(path).resolve()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = target.with_name(f".{target.stem}.{uuid.uuid4().hex}{target.suffix}")
+def replacing(path: Path | str, size: int | None = None) -> Iterator[Path]:
+    """Yield a scratch path next to `path`; its file replaces `path` only if the block ends without an error.
+
+    A full disk, a read-only folder and the like are an `UnwritableFileError`, with the number of bytes that the block
+    writes if `size` says it. The first write of a process into a folder removes what killed processes left there.
+    """
+    target = Path(path)
+    scratch: Path | None = None
     try:
+        target = target.resolve()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _tidy(target.parent)
+        scratch = target.with_name(_scratch_name(target))
         yield scratch
         _to_disk(scratch)
         os.replace(scratch, target)
         _to_disk(target.parent)
+    except (OSError, RuntimeError) as error:
+        cause = _from_system(error)
+        if cause is None or isinstance(error, SavingError):
+            raise
+        raise _unwritable(target, _removed(scratch), size, cause) from error
     finally:
-        scratch.unlink(missing_ok=True)
+        _removed(scratch)
+
+
+def remove_scratch(folder: Path, *, alone: bool = False) -> list[Path]:
+    """Remove the scratch files of killed writers from a folder, not from folders in it, and return their paths.
+
+    A file is removed if its process has ended, or, where that cannot be told (another machine, an earlier version of
+    this package), if it was not written to for an hour. With `alone`, when no other process writes there, as the holder
+    of a lock knows, all are removed.
+    """
+    return _remove(folder, lambda path: alone or _is_left(path), _SCRATCH, _EARLIER_SCRATCH)
+
+
+_SCRATCH = re.compile(r"\..*\.(?P<process>\d+)-(?P<machine>[0-9a-f]{12})-[0-9a-f]{32}\.scratch(\.[^.]*)?")
+_EARLIER_SCRATCH = re.compile(r"\..*\.[0-9a-f]{32}(\.[^.]*)?")
+_LONG_AGO = 3600.0  # seconds
+
+
+def _scratch_name(target: Path) -> str:
+    # The suffix stays last: some writers choose a format by it. A name may have 255 bytes.
+    return f".{target.stem[:40]}.{os.getpid()}-{_machine()}-{uuid.uuid4().hex}.scratch{target.suffix}"
+
+
+@cache
+def _machine() -> str:
+    """The same text in all processes whose numbers can be compared: those of one machine, since it started."""
+    told = [platform.node()]
+    for source in (
+        lambda: Path("/proc/sys/kernel/random/boot_id").read_text(),
+        lambda: os.readlink("/proc/self/ns/pid"),
+    ):
+        with suppress(OSError):
+            told.append(source())
+    return hashlib.sha256("\n".join(told).encode()).hexdigest()[:12]
+
+
+_tidied: set[Path] = set()
+
+
+def _tidy(folder: Path) -> None:
+    """Remove scratch files of killed writers once per process; only names that surely are ours."""
+    if folder not in _tidied:
+        _tidied.add(folder)
+        _remove(folder, _is_left, _SCRATCH)
+
+
+def _remove(folder: Path, is_left: Callable[[Path], bool], *patterns: re.Pattern[str]) -> list[Path]:
+    removed = []
+    with suppress(OSError):  # there is no such folder, or it cannot be read
+        for path in sorted(Path(folder).iterdir()):
+            # A file that another process has just removed, or that may not be removed, is left out.
+            with suppress(OSError):
+                if any(pattern.fullmatch(path.name) for pattern in patterns) and path.is_file() and is_left(path):
+                    path.unlink()
+                    removed.append(path)
+    return removed
+
+
+def _is_left(path: Path) -> bool:
+    """True if the writer of a scratch file has ended, or has not written for an hour."""
+    named = _SCRATCH.fullmatch(path.name)
+    if named is not None and named["machine"] == _machine() and os.name != "nt":
+        return not _is_alive(int(named["process"]))
+    return time.time() - path.stat().st_mtime > _LONG_AGO
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        pass
+    return True
+
+
+def _from_system(error: OSError | RuntimeError) -> OSError | None:
+    """The error of the system behind an error, if there is one."""
+    # torch.save says "unexpected pos" in a RuntimeError after a failed write to its file.
+    behind = error.__context__ if "inline_container" in str(error) else None
+    return error if isinstance(error, OSError) else behind if isinstance(behind, OSError) else None
+
+
+def _removed(scratch: Path | None) -> int:
+    """Remove a scratch file and return its size; what cannot be removed now is removed by a later process."""
+    size = 0
+    with suppress(OSError):
+        if scratch is not None and scratch.exists():
+            size = scratch.stat().st_size
+            scratch.unlink()
+    return size
+
+
+def _unwritable(target: Path, written: int, size: int | None, error: OSError) -> UnwritableFileError:
+    """The error with the path, the bytes needed, and the bytes free where the system tells."""
+    needed = f"about {size:,} bytes" if size is not None else f"more than {written:,} bytes"
+    found = next((folder for folder in target.parents if folder.is_dir()), None)
+    free = ""
+    with suppress(OSError):
+        if found is not None:
+            free = f", and {shutil.disk_usage(found).free:,} bytes are free in {found}"
+    reason = error.strerror or str(error)
+    said = UnwritableFileError(
+        f"{target} cannot be written: {reason}. It needs {needed}{free}: free some space, or write to another folder;"
+        " a file that was there is as before"
+    )
+    said.errno = error.errno
+    return said
 
 
 def _to_disk(path: Path) -> None:

@@ -97,8 +97,8 @@ class Snapshot:
         }
         if path is None:
             return cls(tensors, rest)
-        with replacing(Path(path)) as scratch:
-            torch.save(tensors, scratch)
+        with replacing(Path(path), tensor_bytes(tensors)) as scratch, scratch.open("wb") as file:
+            torch.save(tensors, file)
         return cls(Path(path), rest)
 
     def restore_(self, subject: Subject, undo: ExitStack | None = None) -> None:
@@ -192,6 +192,14 @@ class Snapshot:
         except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
             raise CompressionError(f"the snapshot {self.tensors} cannot be read: {error}") from error
         return loaded
+
+
+def tensor_bytes(value: object) -> int:
+    """The size of all tensors in nested containers."""
+    if isinstance(value, Tensor):
+        return value.nbytes
+    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return sum(map(tensor_bytes, inside))
 
 
 def _copy(value: Tensor) -> Tensor:

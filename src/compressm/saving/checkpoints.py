@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from compressm.compression.distributed import renew_wrappers_, require_rewrappable, unwrapped, wrappers_in
 from compressm.compression.optimizer import as_optimizer, as_scheduler, join_, kind_of, leave_, parts_of
+from compressm.compression.rollback import tensor_bytes
 from compressm.compression.surgery import attributes_of, take_orders_
 from compressm.errors import CompressionError, NoSuchFileError, SavingError
 from compressm.families.observing import random_state, set_random_state
@@ -189,8 +190,9 @@ def save_checkpoint(
         "extra": extra,
     }
     stored = {name: plain(value, name) for name, value in contents.items()}
-    with replacing(path) as scratch:
-        torch.save(stored, scratch)
+    with replacing(path, tensor_bytes(stored)) as scratch:
+        with scratch.open("wb") as file:
+            torch.save(stored, file)
         # torch writes checksums but does not verify them: it would load weights with flipped bits.
         seal(scratch)
 

@@ -6,14 +6,14 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from compressm.errors import NoSuchFileError, SavingError
@@ -41,15 +41,34 @@ def save_model(model: nn.Module, path: str | os.PathLike[str]) -> None:
     rebuild(description, tensors)  # a model that could not be loaded is not written
     config = {"version": FORMAT_VERSION, **asdict(description)}
     config["sha256"] = _digest(config, tensors)
-    metadata = {"format": "pt", _KEY: json.dumps(config, allow_nan=False)}
-    with replacing(target) as scratch:
-        try:
-            save_file(tensors, scratch, metadata)
-        except SafetensorError as error:
-            raise SavingError(f"{target} cannot be written: {error}") from error
-    if target != path:
-        with replacing(target.with_name(_CONFIG)) as scratch:
-            scratch.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    try:
+        weights = _with_ordered_header(save(tensors, {"format": "pt", _KEY: json.dumps(config, allow_nan=False)}))
+    except SafetensorError as error:
+        raise SavingError(f"{target} cannot be written: {error}") from error
+    if target == path:
+        _write(target, weights)
+        return
+    copy = (json.dumps(config, indent=2) + "\n").encode()
+    # Both files are written before the first is replaced: on a full disk both stay as they were.
+    with replacing(target.with_name(_CONFIG), len(copy)) as scratch:
+        scratch.write_bytes(copy)
+        _write(target, weights)
+
+
+def _write(target: Path, parts: Sequence[bytes | memoryview]) -> None:
+    with replacing(target, sum(map(len, parts))) as scratch, scratch.open("wb") as file:
+        file.writelines(parts)
+
+
+def _with_ordered_header(weights: bytes) -> tuple[bytes, memoryview]:
+    """The parts of the same file with its metadata in one order: safetensors writes it in a random one."""
+    size = int.from_bytes(weights[:8], "little")
+    header = json.loads(weights[8 : 8 + size])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    ordered = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    # Data begin at a multiple of 8 bytes; spaces fill the header up to it.
+    ordered += b" " * (-len(ordered) % 8)
+    return len(ordered).to_bytes(8, "little") + ordered, memoryview(weights)[8 + size :]
 
 
 def load_model(
