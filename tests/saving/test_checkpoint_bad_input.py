@@ -229,7 +229,7 @@ def test_a_scheduler_that_does_not_load_leaves_all_as_it_was(tmp_path):
     Run(scheduler=lambda optimizer: Picky(optimizer, 7)).train(1, 2, path=tmp_path)
     other = Run(scheduler=lambda optimizer: Picky(optimizer, 3), seed=1)
     before = {name: value.clone() for name, value in other.model.state_dict().items()}
-    with pytest.raises(SavingError, match="scheduler is a Picky that does not load the state in the file: 'wanted'"):
+    with pytest.raises(SavingError, match="a Picky does not load its state in the file: 'wanted'"):
         load_checkpoint(tmp_path / "2", **other.parts)
     assert other.scheduler.step_size == 3
     assert all(torch.equal(value, before[name]) for name, value in other.model.state_dict().items())

@@ -401,9 +401,8 @@ def _require_kind(optimizer: Any) -> None:
         raise CompressionError(
             f"{kind} keeps each state in one process only and cannot follow a cut; expected Adam or another"
         )
-    for ancestor in type(optimizer).__mro__:
-        if any(name in ancestor.__name__ for name in _REFUSED):
-            raise CompressionError(f"{kind} mixes the entries of parameters in its state; expected Adam or another")
+    if mixes_parameters(optimizer):
+        raise CompressionError(f"{kind} mixes the entries of parameters in its state; expected Adam or another")
     if any("prev_flat_grad" in state or "old_dirs" in state for state in optimizer.state.values()):
         raise CompressionError(f"{kind} holds the state of LBFGS, which mixes all parameters; expected Adam or another")
 
@@ -447,7 +446,7 @@ def require_followable(optimizer: Any, parameters: Mapping[str, nn.Parameter], m
             own, states = state_after_a_step(part, own)
             for name, key, value in _pairs(states):
                 _require_plain(type(part).__name__, name, own[name], key, value)
-                if _role(key, states[name]) is None and are_weights(value, own[name]):
+                if role_of(key, states[name]) is None and are_weights(value, own[name]):
                     raise _holds_weights(type(part).__name__, key)
         _require_roles(type(part).__name__, own, states, moments)
 
@@ -457,7 +456,7 @@ def _require_roles(
 ) -> None:
     """Refuse entries that hold weights, and entries whose meaning the rule must know and does not."""
     entries = {
-        key: _role(key, states[name]) for name, key, value in _pairs(states) if not is_scalar(value, parameters[name])
+        key: role_of(key, states[name]) for name, key, value in _pairs(states) if not is_scalar(value, parameters[name])
     }
     for key in entries:
         if key in _POINTS:
@@ -475,6 +474,11 @@ def _holds_weights(kind: str, key: str) -> CompressionError:
         f"{kind} keeps weights in {key!r}, which cannot follow a cut; expected another optimizer, such as AdamW, or a"
         " cut before it is made: compress_(model, ...), then a new optimizer"
     )
+
+
+def mixes_parameters(optimizer: Any) -> bool:
+    """True if the state of one parameter may not have its shape, as in LBFGS and factored optimizers."""
+    return any(name in ancestor.__name__ for ancestor in type(optimizer).__mro__ for name in _REFUSED)
 
 
 def _require_plain(kind: str, name: str, parameter: nn.Parameter, key: str, value: object) -> None:
@@ -542,7 +546,7 @@ def _entries(
     for name, key, value in _pairs(states):
         if is_scalar(value, parameters[name]):
             continue
-        role, group = _role(key, states[name]), groups.get(id(parameters[name]), {})
+        role, group = role_of(key, states[name]), groups.get(id(parameters[name]), {})
         label = key if key not in entries or entries[key].role is role else f"{key}, {role}"
         entry = entries.setdefault(label, Entry(role, {}, {}, {}))
         double = _double(f"{key!r} of {name}", value, role).to(change.values[name].device)
@@ -564,7 +568,8 @@ def _unit(key: str, group: Mapping[str, Any]) -> float:
     return float((1 - group["dampening"]) / (1 - group["momentum"])) or 1.0
 
 
-def _role(key: str, state: Mapping[str, Any]) -> Role | None:
+def role_of(key: str, state: Mapping[str, Any]) -> Role | None:
+    """The meaning of an entry beside the others of its parameter; None if it is not known."""
     # RMSprop averages gradients that are already divided by their sizes.
     if key == "momentum_buffer" and "square_avg" in state:
         return Role.UPDATE

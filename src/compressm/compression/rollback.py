@@ -21,6 +21,7 @@ from compressm.adapters.base import require_call
 from compressm.compression.distributed import Processes
 from compressm.compression.optimizer import leave_
 from compressm.compression.record import Restored, require_entries
+from compressm.compression.stored_states import require_snapshot
 from compressm.compression.surgery import attributes_of, optional_in, renew_shared_
 from compressm.errors import CompressionError
 from compressm.families.choices import require_count, require_number
@@ -304,7 +305,10 @@ def _restore_optimizer_(
         optimizer.state[parameters[name]] = held
     for group, then in zip(optimizer.param_groups, saved["groups"], strict=True):
         group["params"][:] = [parameters[name] for name in then["params"]]
-        _restore_entries_(group, then["options"], tensors, undo, beside={"params": group["params"]})
+        # Flags that an earlier torch did not have stay.
+        flags = {key: value for key, value in group.items() if value is None or isinstance(value, bool)}
+        newer = {key: value for key, value in flags.items() if key not in then["options"]}
+        _restore_entries_(group, then["options"], tensors, undo, beside={"params": group["params"], **newer})
 
 
 def _restore_entries_(
@@ -473,16 +477,20 @@ class Watch:
         return {"snapshot": snapshot, "before": self.before, "due": self.due}
 
     def require_loadable(self, state: Mapping[str, Any]) -> None:
-        """Refuse a state that is none; nothing is changed."""
+        """Refuse a state that could not be judged or restored later; nothing is changed."""
         what = "the state of a Rollback"
         require_entries(what, state, snapshot=Mapping | None, before=float | int, due=int)
         if state["snapshot"] is not None:
             require_entries(f"{what}: snapshot", state["snapshot"], tensors=Mapping, rest=Mapping)
             rest = {"parameters": Mapping, "buffers": list | tuple, "optimizer": Mapping | None}
             require_entries(f"{what}: snapshot: rest", state["snapshot"]["rest"], **rest)
+            if not math.isfinite(state["before"]):
+                raise CompressionError(f"{what}: before is {state['before']}, expected a finite number")
+            require_snapshot(state["snapshot"], self.subject)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state; the snapshot is then in memory."""
+        self.require_loadable(state)
         loaded = None if state["snapshot"] is None else Snapshot.from_state_dict(state["snapshot"])
         due, before = int(state["due"]), float(state["before"])
         self.spent += [] if self.snapshot is None else [self.snapshot]

@@ -38,13 +38,15 @@ def place_of(name: str, module: nn.Module, path: str) -> tuple[Any, str]:
     return owner, leaf
 
 
-def take_orders_(model: nn.Module) -> None:
+def take_orders_(model: nn.Module, undo: ExitStack) -> None:
     """Set the attributes that change with the order to the orders of the present parameters."""
     for name, (module, adapter) in find(model).items():
         for path, value in present_attributes(module, adapter).items():
             if path not in adapter.SHARED:
-                setattr(*place_of(name, module, path), value)
-    renew_shared_([model], ExitStack())
+                place = place_of(name, module, path)
+                undo.callback(setattr, *place, getattr(*place))
+                setattr(*place, value)
+    renew_shared_([model], undo)
 
 
 def renew_shared_(models: Iterable[nn.Module], undo: ExitStack) -> None:

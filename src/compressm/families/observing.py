@@ -300,6 +300,8 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 def require_random_state(state: Mapping[str, Any]) -> None:
     """Refuse a state that `set_random_state` could not restore, by setting it in generators of no use."""
+    if not isinstance(state, Mapping):
+        raise TypeError(f"it is {state!r:.40}, expected the state of each generator")
     random.Random().setstate(state["python"])
     np.random.RandomState().set_state(_converted(state["numpy"], Tensor, Tensor.numpy))
     torch.Generator().set_state(state["torch"])

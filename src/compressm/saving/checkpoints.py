@@ -9,6 +9,7 @@ import pickle
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -19,27 +20,25 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from compressm.compression.distributed import renew_wrappers_, require_rewrappable, unwrapped, wrappers_in
+from compressm.compression.distributed import renew_wrappers_, unwrapped
 from compressm.compression.optimizer import as_optimizer, as_scheduler, join_, kind_of, leave_, parts_of
 from compressm.compression.rollback import tensor_bytes
-from compressm.compression.surgery import attributes_of, take_orders_
+from compressm.compression.stored_states import require_optimizer, require_scheduler, states_of
+from compressm.compression.surgery import take_orders_
 from compressm.errors import CompressionError, NoSuchFileError, SavingError
 from compressm.families.observing import random_state, set_random_state
 from compressm.files import replacing
-from compressm.layers.parameters import replace_data
-from compressm.saving.kinds import as_path, require_model, require_state
-from compressm.saving.rebuilding import (
-    by_forms,
-    expected_shapes,
-    keyed_state,
-    module_versions,
-    orders_of,
-    plain_state,
-    require_fit,
-    require_orders,
-    require_values,
-    take_forms_,
+from compressm.layers.parameters import Kept, replace_data
+from compressm.saving.fitting import (
+    require_contents,
+    require_fitting,
+    require_names,
+    require_parts,
+    require_same_groups,
+    resized,
 )
+from compressm.saving.kinds import as_path, require_model, require_state
+from compressm.saving.rebuilding import by_forms, keyed_state, module_versions, orders_of, plain_state, take_forms_
 
 _LEAVES = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
 _ALLOWED = "tensors, numbers, text, None, and dicts, lists, tuples and sets of them"
@@ -216,40 +215,118 @@ def load_checkpoint(
     require_state("compressor", compressor)
     contents = _read(as_path(path))
     try:
-        _require_parts(contents, optimizer=trainer, scheduler=rates, compressor=compressor)
-        added, gone = by_forms(model, contents["model"])
-        if trainer is not None:
-            _require_same_groups(contents["groups"], _groups(model, trainer), added, gone.keys())
-            _require_same_shares(contents["optimizer"]["state"], trainer)
-        _require_fitting(model, contents)
-        if isinstance(compressor, _Choosy):
-            compressor.require_loadable(contents["compressor"]["state"])
-        # A scheduler cannot check a state without loading it, so it loads first, alone.
-        if rates is not None:
-            _load_scheduler(rates, contents["scheduler"]["state"])
+        added, gone = _require_loadable(contents, model, trainer, rates, compressor)
     except (SavingError, CompressionError) as error:
         raise SavingError(f"{path}: {error}") from error
-    _load_model(model, contents)
-    if trainer is not None:
-        leave_(trainer, gone.values())
-        _add_to_groups_(trainer, model, contents["groups"], added)
-    # The compressor comes after the optimizer. Random numbers come last: nothing may draw from them before training.
-    for part, name in ((trainer, "optimizer"), (compressor, "compressor")):
-        if part is not None:
-            part.load_state_dict(contents[name]["state"])
-    set_random_state(contents["random"])
+    before = _Before(model, *parts_of(trainer), *parts_of(rates), compressor)
+    try:
+        before.load_(rates, contents["scheduler"])
+        _load_model(model, contents, before.undo)
+        if trainer is not None:
+            leave_(trainer, gone.values())
+            _add_to_groups_(trainer, model, contents["groups"], added)
+        before.load_(trainer, contents["optimizer"])
+        before.load_(compressor, contents["compressor"])  # after the optimizer
+        set_random_state(contents["random"])  # last: nothing may draw before training does
+    except BaseException as error:
+        before.restore_()
+        if isinstance(error, SavingError | CompressionError):
+            raise SavingError(f"{path}: {error}") from error
+        raise
     return Checkpoint(contents["step"], contents["extra"])
 
 
-def _load_scheduler(scheduler: Stateful, state: dict[str, Any]) -> None:
-    before = copy.deepcopy(scheduler.state_dict())
-    try:
-        scheduler.load_state_dict(state)
-    except Exception as error:
-        scheduler.load_state_dict(before)
-        raise SavingError(
-            f"the scheduler is a {kind_of(scheduler)} that does not load the state in the file: {error}"
-        ) from error
+def _require_loadable(
+    contents: Mapping[str, Any],
+    model: nn.Module,
+    optimizer: Any | None,
+    scheduler: Any | None,
+    compressor: Stateful | None,
+) -> tuple[set[str], dict[str, nn.Parameter]]:
+    """Refuse everything that does not fit; return the parameters that the model gets, and those that it loses."""
+    require_contents(contents)
+    require_parts(contents, optimizer=optimizer, scheduler=scheduler, compressor=compressor)
+    added, gone = by_forms(model, contents["model"])
+    if optimizer is not None:
+        require_names(contents["groups"])
+        require_same_groups(contents["groups"], _groups(model, optimizer), added, gone.keys())
+    require_fitting(model, contents)
+    if optimizer is not None:
+        shapes = {name: value.shape for name, value in contents["model"].items()}
+        require_optimizer(optimizer, contents["optimizer"]["state"], contents["groups"], shapes)
+    if scheduler is not None:
+        require_scheduler(scheduler, contents["scheduler"]["state"])
+    if isinstance(compressor, _Choosy):
+        compressor.require_loadable(contents["compressor"]["state"])
+    return added, gone
+
+
+class _Before:
+    """Everything that `load_checkpoint` changes, as it was before: `restore_` puts it back."""
+
+    def __init__(self, model: nn.Module, *parts: Any | None) -> None:
+        self._model, self._tensors, self._random = model, Kept(model), random_state()
+        self._shapes = _shapes(model)
+        self.undo = ExitStack()  # for attributes of layers, and what they share
+        others = [part for part in parts if part is not None and not _is_optimizer(part)]
+        self._states = {id(part): _copied(part.state_dict()) for part in others}
+        self._held = [entry for part in parts if hasattr(part, "__dict__") for entry in _containers(vars(part))]
+        self._begun: list[Any] = []
+
+    def load_(self, given: Any | None, stored: Mapping[str, Any]) -> None:
+        """Let one part, or several of a kind, load a state; each may refuse with any error."""
+        if given is None:
+            return
+        for part, state in zip(parts_of(given), states_of(given, stored["state"]), strict=True):
+            self._begun.append(part)
+            try:
+                part.load_state_dict(state)
+            except Exception as error:
+                raise SavingError(f"a {type(part).__name__} does not load its state in the file: {error}") from error
+
+    def restore_(self) -> None:
+        """Put everything back, in the same objects."""
+        is_resized = _shapes(self._model) != self._shapes
+        self._tensors.restore_()
+        self.undo.close()
+        for part in self._begun:
+            # An optimizer's own dictionaries are put back below.
+            if not _is_optimizer(part):
+                part.load_state_dict(self._states[id(part)])
+        for held, contents in self._held:
+            if isinstance(held, dict):
+                held.clear()
+                held.update(contents)
+            else:
+                held[:] = contents
+        if is_resized:
+            renew_wrappers_(self._model, list(unwrapped(self._model).modules()))
+        set_random_state(self._random)
+
+
+def _is_optimizer(part: object) -> bool:
+    return hasattr(part, "param_groups") and hasattr(part, "state")
+
+
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in plain_state(model).items()}
+
+
+def _containers(*values: Any) -> list[tuple[Any, Any]]:
+    """Every dictionary and list inside these values, with its present contents."""
+    found, waiting = dict[int, tuple[Any, Any]](), list(values)
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict | list) and id(value) not in found:
+            found[id(value)] = value, value.copy()
+            waiting += value.values() if isinstance(value, dict) else value
+    return list(found.values())
+
+
+def _copied(value: Any) -> Any:
+    """A deep copy that shares tensors, which no part changes in place when it loads a state."""
+    inside = [item for held, _ in _containers(value) for item in (held.values() if isinstance(held, dict) else held)]
+    return copy.deepcopy(value, {id(item): item for item in inside if isinstance(item, Tensor)})
 
 
 def _state_of(part: Any | None) -> dict[str, Any] | None:
@@ -276,54 +353,13 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(contents, dict) or contents.get("format") != _FORMAT:
         found = ", ".join(map(str, contents)) if isinstance(contents, dict) else type(contents).__name__
         raise SavingError(f"{path} was not written by save_checkpoint: it holds {found:.200}")
-    if contents.get("version") != CHECKPOINT_VERSION:
-        version = contents.get("version")
-        raise SavingError(f"{path} has version {version!r}, this compressm reads version {CHECKPOINT_VERSION}")
+    version = contents.get("version")
+    if type(version) is not int or version != CHECKPOINT_VERSION:
+        raise SavingError(f"{path} has version {version!r:.40}, this compressm reads version {CHECKPOINT_VERSION}")
     missing = [name for name in _PARTS if name not in contents]
     if missing:
         raise SavingError(f"{path} has no {' and no '.join(missing)}")
     return contents
-
-
-def _require_parts(contents: Mapping[str, Any], **given: object) -> None:
-    """Refuse a file without the state of a given part, or with that of another class."""
-    for name, part in given.items():
-        if part is None:
-            continue
-        stored = contents[name]
-        if stored is None:
-            raise SavingError(f"it was saved without a {name}")
-        if stored["kind"] != kind_of(part):
-            one = len(parts_of(part)) == 1
-            here = f"this one is a {kind_of(part)}" if one else f"here it is {kind_of(part)}, in this order"
-            raise SavingError(f"it was saved with the {name} {stored['kind']}, {here}")
-
-
-def _require_same_groups(
-    saved: list[list[str | None]], here: list[list[str | None]], added: Set[str], gone: Set[str]
-) -> None:
-    """Refuse other groups: an optimizer's state goes by position, so parameters would get the state of others.
-
-    `added` parameters are still missing in the model, and `gone` ones will be removed from it.
-    """
-    saved = [[name for name in group if name not in added] for group in saved]
-    here = [[name for name in group if name not in gone] for group in here]
-    if [len(group) for group in saved] != [len(group) for group in here]:
-        sizes = [len(group) for group in saved], [len(group) for group in here]
-        raise SavingError(f"the optimizer was saved with groups of {sizes[0]} parameters, this one has {sizes[1]}")
-    pairs = [pair for groups in zip(saved, here, strict=True) for pair in zip(*groups, strict=True)]
-    other = next(((then, now) for then, now in pairs if then != now), None)
-    if other is not None:
-        raise SavingError(f"the optimizer was saved with {other[0]!r} where this one has {other[1]!r}")
-
-
-def _require_same_shares(states: Any, optimizer: Any) -> None:
-    """Refuse groups that are shared out among several optimizers in another way."""
-    parts = parts_of(optimizer)
-    if len(parts) > 1:
-        saved, here = ([len(each["param_groups"]) for each in states], [len(part.param_groups) for part in parts])
-        if saved != here:
-            raise SavingError(f"the optimizers were saved with {saved} groups, these have {here}")
 
 
 def _add_to_groups_(optimizer: Any, model: nn.Module, saved: list[list[str | None]], added: Set[str]) -> None:
@@ -335,39 +371,17 @@ def _add_to_groups_(optimizer: Any, model: nn.Module, saved: list[list[str | Non
                 join_(group, parameter, name, place)
 
 
-def _require_fitting(model: nn.Module, contents: Mapping[str, Any]) -> None:
+def _load_model(model: nn.Module, contents: Mapping[str, Any], undo: ExitStack) -> None:
     tensors: dict[str, Tensor] = contents["model"]
-    orders = require_orders(model, contents["orders"])
-    require_values(model, tensors)
-    require_fit(tensors, expected_shapes(model, orders, tensors))
-    for name, value in plain_state(model).items():
-        if name in tensors and value.dtype != tensors[name].dtype:
-            raise SavingError(f"{name} was saved as {tensors[name].dtype}, the model's is {value.dtype}")
-    resized = _resized(model, tensors)
-    if resized:
-        attributes_of(model)  # refuses a model without an attribute that changes with the order
-    if resized or plain_state(model).keys() != tensors.keys():
-        for wrapper in wrappers_in(model):
-            require_rewrappable(wrapper)
-
-
-def _resized(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
-    """The parameters that have another shape in the file."""
-    return {
-        name: value
-        for name, value in plain_state(model).items()
-        if isinstance(value, nn.Parameter) and name in tensors and value.shape != tensors[name].shape
-    }
-
-
-def _load_model(model: nn.Module, contents: Mapping[str, Any]) -> None:
-    tensors: dict[str, Tensor] = contents["model"]
-    resized, reformed = _resized(model, tensors), plain_state(model).keys() != tensors.keys()
-    for name, value in resized.items():
+    changed, is_reformed = resized(model, tensors), plain_state(model).keys() != tensors.keys()
+    for name, value in changed.items():
         replace_data(value, value.new_empty(tensors[name].shape))
     take_forms_(model, tensors)
     model.load_state_dict(keyed_state(model, tensors, contents["versions"]))
-    if resized:
-        take_orders_(model)
-    if resized or reformed:
+    if changed:
+        take_orders_(model, undo)
+    if changed or is_reformed:
         renew_wrappers_(model, list(unwrapped(model).modules()))
+    for name, order in orders_of(model).items():
+        if order != contents["orders"][name]:
+            raise SavingError(f"{name!r} reads as order {order}, the file says {contents['orders'][name]}")
