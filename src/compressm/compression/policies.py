@@ -61,7 +61,7 @@ def largest_bounds(sigma: Float[Tensor, "*channels n"]) -> Float[Tensor, "n+1"]:
 
 Policy = Callable[[Mapping[str, Tensor]], Mapping[str, int]]
 
-# A share of one state: the rounding of a product such as 0.145 * 100 = 14.499999999999998.
+# A share of one state: the rounding of a product such as 0.29 * 100 = 28.999999999999996.
 _ROUNDING = 1e-9
 
 
@@ -122,7 +122,11 @@ class ErrorBound(LayerPolicy):
 @final
 @dataclass(frozen=True)
 class KeepFraction(LayerPolicy):
-    """The share ρ of the present states, rounded half up, but at most the numerical rank of the layer."""
+    """At most the share ρ of the present states, and at most the numerical rank of the layer.
+
+    With ρ < 1 every call drops a state, so repeated cuts do not stall before `at_least`, unless the gate or `round_to`
+    keeps more.
+    """
 
     rho: float
 
@@ -130,11 +134,13 @@ class KeepFraction(LayerPolicy):
         object.__setattr__(self, "rho", require_number("KeepFraction: rho", self.rho, 0, 1, above=True))
 
     def order(self, sigma: Float[Tensor, "*channels n"]) -> int:
-        """⌊ρn + ½⌋, at least 1."""
+        """⌊ρn⌋, at least 1; n for ρ = 1."""
         return self.least(sigma.shape[-1])
 
     def least(self, n: int) -> int:
-        return max(1, math.floor(self.rho * n + 0.5 + _ROUNDING))
+        kept = math.floor(self.rho * n + _ROUNDING)
+        # A ρ of 1 − 1e-12 is below 1, but rounding must not make ρn a whole n.
+        return max(1, min(kept, n - 1)) if self.rho < 1 else n
 
 
 @final
