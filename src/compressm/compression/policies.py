@@ -101,8 +101,8 @@ class EnergyTolerance(LayerPolicy):
 class ErrorBound(LayerPolicy):
     """The smallest r with 2 Σ_{i>r} σᵢ ≤ eps·σ₁, or ≤ eps if not `relative`; a bank counts its worst channel.
 
-    With exact Gramians the left side bounds the H∞ error of the cut. Measured Gramians have no bound, and a compressor
-    refuses this policy with them.
+    With exact Gramians the left side bounds the H∞ error of the cut, up to rounding, which no order can avoid and
+    `Cut.error_bound` includes. Measured Gramians have no bound, and a compressor refuses this policy with them.
     """
 
     eps: float

@@ -11,7 +11,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from compressm.control import validation
-from compressm.control.balancing import Balancing, GramianPair, balance, balance_factors, error_bounds, numerical_rank
+from compressm.control.balancing import (
+    Balancing,
+    GramianPair,
+    balance,
+    balance_factors,
+    error_bounds,
+    numerical_rank,
+    rounding_floor,
+)
 from compressm.control.factors import cauchy_factor, cholesky_strength
 from compressm.control.gramians import gramians
 from compressm.control.linear_algebra import exponential
@@ -122,6 +130,7 @@ def real_balanced_truncation(system: DiagonalSystem, order: SupportsIndex) -> Re
         reduced = DiagonalSystem(*(torch.stack(parts) for parts in zip(*(modes for modes, _ in members), strict=True)))
         real_order = torch.tensor([size for _, size in members], device=system.device)
         bound = error_bounds(balancing.sigma).gather(-1, real_order[:, None])[:, 0]
+        bound = bound + rounding_floor(balancing.sigma, flat.stability_margin)
         bank = system.bank
         shaped = reduced._map(lambda tensor: tensor.reshape(*bank, *tensor.shape[1:]))
         return RealTruncation(
@@ -131,11 +140,15 @@ def real_balanced_truncation(system: DiagonalSystem, order: SupportsIndex) -> Re
 
 def _balance(system: DiagonalSystem, states: Tensor) -> Balancing:
     """Balance by the real Gramians or, if they are nearly singular, by factors computed from the poles."""
+    input_scale, output_scale = system.scales(step=2)
+    system = system.divided(input_scale, output_scale)
     P, Q = _real_gramians(system)
     if not bool((cholesky_strength(P)[2] | cholesky_strength(Q)[2]).any()):
-        return balance(GramianPair.of(P, Q), states)
-    pairs = conjugate_pairs(system)
-    return balance_factors(_real_factor(pairs, 0.5), _real_factor(pairs.adjoint(), 1.0), states)
+        found = balance(GramianPair.of(P, Q), states)
+    else:
+        pairs = conjugate_pairs(system)
+        found = balance_factors(_real_factor(pairs, 0.5), _real_factor(pairs.adjoint(), 1.0), states)
+    return found.rescaled(input_scale, output_scale)
 
 
 def _real_factor(pairs: DiagonalSystem, scale: float) -> Float[Tensor, "m n2 n2"]:

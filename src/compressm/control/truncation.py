@@ -11,9 +11,9 @@ from jaxtyping import Complex, Float, Inexact, Int
 from torch import Tensor
 
 from compressm.control import validation
-from compressm.control.balancing import Balancing, balance, balance_factors, numerical_rank
+from compressm.control.balancing import Balancing, balance, balance_factors, numerical_rank, rounding_floor
 from compressm.control.hankel import dense_factors, gramian_pair
-from compressm.control.linear_algebra import column_norms, eig, row_norms
+from compressm.control.linear_algebra import column_norms, eig, power_of_two, row_norms
 from compressm.control.system import DenseSystem, DiagonalSystem, LinearSystem
 from compressm.control.validation import DefectiveSystemError, OrderError, ShapeError
 
@@ -51,10 +51,10 @@ def balanced_truncation(
 ) -> Truncation:
     """Keep the `order` balanced states with the largest σ, or the states named in `states`.
 
-    The H∞ error is at most `error_bound` = 2 Σ of the dropped σ, whichever states are dropped, and the result is
-    stable. With a measured `P` and the exact Q it is stable too, because W = Q T S⁻¹ makes A_r the Q-orthogonal
-    projection of A, a contraction; but there is no bound, and `error_bound` is None. An order above the numerical
-    rank #{σ > n ε σ₁} keeps only that many states (at least one): the others are rounding noise.
+    The H∞ error is at most `error_bound`, 2 Σ of the dropped σ plus `rounding_floor`, whichever states are dropped, and
+    the result is stable. With a measured `P` and the exact Q it is stable too, because W = Q T S⁻¹ makes A_r the
+    Q-orthogonal projection of A, a contraction; but there is no bound, and `error_bound` is None. An order above the
+    numerical rank #{σ > n ε σ₁} keeps only that many states (at least one): the others are rounding noise.
     """
     n, bank = system.order, system.bank
     indices = _kept_states(order, states, system)
@@ -64,7 +64,7 @@ def balanced_truncation(
         if states is None:
             flat, indices = _within_rank(flat, indices)
         sigma, left, right = (part.reshape(*bank, n, *part.shape[2:]) for part in (flat.sigma, flat.left, flat.right))
-        bound = None if P is not None else _dropped(sigma, indices)
+        bound = None if P is not None else _dropped(sigma, indices) + rounding_floor(sigma, system.stability_margin)
         return Truncation(_project(system, left, right), sigma, left, right, bound, indices, system)
 
 
@@ -163,7 +163,9 @@ def eigenbasis(
     ratio = 1.0 if like is None else input_output_ratio(like)[..., None]
     b, c = _mode_sizes(plain)
     usable = (b > 0) & (c > 0)
-    length = torch.where(usable, torch.sqrt(b / (ratio * torch.where(usable, c, 1))), 1)
+    # Scaled together, because ratio · c underflows if B is far smaller than C.
+    scale = power_of_two(torch.maximum(b, c))
+    length = torch.where(usable, torch.sqrt(b / scale / (ratio * torch.where(usable, c / scale, 1))), 1)
     return X * length[..., None, :], poles
 
 
@@ -186,10 +188,20 @@ def _condition(X: Tensor) -> Float[Tensor, "*bank"]:
 
 def input_output_ratio(system: DiagonalSystem) -> Float[Tensor, "*bank"]:
     """ρ = rms ‖bᵢ/γᵢ‖ / rms ‖cᵢ‖ over the modes; 1 where either side is zero."""
-    b, c = (torch.linalg.vector_norm(sizes, dim=-1) for sizes in _mode_sizes(system))
+    input_scale, output_scale = system.scales()
+    b, c = (torch.linalg.vector_norm(sizes, dim=-1) for sizes in _mode_sizes(system.divided(input_scale, output_scale)))
     usable = (b > 0) & (c > 0)
-    return torch.where(usable, b / torch.where(usable, c, 1), 1)
+    ratio = b / torch.where(usable, c, 1) * (input_scale / output_scale)
+    return torch.where(usable, ratio.clamp(2.0**-1020, 2.0**1020), 1)
+
+
+def mode_norms(system: DiagonalSystem) -> tuple[Float[Tensor, "*bank n"], Float[Tensor, "*bank n"]]:
+    """‖bᵢ‖ and ‖cᵢ‖ of every mode."""
+    input_scale, output_scale = system.scales()
+    scaled = system.divided(input_scale, output_scale)
+    return row_norms(scaled.B) * input_scale[..., None], column_norms(scaled.C) * output_scale[..., None]
 
 
 def _mode_sizes(system: DiagonalSystem) -> tuple[Tensor, Tensor]:
-    return row_norms(system.B) / torch.sqrt(system.decay), column_norms(system.C)
+    b, c = mode_norms(system)
+    return b / torch.sqrt(system.decay), c
