@@ -244,7 +244,8 @@ def choose_orders(
     matches a name decides. A policy is called once, with all its layers, which alone share a `Budget`. Orders below
     `at_least` are raised to it, then rounded up to a multiple of `round_to`, and a layer is cut only if r < gate·n (the
     paper: 95 %). A layer whose σ are all zero, for example with C = 0 or after inputs of zeros only, is not cut:
-    nothing distinguishes its states. All of these rules can only keep more states than the policy chose.
+    nothing distinguishes its states, and a compressor warns. All of these rules can only keep more states than the
+    policy chose.
 
     A balanced layer cannot have more states than its numerical rank #{σ > n ε σ₁}. If the order of a layer that is cut
     exceeds it, the compressor cuts to the rank, which need not be a multiple of `round_to`.

@@ -96,8 +96,9 @@ class GramianPair:
 
     def __getitem__(self, members: Bool[Tensor, " m"]) -> GramianPair:
         system = None if self.system is None else self.system[members]
-        parts = (self.P, self.Q, self.order, self.input_scale, self.output_scale)
-        return GramianPair(*(part[members] for part in parts), system, self.P_is_measured)
+        input_scale, output_scale = self.input_scale[members], self.output_scale[members]
+        P, Q, order = self.P[members], self.Q[members], self.order[members]
+        return GramianPair(P, Q, order, input_scale, output_scale, system, self.P_is_measured)
 
     @property
     def sigma_scale(self) -> Float[Tensor, "m 1"]:
@@ -231,19 +232,22 @@ def error_bounds(sigma: Float[Tensor, "*bank n"]) -> Float[Tensor, "*bank n+1"]:
     return 2 * torch.cat([tails, torch.zeros_like(tails[..., :1])], dim=-1)
 
 
-# Over 10,000 systems the error exceeded 2 Σ of the dropped σ by at most 4.1 n ε σ₁ / (1 − ρ), whether 1 − ρ was 1 or
-# 1e-8 (benchmarks/results/error_bound_floor.json); four times as much is a bound with a margin.
+# Over 10,000 systems the error exceeded 2 Σ of the dropped σ by at most 4.1 max(n, κ) ε σ₁ / (1 − ρ), whether 1 − ρ was
+# 1 or 1e-8 (benchmarks/results/error_bound_floor.json); four times as much is a bound with a margin.
 _ROUNDING = 16.0
 
 
-def rounding_floor(sigma: Float[Tensor, "*bank n"], margin: Float[Tensor, "*bank"]) -> Float[Tensor, "*bank"]:
-    """16 n ε σ₁ / (1 − ρ): the H∞ error that rounding adds to a truncation; `margin` is 1 − ρ.
+def rounding_floor(
+    sigma: Float[Tensor, "*bank n"], margin: Float[Tensor, "*bank"], condition: Float[Tensor, "*bank"] | float = 1.0
+) -> Float[Tensor, "*bank"]:
+    """16 max(n, κ) ε σ₁ / (1 − ρ): the H∞ error that rounding adds to a truncation; `margin` is 1 − ρ.
 
     Poles of a reduced system are exact to ε. That changes a resonance, of width 1 − |λ| and a height of about 2 σ₁, by
-    the share ε / (1 − |λ|).
+    the share ε / (1 − |λ|). `condition` is κ, that of the eigenvectors if A was made diagonal.
     """
-    eps = torch.finfo(torch.float64).eps
-    return _ROUNDING * sigma.shape[-1] * eps / margin * sigma.amax(-1)
+    n, eps = sigma.shape[-1], torch.finfo(torch.float64).eps
+    amplified = torch.as_tensor(condition, dtype=torch.float64, device=sigma.device).clamp_min(n)
+    return _ROUNDING * eps * amplified / margin * sigma.amax(-1)
 
 
 def bottom_shares(sigma: Float[Tensor, "*bank n"]) -> Float[Tensor, "*bank n+1"]:

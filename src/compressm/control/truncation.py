@@ -35,11 +35,19 @@ class Truncation:
         return self.system.order
 
     def diagonalise(self) -> Truncation:
-        """The same reduction with a diagonal A: `right` becomes Φ = T X, `left` Ψ = W X⁻ᴴ, still Ψᴴ Φ = I."""
+        """The same reduction with a diagonal A: `right` becomes Φ = T X, `left` Ψ = W X⁻ᴴ, still Ψᴴ Φ = I.
+
+        The bound grows if the eigenvectors X are ill-conditioned, because they amplify rounding.
+        """
         like = self.original if isinstance(self.original, DiagonalSystem) else None
         X, poles = eigenbasis(self.system, like)
         left = torch.linalg.solve(X, self.left.mH.to(X.dtype)).mH
-        return replace(self, system=in_eigenbasis(self.system, X, poles), left=left, right=self.right.to(X.dtype) @ X)
+        bound = self.error_bound
+        if bound is not None:
+            margin = self.original.stability_margin
+            bound = _dropped(self.sigma, self.states) + rounding_floor(self.sigma, margin, condition_number(X))
+        system = in_eigenbasis(self.system, X, poles)
+        return replace(self, system=system, left=left, right=self.right.to(X.dtype) @ X, error_bound=bound)
 
 
 def balanced_truncation(
@@ -177,6 +185,11 @@ def require_eigenvectors(X: Complex[Tensor, "*bank n n"]) -> None:
         raise DefectiveSystemError(
             f"eigenvectors of A have condition number {worst:.3g}, expected < {_LARGEST_CONDITION:g}"
         )
+
+
+def condition_number(X: Complex[Tensor, "*bank n n"]) -> Float[Tensor, "*bank"]:
+    """‖X‖_F ‖X⁻¹‖_F of X with columns of length 1."""
+    return _condition(X / column_norms(X)[..., None, :])
 
 
 def _condition(X: Tensor) -> Float[Tensor, "*bank"]:

@@ -75,6 +75,9 @@ def _without_padding(x: Tensor, counts: Tensor | None, row: int) -> Float[Tensor
     return x[row].clone() if counts is None else x[row][counts[row]]
 
 
+ZERO_INPUTS = "calibrate gave it inputs that are all zeros: run the model on real data"
+
+
 @dataclass
 class Observations:
     """The covariance of one layer's states, unless a method does not need it, and a sample of its inputs."""
@@ -94,6 +97,11 @@ class Observations:
         if self.covariance is None:
             return self
         return replace(self, covariance=self.covariance.over(total))
+
+    @property
+    def are_zeros(self) -> bool:
+        """True if all observed states are zero."""
+        return self.covariance is not None and self.covariance.total is not None and not self.covariance.total.any()
 
     def require_enough(self, steps: int, order: int) -> None:
         """Refuse fewer steps than states: some states would look dead."""

@@ -19,7 +19,7 @@ from compressm.families.choices import Choices, Largest
 from compressm.families.linear.observer import LinearObserver, scaled_gramian, squared_change
 from compressm.families.linear.reduction import BasisChange, Triple, drop_modes, reduce_system, sorted_sizes
 from compressm.families.linear.transport import ModuleChange
-from compressm.families.observing import Observations, ratio_of
+from compressm.families.observing import ZERO_INPUTS, Observations, ratio_of
 
 Result = TypeVar("Result")
 
@@ -46,6 +46,13 @@ class LinearLayer(Layer):
     @property
     def shape(self) -> tuple[object, ...]:
         return (*self.system.B.shape, self.system.outputs, self.system.device)
+
+    @property
+    def why_zero(self) -> str:
+        for name, part in (("B", self.system.B), ("C", self.system.C)):
+            if not bool(part.any()):
+                return f"{name} is zero"
+        return ZERO_INPUTS if self.observations is not None and self.observations.are_zeros else super().why_zero
 
     @property
     def linear_system(self) -> DiagonalSystem:
