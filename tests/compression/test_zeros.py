@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import compressm as cs
+from compressm.compression import planning
 from compressm.layers import LRU, S4D, S5, Mamba
 
 ALL_ZERO = "not cut, because all values of their states are zero: "
@@ -121,3 +122,10 @@ def test_a_compressor_says_it_at_its_step_and_in_a_preview():
 def test_a_layer_that_may_not_be_cut_anyway_needs_no_warning():
     model = made(LRU)
     assert cs.compress_(model, keep=cs.TargetOrder(3), calibrate=runs(noise(0.0)), at_least=8) == []
+
+
+def test_a_rehearsal_says_nothing(monkeypatch):
+    monkeypatch.setattr(planning, "_SLOW_TO_LOAD", ("cpu",))
+    model = made(LRU)
+    zeroed(model[0], "C")
+    cs.Compressor(model, when=[1], keep=cs.TargetOrder(3))

@@ -89,7 +89,7 @@ def error_bound_floor_grids(measurement: Measurement) -> list[Grid]:
         column("error above 2 Σσ", "violations_of_the_tail"),
         column("error above the bound", "violations"),
         column("largest error / bound", "largest_share", "{:.4f}".format),
-        column("largest excess / (n ε σ₁ / (1 − ρ))", "largest_floors", "{:.2f}".format),
+        column("largest excess / (max(n, κ) ε σ₁ / (1 − ρ))", "largest_floors", "{:.2f}".format),
     ]
     rows = [row for row in measurement.rows if row["form"] == "all"]
     return [Grid.of("The error bound and its rounding", rows, columns, f"{measurement.repeats} random systems")]
