@@ -233,7 +233,7 @@ def error_bounds(sigma: Float[Tensor, "*bank n"]) -> Float[Tensor, "*bank n+1"]:
 
 
 # Over 10,000 systems the error exceeded 2 Σ of the dropped σ by at most 4.6 max(n, κ) ε σ₁ / (1 − ρ), whether 1 − ρ was
-# 1 or 1e-8 (benchmarks/results/error_bound_floor.json); 3.5 times as much is a bound with a margin.
+# 1 or 1e-8 (benchmarks/results/error_bound_floor.json); 16 leaves a margin of more than 3.
 _ROUNDING = 16.0
 
 
