@@ -31,7 +31,7 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...] | None]] = {
     "whole": (f"{LARGE} states", None),
     "small": ("SIZE states", None),
     "paper": ("paper: means, τ = 0.001", ("compression.selective={kind: per-channel, surrogate: mean}",)),
-    "baked": ("baked to SIZE", ("compression.tau=null", "compression.rho=SHARE")),
+    "baked": ("baked to SIZE", ("compression.tau=null", "compression.rho=SHARE", "compression.at_least=SIZE")),
     "once": (
         "baked to SIZE at once",
         ("compression.tau=null", "compression.order=SIZE", "compression.when={steps: [50]}"),
@@ -41,6 +41,7 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...] | None]] = {
         (
             "compression.tau=null",
             "compression.rho=SHARE",
+            "compression.at_least=SIZE",
             "compression.selective={kind: shared-index}",
             "compression.select=random",
         ),

@@ -1,9 +1,22 @@
-"""The errors of adapters, compression and saving, and suggestions for names that are not known."""
+"""The errors of adapters, compression and saving, warnings, and suggestions for names that are not known."""
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
+
+# Code of these packages is not the line that a warning is about.
+_PASSED_OVER = ("compressm", "torch")
+
+
+def warn_caller(message: str) -> None:
+    """Warn at the line of the caller's own code, however deep inside the library this is."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _PASSED_OVER:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
 
 
 def did_you_mean(given: object, known: Iterable[str]) -> str:

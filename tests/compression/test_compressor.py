@@ -8,7 +8,6 @@ import torch
 
 from compressm.compression.compressor import PAPER, Compressor, compress_
 from compressm.compression.optimizer import Restart, Slice, Transport
-from compressm.compression.planning import plan_cuts
 from compressm.compression.policies import Budget, EnergyTolerance, KeepFraction, TargetOrder
 from compressm.compression.record import Cut, Restored
 from compressm.compression.rollback import Rollback
@@ -33,9 +32,9 @@ def batches(count, seed=7):
 def test_where_libraries_load_late_a_cut_is_rehearsed_that_changes_nothing(monkeypatch):
     from compressm.compression import planning as rehearsal
 
-    planned = []
+    planned, plan = [], rehearsal._planned
     monkeypatch.setattr(rehearsal, "_SLOW_TO_LOAD", ("cpu",))
-    monkeypatch.setattr(rehearsal, "plan_cuts", lambda *args, **kwargs: planned.append(plan_cuts(*args, **kwargs)))
+    monkeypatch.setattr(rehearsal, "_planned", lambda *args, **kwargs: planned.append(plan(*args, **kwargs)))
     model, calls = make(), []
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -80,10 +80,10 @@ def test_layers_of_several_kinds_and_orders_stand_in_one_model():
     }
     cuts = plan_cuts(read_layers(blocks, options), options)
     assert [(cut.layer.name, cut.system.order) for cut in cuts] == [
-        ("0.ssm", 5),
+        ("0.ssm", 4),
         ("1.ssm", 3),
         ("2.ssm", 4),
-        ("3.ssm", 5),
+        ("3.ssm", 4),
     ]
 
 
@@ -156,7 +156,8 @@ def test_a_layer_whose_values_are_all_zero_is_left_alone_by_every_policy(keep, s
         layer.C_im.data.zero_()
     calibrate = (lambda layer: layer(torch.zeros(4, 40, 4))) if silent == "data" else None
     options = Options(keep, calibrate=calibrate, gate=1.0)
-    assert plan_cuts(read_layers(layer, options), options) == []
+    with pytest.warns(UserWarning, match=r"the model \((C is zero|calibrate gave it inputs that are all zeros)"):
+        assert plan_cuts(read_layers(layer, options), options) == []
 
 
 def with_rank(layer, rank):

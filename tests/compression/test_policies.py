@@ -1,5 +1,6 @@
 """Policies against their definitions, tried order by order in exact arithmetic."""
 
+import math
 import pickle
 from fractions import Fraction
 
@@ -10,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from compressm.compression import Budget, CompressionError, EnergyTolerance, ErrorBound, KeepFraction, TargetOrder
-from compressm.compression.policies import FewerStates
+from compressm.compression.policies import FewerStates, choose_orders
 from compressm.control import DiagonalSystem, balanced_truncation, h_infinity_error, hankel_singular_values
 from tests.compression.spectra import bound_of, rows_of, spectra_of_a_layer, spectra_of_a_model
 
@@ -49,11 +50,36 @@ def test_error_bound_is_the_smallest_order_within_the_bound(sigma, eps, relative
 
 
 @given(st.integers(1, 500), st.integers(1, 1000))
-@example(100, 145)  # 0.145 * 100 = 14.499999999999998
-def test_keep_fraction_rounds_half_up(n, thousandths):
+@example(100, 290)  # 0.29 * 100 = 28.999999999999996
+@example(5, 900)
+@example(2, 800)
+def test_keep_fraction_keeps_at_most_its_share(n, thousandths):
     exact = Fraction(thousandths, 1000) * n
-    expected = max(1, (2 * exact.numerator + exact.denominator) // (2 * exact.denominator))
-    assert order_of(KeepFraction(thousandths / 1000), torch.ones(n).double()) == expected
+    assert order_of(KeepFraction(thousandths / 1000), torch.ones(n).double()) == max(1, math.floor(exact))
+
+
+def test_keep_fraction_understands_shares_that_are_not_decimal():
+    assert [order_of(KeepFraction(1 / 3), torch.ones(n).double()) for n in (2, 3, 6, 48)] == [1, 1, 2, 16]
+
+
+@given(st.integers(1, 300), st.floats(0, 1, exclude_min=True, exclude_max=True), st.integers(1, 20))
+@example(5, 0.9, 1)
+@example(2, 0.8, 1)
+@example(300, 1 - 2**-53, 1)
+def test_repeated_cuts_by_a_fraction_reach_the_least_order(n, rho, at_least):
+    least, steps = min(n, at_least), 0
+    while n > least:
+        smaller = choose_orders({"it": torch.ones(n).double()}, KeepFraction(rho), gate=1.0, at_least=at_least)["it"]
+        assert least <= smaller < n
+        assert smaller <= max(least, math.floor(Fraction(rho) * n + Fraction(1, 10**8)))
+        n, steps = smaller, steps + 1
+    assert steps <= 300
+    assert choose_orders({"it": torch.ones(n).double()}, KeepFraction(rho), gate=1.0, at_least=at_least) == {"it": n}
+
+
+@given(st.integers(1, 300))
+def test_a_fraction_of_one_keeps_all_states(n):
+    assert order_of(KeepFraction(1.0), torch.ones(n).double()) == n
 
 
 @given(st.integers(1, 50), st.integers(1, 80))

@@ -11,8 +11,9 @@ from compressm_lab.runs.measurement import Measurement
 ROOT = Path(__file__).parents[2]
 RESULTS = {
     name: Measurement.read(ROOT / "benchmarks" / "results" / f"{name}.json")
-    for name in ("one_shot", "hidden_system", "loss_continuity")
+    for name in ("one_shot", "hidden_system", "loss_continuity", "error_bound_floor")
 }
+PAGES = {"error_bound_floor": "numerics.md"}
 
 
 def mean_accuracy(setting, way, rank):
@@ -24,7 +25,7 @@ def mean_accuracy(setting, way, rank):
 
 @pytest.mark.parametrize("name", RESULTS)
 def test_the_table_on_the_page_is_the_measured_one(name):
-    page = (ROOT / "docs" / "studies.md").read_text()
+    page = (ROOT / "docs" / PAGES.get(name, "studies.md")).read_text()
     assert f"<!-- table: benchmarks/results/{name}.json -->\n{markdown(RESULTS[name])}\n<!-- end of table -->" in page
 
 
@@ -46,6 +47,16 @@ def test_the_bound_finds_the_order_of_every_hidden_system_and_no_student_gets_wo
         assert row["states"] == 64
         assert abs(row["found"] - row["hidden"]) <= 1
         assert max(row["error"], row["error_cut"], row["error_more"]) < 1e-5
+
+
+def test_no_error_of_10_000_systems_was_above_its_bound_and_most_were_above_the_plain_sum():
+    measured = RESULTS["error_bound_floor"]
+    rows = [row for row in measured.rows if row["form"] == "all"]
+    assert measured.repeats == 10_000
+    assert sum(row["violations"] for row in measured.rows) == 0
+    assert sum(row["violations_of_the_tail"] for row in rows) > sum(row["cuts"] for row in rows) / 2
+    # The floor is 16 of these units, 3.5 times as much as any system needed.
+    assert 3 < max(row["largest_floors"] for row in rows) < 5
 
 
 def test_with_the_defaults_the_loss_stays_within_two_standard_deviations_of_the_uncut_runs():

@@ -6,6 +6,7 @@ of 1e-6 leaves machines no room to differ; runs of the command line go on in flo
 
 import json
 import lzma
+import math
 import pickletools
 import shutil
 import zipfile
@@ -167,7 +168,9 @@ def test_a_finished_run_is_left_as_it_is(run):
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
-def test_an_interrupted_run_ends_where_the_other_ended(run):
+def test_an_interrupted_run_ends_where_the_other_ended(run, monkeypatch):
+    # The version that stored these runs rounded shares half up: 0.7 of 4 states were 3, now they are 2.
+    monkeypatch.setattr(cs.KeepFraction, "least", lambda self, n: max(1, math.floor(self.rho * n + 0.5)))
     whole, folder = run("finished"), run("interrupted")
     compressm("train", folder, "--resume", "--device", "cpu")
     assert json.loads((folder / "status.json").read_text()) == json.loads((whole / "status.json").read_text())

@@ -29,7 +29,7 @@ from compressm.compression.policies import (
 )
 from compressm.compression.surgery import require_plain_parameters
 from compressm.control import numerical_rank
-from compressm.errors import CompressionError
+from compressm.errors import CompressionError, warn_caller
 from compressm.families import Family, Layer, PlannedCut, family_of, read_layer
 from compressm.families.choices import Choices, Gramian, Largest, Measured, Selection, WhiteNoise
 from compressm.families.observing import Calibrate, observe, require_calibrate
@@ -215,9 +215,23 @@ def spectra(layers: Mapping[str, Layer], options: Options) -> dict[str, Float[Te
 
 
 def plan_cuts(layers: Mapping[str, Layer], options: Options, *, salt: int = 0) -> list[PlannedCut]:
-    """The cuts that the policy chooses, in the order of the layers; layers that the gate keeps are left out."""
+    """The cuts that the policy chooses, in the order of the layers; layers that the gate keeps are left out.
+
+    A warning names layers whose values are all zero, which no policy can cut.
+    """
     with stage("spectra"):
         values = spectra(layers, options)
+    zero = [layer for name, layer in layers.items() if layer.order > options.at_least and not bool(values[name].any())]
+    if zero:
+        named = ", ".join(f"{layer.said} ({layer.why_zero})" for layer in zero)
+        warn_caller(f"not cut, because all values of their states are zero: {named}")
+    return _planned(layers, values, options, salt)
+
+
+def _planned(
+    layers: Mapping[str, Layer], values: Mapping[str, Tensor], options: Options, salt: int
+) -> list[PlannedCut]:
+    """The cuts that the policy chooses for these spectra."""
     families = _by_family({name: family_of(layer.adapter) for name, layer in layers.items()})
     apart = [name for family, names in families.items() if family.is_by_channel(options.choices) for name in names]
     together = [name for name in layers if name not in apart]
@@ -312,4 +326,7 @@ def rehearse(layers: Mapping[str, Layer], options: Options) -> None:
         options, keep=KeepFraction(0.5), overrides=None, calibrate=None, gramian=None, gate=1.0, round_to=1, at_least=1
     )
     with torch.no_grad():
-        plan_cuts({name: layer.imagined() for name, layer in layers.items()}, blind, salt=0)
+        imagined = {name: layer.imagined() for name, layer in layers.items()}
+        with stage("spectra"):
+            values = spectra(imagined, blind)
+        _planned(imagined, values, blind, salt=0)

@@ -62,7 +62,7 @@ def largest_bounds(sigma: Float[Tensor, "*channels n"]) -> Float[Tensor, "n+1"]:
 
 Policy = Callable[[Mapping[str, Tensor]], Mapping[str, int]]
 
-# A share of one state: the rounding of a product such as 0.145 * 100 = 14.499999999999998.
+# A share of one state: the rounding of a product such as 0.29 * 100 = 28.999999999999996.
 _ROUNDING = 1e-9
 
 
@@ -102,8 +102,8 @@ class EnergyTolerance(LayerPolicy):
 class ErrorBound(LayerPolicy):
     """The smallest r with 2 Σ_{i>r} σᵢ ≤ eps·σ₁, or ≤ eps if not `relative`; a bank counts its worst channel.
 
-    With exact Gramians the left side bounds the H∞ error of the cut. Measured Gramians have no bound, and a compressor
-    refuses this policy with them.
+    With exact Gramians the left side bounds the H∞ error of the cut, up to rounding, which no order can avoid and
+    `Cut.error_bound` includes. Measured Gramians have no bound, and a compressor refuses this policy with them.
     """
 
     eps: float
@@ -123,7 +123,11 @@ class ErrorBound(LayerPolicy):
 @final
 @dataclass(frozen=True)
 class KeepFraction(LayerPolicy):
-    """The share ρ of the present states, rounded half up, but at most the numerical rank of the layer."""
+    """At most the share ρ of the present states, and at most the numerical rank of the layer.
+
+    With ρ < 1 every call drops a state, so repeated cuts do not stall before `at_least`, unless the gate or `round_to`
+    keeps more.
+    """
 
     rho: float
 
@@ -131,11 +135,13 @@ class KeepFraction(LayerPolicy):
         object.__setattr__(self, "rho", require_number("KeepFraction: rho", self.rho, 0, 1, above=True))
 
     def order(self, sigma: Float[Tensor, "*channels n"]) -> int:
-        """⌊ρn + ½⌋, at least 1."""
+        """⌊ρn⌋, at least 1; n for ρ = 1."""
         return self.least(sigma.shape[-1])
 
     def least(self, n: int) -> int:
-        return max(1, math.floor(self.rho * n + 0.5 + _ROUNDING))
+        kept = math.floor(self.rho * n + _ROUNDING)
+        # A ρ of 1 − 1e-12 is below 1, but rounding must not make ρn a whole n.
+        return max(1, min(kept, n - 1)) if self.rho < 1 else n
 
 
 @final
@@ -239,7 +245,8 @@ def choose_orders(
     matches a name decides. A policy is called once, with all its layers, which alone share a `Budget`. Orders below
     `at_least` are raised to it, then rounded up to a multiple of `round_to`, and a layer is cut only if r < gate·n (the
     paper: 95 %). A layer whose σ are all zero, for example with C = 0 or after inputs of zeros only, is not cut:
-    nothing distinguishes its states. All of these rules can only keep more states than the policy chose.
+    nothing distinguishes its states, and a compressor warns. All of these rules can only keep more states than the
+    policy chose.
 
     A balanced layer cannot have more states than its numerical rank #{σ > n ε σ₁}. If the order of a layer that is cut
     exceeds it, the compressor cuts to the rank, which need not be a multiple of `round_to`.

@@ -35,11 +35,12 @@ class _Record:
 class Cut(_Record):
     """A cut of one layer from `order` states to `rank`.
 
-    `error_bound` is the H∞ bound 2 Σ of the dropped σ, the largest over the channels of a bank, or None without a bound
-    (measured Gramians, selective layers). `measured_error` is ‖y_new − y_old‖ / ‖y_old‖ of the layer's output without
-    its skip D·u, on a sample of the calibration data of all processes, or None without data. `energy_lost` is the share
-    of Σσ that was dropped. `rank` is at most the numerical rank of the layer, #{σ > n ε σ₁}, and may thus be below the
-    requested order. It is the largest if channels of a selective layer have their own orders.
+    `error_bound` is the H∞ bound 2 Σ of the dropped σ plus the rounding of the cut in float64 (`rounding_floor`), the
+    largest over the channels of a bank, or None without a bound (measured Gramians, selective layers).
+    `measured_error` is ‖y_new − y_old‖ / ‖y_old‖ of the layer's output without its skip D·u, on a sample of the
+    calibration data of all processes, or None without data. `energy_lost` is the share of Σσ that was dropped. `rank`
+    is at most the numerical rank of the layer, #{σ > n ε σ₁}, and may thus be below the requested order. It is the
+    largest if channels of a selective layer have their own orders.
     """
 
     step: int

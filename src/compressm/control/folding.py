@@ -11,12 +11,20 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from compressm.control import validation
-from compressm.control.balancing import Balancing, GramianPair, balance, balance_factors, error_bounds, numerical_rank
+from compressm.control.balancing import (
+    Balancing,
+    GramianPair,
+    balance,
+    balance_factors,
+    error_bounds,
+    numerical_rank,
+    rounding_floor,
+)
 from compressm.control.factors import cauchy_factor, cholesky_strength
 from compressm.control.gramians import gramians
 from compressm.control.linear_algebra import exponential
 from compressm.control.system import DenseSystem, DiagonalSystem
-from compressm.control.truncation import diagonalise
+from compressm.control.truncation import condition_number, eigenbasis, in_eigenbasis
 from compressm.control.validation import PrecisionError
 
 # The difference between 2π and its float64 value.
@@ -119,9 +127,13 @@ def real_balanced_truncation(system: DiagonalSystem, order: SupportsIndex) -> Re
         count = len(flat.poles)
         balancing = _balance(flat, torch.arange(2 * order, device=system.device).expand(count, -1))
         members = [_fit(_reduced(real_form(flat[i]), balancing, i), order, balancing.sigma[i]) for i in range(count)]
-        reduced = DiagonalSystem(*(torch.stack(parts) for parts in zip(*(modes for modes, _ in members), strict=True)))
-        real_order = torch.tensor([size for _, size in members], device=system.device)
+        reduced = DiagonalSystem(
+            *(torch.stack(parts) for parts in zip(*(modes for modes, _, _ in members), strict=True))
+        )
+        real_order = torch.tensor([size for _, size, _ in members], device=system.device)
         bound = error_bounds(balancing.sigma).gather(-1, real_order[:, None])[:, 0]
+        condition = torch.stack([condition for _, _, condition in members])
+        bound = bound + rounding_floor(balancing.sigma, flat.stability_margin, condition)
         bank = system.bank
         shaped = reduced._map(lambda tensor: tensor.reshape(*bank, *tensor.shape[1:]))
         return RealTruncation(
@@ -131,11 +143,15 @@ def real_balanced_truncation(system: DiagonalSystem, order: SupportsIndex) -> Re
 
 def _balance(system: DiagonalSystem, states: Tensor) -> Balancing:
     """Balance by the real Gramians or, if they are nearly singular, by factors computed from the poles."""
+    input_scale, output_scale = system.scales(step=2)
+    system = system.divided(input_scale, output_scale)
     P, Q = _real_gramians(system)
     if not bool((cholesky_strength(P)[2] | cholesky_strength(Q)[2]).any()):
-        return balance(GramianPair.of(P, Q), states)
-    pairs = conjugate_pairs(system)
-    return balance_factors(_real_factor(pairs, 0.5), _real_factor(pairs.adjoint(), 1.0), states)
+        found = balance(GramianPair.of(P, Q), states)
+    else:
+        pairs = conjugate_pairs(system)
+        found = balance_factors(_real_factor(pairs, 0.5), _real_factor(pairs.adjoint(), 1.0), states)
+    return found.rescaled(input_scale, output_scale)
 
 
 def _real_factor(pairs: DiagonalSystem, scale: float) -> Float[Tensor, "m n2 n2"]:
@@ -165,12 +181,17 @@ def _reduced(real: DenseSystem, balancing: Balancing, member: int) -> DenseSyste
     return DenseSystem._unchecked(left.mT @ real.A @ right, left.mT @ real.B, real.C @ right)
 
 
-def _fit(balanced: DenseSystem, order: int, sigma: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
-    """The modes, padded with zeros to `order`, of the largest leading part with (pairs + real poles) ≤ order."""
+def _fit(balanced: DenseSystem, order: int, sigma: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], int, Tensor]:
+    """The modes, padded with zeros to `order`, of the largest leading part with (pairs + real poles) ≤ order.
+
+    Then follow the size of that part, and the condition number of its eigenvectors.
+    """
     size = max(1, min(balanced.order, int(numerical_rank(sigma))))
     while True:
         A, B, C = balanced.A[:size, :size], balanced.B[:size], balanced.C[:, :size]
-        modal = diagonalise(DenseSystem._unchecked(A, B, C))
+        part = DenseSystem._unchecked(A, B, C)
+        X, poles = eigenbasis(part)
+        modal = in_eigenbasis(part, X, poles)
         # LAPACK returns exact conjugate pairs and exactly real eigenvalues for a real matrix.
         upper, real = modal.poles.imag > 0, modal.poles.imag == 0
         if int(upper.sum() + real.sum()) <= order:
@@ -185,4 +206,4 @@ def _fit(balanced: DenseSystem, order: int, sigma: Tensor) -> tuple[tuple[Tensor
         pad(modal.B[kept], (0, 0, 0, missing)),
         pad(modal.C[:, kept] * weight, (0, missing)),
     )
-    return modes, size
+    return modes, size, condition_number(X)

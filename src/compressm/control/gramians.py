@@ -6,12 +6,15 @@ also be measured on data.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Bool, Float, Inexact
 from torch import Tensor
 
 from compressm.control import validation
 from compressm.control.factors import require_semidefinite
+from compressm.control.linear_algebra import COARSE_SCALES, coarse_scale, largest_part, power_of_two
 from compressm.control.poles import one_minus_products, reciprocal_products
 from compressm.control.system import DiagonalSystem, LinearSystem, require_system
 from compressm.control.validation import PrecisionError, ShapeError, UnstableSystemError
@@ -90,10 +93,13 @@ def lyapunov_by_doubling(
     A: Inexact[Tensor, "*bank n n"], M: Inexact[Tensor, "*bank n n"]
 ) -> Inexact[Tensor, "*bank n n"]:
     """X = Σₖ Aᵏ M (Aᴴ)ᵏ, summed by X ← X + Aᵢ X Aᵢᴴ, Aᵢ ← Aᵢ² (Smith 1968), then refined once with its residual."""
+    # The norms that stop the sum hold squares, which underflow for M below 1e-154.
+    scale = power_of_two(largest_part(M))[..., None, None]
+    M = M / scale
     X = _doubling(A, M)
     residual = M - (X - A @ X @ A.mH)
     X = X + _doubling(A, residual)
-    return (X + X.mH) / 2
+    return (X + X.mH) / 2 * scale
 
 
 def lyapunov_factor(A: Inexact[Tensor, "*bank n n"], B: Inexact[Tensor, "*bank n p"]) -> Inexact[Tensor, "*bank n n"]:
@@ -102,12 +108,13 @@ def lyapunov_factor(A: Inexact[Tensor, "*bank n n"], B: Inexact[Tensor, "*bank n
     Singular values of Loᴴ Lc then have a floor of 1e-16 σ₁; factors of the sums themselves stop at 1e-8 σ₁ if both are
     singular. ‖C L‖ keeps the digits that C X Cᴴ loses.
     """
-    factor = B
+    scale = power_of_two(largest_part(B))[..., None, None]
+    factor = B / scale
     for _ in range(_MOST_DOUBLINGS):
         added = A @ factor
         # Tested row by row: a small member of a bank, or a state of small scale, must not hide behind a larger one.
         if bool((torch.linalg.vector_norm(added, dim=-1) <= 1e-17 * torch.linalg.vector_norm(factor, dim=-1)).all()):
-            return _square(factor)
+            return _square(factor) * scale
         stacked = torch.cat([factor, added], dim=-1)
         factor = torch.linalg.qr(stacked.mH, mode="r").R.mH
         A = A @ A
@@ -148,16 +155,25 @@ def _not_converged(power: Tensor) -> str:
 def measured_gramian(
     states: Inexact[Tensor, "*bank samples n"], mask: Bool[Tensor, "*bank samples"] | None = None
 ) -> Inexact[Tensor, "*bank n n"]:
-    """E[h hᴴ] over `samples` (first flatten batch and time into that axis); `mask` is True for samples that count."""
+    """E[h hᴴ] over `samples` (first flatten batch and time into that axis); `mask` is True for samples that count.
+
+    It holds squares: states below 1e-154 or above 1e154 leave the range of float64. `StateCovariance.scaled_gramian`
+    keeps them.
+    """
     return StateCovariance().add(states, mask).gramian()
 
 
 class StateCovariance:
-    """A streaming sum of h hᴴ in float64; `merge` adds up the sums of several batches or processes."""
+    """A streaming sum of h hᴴ in float64; `merge` adds up the sums of several batches or processes.
+
+    The sum is that of h / `scale`, a power of two which is 1 for ordinary states: squares of states at 1e-170 would
+    underflow.
+    """
 
     def __init__(self) -> None:
         self.total: Inexact[Tensor, "*bank n n"] | None = None
         self.count: Float[Tensor, "*bank"] | None = None
+        self.scale: Float[Tensor, "*bank"] | None = None
 
     def add(
         self, states: Inexact[Tensor, "*bank samples n"], mask: Bool[Tensor, "*bank samples"] | None = None
@@ -174,27 +190,56 @@ class StateCovariance:
         validation.require_finite("states", states)
         states = validation.to_double(states.detach())
         kept = torch.ones(states.shape[:-1], device=states.device) if mask is None else mask
-        return self._accumulate(states.mT @ states.conj(), kept.sum(-1, dtype=torch.float64))
+        scale = coarse_scale(largest_part(states))
+        if bool((scale != 1).any()):
+            states = states / scale[..., None, None]
+        return self._accumulate(states.mT @ states.conj(), kept.sum(-1, dtype=torch.float64), scale)
 
     def merge(self, other: StateCovariance) -> StateCovariance:
         validation.require_kind("merge", other, StateCovariance)
-        if other.total is None or other.count is None:
+        if other.total is None or other.count is None or other.scale is None:
             return self
-        return self._accumulate(other.total, other.count)
+        return self._accumulate(other.total, other.count, other.scale)
+
+    def over(self, total: Callable[[Tensor], Tensor]) -> StateCovariance:
+        """The sum over all processes; `total` gives the sum of a tensor over them."""
+        summed = StateCovariance()
+        if self.total is None or self.count is None or self.scale is None:
+            raise ShapeError("no states were added: every process must add states")
+        # Sums show which scales there are; all processes take the largest.
+        scales = torch.tensor(COARSE_SCALES, dtype=torch.float64, device=self.scale.device)
+        present = total((self.scale[..., None] == scales).to(torch.float64)) > 0
+        summed.scale = torch.where(present, scales, 0).amax(-1)
+        summed.total, summed.count = total(_rescaled(self.total, self.scale, summed.scale)), total(self.count)
+        return summed
 
     def gramian(self) -> Inexact[Tensor, "*bank n n"]:
-        if self.total is None or self.count is None or bool((self.count == 0).any()):
+        """E[h hᴴ]."""
+        mean, scale = self.scaled_gramian()
+        return mean * scale[..., None, None] * scale[..., None, None]
+
+    def scaled_gramian(self) -> tuple[Inexact[Tensor, "*bank n n"], Float[Tensor, "*bank"]]:
+        """E[h hᴴ] / scale², and the scale, a power of two."""
+        if self.total is None or self.count is None or self.scale is None or bool((self.count == 0).any()):
             raise ShapeError("no states were added: add at least one sample for every member of the bank")
         mean = self.total / self.count[..., None, None]
-        return (mean + mean.mH) / 2
+        return (mean + mean.mH) / 2, self.scale
 
-    def _accumulate(self, total: Tensor, count: Tensor) -> StateCovariance:
-        if self.total is None or self.count is None:
-            self.total, self.count = total, count
+    def _accumulate(self, total: Tensor, count: Tensor, scale: Tensor) -> StateCovariance:
+        if self.total is None or self.count is None or self.scale is None:
+            self.total, self.count, self.scale = total, count, scale
             return self
         if total.shape != self.total.shape:
             raise ShapeError(
                 f"added states have (*bank, n) {tuple(total.shape[:-1])}, expected {tuple(self.total.shape[:-1])}"
             )
-        self.total, self.count = self.total + total, self.count + count
+        larger = torch.maximum(self.scale, scale)
+        self.total = _rescaled(self.total, self.scale, larger) + _rescaled(total, scale, larger)
+        self.count, self.scale = self.count + count, larger
         return self
+
+
+def _rescaled(total: Tensor, scale: Tensor, larger: Tensor) -> Tensor:
+    """A sum of squares at another scale."""
+    ratio = (scale / larger)[..., None, None]
+    return total * ratio * ratio

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,18 +52,21 @@ def dense_factors(system: DenseSystem) -> tuple[Inexact[Tensor, "*bank n n"], In
 def gramian_pair(system: LinearSystem, P: Inexact[Tensor, "*bank n n"] | None) -> GramianPair:
     """The sorted pair of P (the given one, checked, or the exact one) and the exact Q; bank axes become one axis."""
     n = system.order
-    source = system.flat() if isinstance(system, DiagonalSystem) else None
-    if P is None and source is not None:
-        return GramianPair.of_system(source)
+    if P is None and isinstance(system, DiagonalSystem):
+        return GramianPair.of_system(system.flat())
     if P is None:
         P = controllability_gramian(system)
     else:
         P = validation.require_gramian("P", P, system.bank, n, system.device)
         if P.is_complex() and not system.is_complex:
             raise PrecisionError(f"P has dtype {P.dtype}, expected float64: the system is real")
+    output_scale = system.scales(step=2)[1]
+    system = system.divided(torch.ones_like(output_scale), output_scale)
     Q = observability_gramian(system)
     dtype = torch.promote_types(P.dtype, Q.dtype)
-    return GramianPair.of(P.to(dtype).reshape(-1, n, n), Q.to(dtype).reshape(-1, n, n), source)
+    source = system.flat() if isinstance(system, DiagonalSystem) else None
+    pair = GramianPair.of(P.to(dtype).reshape(-1, n, n), Q.to(dtype).reshape(-1, n, n), source)
+    return replace(pair, output_scale=pair.output_scale * output_scale.reshape(-1))
 
 
 class HankelValues(torch.autograd.Function):

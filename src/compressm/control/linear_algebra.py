@@ -32,6 +32,28 @@ def largest_part(z: Inexact[Tensor, "*bank i j"]) -> Float[Tensor, "*bank"]:
     return torch.maximum(z.real.abs().amax((-2, -1)), z.imag.abs().amax((-2, -1)))
 
 
+def power_of_two(sizes: Float[Tensor, "*shape"], step: int = 1) -> Float[Tensor, "*shape"]:
+    """The next power of two above each size whose exponent is a multiple of `step`, 1, 2 or 4; 1 for zeros.
+
+    Division by it is exact, and afterwards squares stay in the range of float64.
+    """
+    exponent = torch.frexp(sizes.detach()).exponent
+    # 2^1024 is infinite, and so is 1 / 2^-1024, which a complex division may compute.
+    exponent = (-step * torch.div(-exponent, step, rounding_mode="floor")).clamp(-1020, 1020)
+    return torch.where(sizes > 0, torch.ldexp(torch.ones_like(sizes), exponent), 1)
+
+
+# Scales 2^(256 k), k = −3 … 3: sizes divided by theirs lie between 2^-307 and 2^257, and their squares in float64.
+COARSE_SCALES = tuple(2.0 ** (256 * k) for k in range(-3, 4))
+
+
+def coarse_scale(sizes: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """The nearest of `COARSE_SCALES`: 1 for ordinary sizes, 2^-128 to 2^128, and the least one for zeros."""
+    k = torch.round(torch.frexp(sizes.detach()).exponent.to(torch.float64) / 256).clamp(-3, 3)
+    scale = torch.ldexp(torch.ones_like(sizes), (256 * k).to(torch.int32))
+    return torch.where(sizes > 0, scale, COARSE_SCALES[0])
+
+
 def exponential(z: Inexact[Tensor, "*shape"]) -> Inexact[Tensor, "*shape"]:
     """exp z; 0 where Re z is −∞."""
     if not z.is_complex():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compressm.control.factors import cauchy_factor
 from compressm.control.gramians import lyapunov_factor
-from compressm.control.system import DenseSystem, DiagonalSystem, LinearSystem, require_system
+from compressm.control.system import DiagonalSystem, LinearSystem, require_system
 from compressm.control.truncation import diagonalise
 from compressm.control.validation import DefectiveSystemError, DeviceError, ShapeError
 
@@ -70,14 +70,7 @@ def _normalised(*systems: LinearSystem) -> tuple[tuple[LinearSystem, ...], Float
         torch.stack([getattr(system, name).abs().amax((-2, -1)) for system in systems]).amax(0) for name in ("B", "C")
     ]
     b, c = (torch.where(size > 0, size, 1) for size in largest)
-    scaled: list[LinearSystem] = []
-    for system in systems:
-        B, C = system.B / b[..., None, None], system.C / c[..., None, None]
-        if isinstance(system, DiagonalSystem):
-            scaled.append(DiagonalSystem._unchecked(system.poles, system.log_poles, B, C))
-        else:
-            scaled.append(DenseSystem._unchecked(system.A, B, C))
-    return tuple(scaled), b * c
+    return tuple(system.divided(b, c) for system in systems), b * c
 
 
 def _h2_norm_of(system: DiagonalSystem) -> Tensor:

@@ -14,6 +14,7 @@ from torch.nn.functional import softplus
 
 from compressm.control import validation
 from compressm.control.factors import psd_factor, require_semidefinite
+from compressm.control.linear_algebra import coarse_scale
 from compressm.control.system import DenseSystem, DiagonalSystem, LinearSystem
 from compressm.control.validation import ShapeError, UnstableSystemError
 
@@ -65,6 +66,15 @@ class SelectiveSystem:
         """Δ, B and C that these inputs select."""
         delta = softplus(u @ self.step_in.mT @ self.step_out.mT + self.step_bias)
         return delta, u @ self.W_B.mT, u @ self.W_C.mT
+
+    @property
+    def scales(self) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+        """Powers of two at the sizes of W_B and W_C, 1 for ordinary weights."""
+        return coarse_scale(self.W_B.detach().abs().max()), coarse_scale(self.W_C.detach().abs().max())
+
+    def divided(self, input_scale: Float[Tensor, ""], output_scale: Float[Tensor, ""]) -> SelectiveSystem:
+        """The system with B and C divided by these numbers: averages of B Bᵀ and C Cᵀ hold squares."""
+        return replace(self, W_B=self.W_B / input_scale, W_C=self.W_C / output_scale)
 
     def projected(
         self, E_B: Float[Tensor, "r n"], E_C: Float[Tensor, "n r"], rates: Float[Tensor, "channels r"]

@@ -15,7 +15,7 @@ from jaxtyping import Complex, Float, Inexact, Int
 from torch import Tensor
 
 from compressm.control import validation
-from compressm.control.linear_algebra import exponential, modulus
+from compressm.control.linear_algebra import exponential, largest_part, modulus, power_of_two
 from compressm.control.poles import decay
 from compressm.control.validation import PrecisionError, ShapeError, UnstableSystemError
 
@@ -65,6 +65,11 @@ class LinearSystem(ABC):
     @abstractmethod
     def A(self) -> Inexact[Tensor, "*bank n n"]:
         """The state matrix as a full n × n matrix."""
+
+    @property
+    @abstractmethod
+    def stability_margin(self) -> Float[Tensor, "*bank"]:
+        """1 − ρ, the distance of the slowest pole from the unit circle."""
 
     @abstractmethod
     def adjoint(self) -> LinearSystem:
@@ -126,6 +131,17 @@ class LinearSystem(ABC):
 
     def detach(self: System) -> System:
         return self._map(torch.Tensor.detach)
+
+    def scales(self, step: int = 1) -> tuple[Float[Tensor, "*bank"], Float[Tensor, "*bank"]]:
+        """Powers of two just above the sizes of B and of C; divided by them, both have squares in float64's range."""
+        input_scale, output_scale = (power_of_two(largest_part(part.detach()), step) for part in (self.B, self.C))
+        return input_scale, output_scale
+
+    def divided(self: System, B: Float[Tensor, "*bank"], C: Float[Tensor, "*bank"]) -> System:
+        """The system with B and C divided by these numbers, unchecked."""
+        image = self._map(lambda tensor: tensor)
+        image._assign(B=self.B / B[..., None, None], C=self.C / C[..., None, None])
+        return image
 
     def states(
         self, inputs: Inexact[Tensor, "... length p"], initial_state: Inexact[Tensor, "... n"] | None = None
@@ -261,6 +277,10 @@ class DiagonalSystem(LinearSystem):
         known: Tensor | None = vars(self).get("_decay")
         return decay(self.poles, self.log_poles) if known is None else known
 
+    @property
+    def stability_margin(self) -> Float[Tensor, "*bank"]:
+        return (self.decay / (1 + modulus(self.poles))).amin(-1)
+
     def adjoint(self) -> DiagonalSystem:
         return self._unchecked(
             self.poles.conj(), None if self.log_poles is None else self.log_poles.conj(), self.C.mH, self.B.mH
@@ -324,6 +344,11 @@ class DenseSystem(LinearSystem):
     @property
     def A(self) -> Inexact[Tensor, "*bank n n"]:
         return self._A
+
+    @property
+    def stability_margin(self) -> Float[Tensor, "*bank"]:
+        # Eigenvalues are exact to ε at best.
+        return (1 - modulus(torch.linalg.eigvals(self._A)).amax(-1)).clamp_min(torch.finfo(torch.float64).eps)
 
     def adjoint(self) -> DenseSystem:
         return self._unchecked(self._A.mH, self.C.mH, self.B.mH)

@@ -11,9 +11,9 @@ from jaxtyping import Complex, Float, Inexact, Int
 from torch import Tensor
 
 from compressm.control import validation
-from compressm.control.balancing import Balancing, balance, balance_factors, numerical_rank
+from compressm.control.balancing import Balancing, balance, balance_factors, numerical_rank, rounding_floor
 from compressm.control.hankel import dense_factors, gramian_pair
-from compressm.control.linear_algebra import column_norms, eig, row_norms
+from compressm.control.linear_algebra import column_norms, eig, power_of_two, row_norms
 from compressm.control.system import DenseSystem, DiagonalSystem, LinearSystem, require_system
 from compressm.control.validation import DefectiveSystemError, OrderError, ShapeError
 
@@ -35,11 +35,19 @@ class Truncation:
         return self.system.order
 
     def diagonalise(self) -> Truncation:
-        """The same reduction with a diagonal A: `right` becomes Φ = T X, `left` Ψ = W X⁻ᴴ, still Ψᴴ Φ = I."""
+        """The same reduction with a diagonal A: `right` becomes Φ = T X, `left` Ψ = W X⁻ᴴ, still Ψᴴ Φ = I.
+
+        The bound grows if the eigenvectors X are ill-conditioned, because they amplify rounding.
+        """
         like = self.original if isinstance(self.original, DiagonalSystem) else None
         X, poles = eigenbasis(self.system, like)
         left = torch.linalg.solve(X, self.left.mH.to(X.dtype)).mH
-        return replace(self, system=in_eigenbasis(self.system, X, poles), left=left, right=self.right.to(X.dtype) @ X)
+        bound = self.error_bound
+        if bound is not None:
+            margin = self.original.stability_margin
+            bound = _dropped(self.sigma, self.states) + rounding_floor(self.sigma, margin, condition_number(X))
+        system = in_eigenbasis(self.system, X, poles)
+        return replace(self, system=system, left=left, right=self.right.to(X.dtype) @ X, error_bound=bound)
 
 
 def balanced_truncation(
@@ -51,10 +59,10 @@ def balanced_truncation(
 ) -> Truncation:
     """Keep the `order` balanced states with the largest σ, or the states named in `states`.
 
-    The H∞ error is at most `error_bound` = 2 Σ of the dropped σ, whichever states are dropped, and the result is
-    stable. With a measured `P` and the exact Q it is stable too, because W = Q T S⁻¹ makes A_r the Q-orthogonal
-    projection of A, a contraction; but there is no bound, and `error_bound` is None. An order above the numerical
-    rank #{σ > n ε σ₁} keeps only that many states (at least one): the others are rounding noise.
+    The H∞ error is at most `error_bound`, 2 Σ of the dropped σ plus `rounding_floor`, whichever states are dropped, and
+    the result is stable. With a measured `P` and the exact Q it is stable too, because W = Q T S⁻¹ makes A_r the
+    Q-orthogonal projection of A, a contraction; but there is no bound, and `error_bound` is None. An order above the
+    numerical rank #{σ > n ε σ₁} keeps only that many states (at least one): the others are rounding noise.
     """
     require_system("balanced_truncation", system)
     n, bank = system.order, system.bank
@@ -65,7 +73,7 @@ def balanced_truncation(
         if states is None:
             flat, indices = _within_rank(flat, indices)
         sigma, left, right = (part.reshape(*bank, n, *part.shape[2:]) for part in (flat.sigma, flat.left, flat.right))
-        bound = None if P is not None else _dropped(sigma, indices)
+        bound = None if P is not None else _dropped(sigma, indices) + rounding_floor(sigma, system.stability_margin)
         return Truncation(_project(system, left, right), sigma, left, right, bound, indices, system)
 
 
@@ -167,7 +175,9 @@ def eigenbasis(
     ratio = 1.0 if like is None else input_output_ratio(like)[..., None]
     b, c = _mode_sizes(plain)
     usable = (b > 0) & (c > 0)
-    length = torch.where(usable, torch.sqrt(b / (ratio * torch.where(usable, c, 1))), 1)
+    # Scaled together, because ratio · c underflows if B is far smaller than C.
+    scale = power_of_two(torch.maximum(b, c))
+    length = torch.where(usable, torch.sqrt(b / scale / (ratio * torch.where(usable, c / scale, 1))), 1)
     return X * length[..., None, :], poles
 
 
@@ -181,6 +191,11 @@ def require_eigenvectors(X: Complex[Tensor, "*bank n n"]) -> None:
         )
 
 
+def condition_number(X: Complex[Tensor, "*bank n n"]) -> Float[Tensor, "*bank"]:
+    """‖X‖_F ‖X⁻¹‖_F of X with columns of length 1."""
+    return _condition(X / column_norms(X)[..., None, :])
+
+
 def _condition(X: Tensor) -> Float[Tensor, "*bank"]:
     """‖X‖_F ‖X⁻¹‖_F, an upper bound of the condition number that needs no SVD; infinite where X is singular."""
     inverse, info = torch.linalg.inv_ex(X)
@@ -191,10 +206,20 @@ def _condition(X: Tensor) -> Float[Tensor, "*bank"]:
 def input_output_ratio(system: DiagonalSystem) -> Float[Tensor, "*bank"]:
     """ρ = rms ‖bᵢ/γᵢ‖ / rms ‖cᵢ‖ over the modes; 1 where either side is zero."""
     validation.require_kind("input_output_ratio", system, DiagonalSystem, hint="call diagonalise first")
-    b, c = (torch.linalg.vector_norm(sizes, dim=-1) for sizes in _mode_sizes(system))
+    input_scale, output_scale = system.scales()
+    b, c = (torch.linalg.vector_norm(sizes, dim=-1) for sizes in _mode_sizes(system.divided(input_scale, output_scale)))
     usable = (b > 0) & (c > 0)
-    return torch.where(usable, b / torch.where(usable, c, 1), 1)
+    ratio = b / torch.where(usable, c, 1) * (input_scale / output_scale)
+    return torch.where(usable, ratio.clamp(2.0**-1020, 2.0**1020), 1)
+
+
+def mode_norms(system: DiagonalSystem) -> tuple[Float[Tensor, "*bank n"], Float[Tensor, "*bank n"]]:
+    """‖bᵢ‖ and ‖cᵢ‖ of every mode."""
+    input_scale, output_scale = system.scales()
+    scaled = system.divided(input_scale, output_scale)
+    return row_norms(scaled.B) * input_scale[..., None], column_norms(scaled.C) * output_scale[..., None]
 
 
 def _mode_sizes(system: DiagonalSystem) -> tuple[Tensor, Tensor]:
-    return row_norms(system.B) / torch.sqrt(system.decay), column_norms(system.C)
+    b, c = mode_norms(system)
+    return b / torch.sqrt(system.decay), c

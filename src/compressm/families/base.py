@@ -83,6 +83,11 @@ class Layer(ABC):
         return self.name or "the model"
 
     @property
+    def why_zero(self) -> str:
+        """The reason why all values of its states are zero, if they are."""
+        return "no state connects an input with an output"
+
+    @property
     def linear_system(self) -> DiagonalSystem | None:
         """The system whose Hankel singular values are the spectrum; None if the recurrence is not a fixed system."""
         return None

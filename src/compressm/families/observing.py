@@ -80,6 +80,9 @@ def _without_padding(x: Tensor, counts: Tensor | None, row: int) -> Float[Tensor
     return x[row].clone() if counts is None else x[row][counts[row]]
 
 
+ZERO_INPUTS = "calibrate gave it inputs that are all zeros: run the model on real data"
+
+
 @dataclass
 class Observations:
     """The covariance of one layer's states, unless a method does not need it, and a sample of its inputs."""
@@ -98,11 +101,12 @@ class Observations:
         """The observations of all processes together; the sample stays that of this process."""
         if self.covariance is None:
             return self
-        assert self.covariance.total is not None
-        assert self.covariance.count is not None
-        shared = StateCovariance()
-        shared.total, shared.count = total(self.covariance.total), total(self.covariance.count)
-        return replace(self, covariance=shared)
+        return replace(self, covariance=self.covariance.over(total))
+
+    @property
+    def are_zeros(self) -> bool:
+        """True if all observed states are zero."""
+        return self.covariance is not None and self.covariance.total is not None and not self.covariance.total.any()
 
     def require_enough(self, steps: int, order: int) -> None:
         """Refuse fewer steps than states: some states would look dead."""
@@ -179,12 +183,15 @@ def ratio_of(squares: Float[Tensor, "2"]) -> float:
 
 
 def squared_change(
-    outputs: Callable[[Any, Tensor], Tensor], old: Any, new: Any, sample: Sample, share: int
+    outputs: Callable[[Any, Tensor], Tensor], old: Any, new: Any, sample: Sample, share: int, unit: float = 1.0
 ) -> Float[Tensor, "2"]:
-    """‖y_new − y_old‖² and ‖y_old‖², scaled up to all observed steps, so that they can be summed over processes."""
+    """‖y_new − y_old‖² and ‖y_old‖², scaled up to all observed steps, so that they can be summed over processes.
+
+    Outputs are divided by `unit`: squares of outputs at 1e-170 would underflow.
+    """
     squares = torch.zeros(2, dtype=torch.float64, device=old.device)
     for u, counts in sample.parts(share):
-        before, after = (outputs(system, u) * counts[..., None] for system in (old, new))
+        before, after = (outputs(system, u) / unit * counts[..., None] for system in (old, new))
         squares += torch.stack([(after - before).square().sum(), before.square().sum()])
     return squares * sample.weight
 

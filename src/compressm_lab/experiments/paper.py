@@ -224,7 +224,7 @@ moments = _four_cuts(
 
 
 def numbers(setting: Setting) -> tuple[Arm, ...]:
-    """Arms with R cuts in the first tenth of training, each to the same share: n ρ^R = n/8."""
+    """Arms with R cuts in the first tenth of training, each to the same share, n ρ^R = n/8, down to n/8."""
     steps = {count: [setting.scaled(WINDOW * k / count) for k in range(1, count + 1)] for count in CUTS}
     # Four cuts are trained by other ablations too.
     names = {count: "four-folded" if count == 4 else f"cuts-{count}" for count in CUTS}
@@ -252,6 +252,7 @@ def policies(setting: Setting) -> tuple[Arm, ...]:
 
 def _arm(setting: Setting, column: str, name: str, steps: list[int], options: str = "") -> Arm:
     """Make an arm whose cuts all keep the same share; arms that share their runs share their label too."""
-    rule = f"rho: {SHRINK ** (-1 / len(steps)):.6f}, gate: 1.0, when: {{steps: {steps}}}"
+    share, least = SHRINK ** (-1 / len(steps)), setting.order // SHRINK
+    rule = f"rho: {share:.6f}, at_least: {least}, gate: 1.0, when: {{steps: {steps}}}"
     cuts = f"compression={{{', '.join(filter(None, (rule, options)))}}}"
     return setting.arm(COMPRESSED, column, name, f"model.order={setting.order}", cuts, label=name.replace("-", " "))

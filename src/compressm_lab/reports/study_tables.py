@@ -79,6 +79,22 @@ def hidden_system_grids(measurement: Measurement) -> list[Grid]:
     return [Grid.of("The order of a hidden system", measurement.rows, columns, caption)]
 
 
+def error_bound_floor_grids(measurement: Measurement) -> list[Grid]:
+    """Violations of error bounds, by the distance of the slowest pole from the unit circle."""
+    needed = ("cuts", "violations_of_the_tail", "violations", "largest_share", "largest_floors")
+    _require(measurement, "error_bound_floor", needed, "systems", "form", "device")
+    columns = [
+        column("systems"),
+        column("cuts"),
+        column("error above 2 Σσ", "violations_of_the_tail"),
+        column("error above the bound", "violations"),
+        column("largest error / bound", "largest_share", "{:.4f}".format),
+        column("largest excess / (max(n, κ) ε σ₁ / (1 − ρ))", "largest_floors", "{:.2f}".format),
+    ]
+    rows = [row for row in measurement.rows if row["form"] == "all"]
+    return [Grid.of("The error bound and its rounding", rows, columns, f"{measurement.repeats} random systems")]
+
+
 @dataclass(frozen=True)
 class Continuity:
     """The loss of each seed over the first steps after one way to cut, and how it compares with no cut.
@@ -430,6 +446,7 @@ def kills_grids(measurement: Measurement) -> list[Grid]:
 GRIDS: dict[str, Callable[[Measurement], list[Grid]]] = {
     "one_shot": one_shot_grids,
     "hidden_system": hidden_system_grids,
+    "error_bound_floor": error_bound_floor_grids,
     "loss_continuity": loss_continuity_grids,
     "demo": demo_grids,
     "kills": kills_grids,

@@ -8,10 +8,17 @@ from compressm.compression import TargetOrder, compress_
 from compressm.control import NonFiniteError, balanced_truncation, controllability_gramian, fold
 from compressm.errors import CompressionError
 from compressm.families.choices import Measured
-from compressm.families.linear.observer import LinearObserver, gramian, outputs, squared_change, states
+from compressm.families.linear.observer import LinearObserver, outputs, scaled_gramian, squared_change, states
 from compressm.families.observing import Observations, observe, ratio_of, sampled_steps
 from compressm.layers import LRU, S4D, S5
 from compressm.models import OneMask, SequenceClassifier
+
+
+def gramian(observations):
+    """E[h hᴴ] of ordinary states, whose scale is 1."""
+    P, scale = scaled_gramian(observations)
+    assert bool((scale == 1).all())
+    return P
 
 
 def system_of(layer):

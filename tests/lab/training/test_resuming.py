@@ -194,7 +194,7 @@ def test_signals_are_as_before_after_a_run(tmp_path):
     ("setting", "said"),
     [
         ("training.steps=20", "training.steps was 16 and is 20"),
-        ("compression.rho=0.5", "compression.rho was 0.7 and is 0.5"),
+        ("compression.rho=0.5", "compression.rho was 0.75 and is 0.5"),
         ("compression.when.steps=[5, 12]", r"compression.when.steps was \[5, 11\] and is \[5, 12\]"),
         ("spectra=null", "spectra was {'every': 3, 'changes': True} and is None"),
         ("seed=1", "seed was 0 and is 1"),

@@ -25,7 +25,7 @@ RECIPE = {
         "checkpoint_every": 6,
     },
 }
-CUTS = "compression={rho: 0.7, gate: 1.0, when: {steps: [5, 11]}}"
+CUTS = "compression={rho: 0.75, gate: 1.0, when: {steps: [5, 11]}}"
 SPECTRA = "spectra={every: 3, changes: true}"
 
 

@@ -16,10 +16,10 @@ from compressm.control.linear_algebra import each
 from compressm.errors import CompressionError
 from compressm.families.base import Family, Layer, PlannedCut, Total, Writing, energy_lost, reads
 from compressm.families.choices import Choices, Largest
-from compressm.families.linear.observer import LinearObserver, gramian, squared_change
+from compressm.families.linear.observer import LinearObserver, scaled_gramian, squared_change
 from compressm.families.linear.reduction import BasisChange, Triple, drop_modes, reduce_system, sorted_sizes
 from compressm.families.linear.transport import ModuleChange
-from compressm.families.observing import Observations, ratio_of
+from compressm.families.observing import ZERO_INPUTS, Observations, ratio_of
 
 Result = TypeVar("Result")
 
@@ -46,6 +46,13 @@ class LinearLayer(Layer):
     @property
     def shape(self) -> tuple[object, ...]:
         return (*self.system.B.shape, self.system.outputs, self.system.device)
+
+    @property
+    def why_zero(self) -> str:
+        for name, part in (("B", self.system.B), ("C", self.system.C)):
+            if not bool(part.any()):
+                return f"{name} is zero"
+        return ZERO_INPUTS if self.observations is not None and self.observations.are_zeros else super().why_zero
 
     @property
     def linear_system(self) -> DiagonalSystem:
@@ -150,7 +157,9 @@ class LinearFamily(Family):
 def _values(group: list[LinearLayer], choices: Choices) -> Tensor:
     if choices.is_modal:
         return sorted_sizes(_stacked([layer.system for layer in group]))
-    return hankel_singular_values(_stacked([layer.balanced for layer in group]), P=_gramians(group, choices))
+    P, scale = _gramians(group, choices)
+    sigma = hankel_singular_values(_stacked([layer.balanced for layer in group]), P=P)
+    return sigma if scale is None else sigma * scale[..., None]
 
 
 def _by_name(group: list[LinearLayer], work: Callable[[list[LinearLayer]], Result]) -> Result:
@@ -175,7 +184,7 @@ def _plan_group(
     if choices.is_modal:
         reduction = drop_modes(systems, rank, states)
     else:
-        reduction = reduce_system(systems, rank, states=states, fold=choices.fold, P=_gramians(group, choices))
+        reduction = reduce_system(systems, rank, states=states, fold=choices.fold, P=_gramians(group, choices)[0])
     cuts = {}
     for k, layer in enumerate(group):
         bound = None if reduction.error_bound is None else float(reduction.error_bound[k].max())
@@ -186,10 +195,13 @@ def _plan_group(
     return cuts
 
 
-def _gramians(group: list[LinearLayer], choices: Choices) -> Tensor | None:
+def _gramians(group: list[LinearLayer], choices: Choices) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Measured Gramians over scale², and the scales, powers of two; None for exact Gramians."""
     if not choices.is_measured:
-        return None
-    return torch.stack([gramian(layer.observations) for layer in group if layer.observations is not None])
+        return None, None
+    found = [scaled_gramian(layer.observations) for layer in group if layer.observations is not None]
+    P, scales = zip(*found, strict=True)
+    return torch.stack(P), torch.stack(scales)
 
 
 def _stacked(systems: list[DiagonalSystem]) -> DiagonalSystem:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from compressm.control import DiagonalSystem
+from compressm.control.linear_algebra import coarse_scale, largest_part
 from compressm.errors import CompressionError
 from compressm.families import observing
 from compressm.families.observing import InputObserver, Observations, sequences_at_once
@@ -59,13 +60,13 @@ class LinearObserver(InputObserver):
             covariance.add(samples, None if mask is None else mask.flatten().expand(samples.shape[:-1]))
 
 
-def gramian(observations: Observations) -> Tensor:
-    """E[h hᴴ] over the observed steps, which must be at least as many as the states."""
+def scaled_gramian(observations: Observations) -> tuple[Tensor, Tensor]:
+    """E[h hᴴ] / scale² over the observed steps, which must be at least as many as the states, and the scale."""
     covariance = observations.covariance
     assert covariance is not None
     if covariance.total is not None and covariance.count is not None:
         observations.require_enough(int(covariance.count.min()), covariance.total.shape[-1])
-    return covariance.gramian()
+    return covariance.scaled_gramian()
 
 
 def states(system: DiagonalSystem, u: Float[Tensor, "batch length channels"]) -> Tensor:
@@ -92,4 +93,8 @@ def outputs(system: DiagonalSystem, u: Float[Tensor, "batch length channels"]) -
 def squared_change(old: DiagonalSystem, new: DiagonalSystem, observations: Observations) -> Float[Tensor, "2"]:
     """‖y_new − y_old‖² and ‖y_old‖² of the layer's output without its skip D·u, scaled up to all observed steps."""
     share = sequences_at_once(observations.sample.longest, old.poles.numel())
-    return observing.squared_change(outputs, old, new, observations.sample, share)
+    unit = 1.0
+    if observations.covariance is not None and observations.covariance.scale is not None:
+        # All processes know these sizes, so their sums have the same unit.
+        unit = float(coarse_scale(largest_part(old.C).max() * observations.covariance.scale.max()))
+    return observing.squared_change(outputs, old, new, observations.sample, share, unit)

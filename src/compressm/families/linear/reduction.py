@@ -16,8 +16,10 @@ from torch import Tensor
 
 from compressm.control import DiagonalSystem, balanced_truncation
 from compressm.control import fold as fold_modes
+from compressm.control.balancing import rounding_floor
 from compressm.control.folding import lower_half
-from compressm.control.linear_algebra import column_norms, modulus, row_norms, square_modulus
+from compressm.control.linear_algebra import largest_part, modulus, power_of_two, square_modulus
+from compressm.control.truncation import mode_norms
 
 
 @final
@@ -93,9 +95,10 @@ class BasisChange:
         mirrored = square_modulus(there.poles - here.poles.conj()) < square_modulus(there.poles - here.poles)
         here = here.conjugated(mirrored)
         conjugated = self.new_conjugated ^ mirrored
-        # B'' = f B' and C'' = C'/f; f comes from B unless that is zero, else from C.
-        by_input, size_in = (here.B.conj() * there.B).sum(-1), square_modulus(here.B).sum(-1)
-        by_output, size_out = (there.C.conj() * here.C).sum(-2), square_modulus(there.C).sum(-2)
+        # B'' = f B' and C'' = C'/f; f comes from B unless that is zero, else from C. Squares are of scaled numbers.
+        b, c = (power_of_two(largest_part(part))[..., None, None] for part in (here.B, there.C))
+        by_input, size_in = (here.B.conj() / b * (there.B / b)).sum(-1), square_modulus(here.B / b).sum(-1)
+        by_output, size_out = (there.C.conj() / c * (here.C / c)).sum(-2), square_modulus(there.C / c).sum(-2)
         factor = torch.where(size_in > 0, _ratio(by_input, size_in), _ratio(by_output, size_out))
         # The factor belongs to the projection, before the last conjugation.
         factor = torch.where(conjugated, factor.conj(), factor)[..., None, :]
@@ -105,9 +108,10 @@ class BasisChange:
 @final
 @dataclass(frozen=True)
 class LinearReduction:
-    """A smaller system, its change of basis, all σ, and the error bound 2 Σ of the dropped σ (None for a given P).
+    """A smaller system, its change of basis, all σ, and the error bound: 2 Σ of the dropped σ plus `rounding_floor`.
 
-    Leading axes are those of the given system; `error_bound` has one value for each of its members.
+    There is none for a given P. Leading axes are those of the given system; `error_bound` has one value for each of its
+    members.
     """
 
     system: DiagonalSystem
@@ -164,7 +168,8 @@ def mode_sizes(system: DiagonalSystem) -> Float[Tensor, "*bank n"]:
     With the factor ½, 2 Σ over the dropped modes bounds the error by the triangle inequality, as with σ.
     """
     # 1 − |λ| = (1 − |λ|²) / (1 + |λ|) keeps all digits.
-    return row_norms(system.B) * column_norms(system.C) * (1 + modulus(system.poles)) / system.decay / 2
+    b, c = mode_norms(system)
+    return b * c * (1 + modulus(system.poles)) / system.decay / 2
 
 
 def sorted_sizes(system: DiagonalSystem) -> Float[Tensor, "*bank n"]:
@@ -188,5 +193,5 @@ def drop_modes(system: DiagonalSystem, order: int, states: Int[Tensor, "*bank r"
     columns = torch.nn.functional.one_hot(kept, system.order).mT.to(poles.dtype)
     nothing = torch.zeros_like(poles.real, dtype=torch.bool)
     change = BasisChange(columns, columns, nothing, nothing[..., : kept.shape[-1]])
-    bound = 2 * sizes.scatter(-1, kept, 0).sum(-1)
+    bound = 2 * sizes.scatter(-1, kept, 0).sum(-1) + rounding_floor(sizes, system.stability_margin)
     return LinearReduction(smaller, change, sizes.gather(-1, places), bound)

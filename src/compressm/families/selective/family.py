@@ -17,7 +17,7 @@ from compressm.control.selective import SelectiveSystem
 from compressm.errors import CompressionError
 from compressm.families.base import Change, Family, Layer, PlannedCut, Total, Writing, energy_lost, reads
 from compressm.families.choices import Choices
-from compressm.families.observing import ratio_of
+from compressm.families.observing import ZERO_INPUTS, ratio_of
 from compressm.families.selective.methods import Calibrated, SelectiveMethod
 from compressm.families.selective.observer import Averages, SelectiveObservations, SelectiveObserver
 from compressm.families.selective.reduction import SelectiveReduction
@@ -39,6 +39,14 @@ class SelectiveLayer(Layer):
     @property
     def order(self) -> int:
         return self.system.order
+
+    @property
+    def why_zero(self) -> str:
+        for name, rows in (("B", self.system.W_B), ("C", self.system.W_C)):
+            if not bool(rows.any()):
+                return f"{name} is zero"
+        averages = self.data.observations.averages
+        return super().why_zero if bool(averages.BB.any() and averages.CC.any()) else ZERO_INPUTS
 
     @property
     def data(self) -> Calibrated:

@@ -41,14 +41,27 @@ class Calibrated:
 
     @property
     def gramians(self) -> tuple[Inexact[Tensor, "channels n n"], Inexact[Tensor, "channels n n"]]:
-        """P and Q of every channel, in continuous time.
+        """P and Q of every channel, in continuous time, of B and C divided by the system's `scales`.
 
         Q = E[C Cᵀ] / −(aᵢ + aⱼ). P is E[h hᵀ] if states were measured, else E[B Bᵀ] / −(aᵢ + aⱼ), as for inputs
         that are white in time. Both keep the variation of B and C, which their means would lose.
         """
         self.observations.require_data(len(self.system.W_B))
         P, Q = self.gramians_of(self.observations.averages.mean("BB"), self.observations.averages.mean("CC"))
-        return (P if self.observations.covariance is None else self.observations.covariance.gramian()), Q
+        return (P if self.observations.covariance is None else self.observations.covariance.scaled_gramian()[0]), Q
+
+    @property
+    def state_scale(self) -> Float[Tensor, " channels"]:
+        """The power of two by which the states of P were divided in every channel."""
+        covariance = self.observations.covariance
+        one = torch.ones(self.system.channels, dtype=torch.float64, device=self.system.device)
+        measured = one if covariance is None else covariance.scaled_gramian()[1]
+        return measured * self.system.scales[0]
+
+    @property
+    def sigma_scale(self) -> Float[Tensor, " channels"]:
+        """The factor that turns values of `gramians` into values of the system."""
+        return self.state_scale * self.system.scales[1]
 
     def gramians_of(
         self, moment_B: Inexact[Tensor, "m m"], moment_C: Inexact[Tensor, "m m"]
@@ -126,7 +139,8 @@ class Baked(SelectiveMethod):
 
     def spectrum(self, layer: Calibrated) -> Float[Tensor, " n"]:
         P, Q = shared_gramians(layer.system.rates, *layer.gramians)
-        return hankel_values(GramianPair.of(P[None], Q[None]))[0]
+        pair = GramianPair.of(P[None], Q[None])
+        return (hankel_values(pair) * pair.sigma_scale)[0]
 
     def reduce(self, layer: Calibrated, kept: Sequence[Int[Tensor, " _"]]) -> SharedReduction:
         (states,) = kept
@@ -172,7 +186,8 @@ class SharedIndex(SelectiveMethod):
         reduction = SharedReduction(slices, slices.mT, slices)
         if not self.refit:
             return reduction
-        P = layer.gramians[0].sum(0)
+        scale = layer.state_scale / layer.state_scale.max()
+        P = (layer.gramians[0] * (scale * scale)[:, None, None]).sum(0)
         # P_kk is singular if states are linearly dependent.
         inverse = torch.linalg.pinv(P[states][:, states], hermitian=True, rtol=1e-10)
         return replace(reduction, E_C=P[:, states] @ inverse)
@@ -181,7 +196,7 @@ class SharedIndex(SelectiveMethod):
 def _scores(layer: Calibrated) -> Float[Tensor, " n"]:
     P, Q = layer.gramians
     squares = P.diagonal(dim1=-2, dim2=-1) * Q.diagonal(dim1=-2, dim2=-1)
-    return torch.sqrt(squares.clamp_min(0)).sum(0)
+    return (torch.sqrt(squares.clamp_min(0)) * layer.sigma_scale[:, None]).sum(0)
 
 
 def require_truth(method: object, **given: object) -> None:
@@ -233,7 +248,8 @@ class PerChannel(SelectiveMethod):
     def spectrum(self, layer: Calibrated) -> Float[Tensor, "channels n"]:
         if self.surrogate == "mean":
             return hankel_singular_values(_mean_system(layer))
-        return hankel_values(GramianPair.of(*layer.gramians))
+        pair = GramianPair.of(*layer.gramians)
+        return hankel_values(pair) * pair.sigma_scale * layer.sigma_scale[:, None]
 
     def reduce(self, layer: Calibrated, kept: Sequence[Int[Tensor, " _"]]) -> ChannelReduction:
         orders, gramians = [len(states) for states in kept], self._gramians(layer)
@@ -271,6 +287,8 @@ def _mean_system(layer: Calibrated) -> DiagonalSystem:
     layer.observations.require_data(len(layer.system.W_B))
     system, averages = layer.system, layer.observations.averages
     step, B, C = (averages.mean(of) for of in ("step", "B", "C"))
+    input_scale, output_scale = system.scales
+    B, C = B * input_scale, C * output_scale
     if system.maps is None:
         return mean_selective_system(system.rates, step, B.expand_as(system.rates), C.expand_as(system.rates))
     maps = system.maps

@@ -22,7 +22,10 @@ from compressm.families.selective.simulation import states, steps_at_once
 @final
 @dataclass
 class Averages:
-    """Sums over steps without padding: of Δ for every channel, of B and C, and of B Bᵀ and C Cᵀ."""
+    """Sums over steps without padding: of Δ for every channel, of B and C, and of B Bᵀ and C Cᵀ.
+
+    B and C are those of the system divided by its `scales`.
+    """
 
     count: Float[Tensor, ""]
     step: Float[Tensor, " channels"]
@@ -123,7 +126,7 @@ class SelectiveObserver(InputObserver):
 
     def accumulate(self, u: Tensor, counts: Tensor | None) -> None:
         """Add averages of every pass, and states, which cost more, of the first `batches` passes."""
-        (batch, length, _), system = u.shape, self.system
+        (batch, length, _), system = u.shape, self.system.divided(*self.system.scales)
         sampled = torch.zeros(batch, length, dtype=torch.bool, device=u.device)
         sampled = sampled.scatter(1, self.sampled_steps(u, counts), True)
         sampled = sampled if counts is None else sampled & counts

@@ -111,7 +111,8 @@ def _at_once(system: SelectiveSystem, length: int) -> int:
 
 def squared_change(old: SelectiveSystem, new: SelectiveSystem, sample: Sample) -> Float[Tensor, "2"]:
     """‖y_new − y_old‖² and ‖y_old‖² of the scan's output, scaled up to all observed steps."""
-    share = min(_at_once(system, sample.longest) for system in (old, new))
+    share, scales = min(_at_once(system, sample.longest) for system in (old, new)), old.scales
+    old, new = old.divided(*scales), new.divided(*scales)  # their squares do not underflow
     return observing.squared_change(outputs, old, new, sample, share)
 
 
@@ -124,6 +125,8 @@ def refitted_readout(
     """
     if not sample.sequences:
         return E_C
+    scales = old.scales
+    old, new = old.divided(*scales), new.divided(*scales)
     shape = (old.order, new.order)
     crossed, squares = (torch.zeros(size, new.order, dtype=torch.float64, device=old.device) for size in shape)
     for u, counts in sample.parts(sequences_at_once(sample.longest, old.rates.numel())):
