@@ -11,6 +11,7 @@ from compressm.control import (
     DiagonalSystem,
     balanced_truncation,
     controllability_gramian,
+    error_bounds,
     fold,
     h2_norm,
     h_infinity_norm,
@@ -47,7 +48,11 @@ def test_truncations_on_the_gpu_are_those_on_the_cpu(pair):
         expected = balanced_truncation(here, order)
         error = expected.system.h_infinity_error(on_gpu.system.to("cpu"))
         assert (error <= 1e-9 * h_infinity_norm(here)).all()
-        torch.testing.assert_close(on_gpu.error_bound.cpu(), expected.error_bound, rtol=1e-9, atol=1e-10)
+        # The part of a bound that is rounding knows the condition of eigenvectors, which the solvers share only about.
+        tail = error_bounds(hankel_singular_values(here))[..., expected.system.order]
+        rounding = expected.error_bound - tail
+        assert ((on_gpu.error_bound.cpu() - expected.error_bound).abs() <= 1e-9 * tail + rounding).all()
+        assert (rounding < 1e-6 * h_infinity_norm(here)).all()
 
 
 def test_norms_gramians_and_gradients_on_the_gpu_are_those_on_the_cpu():

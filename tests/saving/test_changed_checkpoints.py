@@ -75,7 +75,7 @@ CHANGES = {
         r"head\.bias is \(3,\)",
     ),
     "the guard's value": (("compressor", "state", "watch", "before"), float("nan"), "finite"),
-    "the history": (("compressor", "state", "history"), [3], "history"),
+    "the history": (("compressor", "state", "history"), [3], "stored as 3"),
     "the step": (("step",), -1, "step is -1"),
     "versions": (("versions", ""), 3, "versions of modules"),
 }

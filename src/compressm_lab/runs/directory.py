@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from compressm.errors import SavingError
-from compressm.files import replacing
+from compressm.files import remove_scratch, replacing
 from compressm_lab.runs import lock
 from compressm_lab.runs.measurement import Environment
 from compressm_lab.runs.records import Record, RestoredRecord, RunError, RunWriteError
@@ -113,7 +112,7 @@ class RunDirectory:
         with self.writing(self.path):
             lock.remove_left_over(self._place)
             for folder in (self.path, *(path for path in self.path.iterdir() if path.is_dir())):
-                remove_scratch(folder)
+                remove_scratch(folder, alone=True)
 
     @property
     def _place(self) -> Path:
@@ -254,17 +253,6 @@ def find_runs(paths: Iterable[Path | str]) -> list[RunDirectory]:
         if not below:
             raise RunError(f"{path} holds no run: no config.json with a status.json beside it")
         found += [RunDirectory(folder) for folder in below if folder not in {run.path for run in found}]
-    return found
-
-
-_SCRATCH = re.compile(r"\..*[.-][0-9a-f]{32}(\.scratch)?(\.[^.]*)?")  # the names that `replacing` gives
-
-
-def remove_scratch(folder: Path) -> list[Path]:
-    """Remove the half-written files in a folder; nobody else may be writing there."""
-    found = [path for path in folder.glob(".*") if _SCRATCH.fullmatch(path.name) and path.is_file()]
-    for path in found:
-        path.unlink(missing_ok=True)
     return found
 
 
