@@ -108,7 +108,7 @@ def test_a_run_on_a_gpu_is_cut_stopped_and_goes_on_with_its_rates(tmp_path):
         # Called in steps 1, 2 and 3, once for the recording, and after the cut of step 5 in 6, 7 and 8.
         train(found, tokens(), tmp_path / "run", device="cuda", objective=Sending(tokens().kind, 6))
     train(found, tokens(), tmp_path / "run", device="cuda", resume=True)
-    assert [c["rank"] for c in lines(tmp_path / "run", "cuts")] == [4, 3]
+    assert [c["rank"] for c in lines(tmp_path / "run", "cuts")] == [4, 2]
     mine, its = ([line["loss"] for line in lines(folder, "metrics")] for folder in (whole.path, tmp_path / "run"))
     assert mine == pytest.approx(its, rel=2e-3)
     assert whole.records(Evaluation)[-1].learning_rate == pytest.approx(1e-7)
