@@ -6,7 +6,7 @@ import inspect
 import random
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -244,15 +244,18 @@ def _as_before(model: nn.Module) -> Iterator[None]:
     """
     kept, random_before = Kept(model), random_state()
     modes = {module: module.training for module in model.modules()}
-    kept.hide_gradients_()
     changed: list[str] = []
-    try:
-        yield
-    finally:
-        changed = kept.restore_()
+
+    def restore() -> None:
+        changed.extend(kept.restore_())
         for module, training in modes.items():
             module.training = training
         set_random_state(random_before)
+
+    with ExitStack() as afterwards:
+        _surely(afterwards, restore)
+        kept.hide_gradients_()
+        yield
     if changed:
         shown = ", ".join(changed[:4]) + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
         raise CompressionError(
@@ -272,11 +275,16 @@ def _without_steps(model: nn.Module) -> Iterator[None]:
             refused.append(CompressionError(f"{said}; nothing was changed: expected a function that only runs it"))
             raise refused[-1]
 
-    handle = register_optimizer_step_pre_hook(refuse)
-    try:
+    handles: list[RemovableHandle] = []
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    with ExitStack() as afterwards:
+        _surely(afterwards, remove)
+        handles.append(register_optimizer_step_pre_hook(refuse))
         yield
-    finally:
-        handle.remove()
     if refused:  # and calibrate went on
         raise refused[-1]
 
@@ -333,13 +341,39 @@ def _require_finite(name: str, layer: nn.Module) -> None:
             raise CompressionError(f"{weight} holds {unusable} entries that are not finite")
 
 
+# The tables of hooks that observers add to.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
+
+
 @contextmanager
 def _attached(observers: Sequence[Observer]) -> Iterator[None]:
-    handles: list[RemovableHandle] = []
-    try:
+    """Attach the observers; afterwards the layers have the hooks that they had."""
+    modules = [module for observer in observers for module in observer.module.modules()]
+    tables = [
+        (table, dict(table)) for module in modules for name in _HOOKS if (table := vars(module)[name]) is not None
+    ]
+
+    def detach() -> None:
+        for table, before in tables:
+            if table.keys() != before.keys():
+                table.clear()
+                table.update(before)
+
+    with ExitStack() as afterwards:
+        _surely(afterwards, detach)
         for observer in observers:
-            handles += observer.attach()
+            observer.attach()
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
+
+
+def _surely(afterwards: ExitStack, clean_up: Callable[[], None]) -> None:
+    """Clean up at the end, whatever happens; a clean-up that Ctrl-C interrupts starts again."""
+    done: list[bool] = []
+
+    def once() -> None:
+        if not done:
+            clean_up()
+            done.append(True)
+
+    for _ in range(2):
+        afterwards.callback(once)
