@@ -2,13 +2,14 @@
 
 A trace function raises when a chosen line of the library is about to run, so that every line of `Compressor.step` and
 `compress_`, and of everything of ours that they call, can fail. The tests take a share of the lines;
-`python -m tests.compression.faults` takes them all, at their first and at their last visit, and counts.
+`python -m tests.compression.faults OUT PROCESSES` takes all, at their first and at their last visit, and counts.
 """
 
 import ast
 import copy
 import functools
 import json
+import multiprocessing
 import sys
 import tempfile
 from collections import Counter
@@ -190,14 +191,14 @@ def fail_once(name, fault, folder, expected):
     return outcome
 
 
-def inject(name, folder, shares=None, failures=None):
+def inject(name, folder, shares=None, part=slice(None), failures=None):
     """Fail at the chosen lines, one after the other; the number of each outcome. With a list, failures go into it."""
     prepare, call = SCENARIOS[name]
     (whole := folder / "whole").mkdir()
     run = prepare(whole)
     visits = visited(lambda: call(run))
     expected, outcomes = run.outcome(), Counter()
-    for number, fault in enumerate(chosen(visits, shares)):
+    for number, fault in enumerate(chosen(visits, shares)[part]):
         (own := folder / str(number)).mkdir()
         try:
             outcomes[fail_once(name, fault, own, expected)] += 1
@@ -209,19 +210,30 @@ def inject(name, folder, shares=None, failures=None):
     return outcomes
 
 
-def main(path):
-    """Fail at every line, and write how many faults there were and which of them did harm."""
+def share(job):
+    """The outcomes of one share of a scenario's faults, and the failures among them."""
     torch.set_num_threads(1)
-    found, failures = {}, []
-    for name in SCENARIOS:
-        with tempfile.TemporaryDirectory() as folder:
-            found[name] = inject(name, Path(folder), failures=failures)
-        print(name, dict(found[name]), *failures, sep="\n", flush=True)
-    faults = sum(sum(outcomes.values()) for outcomes in found.values()) + len(failures)
+    name, first, step = job
+    failures = []
+    with tempfile.TemporaryDirectory() as folder:
+        return name, inject(name, Path(folder), part=slice(first, None, step), failures=failures), failures
+
+
+def main(path, concurrency):
+    """Fail at every line, and write how many faults there were and which of them did harm."""
+    found, failures = {name: Counter() for name in SCENARIOS}, []
+    jobs = [(name, first, concurrency) for name in SCENARIOS for first in range(concurrency)]
+    with multiprocessing.get_context("spawn").Pool(concurrency) as pool:
+        for name, outcomes, failed in pool.imap_unordered(share, jobs):
+            found[name] += outcomes
+            failures += failed
+            print(name, dict(found[name]), *failed, sep="\n", flush=True)
+    faults = sum(outcomes.total() for outcomes in found.values()) + len(failures)
     result = {"environment": asdict(Environment.here()), "faults": faults, "failures": failures, "scenarios": found}
     with replacing(path) as scratch:
         scratch.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{faults} faults, {len(failures)} failures")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]))
