@@ -16,7 +16,6 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
@@ -170,8 +169,12 @@ def fail_once(name, fault, folder, expected):
     prepare, call = SCENARIOS[name]
     run = prepare(folder)
     before = run.picture()
-    with pytest.raises(Fault):
+    try:
         visited(lambda: call(run), fault)
+    except Fault:
+        pass
+    else:
+        return "not reached"  # what a process does once, such as filling a cache
     where = f"{name}, {fault}"
     if same(run.picture(), before):
         outcome = "unchanged"
@@ -228,7 +231,7 @@ def main(path, concurrency):
             found[name] += outcomes
             failures += failed
             print(name, dict(found[name]), *failed, sep="\n", flush=True)
-    faults = sum(outcomes.total() for outcomes in found.values()) + len(failures)
+    faults = sum(outcomes["unchanged"] + outcomes["recorded"] for outcomes in found.values()) + len(failures)
     result = {"environment": asdict(Environment.here()), "faults": faults, "failures": failures, "scenarios": found}
     with replacing(path) as scratch:
         scratch.write_text(json.dumps(result, indent=1) + "\n")
