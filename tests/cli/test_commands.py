@@ -145,3 +145,11 @@ def test_the_demo_refuses_a_bad_path_in_one_line(option, monkeypatch, capsys):
     assert (end.value.code, said.out) == (2, "")
     (line,) = said.err.splitlines()
     assert f"error: {option[1]}" in line
+
+
+def test_an_empty_argument_is_refused():
+    """An unset shell variable would mean the present folder."""
+    done = unhooked.finished(
+        "import sys; from compressm.cli import main; sys.argv[1:] = ['inspect', '']; main()", code=2
+    )
+    assert "an argument is empty" in done.stderr

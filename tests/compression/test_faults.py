@@ -7,8 +7,8 @@ from tests.compression.faults import SCENARIOS, inject
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_fault_at_any_line_changes_nothing_or_is_recorded(name, tmp_path):
-    outcomes = inject(name, tmp_path, shares=(9, 250))
-    assert outcomes["unchanged"] > 15
+    outcomes = inject(name, tmp_path, shares=(25, 700))
+    assert outcomes["unchanged"] > 6
 
 
 @pytest.mark.slow

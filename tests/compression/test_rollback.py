@@ -207,7 +207,7 @@ def test_a_broken_file_is_named(tmp_path):
     snapshot = Snapshot.of(run.subject, path)
     assert [file.name for file in path.parent.iterdir()] == ["before.pt"]
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(CompressionError, match=r"before\.pt cannot be read"):
+    with pytest.raises(CompressionError, match=r"before\.pt is damaged"):
         snapshot.restore_(run.subject)
     snapshot.discard()
     assert not path.exists()

@@ -14,6 +14,9 @@ _EXTRAS = {"commands": {"typer", "rich"}, "lab": {"pydantic", "yaml", "pooch", "
 def main() -> None:
     """Run the command line, or say how to install what it needs."""
     _avoid_broken_kernels()
+    if "" in sys.argv[1:]:
+        print("compressm: an argument is empty, expected text: is a shell variable not set?", file=sys.stderr)
+        sys.exit(2)
     # Recipes may name the user's own layers and tasks, often modules in the current folder.
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())

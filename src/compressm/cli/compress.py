@@ -65,7 +65,12 @@ def command(
         _say(f"test {before} before, {after} after")
     elif missing:
         _say(f"not tested: {missing}")
-    save_model(saved.model, out)
+    try:
+        save_model(saved.model, out)
+    except SavingError as error:
+        if out.is_dir() and not any(out.iterdir()):
+            out.rmdir()
+        raise typer.BadParameter(str(error), param_hint="--out") from None
     console.print(f"model: {out}", soft_wrap=True, highlight=False)
 
 

@@ -83,7 +83,7 @@ class Compressor:
         self._first_orders: dict[str, int] | None = {name: layer.order for name, layer in layers.items()}
         if optimizer is not None:
             hold_(self._cutter.inner, self, CompressionError)
-        self._ended = False
+        self._acting = self._ended = False
         self._seen: int | None = None
         self.history: list[Event] = []
 
@@ -99,6 +99,8 @@ class Compressor:
         error nothing has changed. An interruption in the very last moment may come after the cut: then it is recorded.
         """
         now = require_count("step", step, low=0)
+        if self._acting:
+            raise CompressionError(f"step({now}) was called inside a step, by evaluate, calibrate or a policy")
         if self._first_orders is not None:
             self._warn(now, self._first_orders)
             self._first_orders = None
@@ -133,6 +135,7 @@ class Compressor:
     def _act_(self, now: int, undo: ExitStack) -> list[Event]:
         """Judge earlier cuts, cut, and record both; closing `undo` takes everything back."""
         undo.callback(self._forget_, self._ended, self._seen, len(self.history))
+        self._acting = True
         judging = self._watch is not None and self._watch.is_due(now)
         cutting = self._is_due(now) and not self._ended
         if judging or cutting:
@@ -152,6 +155,7 @@ class Compressor:
             self._seen = now if self._seen is None else max(now, self._seen)
             events += prepared.records
             self.history += events
+        self._acting = False
         return events
 
     def _prepared(self, now: int, undo: ExitStack) -> PreparedPlan:
@@ -162,7 +166,7 @@ class Compressor:
         return self._cutter.prepare(plan, now)
 
     def _forget_(self, ended: bool, seen: int | None, events: int) -> None:
-        self._ended, self._seen = ended, seen
+        self._ended, self._seen, self._acting = ended, seen, False
         del self.history[events:]
 
     def _is_due(self, step: int) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from compressm.adapters import Adapter, find
 from compressm.adapters.mamba import refused_in
 from compressm.compression.distributed import Processes, renew_wrappers_, require_rewrappable, unwrapped, wrappers_in
-from compressm.compression.optimizer import Moments
+from compressm.compression.optimizer import Moments, kind_of
 from compressm.compression.planning import (
     Options,
     found_layers,
@@ -77,7 +77,8 @@ class Cutter:
     def meet(self, call: str, **said: object) -> None:
         """Wait for all processes; calls or options that differ between them are refused in all."""
         options = {name: _text(value) for name, value in vars(self.options).items()}
-        self.processes.meet(call, **said, **options, moments=self.moments)
+        trainer = None if self.optimizer is None else kind_of(self.optimizer)
+        self.processes.meet(call, **said, **options, moments=self.moments, optimizer=trainer)
 
     def check(self) -> dict[str, Layer]:
         """The layers as they are now; everything that the first cut would refuse is refused now."""

@@ -359,7 +359,8 @@ def _require_policy(what: str, policy: object) -> None:
 
 def _asked(policy: Policy, spectra: dict[str, Tensor]) -> dict[str, int]:
     """The orders that the policy returns: from 1 to n for every layer, and nothing else."""
-    orders = policy(dict(spectra))
+    # Copies: the record needs the spectra as they are.
+    orders = policy({name: sigma.clone() for name, sigma in spectra.items()})
     if not isinstance(orders, Mapping):
         raise CompressionError(f"{policy!r:.100} returned {orders!r:.100}, expected {{module: order}}")
     for problem, names in (("no order for", spectra.keys() - orders), ("orders for unknown", orders.keys() - spectra)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 import os
 import warnings
@@ -82,6 +83,7 @@ class Snapshot:
 
     tensors: Mapping[str, Tensor] | Path
     rest: Mapping[str, Any]
+    digest: str = ""  # of the file: torch loads tensors with flipped bits
 
     @classmethod
     def of(cls, subject: Subject, path: Path | str | None = None) -> Snapshot:
@@ -98,9 +100,11 @@ class Snapshot:
         }
         if path is None:
             return cls(tensors, rest)
-        with replacing(Path(path), tensor_bytes(tensors)) as scratch, scratch.open("wb") as file:
-            torch.save(tensors, file)
-        return cls(Path(path), rest)
+        with replacing(Path(path), tensor_bytes(tensors)) as scratch:
+            with scratch.open("wb") as file:
+                torch.save(tensors, file)
+            digest = _digest(scratch)
+        return cls(Path(path), rest, digest)
 
     def restore_(self, subject: Subject, undo: ExitStack | None = None) -> None:
         """Restore everything in the same objects; a subject that does not match is refused before anything changes.
@@ -189,10 +193,19 @@ class Snapshot:
         if not isinstance(self.tensors, Path):
             return self.tensors
         try:
+            if _digest(self.tensors) != self.digest:
+                raise CompressionError(
+                    f"the snapshot {self.tensors} is damaged: its bytes are not those that were written"
+                )
             loaded: dict[str, Tensor] = torch.load(self.tensors, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
             raise CompressionError(f"the snapshot {self.tensors} cannot be read: {error}") from error
         return loaded
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def tensor_bytes(value: object) -> int:

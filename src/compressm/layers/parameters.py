@@ -35,11 +35,12 @@ class Kept:
 
     def __init__(self, model: nn.Module, *, values: bool = True) -> None:
         self._held = [
-            (path, held, dict(held))
+            (path, vars(module), table, held := vars(module)[table], dict(held))
             for path, module in model.named_modules()
-            for held in (module._parameters, module._buffers)
+            for table in ("_parameters", "_buffers", "_modules")
         ]
-        tensors = {id(value): value for _, _, before in self._held for value in before.values() if value is not None}
+        values_held = (value for *_, before in self._held for value in before.values())
+        tensors = {id(value): value for value in values_held if isinstance(value, Tensor)}
         with torch.no_grad():
             self._tensors = {number: _KeptTensor(value, values) for number, value in tensors.items() if _is_made(value)}
 
@@ -50,16 +51,18 @@ class Kept:
                 kept.tensor.grad = None
 
     def restore_(self) -> list[str]:
-        """Put everything back; return the names of parameters that had other values, or were other objects."""
+        """Put everything back; return the names of parameters that had other values, and of replaced parts."""
         with torch.no_grad():
             changed = {number for number, kept in self._tensors.items() if kept.restore_()}
         names = []
-        for path, held, before in self._held:
-            for name in {**before, **held}:
-                then, now = before.get(name), held.get(name)
+        for path, owner, table, held, before in self._held:
+            present = owner[table]  # a ModuleList makes a new one if an item is deleted
+            for name in {**before, **present}:
+                then, now = before.get(name), present.get(name)
                 is_other = then is not now or id(then) in changed
-                if is_other and (isinstance(then, nn.Parameter) or isinstance(now, nn.Parameter)):
+                if is_other and any(isinstance(value, nn.Parameter | nn.Module) for value in (then, now)):
                     names.append(f"{path}.{name}" if path else name)
+            owner[table] = held
             if [(name, id(value)) for name, value in held.items()] != [(n, id(v)) for n, v in before.items()]:
                 held.clear()
                 held.update(before)

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from compressm.cli.options import PathError, require_writable
-from compressm.errors import did_you_mean
+from compressm.errors import SavingError, did_you_mean
 from compressm_lab.cli.terminal import say, status
 from compressm_lab.runs.groups import gather
 from compressm_lab.runs.records import RunError
@@ -39,8 +39,8 @@ def report(
             _errors.print(f"warning: left out: {line}", soft_wrap=True, markup=False, highlight=False)
         with status("drawing") as progress:
             page = write_report(found.runs, out, title=title, formats=kinds, broken=found.broken, progress=progress)
-    except (PathError, RunError) as error:
-        hint = "--out" if isinstance(error, PathError) else "RUN"
+    except (PathError, RunError, SavingError) as error:
+        hint = "RUN" if isinstance(error, RunError) else "--out"
         raise typer.BadParameter(str(error), param_hint=hint) from None
     say(f"report: {page}")
     if show:

@@ -160,6 +160,8 @@ class TrainingConfig(Config):
             1, "steps", "batch", "evaluate_every", "checkpoint_every", "evaluation_batch", "keep_checkpoints"
         )
         self._at_least(0, "learning_rate", "ssm_factor", "weight_decay", "lowest_rate", "clip")
+        if self.clip == 0:
+            raise ConfigError("clip is 0, with which no weight moves: expected a norm above 0, or null for no clipping")
         self._share("warmup")
 
     def rate(self, step: int) -> float:
