@@ -31,8 +31,8 @@ class Compressor:
     """A compressor that cuts a model during training; call `step(step)` after every optimizer step.
 
     `optimizer` is one, or a list of all that train the model. Parameters stay the same objects, and the optimizer keeps
-    its groups; only sizes change. A whole cut is computed
-    before anything is changed: an error leaves model and optimizer as they were.
+    its groups; only sizes change. A whole cut is computed before anything is changed: an error leaves model and
+    optimizer as they were.
 
     Processes that train together all call it, and the first decides for all. Every cut renews a DistributedDataParallel
     that is passed as the model. One around the model that was passed must be renewed by `rewrap_`, and refuses to train

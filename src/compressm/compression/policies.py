@@ -123,7 +123,7 @@ class ErrorBound(LayerPolicy):
 @final
 @dataclass(frozen=True)
 class KeepFraction(LayerPolicy):
-    """At most the share ρ of the present states, and at most the numerical rank of the layer.
+    """The share ρ of the present states, rounded down, but at most the numerical rank of the layer.
 
     With ρ < 1 every call drops a state, so repeated cuts do not stall before `at_least`, unless the gate or `round_to`
     keeps more.
