@@ -54,6 +54,17 @@ def remove_scratch(folder: Path, *, alone: bool = False) -> list[Path]:
     return _remove(folder, lambda path: alone or _is_left(path), _SCRATCH, _EARLIER_SCRATCH)
 
 
+def process_name() -> str:
+    """A name of this process for files: `has_ended` tells, on this machine, whether it still runs."""
+    return f"{os.getpid()}-{_machine()}"
+
+
+def has_ended(process: str) -> bool:
+    """True if the process of that name surely has ended; False if it runs, or on another machine."""
+    number, _, machine = process.partition("-")
+    return machine == _machine() and os.name != "nt" and number.isdecimal() and not _is_alive(int(number))
+
+
 _SCRATCH = re.compile(r"\..*\.(?P<process>\d+)-(?P<machine>[0-9a-f]{12})-[0-9a-f]{32}\.scratch(\.[^.]*)?")
 _EARLIER_SCRATCH = re.compile(r"\..*\.[0-9a-f]{32}(\.[^.]*)?")
 _LONG_AGO = 3600.0  # seconds
@@ -61,7 +72,7 @@ _LONG_AGO = 3600.0  # seconds
 
 def _scratch_name(target: Path) -> str:
     # The suffix stays last: some writers choose a format by it. A name may have 255 bytes.
-    return f".{target.stem[:40]}.{os.getpid()}-{_machine()}-{uuid.uuid4().hex}.scratch{target.suffix}"
+    return f".{target.stem[:40]}.{process_name()}-{uuid.uuid4().hex}.scratch{target.suffix}"
 
 
 @cache

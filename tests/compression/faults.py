@@ -56,7 +56,7 @@ class Run:
             "selective": selective or Baked(),
         }
         guard = None if scores is None else Rollback(lambda: self.scores.pop(0), settle=2, folder=folder)
-        more = {"when": when, "guard": guard, "scheduler": self.scheduler}
+        more = {"when": when, "guard": guard, "scheduler": None if guard is None else self.scheduler}
         self.compressor = Compressor(self.model, self.optimizer, **more, **self.options)
 
     def train(self, first, last):

@@ -1,13 +1,17 @@
 """Users' functions that do more than they should, and snapshots that were damaged."""
 
 import copy
+import subprocess
+import sys
+import warnings
 
 import pytest
 import torch
 
-from compressm.compression import CompressionError, Compressor, Rollback, TargetOrder, compress_
+from compressm.compression import CompressionError, Compressor, KeepFraction, Rollback, TargetOrder, compress_
 from compressm.layers import LRU
 from compressm.models import SequenceClassifier
+from compressm.saving import load_checkpoint, save_checkpoint
 
 
 def make():
@@ -78,7 +82,207 @@ def test_a_step_inside_a_step_is_refused_and_the_next_one_works():
         return 1.0
 
     compressor = Compressor(model, when=[1], keep=TargetOrder(4), guard=Rollback(evaluate))
-    with pytest.raises(CompressionError, match=r"step\(1\) was called inside a step"):
+    with pytest.raises(CompressionError, match=r"step\(1\) was called inside Compressor.step\(1\), by evaluate"):
         compressor.step(1)
     assert orders(model) == [8, 8]
     assert len(compressor.step(1)) == len(compressor.history) == 2
+
+
+def snapshot_of(*parts):
+    return copy.deepcopy([part.state_dict() for part in parts])
+
+
+def same(left, right):
+    return str(left) == str(right)
+
+
+def change_in_place(model, optimizer, folder):
+    with torch.no_grad():
+        model.head.weight.mul_(2)
+
+
+def change_data(model, optimizer, folder):
+    model.blocks[0].ssm.D.data = torch.zeros_like(model.blocks[0].ssm.D)
+
+
+def train(model, optimizer, folder):
+    with torch.enable_grad():
+        model(X).square().mean().backward()
+    optimizer.step()
+
+
+def cut(model, optimizer, folder):
+    compress_(model, optimizer=optimizer, keep=KeepFraction(0.5))
+
+
+def cut_a_part(model, optimizer, folder):
+    compress_(model.blocks[1], keep=KeepFraction(0.5))
+
+
+def another_compressor(model, optimizer, folder):
+    Compressor(model, optimizer, when=[1], keep=KeepFraction(0.5)).step(1)
+
+
+def load(model, optimizer, folder):
+    load_checkpoint(folder / "before.pt", model=model, optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [change_in_place, change_data, train, cut, cut_a_part, another_compressor, load],
+    ids=lambda act: act.__name__,
+)
+@pytest.mark.parametrize("place", ["evaluate", "evaluate later", "policy", "calibrate"])
+def test_a_function_that_does_more_than_run_the_model_is_refused(act, place, tmp_path):
+    model, calls = make(), []
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, tmp_path)
+    save_checkpoint(tmp_path / "before.pt", model=model, optimizer=optimizer, step=0)
+
+    def evaluate():
+        calls.append(1)
+        if len(calls) == {"evaluate": 1, "evaluate later": 2}.get(place):
+            act(model, optimizer, tmp_path)
+        return 1.0
+
+    def calibrate(model):
+        model(X)
+        if place == "calibrate":
+            act(model, optimizer, tmp_path)
+
+    def policy(spectra):
+        if place == "policy":
+            act(model, optimizer, tmp_path)
+        return dict.fromkeys(spectra, 4)
+
+    guard = Rollback(evaluate, settle=1)
+    compressor = Compressor(model, optimizer, when=[1], keep=policy, calibrate=calibrate, guard=guard)
+    due = 1
+    if place == "evaluate later":
+        compressor.step(1)
+        due = 2
+    before = snapshot_of(model, optimizer, compressor)
+    with pytest.raises(CompressionError, match=f"inside Compressor.step|{place.split()[0]} (changed|called step)"):
+        compressor.step(due)
+    assert same(snapshot_of(model, optimizer, compressor), before)
+    calls.append(1)  # the function behaves from now on
+    place = "nowhere"
+    compressor.step(due)
+    assert orders(model) == [4, 4]
+
+
+def test_evaluate_leaves_mode_gradients_and_random_numbers():
+    model = make().train()
+    model(X).sum().backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+
+    def evaluate():
+        model.eval()
+        model.zero_grad()
+        return torch.rand(())
+
+    compressor = Compressor(model, when=[1], keep=lambda spectra: dict.fromkeys(spectra, 8), guard=Rollback(evaluate))
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    compressor.step(1)
+    compressor = Compressor(model, when=[1], keep=TargetOrder(4), guard=Rollback(evaluate))
+    compressor.step(1)
+    assert torch.equal(torch.rand(2), expected)
+    assert model.training
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True) if p.grad is not None)
+
+
+@pytest.mark.parametrize("value", ["1", True, 10**400, None, [1.0], torch.ones(2), 1j])
+def test_evaluate_must_return_a_number(value):
+    model = make()
+    compressor = Compressor(model, when=[1], keep=TargetOrder(4), guard=Rollback(lambda: value))
+    with pytest.raises(CompressionError, match=r"evaluate returned .* expected a number"):
+        compressor.step(1)
+    assert orders(model) == [8, 8]
+
+
+def guarded(tmp_path, **options):
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    values = iter([1.0, 0.1, 0.1])
+    guard = Rollback(lambda: next(values), settle=2, folder=tmp_path)
+    given = dict.fromkeys(options.pop("give", ()), scheduler)
+    return (
+        model,
+        optimizer,
+        scheduler,
+        Compressor(model, optimizer, when=[1], keep=TargetOrder(4), guard=guard, **given),
+    )
+
+
+@pytest.mark.parametrize(("give", "rates"), [(("scheduler",), [1.0, 0.5]), ((), [0.25, 0.125])])
+def test_a_rollback_leaves_rate_and_scheduler_in_agreement(give, rates, tmp_path):
+    model, optimizer, scheduler, compressor = guarded(tmp_path, give=give)
+    compressor.step(1)
+    for step in (2, 3):
+        optimizer.step()
+        scheduler.step()
+        compressor.step(step)
+    assert orders(model) == [8, 8]
+    assert optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0] == rates[0]
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == rates[1]
+
+
+def test_a_scheduler_without_use_is_named():
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    with pytest.warns(UserWarning, match="without effect: scheduler"):
+        Compressor(model, optimizer, when=[1], keep=TargetOrder(4), scheduler=scheduler)
+    other = make()
+    for given, said in ((torch.optim.SGD(other.parameters()), "another optimizer, a SGD"), (None, "no optimizer")):
+        with pytest.raises(CompressionError, match=f"ExponentialLR sets the rates of a SGD, but optimizer is {said}"):
+            Compressor(other, given, when=[1], keep=TargetOrder(4), scheduler=scheduler, guard=Rollback(lambda: 1.0))
+
+
+def test_a_training_goes_on_without_its_snapshot(tmp_path):
+    model, _, _, compressor = guarded(tmp_path, give=("scheduler",))
+    compressor.step(1)
+    (file,) = tmp_path.iterdir()
+    file.unlink()
+    with pytest.warns(UserWarning, match="keeps the cuts that are not judged"):
+        save_checkpoint(tmp_path / "2.pt", model=model, compressor=compressor, step=2)
+    compressor.step(2)
+    with pytest.raises(CompressionError, match=r"fell by 90 %.*cannot be read.*call accept\(\)"):
+        compressor.step(3)
+    compressor.accept()
+    assert compressor.step(4) == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save_checkpoint(tmp_path / "4.pt", model=model, compressor=compressor, step=4)
+    assert orders(model) == [4, 4]
+
+
+def test_accept_keeps_cuts_and_removes_the_snapshot(tmp_path):
+    model, _, _, compressor = guarded(tmp_path, give=("scheduler",))
+    compressor.step(1)
+    compressor.accept()
+    assert not list(tmp_path.iterdir())
+    assert compressor.step(3) == []
+    assert orders(model) == [4, 4]
+
+
+def test_snapshots_of_killed_processes_are_removed(tmp_path):
+    writing = f"""
+import os, torch
+from compressm.compression import Compressor, Rollback, TargetOrder
+from compressm.layers import LRU
+model = torch.nn.Sequential(LRU(4, 8))
+guard = Rollback(lambda: 1.0, folder={str(tmp_path)!r})
+Compressor(model, when=[1], keep=TargetOrder(4), guard=guard).step(1)
+os.kill(os.getpid(), 9)
+"""
+    subprocess.run([sys.executable, "-c", writing], check=False)
+    (left,) = tmp_path.iterdir()
+    compressor = guarded(tmp_path, give=("scheduler",))[-1]
+    compressor.step(1)
+    (file,) = tmp_path.iterdir()
+    assert file != left

@@ -9,7 +9,8 @@ from torch import nn
 
 from compressm.adapters import write
 from compressm.compression import CompressionError, Compressor, KeepFraction, Rollback, TargetOrder, compress_
-from compressm.compression.optimizer import Transport, as_optimizer, carried_states
+from compressm.compression.optimizer import Transport, carried_states
+from compressm.compression.several import as_optimizer
 from compressm.compression.surgery import apply_cuts, prepare_cut
 from compressm.layers import LRU, S4D, S5, Mamba
 from compressm.models import SequenceClassifier

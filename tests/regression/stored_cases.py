@@ -87,7 +87,7 @@ class Training:
             keep=cs.TargetOrder(2),
             overrides={"blocks.1.ssm": cs.TargetOrder(3)},
             guard=cs.Rollback(self.judge, settle=3) if guarded else None,
-            scheduler=self.scheduler,
+            scheduler=self.scheduler if guarded else None,
         )
 
     def judge(self):

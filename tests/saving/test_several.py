@@ -36,7 +36,7 @@ class Run:
             keep=KeepFraction(0.5),
             calibrate=(lambda model: model(x)) if kind is Mamba else None,
             guard=Rollback(lambda: self.model.blocks[0].ssm.order, settle=3) if guarded else None,
-            scheduler=self.schedulers,
+            scheduler=self.schedulers if guarded else None,
         )
 
     @property

@@ -11,17 +11,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from compressm.compression.cutting import Cutter, PreparedPlan, followers, ordinary_tensors
-from compressm.compression.optimizer import Moments, Slice, Transport, as_optimizer, as_scheduler
+from compressm.compression.optimizer import Moments, Slice, Transport
 from compressm.compression.planning import Options, rehearse
 from compressm.compression.policies import GATE, Policy, never_cuts, obstacles
 from compressm.compression.record import Cut, Event, event_of, past_of
 from compressm.compression.rollback import Rollback, Watch
 from compressm.compression.schedule import as_schedule, plan_text, require_same_past
+from compressm.compression.several import as_optimizer, as_scheduler, require_own
 from compressm.errors import CompressionError
 from compressm.families.choices import Gramian, Largest, Selection, WhiteNoise, require_count
 from compressm.families.observing import Calibrate
 from compressm.families.selective.methods import Baked, SelectiveMethod
-from compressm.layers.parameters import hold_
+from compressm.layers.parameters import begin_work_, end_work_, hold_, require_idle
 
 # The options of the paper's own arithmetic.
 PAPER: Mapping[str, Any] = {"gramian": WhiteNoise(), "fold": False, "moments": Slice()}
@@ -68,6 +69,9 @@ class Compressor:
             keep, calibrate, gramian, fold, select, gate, round_to, at_least, filter_fn, overrides, selective
         )
         trainer, rates = as_optimizer(optimizer), as_scheduler(scheduler)
+        require_own(rates, trainer)
+        if rates is not None and guard is None:
+            warnings.warn("without effect: scheduler; only a guard, which may restore it, uses it", stacklevel=2)
         self._cutter = Cutter(model, trainer, options, moments, followers(follow))
         self._guard, self._watch = guard, None
         self._meet("Compressor(...)")
@@ -83,7 +87,7 @@ class Compressor:
         self._first_orders: dict[str, int] | None = {name: layer.order for name, layer in layers.items()}
         if optimizer is not None:
             hold_(self._cutter.inner, self, CompressionError)
-        self._acting = self._ended = False
+        self._ended = False
         self._seen: int | None = None
         self.history: list[Event] = []
 
@@ -99,8 +103,7 @@ class Compressor:
         error nothing has changed. An interruption in the very last moment may come after the cut: then it is recorded.
         """
         now = require_count("step", step, low=0)
-        if self._acting:
-            raise CompressionError(f"step({now}) was called inside a step, by evaluate, calibrate or a policy")
+        require_idle(self._cutter.inner, f"Compressor.step({now})")
         if self._first_orders is not None:
             self._warn(now, self._first_orders)
             self._first_orders = None
@@ -135,9 +138,9 @@ class Compressor:
     def _act_(self, now: int, undo: ExitStack) -> list[Event]:
         """Judge earlier cuts, cut, and record both; closing `undo` takes everything back."""
         undo.callback(self._forget_, self._ended, self._seen, len(self.history))
-        self._acting = True
         judging = self._watch is not None and self._watch.is_due(now)
         cutting = self._is_due(now) and not self._ended
+        working = begin_work_(self._cutter.inner, f"Compressor.step({now})", undo) if judging or cutting else None
         if judging or cutting:
             self._meet(f"Compressor.step({now})")
         events: list[Event] = []
@@ -155,7 +158,7 @@ class Compressor:
             self._seen = now if self._seen is None else max(now, self._seen)
             events += prepared.records
             self.history += events
-        self._acting = False
+        end_work_(working)
         return events
 
     def _prepared(self, now: int, undo: ExitStack) -> PreparedPlan:
@@ -166,7 +169,7 @@ class Compressor:
         return self._cutter.prepare(plan, now)
 
     def _forget_(self, ended: bool, seen: int | None, events: int) -> None:
-        self._ended, self._seen, self._acting = ended, seen, False
+        self._ended, self._seen = ended, seen
         del self.history[events:]
 
     def _is_due(self, step: int) -> bool:
@@ -178,6 +181,11 @@ class Compressor:
         guard = self._guard
         limits = None if guard is None else (guard.drop, guard.settle, guard.lower_is_better)
         self._cutter.meet(call, when=self._schedule, guard=limits)
+
+    def accept(self) -> None:
+        """Keep the cuts that the guard has not judged yet; they cannot be undone then. All processes must call it."""
+        if self._watch is not None:
+            self._watch.accept()
 
     def preview(self) -> list[Cut]:
         """The cuts that would be made now; nothing is changed. All processes must call it."""
@@ -239,12 +247,14 @@ def compress_(
     undo = ExitStack()
     try:
         with ordinary_tensors():
+            working = begin_work_(cutter.inner, "compress_(...)", undo)
             cutter.meet("compress_(...)")
             with cutter.processes.together("checking the model"):
                 layers = cutter.check()
             prepared = cutter.prepare(cutter.plan(salt=0, layers=layers), step=0)
             with cutter.processes.together("writing the cut") if prepared.cuts else nullcontext():
                 cutter.write_(prepared, undo)
+        end_work_(working)
         # Inside: whoever gets no records has an unchanged model.
         return prepared.records
     except BaseException:

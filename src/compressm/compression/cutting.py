@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from compressm.adapters import Adapter, find
 from compressm.adapters.mamba import refused_in
 from compressm.compression.distributed import Processes, renew_wrappers_, require_rewrappable, unwrapped, wrappers_in
-from compressm.compression.optimizer import Moments, kind_of
+from compressm.compression.optimizer import Moments
 from compressm.compression.planning import (
     Options,
     found_layers,
+    has_functions,
     plan_cuts,
     read_layers,
     require_suitable,
@@ -26,10 +27,11 @@ from compressm.compression.planning import (
     unused_options,
 )
 from compressm.compression.record import Cut
+from compressm.compression.several import kind_of
 from compressm.compression.surgery import PreparedCut, prepare_cut, write_cuts_
 from compressm.errors import CompressionError
 from compressm.families import Layer, PlannedCut
-from compressm.families.observing import ratio_of
+from compressm.families.observing import ratio_of, untouched
 
 Found: TypeAlias = Mapping[str, tuple[nn.Module, Adapter[Any, Any]]]
 
@@ -103,7 +105,8 @@ class Cutter:
             with processes.together("reading the layers"):
                 layers = read_layers(self.inner, self.options, layers)
             layers = _over(processes, layers)
-            with processes.together("planning the cut"):
+            choosing = untouched(self.inner, "a policy") if has_functions(self.options) else nullcontext()
+            with processes.together("planning the cut"), choosing:
                 cuts = plan_cuts(layers, self.options, salt=salt) if processes.is_first else []
             cuts = _as_first(processes, cuts, layers)
         return CutPlan(cuts, time.perf_counter() - start)

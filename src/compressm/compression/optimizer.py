@@ -1,10 +1,10 @@
-"""Optimizers through a cut: several seen as one, rules for their moments, and which of them are supported."""
+"""Optimizers through a cut: rules for their moments, and which of them are supported."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, TypeAlias, final
@@ -12,127 +12,11 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import Tensor, nn
 
+from compressm.compression.several import holds, kind_of, parts_of
 from compressm.compression.trial import are_weights, state_after_a_step
 from compressm.control.validation import is_finite
 from compressm.errors import CompressionError
 from compressm.families.base import Change, Values
-
-
-class Several:
-    """Optimizers or schedulers of one training, seen as one; their states are saved and loaded as a list."""
-
-    def __init__(self, parts: Sequence[Any]) -> None:
-        self.parts = tuple(parts)
-
-    def state_dict(self) -> list[Any]:
-        """The state of each, in order."""
-        return [part.state_dict() for part in self.parts]
-
-    def load_state_dict(self, states: Sequence[Any]) -> None:
-        """Restore the state of each."""
-        for part, state in zip(self.parts, states, strict=True):
-            part.load_state_dict(state)
-
-
-@final
-class Optimizers(Several):
-    """Several optimizers seen as one; groups and states are their own objects, not copies."""
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all optimizers, in order."""
-        return [group for part in self.parts for group in part.param_groups]
-
-    @property
-    def state(self) -> _States:
-        """The states of all optimizers; a new one is given to the optimizer that holds the parameter."""
-        return _States(self.parts)
-
-
-@final
-class _States(MutableMapping[Any, dict[str, Any]]):
-    """The states of several optimizers by parameter."""
-
-    def __init__(self, parts: Sequence[Any]) -> None:
-        self._parts = parts
-
-    def __getitem__(self, parameter: Any) -> dict[str, Any]:
-        found: dict[str, Any] = self._owner(parameter).state[parameter]
-        return found
-
-    def __setitem__(self, parameter: Any, state: dict[str, Any]) -> None:
-        for part in self._parts:
-            if parameter in part.state or holds(part, parameter):
-                part.state[parameter] = state
-                return
-        raise KeyError(parameter)
-
-    def __delitem__(self, parameter: Any) -> None:
-        del self._owner(parameter).state[parameter]
-
-    def __iter__(self) -> Iterator[Any]:
-        return (parameter for part in self._parts for parameter in part.state)
-
-    def __len__(self) -> int:
-        return sum(len(part.state) for part in self._parts)
-
-    def _owner(self, parameter: Any) -> Any:
-        for part in self._parts:
-            if parameter in part.state:
-                return part
-        raise KeyError(parameter)
-
-
-def as_optimizer(given: Any, error: type[ValueError] = CompressionError) -> Any | None:
-    """One optimizer, several seen as one, or None, from what a user passed."""
-    parts = _parts_given("optimizer", given, ("param_groups", "state"), "torch.optim", error)
-    return Optimizers(parts) if len(parts) > 1 else parts[0] if parts else None
-
-
-def as_scheduler(given: Any, error: type[ValueError] = CompressionError) -> Any | None:
-    """One scheduler, several seen as one, or None, from what a user passed."""
-    parts = _parts_given("scheduler", given, ("state_dict", "load_state_dict"), "torch.optim.lr_scheduler", error)
-    return Several(parts) if len(parts) > 1 else parts[0] if parts else None
-
-
-def _parts_given(what: str, given: Any, needs: Sequence[str], where: str, error: type[ValueError]) -> list[Any]:
-    if given is None:
-        return []
-    parts = given.parts if isinstance(given, Several) else given if isinstance(given, list | tuple) else [given]
-    for k, part in enumerate(parts):
-        which = what if part is given else f"{what}[{k}]"
-        if any(other is part for other in parts[:k]):
-            raise error(f"{which} is the same {type(part).__name__} as one before it, expected each {what} once")
-        lacking = [name for name in needs if not hasattr(part, name)]
-        if lacking or isinstance(part, type):
-            raise error(
-                f"{which} is {_said(part)}, expected one of {where} (with {' and '.join(needs)}), a list of them, or"
-                " None"
-            )
-    if not parts:
-        raise error(f"{what} is {given!r}, expected one {what}, a list of at least one, or None")
-    return list(parts)
-
-
-def _said(part: Any) -> str:
-    if part is None or isinstance(part, int | float | str):
-        return f"{part!r:.100}"
-    return f"the class {part.__name__}" if isinstance(part, type) else f"a {type(part).__name__}"
-
-
-def parts_of(optimizer: Any) -> tuple[Any, ...]:
-    """The optimizers or schedulers that are seen as one."""
-    return optimizer.parts if isinstance(optimizer, Several) else (optimizer,)
-
-
-def kind_of(optimizer: Any) -> str:
-    """The class of an optimizer or scheduler, or the classes of several, for messages and files."""
-    return " and ".join(type(part).__name__ for part in parts_of(optimizer))
-
-
-def holds(optimizer: Any, parameter: Tensor) -> bool:
-    """True if the parameter is in one of the optimizer's groups."""
-    return any(member is parameter for group in optimizer.param_groups for member in group["params"])
 
 
 class Role(Enum):

@@ -166,6 +166,12 @@ def _require_bounds(families: Mapping[str, Family], options: Options) -> None:
         raise CompressionError("; ".join(advice))
 
 
+def has_functions(options: Options) -> bool:
+    """True if a policy is not one of ours, and so may do anything."""
+    policies = [options.keep, *(options.overrides or {}).values()]
+    return any(type(policy).__module__ != Budget.__module__ for policy in policies)
+
+
 def unused_options(model: nn.Module, options: Options) -> str:
     """The text of a warning about options that no layer of the model uses; empty if there are none."""
     families = [family_of(adapter) for _, adapter in find(model, options.filter_fn).values()]

@@ -6,6 +6,7 @@ import copy
 import hashlib
 import math
 import os
+import re
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -24,9 +25,10 @@ from compressm.compression.optimizer import leave_
 from compressm.compression.record import Restored, require_entries
 from compressm.compression.stored_states import require_snapshot
 from compressm.compression.surgery import attributes_of, optional_in, renew_shared_
-from compressm.errors import CompressionError
+from compressm.errors import CompressionError, warn_caller
 from compressm.families.choices import require_count, require_number
-from compressm.files import replacing
+from compressm.families.observing import untouched
+from compressm.files import has_ended, process_name, replacing
 from compressm.layers.parameters import replace_data
 
 
@@ -71,6 +73,10 @@ class Subject:
         }
         now = {**self.parameters(), **{name: getattr(*place) for name, place in self.buffers().items()}}
         return {name: places[id(value)] for name, value in now.items() if name not in then and id(value) in places}
+
+
+class UnreadableSnapshotError(CompressionError):
+    """The file of a snapshot is gone or damaged."""
 
 
 @final
@@ -151,7 +157,8 @@ class Snapshot:
                     setattr(*place, then[path])
             renew_shared_(subject.models, undo)
             if subject.optimizer is not None:
-                _restore_optimizer_(subject.optimizer, parameters, self.rest["optimizer"], tensors, undo)
+                stay = () if subject.scheduler is not None else _SCHEDULED
+                _restore_optimizer_(subject.optimizer, parameters, self.rest["optimizer"], tensors, undo, stay)
         if subject.scheduler is not None:
             undo.callback(subject.scheduler.load_state_dict, copy.deepcopy(subject.scheduler.state_dict()))
             subject.scheduler.load_state_dict(copy.deepcopy(self.rest["scheduler"]))
@@ -194,12 +201,12 @@ class Snapshot:
             return self.tensors
         try:
             if _digest(self.tensors) != self.digest:
-                raise CompressionError(
+                raise UnreadableSnapshotError(
                     f"the snapshot {self.tensors} is damaged: its bytes are not those that were written"
                 )
             loaded: dict[str, Tensor] = torch.load(self.tensors, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
-            raise CompressionError(f"the snapshot {self.tensors} cannot be read: {error}") from error
+            raise UnreadableSnapshotError(f"the snapshot {self.tensors} cannot be read: {error}") from error
         return loaded
 
 
@@ -303,13 +310,19 @@ def _entries(place: str, held: Mapping[str, Any], tensors: dict[str, Tensor]) ->
     return kept
 
 
+# Options of groups that schedulers set.
+_SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "momentum", "betas", "base_momentum", "max_momentum")
+
+
 def _restore_optimizer_(
     optimizer: Any,
     parameters: Mapping[str, nn.Parameter],
     saved: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     undo: ExitStack,
+    stay: Collection[str],
 ) -> None:
+    """Restore states and groups; where a scheduler sets the rates of a group, the options in `stay` stay."""
     for parameter in [p for p in optimizer.state if id(p) not in {id(parameters[name]) for name in saved["states"]}]:
         del optimizer.state[parameter]
     for name, state in saved["states"].items():
@@ -321,7 +334,9 @@ def _restore_optimizer_(
         # Flags that an earlier torch did not have stay.
         flags = {key: value for key, value in group.items() if value is None or isinstance(value, bool)}
         newer = {key: value for key, value in flags.items() if key not in then["options"]}
-        _restore_entries_(group, then["options"], tensors, undo, beside={"params": group["params"], **newer})
+        kept = stay if "initial_lr" in group else ()
+        beside = {"params": group["params"], **newer}
+        _restore_entries_(group, then["options"], tensors, undo, beside=beside, stay=kept)
 
 
 def _restore_entries_(
@@ -330,12 +345,16 @@ def _restore_entries_(
     tensors: Mapping[str, Tensor],
     undo: ExitStack,
     beside: Mapping[str, Any] = {},
+    stay: Collection[str] = (),
 ) -> None:
     """Restore the entries in their earlier order, so that a later checkpoint is the same too."""
     now = dict(held)
     held.clear()
     held.update(beside)
     for key, entry in saved.items():
+        if key in stay and key in now:
+            held[key] = now[key]
+            continue
         if "tensor" not in entry:
             held[key] = copy.deepcopy(entry["value"])
             continue
@@ -352,7 +371,9 @@ class Rollback:
     Higher values are better, or, with `lower_is_better`, lower ones, as for a loss; `measures` is the value's name in
     messages. It is evaluated before a cut and again `settle` steps after it (the paper: 1 % of the value, 1 % of all
     steps). A cut in between is judged together with the one before it: both stay, or neither. With a `folder` the
-    snapshot is a file there instead of in memory.
+    snapshot is a file there instead of in memory. Without `scheduler=`, rates that a scheduler sets are not restored.
+
+    `evaluate` may only run the model: what else it changes is put back, and changed weights are an error.
     """
 
     evaluate: Callable[[], float]
@@ -380,14 +401,12 @@ class Rollback:
                 raise CompressionError(f"Rollback: folder is {self.folder!r}, expected a folder, there or not, or None")
             object.__setattr__(self, "folder", Path(self.folder))
 
-    def value(self, processes: Processes = Processes()) -> float:
-        """The result of `evaluate`; all processes get that of the first."""
+    def value(self, model: nn.Module, processes: Processes = Processes()) -> float:
+        """The result of `evaluate` for this model; all processes get that of the first."""
         with processes.together("evaluating"):
-            value = self.evaluate()
-            try:
-                number = float(value)
-            except (TypeError, ValueError):
-                raise CompressionError(f"Rollback: evaluate returned {value!r:.100}, expected a number") from None
+            with untouched(model, "evaluate"):
+                value = self.evaluate()
+            number = _number(value)
         return processes.as_first(number)
 
     def accepts(self, value: float, before: float) -> bool:
@@ -404,7 +423,27 @@ class Rollback:
 
     def path(self, step: int) -> Path | None:
         """The file of the snapshot before that step, a different one for each process; None for memory."""
-        return None if self.folder is None else Path(self.folder) / f"before-step-{step}-{os.getpid()}.pt"
+        return None if self.folder is None else Path(self.folder) / f"before-step-{step}-{process_name()}.pt"
+
+
+def _number(value: Any) -> float:
+    try:
+        if isinstance(value, bool | str):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise CompressionError(f"Rollback: evaluate returned {value!r:.100}, expected a number") from None
+
+
+_FILE = re.compile(r"before-step-\d+-(?P<process>\d+-[0-9a-f]+)\.pt")
+
+
+def _remove_left(folder: Path) -> None:
+    """Remove the snapshots of killed processes."""
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if (named := _FILE.fullmatch(path.name)) is not None and has_ended(named["process"]):
+                _remove(path)
 
 
 def _remove(path: Path) -> None:
@@ -445,7 +484,7 @@ class Watch:
         undo.callback(vars(self).update, dict(vars(self)))
         if self.snapshot is None:
             known = self.latest is not None and self.latest[0] == step
-            before = self.latest[1] if known and self.latest is not None else self.guard.value(self.processes)
+            before = self.latest[1] if known and self.latest is not None else self._value()
             if not math.isfinite(before):
                 raise CompressionError(f"Rollback: evaluate returned {before} before a cut, expected a finite number")
             self.before, self.snapshot = before, self._kept(step, undo)
@@ -454,6 +493,7 @@ class Watch:
     def _kept(self, step: int, undo: ExitStack) -> Snapshot:
         path = self.guard.path(step)
         if path is not None:
+            _remove_left(path.parent)
             undo.callback(_remove, path)
         with self.processes.together("taking a snapshot before the cut"):
             return Snapshot.of(self.subject, path)
@@ -463,17 +503,34 @@ class Watch:
         if self.snapshot is None or not self.is_due(step):
             return None
         undo.callback(vars(self).update, dict(vars(self)))
-        value = self.guard.value(self.processes)
+        value = self._value()
         self.latest = step, value
         harmless = self.guard.accepts(value, self.before)
         if not harmless:
             with self.processes.together("restoring the snapshot from before the cut"):
-                self.snapshot.restore_(self.subject, undo)
+                self._restore_(self.snapshot, self.guard.verdict(value, self.before), undo)
         self.spent, self.snapshot = [*self.spent, self.snapshot], None
         if harmless:
             return None
         orders = {name: adapter.order(module) for name, (module, adapter) in find(self.model).items()}
         return Restored(step, orders, self.guard.verdict(value, self.before))
+
+    def _value(self) -> float:
+        return self.guard.value(self.model, self.processes)
+
+    def _restore_(self, snapshot: Snapshot, verdict: str, undo: ExitStack) -> None:
+        try:
+            snapshot.restore_(self.subject, undo)
+        except UnreadableSnapshotError as error:
+            raise CompressionError(
+                f"{verdict}, but {error}. To undo the cut, load a checkpoint from before it, or one that was saved"
+                " while the snapshot was there; to keep it, call accept() of the compressor"
+            ) from error
+
+    def accept(self) -> None:
+        """Keep the cuts that are not judged yet."""
+        self.spent, self.snapshot = self.spent + ([] if self.snapshot is None else [self.snapshot]), None
+        self.tidy()
 
     def tidy(self) -> None:
         """Remove the files of snapshots that nothing needs any more."""
@@ -485,8 +542,13 @@ class Watch:
             self.spent = self.spent[:-1]
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as tensors, numbers and text, with the snapshot if a cut is not judged yet."""
-        snapshot = None if self.snapshot is None else self.snapshot.state_dict()
+        """The state as tensors, numbers and text, with the snapshot if a cut is not judged yet, and if it is there."""
+        snapshot = None
+        if self.snapshot is not None:
+            try:
+                snapshot = self.snapshot.state_dict()
+            except UnreadableSnapshotError as error:
+                warn_caller(f"{error}: a training that is resumed from this state keeps the cuts that are not judged")
         return {"snapshot": snapshot, "before": self.before, "due": self.due}
 
     def require_loadable(self, state: Mapping[str, Any]) -> None:

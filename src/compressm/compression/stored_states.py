@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from compressm.adapters import find
-from compressm.compression.optimizer import Several, kind_of, mixes_parameters, parts_of, role_of
+from compressm.compression.optimizer import mixes_parameters, role_of
+from compressm.compression.several import Several, kind_of, parts_of
 from compressm.errors import CompressionError
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""One run of the model on data while its layers are observed, and the part of that data that is kept."""
+"""A user's functions run the model: its layers are observed, and what else such a function changes is put back."""
 
 from __future__ import annotations
 
@@ -219,13 +219,7 @@ def observe(model: nn.Module, calibrate: Calibrate, observers: Sequence[Observer
     for observer in observers:
         _require_finite(observer.name, observer.module)
     # Compiled code would not call hooks that were added later.
-    with (
-        _as_before(model),
-        _without_steps(model),
-        _attached(observers),
-        torch.no_grad(),
-        torch.compiler.set_stance("force_eager"),
-    ):
+    with untouched(model, "calibrate"), _attached(observers), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         model.eval()
         calibrate(model)
     missed = [repr(observer.name) if observer.name else "the model" for observer in observers if observer.passes == 0]
@@ -237,11 +231,19 @@ def observe(model: nn.Module, calibrate: Calibrate, observers: Sequence[Observer
 
 
 @contextmanager
-def _as_before(model: nn.Module) -> Iterator[None]:
-    """Put back what the block does to the model and to random numbers, even after an error; refuse changed weights.
+def untouched(model: nn.Module, who: str) -> Iterator[None]:
+    """Run a user's function, named `who`: gradients, modes, buffers and random numbers are as before afterwards.
 
-    The copy of all tensors is in CPU memory. With the comparison afterwards it takes 0.08 s for 100 MB on one core.
+    Weights that it changes are put back, and it is refused; so is a step of an optimizer that trains the model. The
+    copy of all tensors is in CPU memory; with the comparison afterwards it takes 0.08 s for 100 MB on one core.
     """
+    with _as_before(model, who), _without_steps(model, who):
+        yield
+
+
+@contextmanager
+def _as_before(model: nn.Module, who: str) -> Iterator[None]:
+    """Put back what the block does to the model and to random numbers, even after an error; refuse changed weights."""
     kept, random_before = Kept(model), random_state()
     modes = {module: module.training for module in model.modules()}
     changed: list[str] = []
@@ -259,19 +261,19 @@ def _as_before(model: nn.Module) -> Iterator[None]:
     if changed:
         shown = ", ".join(changed[:4]) + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
         raise CompressionError(
-            f"calibrate changed {shown}; expected a function that only runs the model. The weights are put back, but"
+            f"{who} changed {shown}; expected a function that only runs the model. The weights are put back, but"
             " not what else it changed, such as the moments of an optimizer"
         )
 
 
 @contextmanager
-def _without_steps(model: nn.Module) -> Iterator[None]:
+def _without_steps(model: nn.Module, who: str) -> Iterator[None]:
     """Refuse the step of an optimizer that trains this model before it changes weights or moments."""
     own, refused = {id(parameter) for parameter in model.parameters()}, list[CompressionError]()
 
     def refuse(optimizer: Any, args: object, options: object) -> None:
         if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-            said = f"calibrate called step() of {type(optimizer).__name__}, which trains this model"
+            said = f"{who} called step() of {type(optimizer).__name__}, which trains this model"
             refused.append(CompressionError(f"{said}; nothing was changed: expected a function that only runs it"))
             raise refused[-1]
 
@@ -285,7 +287,7 @@ def _without_steps(model: nn.Module) -> Iterator[None]:
         _surely(afterwards, remove)
         handles.append(register_optimizer_step_pre_hook(refuse))
         yield
-    if refused:  # and calibrate went on
+    if refused:  # and it went on
         raise refused[-1]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack
 from itertools import compress
 from typing import Any, ClassVar, final
 from weakref import WeakKeyDictionary, WeakSet
@@ -144,6 +145,34 @@ def require_free(module: nn.Module, said: str) -> None:
             " fit; load all of them by load_checkpoint(path, model=..., optimizer=..., compressor=...), or load the"
             " state dict first and make optimizer and compressor afterwards"
         )
+
+
+# The calls at work now, by their marks: each with its model and its text.
+_at_work: dict[object, tuple[nn.Module, str]] = {}
+
+
+def begin_work_(model: nn.Module, call: str, undo: ExitStack) -> object:
+    """Refuse other cuts of the model until `end_work_` of the mark that is returned, or until `undo` is closed."""
+    require_idle(model, call)
+    mark = object()
+    undo.callback(end_work_, mark)
+    _at_work[mark] = (model, call)
+    return mark
+
+
+def end_work_(mark: object) -> None:
+    """Let the model be cut again."""
+    _at_work.pop(mark, None)
+
+
+def require_idle(model: nn.Module, call: str) -> None:
+    """Refuse a call that comes from inside another one that works on the same layers."""
+    for busy, other in list(_at_work.values()):
+        if not set(busy.modules()).isdisjoint(model.modules()):
+            raise CompressionError(
+                f"{call} was called inside {other}, by evaluate, calibrate, filter_fn or a policy: expected functions"
+                " that only run the model"
+            )
 
 
 # The last entry is raised; a package that can renew wrappers adds its own error.

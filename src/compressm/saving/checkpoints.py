@@ -21,14 +21,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from compressm.compression.distributed import renew_wrappers_, unwrapped
-from compressm.compression.optimizer import as_optimizer, as_scheduler, join_, kind_of, leave_, parts_of
+from compressm.compression.optimizer import join_, leave_
 from compressm.compression.rollback import tensor_bytes
+from compressm.compression.several import as_optimizer, as_scheduler, kind_of, parts_of
 from compressm.compression.stored_states import require_optimizer, require_scheduler, states_of
 from compressm.compression.surgery import take_orders_
 from compressm.errors import CompressionError, NoSuchFileError, SavingError
 from compressm.families.observing import random_state, set_random_state
 from compressm.files import replacing
-from compressm.layers.parameters import Kept, replace_data
+from compressm.layers.parameters import Kept, replace_data, require_idle
 from compressm.saving.fitting import (
     require_contents,
     require_fitting,
@@ -212,6 +213,7 @@ def load_checkpoint(
     """
     trainer, rates = as_optimizer(optimizer, SavingError), as_scheduler(scheduler, SavingError)
     require_model(model)
+    require_idle(model, "load_checkpoint(...)")
     require_state("compressor", compressor)
     contents = _read(as_path(path))
     try:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from compressm.compression.distributed import require_rewrappable, wrappers_in
-from compressm.compression.optimizer import kind_of, parts_of
+from compressm.compression.several import kind_of, parts_of
 from compressm.compression.surgery import attributes_of
 from compressm.errors import SavingError
 from compressm.families.observing import require_random_state
