@@ -34,6 +34,10 @@ class ConformanceError(AssertionError):
     """An adapter breaks a promise that every adapter makes; the message says which one, and by how much."""
 
 
+class CaptureError(RuntimeError):
+    """A step cannot be recorded as a CUDA graph; the message names the line or the object, and the cure."""
+
+
 class CompressionError(ValueError):
     """A choice, a model or an optimizer does not allow the cut; the message says what came and what is allowed."""
 

@@ -16,9 +16,23 @@ from torch.nn.parallel import DistributedDataParallel
 
 from compressm.errors import CompressionError
 
+_form_changes = 0
+
+
+def form_changes() -> int:
+    """The number of times that parameters or states of optimizers moved to other memory: a CUDA graph reads the old."""
+    return _form_changes
+
+
+def count_form_change() -> None:
+    """Count a change that `replace_data` does not see."""
+    global _form_changes
+    _form_changes += 1
+
 
 def replace_data(parameter: Tensor, data: Tensor) -> None:
     """Replace a parameter's data in place; the shape may change. Hooks and attributes stay, the old gradient goes."""
+    count_form_change()
     parameter.grad = None
     # An earlier loss that is still referenced holds a gradient accumulator of the old shape, which makes the next
     # backward fail ("invalid gradient ... expected shape"); a change of dtype makes torch forget it.
