@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         rewrap_,
         save_model,
     )
+    from compressm.running import CapturedStep
 
 __version__ = "0.1.0"
 
@@ -50,6 +51,7 @@ __all__ = [
     "PAPER",
     "Baked",
     "Budget",
+    "CapturedStep",
     "Compressor",
     "Cut",
     "EnergyTolerance",
@@ -86,9 +88,10 @@ __all__ = [
 ]
 
 # Everything is loaded when first used: torch alone takes longer to import than `compressm --help` may take.
-_PACKAGES = {"adapters", "compression", "control", "families", "layers", "models", "ops", "saving"}
-# The other names above are those of `compressm.compression`.
-_OF_COMPRESSION = set(__all__) - _PACKAGES - {"__version__"}
+_PACKAGES = {"adapters", "compression", "control", "families", "layers", "models", "ops", "running", "saving"}
+# The other names above are those of `compressm.compression`, and of `compressm.running`.
+_OF_RUNNING = {"CapturedStep"}
+_OF_COMPRESSION = set(__all__) - _PACKAGES - _OF_RUNNING - {"__version__"}
 
 refuse_moved_modules()
 
@@ -96,6 +99,8 @@ refuse_moved_modules()
 def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
         return importlib.import_module(f"compressm.{name}")
+    if name in _OF_RUNNING:
+        return getattr(importlib.import_module("compressm.running"), name)
     if name in _OF_COMPRESSION:
         return getattr(importlib.import_module("compressm.compression"), name)
     raise AttributeError(moved(f"compressm.{name}") or f"module 'compressm' has no attribute {name!r}")

@@ -43,7 +43,8 @@ SHORT_NAMES = {
     "save_model",
 }
 
-NAMES = {"__version__", "adapters", "compression", "control", "layers", "models"} | SHORT_NAMES
+RUNNING_NAMES = {"CapturedStep"}
+NAMES = {"__version__", "adapters", "compression", "control", "layers", "models"} | SHORT_NAMES | RUNNING_NAMES
 
 CONTROL_NAMES = {
     "ControlError",

@@ -1,0 +1,43 @@
+"""Captured steps without a GPU: the function is called as it is, and bad input is refused."""
+
+import pytest
+import torch
+
+import compressm as cs
+from compressm.errors import CaptureError
+
+
+def test_on_a_cpu_the_function_is_just_called():
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    calls = []
+
+    def step(x, *, scale):
+        calls.append(x)
+        loss = (weight * x).sum() * scale
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    captured = cs.CapturedStep(step)
+    batches = [torch.ones(3), torch.zeros(3), torch.ones(3)] * 3
+    values = [captured(batch, scale=2.0) for batch in batches]
+    assert all(given is batch for given, batch in zip(calls, batches, strict=True))
+    assert values[:3] == pytest.approx([6.0, 0.0, 4.8])
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert not captured.is_recorded
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (lambda: cs.CapturedStep(3), r"step_fn is 3, expected a function"),
+        (lambda: cs.CapturedStep(print, warmup=0), r"warmup is 0, expected an integer of at least 1"),
+        (lambda: cs.CapturedStep(print, warmup=True), r"warmup is True"),
+        (lambda: cs.CapturedStep(print, warmup=2.0), r"warmup is 2.0"),
+    ],
+)
+def test_bad_input_is_refused(given, said):
+    with pytest.raises(CaptureError, match=said):
+        given()
