@@ -63,7 +63,7 @@ class Run:
         return self
 
 
-def check(captured, eager):
+def check_same(captured, eager):
     assert captured.step_fn.is_recorded
     left, right = (torch.stack([loss.detach() for loss in run.losses]).cpu() for run in (captured, eager))
     assert torch.allclose(left, right, rtol=2e-4, atol=2e-5), (left - right).abs().max()
@@ -74,7 +74,7 @@ def check(captured, eager):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_losses_are_those_of_the_plain_loop(name):
-    check(*(Run(captured, optimizer=name).train(1, 20) for captured in (True, False)))
+    check_same(*(Run(captured, optimizer=name).train(1, 20) for captured in (True, False)))
 
 
 @pytest.mark.parametrize("layer", [LRU, S5, S4D, Mamba])
@@ -83,7 +83,7 @@ def test_a_step_is_recorded_anew_after_each_of_three_cuts(layer):
     torch.manual_seed(1)
     left, right = (Run(captured, layer=layer, dropout=0.0, **options).train(1, 26) for captured in (True, False))
     assert [block.ssm.order for block in left.model.blocks] == [block.ssm.order for block in right.model.blocks]
-    check(left, right)
+    check_same(left, right)
 
 
 def test_a_step_is_recorded_anew_after_a_rollback():
@@ -93,7 +93,7 @@ def test_a_step_is_recorded_anew_after_a_rollback():
         guard = cs.Rollback(lambda values=values: next(values), settle=6)
         runs.append(Run(captured, when=[6], keep=cs.TargetOrder(4), guard=guard, dropout=0.0).train(1, 20))
         assert [block.ssm.order for block in runs[-1].model.blocks] == [16, 16]
-    check(*runs)
+    check_same(*runs)
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -108,7 +108,7 @@ def test_a_step_is_recorded_anew_after_a_rollback():
 )
 def test_rates_of_a_scheduler_are_followed(schedule, inside):
     runs = [Run(captured, schedule=schedule, inside=inside).train(1, 18) for captured in (True, False)]
-    check(*runs)
+    check_same(*runs)
     assert runs[0].scheduler.last_epoch == runs[1].scheduler.last_epoch == 18
     assert float(runs[0].optimizer.param_groups[0]["lr"]) == pytest.approx(runs[1].optimizer.param_groups[0]["lr"])
 
@@ -122,7 +122,7 @@ def test_rates_that_are_set_by_hand_are_followed():
                 group["lr"] = 1e-2 / step
             run.train(step, step)
         runs.append(run)
-    check(*runs)
+    check_same(*runs)
 
 
 def test_options_that_change_are_followed():
@@ -131,7 +131,7 @@ def test_options_that_change_are_followed():
         run = Run(captured).train(1, 6)
         run.optimizer.param_groups[0]["betas"] = (0.5, 0.9)
         runs.append(run.train(7, 14))
-    check(*runs)
+    check_same(*runs)
 
 
 def test_one_call_is_one_step_and_recording_changes_nothing():
@@ -149,7 +149,7 @@ def test_a_shape_is_recorded_once_and_kept():
             x, target = run.batch(step)
             size = 2 if step % 3 == 0 else 4
             run.losses.append(run.step_fn(x[:size], target[:size]))
-    check(*runs)
+    check_same(*runs)
     assert len(runs[0].step_fn._shapes) == 2
 
 
@@ -163,7 +163,7 @@ def test_a_batch_on_the_cpu_is_moved():
     for k in range(1, 12):
         x, target = run.batch(k)
         run.losses.append(run.step_fn(x.cpu(), target.cpu()))
-    check(run, other.train(1, 11))
+    check_same(run, other.train(1, 11))
 
 
 def test_a_loaded_checkpoint_is_trained_on(tmp_path):
@@ -175,7 +175,7 @@ def test_a_loaded_checkpoint_is_trained_on(tmp_path):
         run.train(9, 15)
         load_checkpoint(tmp_path / "8.pt", **parts)
         runs.append(run.train(9, 16))
-    check(*runs)
+    check_same(*runs)
     losses = torch.stack([loss.detach() for loss in runs[0].losses])
     assert torch.allclose(losses[8:15], losses[15:22], rtol=1e-5)
 
@@ -188,7 +188,7 @@ def test_a_loaded_state_of_the_optimizer_is_trained_on():
         run.train(7, 12)
         run.optimizer.load_state_dict(kept)
         runs.append(run.train(13, 20))
-    check(*runs)
+    check_same(*runs)
 
 
 def test_losses_that_come_back_are_copies():
@@ -261,7 +261,7 @@ def test_gradients_are_accumulated_over_calls(to_none):
                 run.optimizer.step()
                 run.optimizer.zero_grad(set_to_none=to_none)
         results.append(run)
-    check(*results)
+    check_same(*results)
 
 
 def test_a_language_model_in_bfloat16():

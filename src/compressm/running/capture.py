@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, final
@@ -146,10 +147,10 @@ class _Seen:
             return
         stepped: list[Optimizer] = []
         hook = register_optimizer_step_post_hook(lambda optimizer, args, named: stepped.append(optimizer))
-        parameters, schedulers = _living(nn.Parameter), _living(LRScheduler)
+        parameters, schedulers, optimizers = _living(nn.Parameter, LRScheduler, Optimizer)
         gradients = [(p, p.grad, None if p.grad is None else p.grad._version) for p in parameters if p.is_leaf]
         counts = [(scheduler, scheduler.last_epoch) for scheduler in schedulers]
-        rates = [(group, float(group["lr"])) for o in _living(Optimizer) for group in o.param_groups if "lr" in group]
+        rates = [(group, group["lr"]) for o in optimizers for group in o.param_groups if "lr" in group]
         try:
             yield
         finally:
@@ -162,8 +163,9 @@ class _Seen:
         self.parameters = list({id(p): p for p in (*held, *trained)}.values())
         self.device = next((p.device for p in self.parameters if p.is_cuda), None)
         self._watched = True
-        set_inside = any(float(group["lr"]) != rate for group, rate in rates if any(group is one for one in groups))
-        self._require_host_free(set_inside)
+        # A tensor that is changed in place is changed by the recording too.
+        changed = [group for group, rate in rates if group["lr"] is not rate and not _is_equal(group["lr"], rate)]
+        self._require_host_free(any(one is group for one in changed for group in groups))
 
     def _require_host_free(self, set_inside: bool) -> None:
         for scheduler in self.schedulers:
@@ -215,6 +217,10 @@ class _Seen:
         ]
 
 
+def _is_equal(now: Any, then: Any) -> bool:
+    return not isinstance(now, Tensor) and not isinstance(then, Tensor) and now == then
+
+
 def _tensor_rate(group: dict[str, Any], device: torch.device | None) -> Tensor:
     if not (isinstance(group["lr"], Tensor) and group["lr"].device == device):
         group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32, device=device)
@@ -222,9 +228,15 @@ def _tensor_rate(group: dict[str, Any], device: torch.device | None) -> Tensor:
     return rate
 
 
-def _living(kind: type[Any]) -> list[Any]:
-    """All living objects of a class; not isinstance, which proxies of other packages answer."""
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
+def _living(*kinds: type[Any]) -> list[list[Any]]:
+    """All living objects of each class; not isinstance, which proxies of other packages answer."""
+    things = gc.get_objects()
+    present = set(map(type, things))
+    found = []
+    for kind in kinds:
+        numbers = {id(own) for own in present if issubclass(own, kind)}
+        found.append(list(compress(things, map(numbers.__contains__, map(id, map(type, things))))))
+    return found
 
 
 @dataclass(eq=False)

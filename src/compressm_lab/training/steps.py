@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from compressm.compression.distributed import Processes
+from compressm.running import CapturedStep
 from compressm_lab.data.task import IGNORED, Batch, Order, Task, TaskKind
 from compressm_lab.training.building import batch_on, set_rate
 from compressm_lab.training.clock import Clock
@@ -180,7 +181,6 @@ def make_steps(learner: Learner, clock: Clock) -> Steps:
 
 
 _AHEAD = 10_000  # steps whose indices are on the GPU at once
-_WARM_UP = 3
 _TOGETHER = 64  # replays that wait for the GPU at once: few, so that a signal takes effect soon
 
 
@@ -194,54 +194,38 @@ class GraphSteps(Steps):
         self._rates = torch.zeros(_AHEAD, device=device)
         self._cursor = torch.zeros(1, dtype=torch.int64, device=device)
         self._loaded = (0, 0)  # first and last step whose rows are on the GPU
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._warm = 0
+        self._step = CapturedStep(self._next)
 
     def renew(self) -> None:
         """Drop the recording, whose sizes are wrong now, and its memory."""
         super().renew()
-        self._graph, self._warm = None, 0
+        self._step.forget()
 
     def run(self, first: int, last: int, stopped: Callable[[], bool]) -> int:
         self.learner.model.train()
         step = first
         while step <= last:
             alike = self._hold_penalty(step, last)
-            if self._graph is None and self._warm == _WARM_UP:
-                self._record(step)
-            if self._graph is None:
-                self._warm_step(step)
-                step += 1
-            else:
-                self._load(step)
+            self._load(step)
+            end = step
+            if self._step.is_recorded:
                 end = min(alike, self._loaded[1], step + _TOGETHER - 1)
+            # Steps that compile and load kernels, and that are recorded, count as recording.
+            with nullcontext() if self._step.is_recorded else self.clock.phase("capture"):
                 for _ in range(step, end + 1):
-                    self._graph.replay()
-                self._done += end + 1 - step
-                step = end + 1
+                    self._step()
                 torch.cuda.synchronize()
+            self._done += end + 1 - step
+            step = end + 1
             if stopped():
                 break
         return step - 1
 
-    def _record(self, step: int) -> None:
-        """Record a step as a CUDA graph, which runs nothing."""
-        self._load(step)
-        graph = torch.cuda.CUDAGraph()
-        with self.clock.phase("capture"), torch.cuda.graph(graph):
-            set_rate(self.learner.optimizer, self._rates.index_select(0, self._cursor).squeeze(0))
-            self._learn(self._rows.index_select(0, self._cursor).squeeze(0))
-            self._cursor += 1
-        self._graph = graph
-
-    def _warm_step(self, step: int) -> None:
-        """Make one step on a stream of its own; it counts as recording, as kernels are compiled and loaded in it."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with self.clock.phase("capture"), torch.cuda.stream(stream):
-            self._eager(step)
-        torch.cuda.current_stream().wait_stream(stream)
-        self._warm += 1
+    def _next(self) -> None:
+        """Make the step at the cursor, and move it on."""
+        set_rate(self.learner.optimizer, self._rates.index_select(0, self._cursor).squeeze(0))
+        self._learn(self._rows.index_select(0, self._cursor).squeeze(0))
+        self._cursor += 1
 
     def _load(self, step: int) -> None:
         """Put the rows of this step and the next ones on the GPU if needed, and the cursor on this step."""
