@@ -33,6 +33,7 @@ Device = Literal["cpu", "cuda"]
 PrecisionChoice = StrEnum("PrecisionChoice", "float32 tf32 bfloat16")
 PaperTask = StrEnum("PaperTask", "smnist scifar listops imdb aan pathfinder")
 Axis = StrEnum("Axis", "order length width")
+LoopWay = StrEnum("LoopWay", "eager compiled captured laboratory plain plain_compiled")
 
 DeviceOption = Annotated[Device, typer.Option(help="Where to measure.")]
 RepeatsOption = Annotated[int, integer_option("Repeats; the median counts.")]
@@ -191,6 +192,23 @@ def step(
         sizes = [(name.value, n) for name in task or [PaperTask.smnist] for n in order or paper_orders(name.value)]
         cases = tuple(paper_case(name, n, precision=precision.value, compiled=compiled) for name, n in sizes)
     _measure("step", measure_steps, device, out, cases=cases, repeats=repeats)
+
+
+def loop(
+    device: DeviceOption = "cpu",
+    way: Annotated[
+        list[LoopWay] | None, typer.Option(help="Ways to run the loop; again for more. Default: all that are here.")
+    ] = None,
+    repeats: RepeatsOption = 9,
+    out: OutOption = OUT,
+) -> None:
+    """Measure a training step in a user's own loop: eager, compiled, captured, beside the model in plain PyTorch."""
+    from compressm_lab.bench.loop import measure_loops  # brings in torch's compiler
+
+    chosen = [name.value for name in way or ()]
+    if device == "cpu" and (only := [name for name in chosen if name in ("captured", "laboratory")]):
+        raise typer.BadParameter(f"{only[0]} is a CUDA graph: use --device cuda", param_hint="--way")
+    _measure("loop", measure_loops, device, out, ways=chosen, repeats=repeats)
 
 
 def growth(
@@ -354,5 +372,5 @@ def _bad_result(path: Path, error: MeasurementError) -> typer.BadParameter:
 
 
 bench = typer.Typer(help="Measure speed on this machine; results are JSON files with a picture.", no_args_is_help=True)
-for command in (reduction, cut, step, growth, regulariser, speedup, scan, peers, selective, table, draw):
+for command in (reduction, cut, step, loop, growth, regulariser, speedup, scan, peers, selective, table, draw):
     bench.command()(command)

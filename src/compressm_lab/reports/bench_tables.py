@@ -187,6 +187,24 @@ def _launches(row: Row) -> str:
 AXES = {"order": "n", "length": "L", "width": "H"}
 
 
+def loop_grids(measurement: Measurement) -> list[Grid]:
+    """Times of a step in every way, a row a model."""
+    words = ("model", "precision", "way", "device")
+    measurement.require("loop", needed=(*words, "order"), words=words)
+    ways = list(dict.fromkeys(str(row["way"]) for row in measurement.rows))
+    models = grouped(measurement.rows, lambda row: (row["model"], row["order"], row["precision"]))
+    cells = [tuple(map(str, model)) + tuple(_step_cell(rows, way) for way in ways) for model, rows in models.items()]
+    notes = dict.fromkeys(f"{row['model']}, {row['way']}: {row['note']}" for row in measurement.rows if "note" in row)
+    return [
+        Grid("A training step in a user's own loop", ("model", "n", "precision", *ways), tuple(cells), "; ".join(notes))
+    ]
+
+
+def _step_cell(rows: list[Row], way: str) -> str:
+    times = [float(row["step_s"]) for row in rows if row["way"] == way and "step_s" in row]
+    return duration(times[0]) if times else NOTHING
+
+
 def growth_axes(measurement: Measurement) -> dict[str, dict[str, dict[int, Row]]]:
     """The rows of every axis that was measured, by precision, then by size; an unknown axis is refused."""
     needed = ("axis", "order", "length", "width", "depth", "batch", "precision", "device", "step_s", "floor_s")
@@ -275,6 +293,7 @@ GRIDS: dict[str, Callable[[Measurement], list[Grid]]] = {
     "regulariser": regulariser_grids,
     "step": step_grids,
     "growth": growth_grids,
+    "loop": loop_grids,
     "speedup": speedup_grids,
     "scan": scan_grids,
     "peers": peer_grids,
