@@ -190,7 +190,7 @@ AXES = {"order": "n", "length": "L", "width": "H"}
 def loop_grids(measurement: Measurement) -> list[Grid]:
     """Times of a step in every way, a row a model."""
     words = ("model", "precision", "way", "device")
-    measurement.require("loop", needed=(*words, "order"), words=words)
+    measurement.require("loop", needed=(*words, "order"), words=(*words, "note"))
     ways = list(dict.fromkeys(str(row["way"]) for row in measurement.rows))
     models = grouped(measurement.rows, lambda row: (row["model"], row["order"], row["precision"]))
     cells = [tuple(map(str, model)) + tuple(_step_cell(rows, way) for way in ways) for model, rows in models.items()]
