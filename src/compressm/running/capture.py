@@ -186,10 +186,10 @@ class _Seen:
             for group in optimizer.param_groups:
                 if group.get("capturable") is False:
                     group["capturable"] = True
+                if isinstance(optimizer, torch.optim.SGD):
+                    group["fused"], group["foreach"] = True, False  # the others read the rate on the host
                 for parameter in group["params"]:
-                    count = optimizer.state.get(parameter, {}).get("step")
-                    if isinstance(count, Tensor) and parameter.is_cuda and not count.is_cuda:
-                        optimizer.state[parameter]["step"] = count.to(parameter.device, torch.float32)
+                    _count_on_device_(optimizer.state.get(parameter, {}), parameter.device)
         self._memory = [(parameter, parameter.data_ptr()) for parameter in self.parameters]
         self._states = [(optimizer, optimizer.state) for optimizer in self.optimizers]
         self._rates = [
@@ -215,6 +215,13 @@ class _Seen:
             for name, value in group.items()
             if name not in ("params", "lr", "initial_lr") and not isinstance(value, Tensor)
         ]
+
+
+def _count_on_device_(state: dict[str, Any], device: torch.device) -> None:
+    """Move step counts and the like to the device of their parameter."""
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.ndim == 0 and value.device != device:
+            state[name] = value.to(device, torch.float32)
 
 
 def _is_equal(now: Any, then: Any) -> bool:
@@ -293,6 +300,7 @@ def _record(
         except BaseException as error:
             for parameter, gradient in before:
                 parameter.grad = gradient
+            _end_broken_recording(device)
             if isinstance(error, Exception):
                 raise _refused(error) from error
             raise
@@ -305,6 +313,12 @@ def _record(
     ]
     left = [(p, after[id(p)]) for p, then in before if after[id(p)] is not then]
     return _Recording(graph, inputs, returned, needs, left, options, seen.schedulers)
+
+
+def _end_broken_recording(device: torch.device) -> None:
+    """Record next to nothing: torch's random generator believes in a recording until one has ended well."""
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        torch.zeros(1, device=device)
 
 
 def _refused(error: Exception) -> CaptureError:
