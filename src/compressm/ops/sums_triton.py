@@ -7,9 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from compressm.ops.launching_triton import launched
+from compressm.ops.memory import cdiv
+
 _ROWS, _COLS = 256, 8
 
 
+@launched
 @triton.jit(do_not_specialize=["rows", "width"])
 def _column_sums(x, out, rows, width, ROWS: tl.constexpr, COLS: tl.constexpr):
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)
@@ -26,5 +30,5 @@ def column_sums(x: Tensor) -> Tensor:
     """Sum (rows, width) over its rows to (width,), float32; the rows are partial sums of earlier programs."""
     rows, width = x.shape
     out = torch.empty(width, dtype=torch.float32, device=x.device)
-    _column_sums[(triton.cdiv(width, _COLS),)](x, out, rows, width, ROWS=_ROWS, COLS=_COLS, num_warps=8)
+    _column_sums[(cdiv(width, _COLS),)](x, out, rows, width, ROWS=_ROWS, COLS=_COLS, num_warps=8)
     return out

@@ -10,10 +10,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from compressm.ops.memory import Launch
+from compressm.ops.launching_triton import launched
+from compressm.ops.memory import Launch, cdiv, next_power_of_2
 from compressm.ops.sums_triton import column_sums
 
 
+@launched
 @triton.jit(do_not_specialize=["rows"])
 def _forward(x, weight, bias, z, rows, H: tl.constexpr, INPUTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     row = tl.program_id(0) // tl.cdiv(H, COLS) * ROWS + tl.arange(0, ROWS)
@@ -28,6 +30,7 @@ def _forward(x, weight, bias, z, rows, H: tl.constexpr, INPUTS: tl.constexpr, RO
     tl.store(to, value.to(z.dtype.element_ty), mask=here[:, None] & inside[None, :])
 
 
+@launched
 @triton.jit(do_not_specialize=["rows"])
 def _backward(
     x, dz, partial, rows, H: tl.constexpr, INPUTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -61,7 +64,7 @@ class LinearOfFew(torch.autograd.Function):
         x, weight, bias, (H, inputs) = x.contiguous(), weight.contiguous(), bias.contiguous(), weight.shape
         z, rows = torch.empty(*x.shape[:-1], H, dtype=dtype, device=x.device), x.numel() // inputs
         launch = _launch(H)
-        grid = (triton.cdiv(rows, launch.ROWS) * triton.cdiv(H, launch.COLS),)
+        grid = (cdiv(rows, launch.ROWS) * cdiv(H, launch.COLS),)
         _forward[grid](x, weight, bias, z, rows, **launch.options(H=H, INPUTS=inputs))
         ctx.save_for_backward(x)
         ctx.dtypes = weight.dtype, bias.dtype
@@ -72,16 +75,16 @@ class LinearOfFew(torch.autograd.Function):
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
         (x,), dz, H = ctx.saved_tensors, dz.contiguous(), dz.shape[-1]
         inputs, launch, rows = x.shape[-1], _launch(H), dz.numel() // H
-        workers = launch.workers(triton.cdiv(rows, launch.ROWS))
+        workers = launch.workers(cdiv(rows, launch.ROWS))
         partial = torch.empty(workers, (1 + inputs) * H, dtype=torch.float32, device=x.device)
-        grid = (workers * triton.cdiv(H, launch.COLS),)
+        grid = (workers * cdiv(H, launch.COLS),)
         _backward[grid](x, dz, partial, rows, **launch.options(H=H, INPUTS=inputs, STAGES=3))
         dbias, dweight = column_sums(partial).split([H, inputs * H])
         return None, dweight.view(inputs, H).mT.to(ctx.dtypes[0]), dbias.to(ctx.dtypes[1]), None
 
 
 def _launch(H: int) -> Launch:
-    columns = min(triton.next_power_of_2(H), 128)
+    columns = min(next_power_of_2(H), 128)
     return Launch(ROWS=2048 // columns, COLS=columns, num_warps=4, programs=264)
 
 
@@ -93,6 +96,7 @@ _PROGRAMS = 264  # programs, two for each multiprocessor of an H200
 _LARGEST = {torch.bfloat16: 1024, torch.float16: 1024, torch.float32: 512}
 
 
+@launched
 @triton.jit(do_not_specialize=["count", "vocabulary"])
 def _look_up(tokens, table, out, count, vocabulary, H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Copy each token's row; a token outside the table gives NaN, since nothing else checks it in a CUDA graph."""
@@ -106,6 +110,7 @@ def _look_up(tokens, table, out, count, vocabulary, H: tl.constexpr, ROWS: tl.co
     tl.store(to, value.to(tl.float32).to(out.dtype.element_ty), mask=here[:, None] & inside)
 
 
+@launched
 @triton.jit(do_not_specialize=["count", "vocabulary"])
 def _sum_by_token(
     tokens, dout, partial, count, vocabulary, H: tl.constexpr, ENTRIES: tl.constexpr, ROWS: tl.constexpr,
@@ -141,9 +146,9 @@ class TokenFeatures(torch.autograd.Function):
     def forward(ctx: Any, tokens: Tensor, table: Tensor, dtype: torch.dtype) -> Tensor:
         tokens, table, (vocabulary, H) = tokens.contiguous(), table.contiguous(), table.shape
         out = torch.empty(*tokens.shape, H, dtype=dtype, device=table.device)
-        columns = min(triton.next_power_of_2(H), 128)
+        columns = min(next_power_of_2(H), 128)
         rows = _VALUES // columns
-        grid = (triton.cdiv(tokens.numel(), rows) * triton.cdiv(H, columns),)
+        grid = (cdiv(tokens.numel(), rows) * cdiv(H, columns),)
         _look_up[grid](tokens, table, out, tokens.numel(), vocabulary, H=H, ROWS=rows, COLS=columns, num_warps=4)
         ctx.save_for_backward(tokens)
         ctx.vocabulary, ctx.dtype = vocabulary, table.dtype
@@ -162,12 +167,12 @@ class TokenFeatures(torch.autograd.Function):
 def _gradient(tokens: Tensor, dout: Tensor, vocabulary: int) -> Tensor:
     """The gradient of the table: (vocabulary, width), float32."""
     H = dout.shape[-1]
-    columns = min(max(triton.next_power_of_2(H), 16), 128)
-    tiles = triton.cdiv(vocabulary, _ENTRIES) * triton.cdiv(H, columns)
+    columns = min(max(next_power_of_2(H), 16), 128)
+    tiles = cdiv(vocabulary, _ENTRIES) * cdiv(H, columns)
     # Without tensor cores a thread holds its share of both factors of a product in registers.
     rows = 16 if dout.dtype is torch.float32 else 64
     launch = Launch(ROWS=rows, COLS=columns, num_warps=4, programs=max(_PROGRAMS // tiles, 1))
-    runs = launch.workers(triton.cdiv(tokens.numel(), rows))
+    runs = launch.workers(cdiv(tokens.numel(), rows))
     partial = torch.empty(runs, vocabulary * H, dtype=torch.float32, device=dout.device)
     options = launch.options(H=H, ENTRIES=_ENTRIES, STAGES=4)
     _sum_by_token[(runs * tiles,)](tokens, dout, partial, tokens.numel(), vocabulary, **options)

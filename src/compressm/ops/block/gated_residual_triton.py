@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from compressm.ops.memory import Launch, product_in, rows_of
+from compressm.ops.launching_triton import launched
+from compressm.ops.memory import Launch, cdiv, next_power_of_2, product_in, rows_of
 from compressm.ops.sums_triton import column_sums
 
 
@@ -79,6 +80,7 @@ def _next(start, repeat, repeats, ROWS: tl.constexpr):
     return tl.where(last, start + ROWS, start), tl.where(last, 0, repeat)
 
 
+@launched
 @triton.jit(do_not_specialize=["period", "repeats", "items"])
 def activate(
     y, u, D, keep, z, period, repeats, items, scale,
@@ -104,6 +106,7 @@ def activate(
         start, repeat = _next(start, repeat, repeats, ROWS)
 
 
+@launched
 @triton.jit(do_not_specialize=["period", "repeats", "items"])
 def gate(
     vg, x, bias, keep, out, moments, period, repeats, items, scale,
@@ -151,6 +154,7 @@ def gate(
         tl.store(to + 2 * H, tl.zeros((COLS,), tl.float32) + total, mask=inside)
 
 
+@launched
 @triton.jit(do_not_specialize=["steps", "period", "repeats", "items"])
 def gate_backward(
     dout, vg, bias, keep, dvg, partial, steps, period, repeats, items, scale, SHARED: tl.constexpr,
@@ -191,6 +195,7 @@ def gate_backward(
     tl.store(to + H, tl.sum(g_sum, 0), mask=inside)
 
 
+@launched
 @triton.jit(do_not_specialize=["period", "repeats", "items"])
 def activate_backward(
     dz, y, u, D, keep, dy, du, partial, period, repeats, items, scale,
@@ -235,6 +240,7 @@ def _block(weight, col, H: tl.constexpr, PACK: tl.constexpr):
     return tl.load(weight + (col % H)[:, None] * H + col % H, mask=live, other=0.0).to(tl.float32)
 
 
+@launched
 @triton.jit(do_not_specialize=["rows", "period"])
 def narrow(
     y, u, D, x, weight, bias, keep_in, keep_out, out, vg, rows, period, scale,
@@ -262,6 +268,7 @@ def narrow(
     tl.store(out + at, value.to(out.dtype.element_ty), mask=live)
 
 
+@launched
 @triton.jit(do_not_specialize=["steps", "rows", "period"])
 def narrow_backward(
     dout, vg, y, u, D, weight, keep_in, keep_out, dy, du, partial, steps, rows, period, scale, SHARED: tl.constexpr,
@@ -363,7 +370,7 @@ class WideGatedResidual(torch.autograd.Function):
         with torch.autocast(y.device.type, enabled=False):
             vg = z @ cast.mT
         grid, sizes, options = _wide_plan(tokens, flags, y, _GATE)
-        workers = grid[0] // triton.cdiv(H, options["COLS"])
+        workers = grid[0] // cdiv(H, options["COLS"])
         moments = torch.empty(workers, 3, H, dtype=torch.float32, device=y.device) if measured else None
         gate[grid](vg, x, bias, flags.second, out, moments, *sizes, **options)
         ctx.save_for_backward(y, u, D, cast, bias, keep, z, vg)
@@ -382,7 +389,7 @@ class WideGatedResidual(torch.autograd.Function):
         tokens, H = z.shape
         flags = _flags(keep, ctx.rate, tokens)
         grid, sizes, options = _wide_plan(tokens, flags, y, _BACKWARD)
-        workers = grid[0] // triton.cdiv(H, options["COLS"])
+        workers = grid[0] // cdiv(H, options["COLS"])
         onwards = needs_y or needs_u or needs_D or needs_link
         allocate = torch.empty if onwards else torch.zeros  # half of it is written by the second kernel
         partial = allocate(workers, 4 * H, dtype=torch.float32, device=y.device)
@@ -398,7 +405,7 @@ class WideGatedResidual(torch.autograd.Function):
                 du = torch.empty_like(u) if needs_u else None
                 # Twice as many programs with half the columns: three sequences and two sums fill the registers.
                 options["COLS"] = min(options["COLS"], 64)
-                grid = (workers * triton.cdiv(H, options["COLS"]),)
+                grid = (workers * cdiv(H, options["COLS"]),)
                 activate_backward[grid](dz, y, u, D, flags.first, dy, du, partial, *sizes, **options)
         if needs_bias or needs_D or needs_totals:
             sums = column_sums(partial)
@@ -466,11 +473,11 @@ _NARROW = Launch(ROWS=16, COLS=16, num_warps=1, programs=528)
 def _wide_plan(tokens: int, flags: Flags, y: Tensor, launch: Launch) -> tuple[tuple[int], tuple[Any, ...], dict]:
     """The grid, sizes and options of a wide kernel; a tile has the same number of entries for every H."""
     H = y.shape[-1]
-    columns = min(triton.next_power_of_2(H), launch.COLS)
+    columns = min(next_power_of_2(H), launch.COLS)
     launch = launch._replace(ROWS=launch.ROWS * launch.COLS // columns, COLS=columns)
     repeats = tokens // flags.period
-    items = triton.cdiv(flags.period, launch.ROWS) * repeats
-    grid = (launch.workers(items) * triton.cdiv(H, columns),)
+    items = cdiv(flags.period, launch.ROWS) * repeats
+    grid = (launch.workers(items) * cdiv(H, columns),)
     sizes = (flags.period, repeats, items, flags.scale)
     return grid, sizes, launch.options(H=H, VECTOR=16 // y.element_size(), STAGES=3)
 
@@ -479,15 +486,16 @@ def _narrow_plan(flags: Flags, y: Tensor) -> tuple[int, tuple[Any, ...], dict]:
     """The tiles, sizes and options of a narrow kernel; packed rows fit into 16 columns and divide the flags' period."""
     H = y.shape[-1]
     pack = next(count for count in range(max(16 // H, 1), 0, -1) if flags.period % count == 0)
-    rows, columns = y.numel() // H // pack, max(16, triton.next_power_of_2(H))
+    rows, columns = y.numel() // H // pack, max(16, next_power_of_2(H))
     launch = _NARROW._replace(COLS=columns, num_warps=columns // 16)
     options = launch.options(H=H, PACK=pack, VECTOR=16 // y.element_size(), PRECISION="tf32x3")
-    return triton.cdiv(rows, launch.ROWS), (rows, flags.period // pack, flags.scale), options
+    return cdiv(rows, launch.ROWS), (rows, flags.period // pack, flags.scale), options
 
 
 _TILE = {"VALUES": 2048, "num_warps": 4}
 
 
+@launched
 @triton.jit
 def _add_kept(x, y, keep, out, total, drawn, scale, SHARED: tl.constexpr, VALUES: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * VALUES + tl.arange(0, VALUES)
@@ -519,6 +527,6 @@ class DroppedResidual(torch.autograd.Function):
 def _launched(x: Tensor | None, y: Tensor, keep: Tensor, rate: float, dtype: torch.dtype) -> Tensor:
     out = torch.empty(y.shape, dtype=dtype, device=y.device)
     shared = keep.numel() < y.numel()
-    grid = (triton.cdiv(y.numel(), _TILE["VALUES"]),)
+    grid = (cdiv(y.numel(), _TILE["VALUES"]),)
     _add_kept[grid](x, y, keep, out, y.numel(), keep.numel(), 1 / (1 - rate), SHARED=shared, **_TILE)
     return out

@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from compressm.ops.memory import Launch, rows_of
+from compressm.ops.launching_triton import launched
+from compressm.ops.memory import Launch, cdiv, next_power_of_2, rows_of
 from compressm.ops.sums_triton import column_sums
 
 _NARROW = 32
@@ -81,6 +82,7 @@ def _settle(
     tl.store(zero, 0.0)
 
 
+@launched
 @triton.jit(do_not_specialize=["tokens"])
 def _statistics(
     x, partial, batches, tokens, H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr
@@ -112,6 +114,7 @@ def _statistics(
         tl.store(batches, tl.load(batches) + 1)
 
 
+@launched
 @triton.jit(do_not_specialize=["tokens", "programs"])
 def _combine(
     x, partial, statistics, zero, running_mean, running_var, batches, momentum, eps, tokens, programs,
@@ -125,6 +128,7 @@ def _combine(
     _settle(mean, variance, statistics, zero, running_mean, running_var, batch, momentum, eps, tokens, col, inside, H)
 
 
+@launched
 @triton.jit(do_not_specialize=["tokens", "programs"])
 def _apply(
     x, weight, bias, u, partial, statistics, zero, running_mean, running_var, batches, momentum, eps, tokens, programs,
@@ -169,6 +173,7 @@ def _arriving(du, dlink, D, here, at, live):
     return total
 
 
+@launched
 @triton.jit(do_not_specialize=["tokens"])
 def _backward_sums(
     du, dlink, skip, x, statistics, partial, tokens, H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -219,6 +224,7 @@ def _sum_along(
     return tl.sum(total, 0) * scale
 
 
+@launched
 @triton.jit(do_not_specialize=["tokens"])
 def _known_sums(
     drive, link, du, dlink, skip, x, weight, bias, statistics, sums, tokens,
@@ -252,6 +258,7 @@ def _summed(partial, programs, col, inside, H: tl.constexpr, CHUNK: tl.constexpr
     return tl.sum(total, 0)
 
 
+@launched
 @triton.jit(do_not_specialize=["tokens", "programs", "steps"])
 def _backward_apply(
     du, dlink, skip, residual, x, weight, statistics, partial, sums, dx, tokens, programs, steps,
@@ -325,7 +332,7 @@ class FusedBatchNorm(torch.autograd.Function):
         written = (statistics, zero, running_mean, running_var, batches, momentum, eps, tokens, len(partial))
         if H > _NARROW:
             few = options | {"COLS": 8, "CHUNK": 256, "num_warps": 8}
-            _combine[(triton.cdiv(H, 8),)](dense, partial, *written, COUNTED=counted, **few)
+            _combine[(cdiv(H, 8),)](dense, partial, *written, COUNTED=counted, **few)
         merged = partial if H <= _NARROW else None
         _apply[(tiles * columns,)](dense, weight, bias, u, merged, *written, COUNTED=counted, CHUNK=128, **options)
         ctx.set_materialize_grads(False)
@@ -356,7 +363,7 @@ class FusedBatchNorm(torch.autograd.Function):
         if known:
             sums = torch.empty_like(statistics)
             given = (drive, link, du, dlink, skip, x, weight, bias, statistics, sums, tokens)
-            _known_sums[(triton.cdiv(H, 16),)](*given, H=H, ROWS=128, COLS=16, num_warps=4)
+            _known_sums[(cdiv(H, 16),)](*given, H=H, ROWS=128, COLS=16, num_warps=4)
         else:
             stages = 3 if H > _NARROW else 1
             grid = (len(partial) * columns,)
@@ -375,20 +382,21 @@ class FusedBatchNorm(torch.autograd.Function):
 def _plan(x: Tensor) -> tuple[int, int, int, Tensor, dict]:
     """Rows, tiles of rows, blocks of columns, memory for one row of sums a program, and the options of the kernels."""
     H = x.shape[-1]
-    tokens, columns = x.numel() // H, min(triton.next_power_of_2(H), 128)
+    tokens, columns = x.numel() // H, min(next_power_of_2(H), 128)
     # Measured on an H200.
     launch = Launch(ROWS=4096 // columns, COLS=columns, num_warps=8, programs=128)
     if H > _NARROW:
         launch = Launch(ROWS=2048 // columns, COLS=columns, num_warps=4, programs=132)
-    tiles = triton.cdiv(tokens, launch.ROWS)
+    tiles = cdiv(tokens, launch.ROWS)
     partial = torch.empty(launch.workers(tiles), 2, H, dtype=torch.float32, device=x.device)
-    return tokens, tiles, triton.cdiv(H, columns), partial, launch.options(H=H)
+    return tokens, tiles, cdiv(H, columns), partial, launch.options(H=H)
 
 
 _VALUES = 4096  # numbers in a tile
 _PROGRAMS = 1024  # programs of the backward pass, each with a row of sums
 
 
+@launched
 @triton.jit
 def _normalise(x, weight, out, rows, width, eps, ROWS: tl.constexpr, COLS: tl.constexpr):
     row, col = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLS)
@@ -402,6 +410,7 @@ def _normalise(x, weight, out, rows, width, eps, ROWS: tl.constexpr, COLS: tl.co
     tl.store(out + at, value.to(out.dtype.element_ty), mask=live)
 
 
+@launched
 @triton.jit
 def _normalise_back(x, weight, dout, beside, dx, sums, rows, width, eps, ROWS: tl.constexpr, COLS: tl.constexpr):
     """dx = s (g − n mean(g n)) + beside, where n = x s and g = weight dout; dweight is the sum of dout n."""
@@ -461,5 +470,5 @@ class RMSNormRows(torch.autograd.Function):
 def _sizes(x: Tensor) -> tuple[int, int, dict[str, int]]:
     """The rows, their width, and the tile of a program."""
     width = x.shape[-1]
-    COLS = triton.next_power_of_2(width)
+    COLS = next_power_of_2(width)
     return x.numel() // width, width, {"ROWS": max(1, _VALUES // COLS), "COLS": COLS, "num_warps": 4}

@@ -7,7 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from compressm.ops.launching_triton import launched
+from compressm.ops.memory import cdiv, next_power_of_2
 
+
+@launched
 @triton.jit(do_not_specialize=["length"])
 def _mean(x, out, length, H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     batch, row = tl.program_id(0).to(tl.int64), tl.arange(0, ROWS)
@@ -24,14 +28,15 @@ def _mean(x, out, length, H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexp
 def mean_of_rows(x: Tensor) -> Tensor:
     """Average (batch, length, width) over time to (batch, width)."""
     x, (batch, length, H) = x.contiguous(), x.shape
-    out, columns = x.new_empty(batch, H), min(triton.next_power_of_2(H), 64)
-    _mean[(batch, triton.cdiv(H, columns))](x, out, length, H=H, ROWS=2048 // columns, COLS=columns, num_warps=8)
+    out, columns = x.new_empty(batch, H), min(next_power_of_2(H), 64)
+    _mean[(batch, cdiv(H, columns))](x, out, length, H=H, ROWS=2048 // columns, COLS=columns, num_warps=8)
     return out
 
 
 _VALUES = 4096  # numbers in a tile
 
 
+@launched
 @triton.jit
 def _rows_before(x, lengths, out, length, width, ROWS: tl.constexpr, COLS: tl.constexpr):
     b = tl.program_id(1).to(tl.int64)
@@ -48,8 +53,8 @@ def rows_before(x: Tensor, lengths: Tensor) -> Tensor:
     x, lengths = x.contiguous(), lengths.to(x.device).contiguous()
     out = torch.empty_like(x)
     batch, length, width = x.shape
-    COLS = min(512, triton.next_power_of_2(width))
+    COLS = min(512, next_power_of_2(width))
     ROWS = max(1, _VALUES // COLS)
-    grid = (triton.cdiv(length, ROWS), batch, triton.cdiv(width, COLS))
+    grid = (cdiv(length, ROWS), batch, cdiv(width, COLS))
     _rows_before[grid](x, lengths, out, length, width, ROWS=ROWS, COLS=COLS, num_warps=4)
     return out

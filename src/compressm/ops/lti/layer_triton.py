@@ -15,7 +15,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
+from compressm.ops.launching_triton import launched
 from compressm.ops.lti.scan_triton import Walk, _carried, _next_span, _poles, _power, _powers, _rows, _times
+from compressm.ops.memory import cdiv
 from compressm.ops.sums_triton import column_sums
 
 # Measured on an H200.
@@ -56,6 +58,7 @@ def _driven(values, w_re, w_im, l_re, l_im, k: tl.constexpr, CHANNELS: tl.conste
     return l_re, l_im
 
 
+@launched
 @triton.jit(do_not_specialize=["by_pair", "by_mode", "by_channel", "length", "n", "segment"])
 def _ends(source, matrix, by_pair, by_mode, by_channel, table, ends, length, n, segment, SIGN: tl.constexpr,
           CHANNELS: tl.constexpr, MODES: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr):  # fmt: skip
@@ -84,6 +87,7 @@ def _ends(source, matrix, by_pair, by_mode, by_channel, table, ends, length, n, 
     tl.store(to + n, c_im.to(tl.float32), mask=mode < n)
 
 
+@launched
 @triton.jit(do_not_specialize=["length", "n", "segment"])
 def _forward(u, B, table, state, ends, h, length, n, segment, HAS_STATE: tl.constexpr, P: tl.constexpr,
              MODES: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr):  # fmt: skip
@@ -119,6 +123,7 @@ def _forward(u, B, table, state, ends, h, length, n, segment, HAS_STATE: tl.cons
         c_re, c_im = _next_span(c_re, c_im, l_re, l_im, s_re, s_im)
 
 
+@launched
 @triton.jit(do_not_specialize=["length", "n", "segment"])
 def _backward(u, dy, C, h, table, state, ends, g, parts, dstate, length, n, segment, HAS_STATE: tl.constexpr,
               P: tl.constexpr, Q: tl.constexpr, MODES: tl.constexpr, ROWS: tl.constexpr,
@@ -197,6 +202,7 @@ def _backward(u, dy, C, h, table, state, ends, g, parts, dstate, length, n, segm
         tl.store(to + 2 * n * (1 + P + channel) + n + mode, dc_im[channel], mask=inside)
 
 
+@launched
 @triton.jit(do_not_specialize=["rows", "depth", "by_depth", "by_column"])
 def _product(a, b, out, rows, depth, by_depth, by_column, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
              ROWS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
@@ -223,11 +229,11 @@ class NarrowLayer(torch.autograd.Function):
         (batch, length, p), n = u.shape, B.shape[1]
         segments, segment = _segments(batch, length, n)
         table = torch.empty(3, 2, n, dtype=torch.float64, device=u.device)
-        _powers[(triton.cdiv(n, 32), 3)](logs.contiguous(), table, n, segment, STRIDE=1, SPAN=_SPAN, MODES=32,
+        _powers[(cdiv(n, 32), 3)](logs.contiguous(), table, n, segment, STRIDE=1, SPAN=_SPAN, MODES=32,
                                          num_warps=1)  # fmt: skip
         ends = B.new_empty(max(1, segments - 1), batch, 2, n)
         h = B.new_empty(batch * length, 2 * n)
-        sizes, blocks = (length, n, segment), triton.cdiv(n, _NARROW_MODES)
+        sizes, blocks = (length, n, segment), cdiv(n, _NARROW_MODES)
         if segments > 1:
             _ends[(blocks, segments - 1, batch)](u, B, n * p, p, 1, table, ends, *sizes, SIGN=1, CHANNELS=p, **_SIZES)
         state = None if state is None else state.contiguous()
@@ -244,7 +250,7 @@ class NarrowLayer(torch.autograd.Function):
         (batch, length, p), (q, _, n) = u.shape, C.shape
         ends, g = B.new_empty(max(1, segments - 1), batch, 2, n), torch.empty_like(h)
         parts, dstate = B.new_empty(segments * batch, 2 * n * (1 + p + q)), B.new_empty(batch, 2, n)
-        sizes, blocks = (length, n, segment), triton.cdiv(n, _NARROW_MODES)
+        sizes, blocks = (length, n, segment), cdiv(n, _NARROW_MODES)
         if segments > 1:
             _ends[(blocks, segments - 1, batch)](dy, C, n, 1, 2 * n, table, ends, *sizes, SIGN=-1, CHANNELS=q, **_SIZES)
         given = (u, dy, C, h, table, dstate if state is None else state, ends)
@@ -260,7 +266,7 @@ def _multiplied(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
     """Fill `out` with a @ b, as exact as torch's matmul precision asks."""
     rows, depth = a.shape
     precision = "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-    _product[(triton.cdiv(rows, 64),)](a, b, out, rows, depth, b.stride(0), b.stride(1), COLUMNS=b.shape[1],
+    _product[(cdiv(rows, 64),)](a, b, out, rows, depth, b.stride(0), b.stride(1), COLUMNS=b.shape[1],
                                        WIDE=16, ROWS=64, DEPTH=32, PRECISION=precision)  # fmt: skip
     return out
 
@@ -271,8 +277,8 @@ _SIZES: dict[str, Any] = {"MODES": _NARROW_MODES, "ROWS": _ROWS, "SPAN": _SPAN, 
 def _segments(batch: int, length: int, n: int) -> tuple[int, int]:
     """The number of segments, and the steps in each: whole spans."""
     wanted = max(1, _THREADS // (batch * n))
-    segment = triton.cdiv(triton.cdiv(length, _SPAN), wanted) * _SPAN
-    return triton.cdiv(length, segment), segment
+    segment = cdiv(cdiv(length, _SPAN), wanted) * _SPAN
+    return cdiv(length, segment), segment
 
 
 STEPS = 16  # T, the steps of a chunk
@@ -288,6 +294,7 @@ def _short_power(log_modulus, phase, exponent):
     return modulus * tl.cos(angle), modulus * tl.sin(angle)
 
 
+@launched
 @triton.jit(do_not_specialize=["n"])
 def _tables(logs, B, C, collect, collect_t, emit, emit_t, n, T: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
             MODES: tl.constexpr):  # fmt: skip
@@ -323,6 +330,7 @@ def _tables(logs, B, C, collect, collect_t, emit, emit_t, n, T: tl.constexpr, P:
         tl.store(to + n * T * Q, im, mask=inside & (j > 0))
 
 
+@launched
 @triton.jit(do_not_specialize=["n"])
 def _tables_backward(logs, B, C, dcollect, demit, parts, dB, dC, n, T: tl.constexpr, P: tl.constexpr,
                      Q: tl.constexpr, POWERS: tl.constexpr, MODES: tl.constexpr):  # fmt: skip
@@ -358,6 +366,7 @@ def _tables_backward(logs, B, C, dcollect, demit, parts, dB, dC, n, T: tl.conste
     tl.store(to + n, tl.sum(j * (d_im * m_re[None, :] - d_re * m_im[None, :]), 0), mask=inside)
 
 
+@launched
 @triton.jit
 def _toeplitz(kernel, own, T: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, BLOCK: tl.constexpr):
     """Write own[t, q, s, p] = K_{t−s}[q, p] from `kernel` (q, T, p), where lag j stands at T−1−j."""
@@ -367,6 +376,7 @@ def _toeplitz(kernel, own, T: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, BL
     tl.store(own + at, value, mask=t < T)
 
 
+@launched
 @triton.jit
 def _lags(down, dkernel, T: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, BLOCK: tl.constexpr):
     """Write the gradient of every K_j: the sum along its diagonal of blocks."""
@@ -389,8 +399,8 @@ class ChunkedLayer(torch.autograd.Function):
         collect, collect_t, own = B.new_empty(2 * n, T * p), B.new_empty(T * p, 2 * n), B.new_empty(T * q, T * p)
         emit, emit_t = B.new_empty((T + 1) * q, 2 * n), B.new_empty(2 * n, T * q)
         tables = (collect, collect_t, emit, emit_t)
-        _tables[(triton.cdiv(n, 32), T + 1)](logs, B, C, *tables, n, MODES=32, num_warps=1, **sizes)
-        _toeplitz[(triton.cdiv(own.numel(), _BLOCK),)](emit[:q] @ collect_t.mT, own, BLOCK=_BLOCK, **sizes)
+        _tables[(cdiv(n, 32), T + 1)](logs, B, C, *tables, n, MODES=32, num_warps=1, **sizes)
+        _toeplitz[(cdiv(own.numel(), _BLOCK),)](emit[:q] @ collect_t.mT, own, BLOCK=_BLOCK, **sizes)
         blocks = _in_chunks(u)
         ends = (blocks @ collect.mT).reshape(batch, -1, 2, n)
         walk = Walk(ends, logs, exclusive=True, stride=T)
@@ -410,12 +420,12 @@ class ChunkedLayer(torch.autograd.Function):
         dends = dends.view(-1, 2 * n)
         du = (dy @ own).addmm_(dends, collect_t.mT)
         dkernel = B.new_empty(q, STEPS * p)
-        _lags[(triton.cdiv(dkernel.numel(), _BLOCK),)](dy.mT @ blocks, dkernel, BLOCK=_BLOCK, **sizes)
+        _lags[(cdiv(dkernel.numel(), _BLOCK),)](dy.mT @ blocks, dkernel, BLOCK=_BLOCK, **sizes)
         dcollect, demit = (dends.mT @ blocks).addmm_(emit[:q].mT, dkernel), torch.empty_like(emit)
         torch.mm(dkernel, collect.mT, out=demit[:q])
         torch.mm(dy.mT, before.view(-1, 2 * n), out=demit[q:])
         parts, dB, dC = B.new_empty(p + q, 2, n), torch.empty_like(B), torch.empty_like(C)
-        _tables_backward[(triton.cdiv(n, _TABLE_MODES), p + q)](logs, B, C, dcollect, demit, parts, dB, dC, n,
+        _tables_backward[(cdiv(n, _TABLE_MODES), p + q)](logs, B, C, dcollect, demit, parts, dB, dC, n,
                                                           POWERS=2 * STEPS, MODES=_TABLE_MODES, **sizes)  # fmt: skip
         dlogs = column_sums(parts.flatten(1)).view(2, n).add_(dcarry, alpha=STEPS)
         du = du.view(before.shape[0], -1, p)[:, : ctx.length]

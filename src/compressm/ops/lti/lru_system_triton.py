@@ -9,9 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from compressm.ops.launching_triton import launched
+from compressm.ops.memory import cdiv
+
 _MODES, _CHANNELS = 16, 64
 
 
+@launched
 @triton.jit(do_not_specialize=["n", "m", "p", "q", "readers"])
 def _forward(nu, theta, gamma, b_re, b_im, c_re, c_im, logs, B, C, n, m, p, q, readers,
              MODES: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
@@ -46,6 +50,7 @@ def _forward(nu, theta, gamma, b_re, b_im, c_re, c_im, logs, B, C, n, m, p, q, r
             tl.store(C + to + m, tl.load(c_im + at, mask=live, other=0.0).to(C.dtype.element_ty), mask=inside)
 
 
+@launched
 @triton.jit(do_not_specialize=["n", "m", "p", "q", "readers"])
 def _backward(nu, theta, gamma, b_re, b_im, dlogs, dB, dC, dnu, dtheta, dgamma, db_re, db_im, dc_re, dc_im,
               n, m, p, q, readers, MODES: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
@@ -111,5 +116,5 @@ class LRUSystem(torch.autograd.Function):
 
 
 def _grid(m: int, q: int) -> tuple[tuple[int], int]:
-    readers = triton.cdiv(q, _MODES)
-    return (triton.cdiv(m, _MODES) + readers,), readers
+    readers = cdiv(q, _MODES)
+    return (cdiv(m, _MODES) + readers,), readers

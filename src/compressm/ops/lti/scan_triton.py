@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from compressm.ops.block.norm import Link
-from compressm.ops.memory import product_in
+from compressm.ops.launching_triton import launched
+from compressm.ops.memory import cdiv, product_in
 from compressm.ops.sums_triton import column_sums
 
 
@@ -47,6 +48,7 @@ def _poles(logs, mode, n):
     return log_modulus, tl.load(logs + n + mode, mask=mode < n, other=0.0).to(tl.float64)
 
 
+@launched
 @triton.jit(do_not_specialize=["n", "segment"])
 def _powers(logs, table, n, segment, STRIDE: tl.constexpr, SPAN: tl.constexpr, MODES: tl.constexpr):
     """Write λ, λ^SPAN and λ^segment in float64, (3, 2, n): float64 sines are too slow to compute in every program.
@@ -108,6 +110,7 @@ def _next_span(c_re, c_im, l_re, l_im, s_re, s_im):
     return c_re + l_re.to(tl.float64), c_im + l_im.to(tl.float64)
 
 
+@launched
 @triton.jit(do_not_specialize=["length", "n", "segment"])
 def _ends(x, table, last, ends, length, n, segment, SIGN: tl.constexpr, FLIP: tl.constexpr,
           HAS_LAST: tl.constexpr, MODES: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr):  # fmt: skip
@@ -146,6 +149,7 @@ def _ends(x, table, last, ends, length, n, segment, SIGN: tl.constexpr, FLIP: tl
     tl.store(to + n, c_im.to(tl.float32), mask=inside)
 
 
+@launched
 @triton.jit(do_not_specialize=["length", "n", "segment"])
 def _forward(x, table, state, ends, h, last, length, n, segment, HAS_STATE: tl.constexpr, KEEP_LAST: tl.constexpr,
              EXCLUSIVE: tl.constexpr, FLIP: tl.constexpr, MODES: tl.constexpr, ROWS: tl.constexpr,
@@ -191,6 +195,7 @@ def _forward(x, table, state, ends, h, last, length, n, segment, HAS_STATE: tl.c
         c_re, c_im = _next_span(c_re, c_im, l_re, l_im, s_re, s_im)
 
 
+@launched
 @triton.jit(do_not_specialize=["length", "n", "segment"])
 def _backward(dh, h, table, state, dlast, ends, dx, dlog, dstate, length, n, segment, HAS_STATE: tl.constexpr,
               HAS_LAST: tl.constexpr, SUMMED: tl.constexpr, EXCLUSIVE: tl.constexpr, FLIP: tl.constexpr,
@@ -317,7 +322,7 @@ class Walk:
         self.options = {"FLIP": flip, "EXCLUSIVE": exclusive}
         self.table = torch.empty(3, 2, self.n, dtype=torch.float64, device=x.device)
         sizes = {"STRIDE": stride, "SPAN": _SPAN, "MODES": 32, "num_warps": 1}
-        _powers[(triton.cdiv(self.n, 32), 3)](logs, self.table, self.n, self.segment, **sizes)
+        _powers[(cdiv(self.n, 32), 3)](logs, self.table, self.n, self.segment, **sizes)
 
     def forward(self, x: Tensor, state: Tensor | None, *, keep_last: bool) -> tuple[Tensor, Tensor | None]:
         """Return every h, and with `keep_last` the last one."""
@@ -352,7 +357,7 @@ class Walk:
 
     def _plan(self, launches: dict[bool, ScanLaunch], segments: int) -> tuple[tuple[int, int, int], dict[str, int]]:
         launch = launches[self.n <= _FEW]
-        return (triton.cdiv(self.n, launch.MODES), segments, self.batch), {**launch._asdict(), "SPAN": _SPAN}
+        return (cdiv(self.n, launch.MODES), segments, self.batch), {**launch._asdict(), "SPAN": _SPAN}
 
     def _sizes(self) -> tuple[int, int, int]:
         return self.length, self.n, self.segment
@@ -361,8 +366,8 @@ class Walk:
 def _segments(batch: int, length: int, n: int) -> tuple[int, int]:
     """The number of segments, and the steps in each: whole spans."""
     wanted = max(1, min(_SEGMENTS, _THREADS // (batch * n)))
-    segment = triton.cdiv(triton.cdiv(length, _SPAN), wanted) * _SPAN
-    return triton.cdiv(length, segment), segment
+    segment = cdiv(cdiv(length, _SPAN), wanted) * _SPAN
+    return cdiv(length, segment), segment
 
 
 @cache
@@ -388,6 +393,7 @@ def compile_walks(
             walk.backward(x, x, state if given else None, None, summed=summed)
 
 
+@launched
 @triton.jit(do_not_specialize=["rows", "width"])
 def _totals(B, dB, sums, totals, out, rows, width, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Write Σ over rows of B times `sums` and of B ⊙ dB; copy dB to `out` in its dtype."""
@@ -453,7 +459,7 @@ class DrivenRecurrence(torch.autograd.Function):
         flat, g = B.flatten(0, 1), dx.flatten(0, 1).flatten(1)
         du, dB = (g @ flat).view(*h.shape[:2], -1), product_in(torch.float32, g.mT, rows)
         totals = torch.empty(2, flat.shape[1], dtype=torch.float32, device=g.device)
-        grid, narrow = (triton.cdiv(flat.shape[1], 16),), None if B.dtype == torch.float32 else torch.empty_like(B)
+        grid, narrow = (cdiv(flat.shape[1], 16),), None if B.dtype == torch.float32 else torch.empty_like(B)
         _totals[grid](flat, dB, sums, totals, narrow, *flat.shape, ROWS=64, COLS=16, num_warps=4)
         dB = dB.view_as(B) if narrow is None else narrow
         u_dtype, log_dtype = ctx.dtypes

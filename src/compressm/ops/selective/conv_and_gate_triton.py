@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from compressm.ops.launching_triton import launched
 from compressm.ops.memory import rows
 from compressm.ops.sums_triton import column_sums
 
@@ -65,6 +66,7 @@ def _slope(total):
     return share * (1.0 + total * (1.0 - share))
 
 
+@launched
 @triton.jit
 def _convolve(
     v, weight, bias, out, length, channels, v_row,
@@ -88,6 +90,7 @@ def _convolve(
         out += AHEAD * channels
 
 
+@launched
 @triton.jit
 def _convolve_back(
     v, weight, bias, dout, dv, sums, length, channels, v_row,
@@ -195,6 +198,7 @@ def _within(lengths, row, length):
     return (row % length < tl.load(lengths + row // length, mask=row >= 0, other=0))[:, None]
 
 
+@launched
 @triton.jit
 def _steps(
     delta, bias, lengths, step, total, length, width, delta_row,
@@ -212,6 +216,7 @@ def _steps(
     tl.store(step + row[:, None] * width + col[None, :], value, mask=live)
 
 
+@launched
 @triton.jit
 def _steps_back(
     delta, bias, lengths, dstep, ddelta, sums, total, length, width, delta_row,
@@ -230,6 +235,7 @@ def _steps_back(
         tl.store(sums + tl.program_id(0).to(tl.int64) * width + col, tl.sum(value, 0), mask=col < width)
 
 
+@launched
 @triton.jit
 def _gate(y, z, out, total, width, y_row, z_row, ROWS: tl.constexpr, COLS: tl.constexpr):
     row, col, live = _place(total, width, ROWS, COLS)
@@ -239,6 +245,7 @@ def _gate(y, z, out, total, width, y_row, z_row, ROWS: tl.constexpr, COLS: tl.co
     tl.store(out + row[:, None] * width + col[None, :], value.to(out.dtype.element_ty), mask=live)
 
 
+@launched
 @triton.jit
 def _gate_back(y, z, dout, dy, dz, total, width, y_row, z_row, ROWS: tl.constexpr, COLS: tl.constexpr):
     row, col, live = _place(total, width, ROWS, COLS)

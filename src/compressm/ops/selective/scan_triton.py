@@ -15,6 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from compressm.ops.launching_triton import launched
+
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
@@ -353,6 +355,7 @@ def add_over_lanes(target, parts, at, there, BN: tl.constexpr):
         tl.atomic_add(target + at[i][:, None] + k, parts[i], mask=there[i][:, None], sem="relaxed")
 
 
+@launched
 @triton.jit(do_not_specialize=["segments", "per_segment"])
 def _ends(
     u, delta, bias, lengths, step, A, B, orders, ends, totals,
@@ -400,6 +403,7 @@ def _ends(
     tl.store(totals + (b * segments + part) * channels + d, total, mask=live)
 
 
+@launched
 @triton.jit(do_not_specialize=["segments", "per_segment"])
 def _ends_back(
     step, A, C, dy, orders, ends, totals,
@@ -430,6 +434,7 @@ def _ends_back(
     tl.store(totals + (b * segments + part) * channels + d, total, mask=live)
 
 
+@launched
 @triton.jit(do_not_specialize=["segments"])
 def _join(
     A, orders, ends, totals, begin, starts,
@@ -469,6 +474,7 @@ def _join(
             h_re, h_im = new_re, new_im
 
 
+@launched
 @triton.jit(do_not_specialize=["segments", "per_segment"])
 def _scan(
     u, step, A, B, C, D, orders, starts, y, marks, last,
@@ -543,6 +549,7 @@ def _at_step(
     return x, w, given, B_re, B_im, C_re, C_im
 
 
+@launched
 @triton.jit(do_not_specialize=["segments", "per_segment"])
 def _scan_back(
     u, step, A, B, C, D, orders, dy, marks, starts, scratch, du, ddelta, dbias, dA, dB, dC, dD, dstate,
