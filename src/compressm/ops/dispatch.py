@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from functools import cache
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +38,31 @@ def is_watched(module: nn.Module) -> bool:
     return bool(forward or module._backward_pre_hooks or module._backward_hooks)
 
 
+@final
+class _WithoutAutocast:
+    """The same as torch.autocast(kind, enabled=False), in a tenth of its 10 µs."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __enter__(self) -> None:
+        torch.set_autocast_enabled(self.kind, False)
+
+    def __exit__(self, *error: object) -> None:
+        torch.set_autocast_enabled(self.kind, True)
+
+
+_NOTHING = nullcontext()
+
+
+def full_precision(tensor: Tensor) -> AbstractContextManager[object]:
+    """A context in which autocast changes nothing."""
+    kind = tensor.device.type
+    if torch.compiler.is_compiling():
+        return torch.autocast(kind, enabled=False)
+    return _WithoutAutocast(kind) if torch.is_autocast_enabled(kind) else _NOTHING
+
+
 def require_path(path: object, *allowed: Enum) -> None:
     """Require one of the allowed paths, or None, which takes the fastest one."""
     if path is not None and not any(path is one for one in allowed):
@@ -52,8 +80,27 @@ def require_given(**tensors: Tensor | None) -> None:
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+_MOST = 1024  # shapes that are remembered
+_seen: dict[tuple[Any, ...], dict[str, int]] = {}
+
+
 def require_shapes(**given: tuple[Tensor | None, tuple[str | int, ...]]) -> dict[str, int]:
     """Check each tensor against its named axes and return the sizes; a name must have one size everywhere."""
+    if torch.compiler.is_compiling():
+        return _checked_sizes(given)
+    key = tuple(
+        [(axes, tensor if tensor is None else getattr(tensor, "shape", None)) for tensor, axes in given.values()]
+    )
+    sizes = _seen.get(key)
+    if sizes is None:
+        sizes = _checked_sizes(given)
+        if len(_seen) >= _MOST:
+            _seen.clear()
+        _seen[key] = sizes
+    return dict(sizes)
+
+
+def _checked_sizes(given: Mapping[str, tuple[Tensor | None, tuple[str | int, ...]]]) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for name, (tensor, axes) in given.items():
         if tensor is None:

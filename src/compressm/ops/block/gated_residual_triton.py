@@ -8,6 +8,7 @@ A wide kernel's work is cut into items, tiles of rows in one repeat of the flags
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from compressm.ops.dispatch import full_precision
 from compressm.ops.launching_triton import launched
 from compressm.ops.memory import Launch, cdiv, next_power_of_2, product_in, rows_of
 from compressm.ops.sums_triton import column_sums
@@ -367,7 +369,7 @@ class WideGatedResidual(torch.autograd.Function):
         grid, sizes, options = _wide_plan(tokens, flags, y, _ACTIVATE)
         z, out, cast = torch.empty(tokens, H, dtype=dtype, device=y.device), torch.empty_like(x), weight.to(dtype)
         activate[grid](y, u, D, flags.first, z, *sizes, **options)
-        with torch.autocast(y.device.type, enabled=False):
+        with full_precision(y):
             vg = z @ cast.mT
         grid, sizes, options = _wide_plan(tokens, flags, y, _GATE)
         workers = grid[0] // cdiv(H, options["COLS"])
@@ -397,14 +399,14 @@ class WideGatedResidual(torch.autograd.Function):
         given = (dense, vg, bias, flags.second, dvg, partial, steps)
         gate_backward[grid](*given, *sizes, SHARED=steps > 0, **options)
         dy = du = dweight = dbias = dD = totals = None
-        with torch.autocast(y.device.type, enabled=False):
+        with full_precision(y):
             if needs_weight:
                 dweight = product_in(ctx.weight_dtype, dvg.mT, z)
             if onwards:
                 dz, dy = dvg @ cast, torch.empty_like(y)
                 du = torch.empty_like(u) if needs_u else None
                 # Twice as many programs with half the columns: three sequences and two sums fill the registers.
-                options["COLS"] = min(options["COLS"], 64)
+                options = {**options, "COLS": min(options["COLS"], 64)}
                 grid = (workers * cdiv(H, options["COLS"]),)
                 activate_backward[grid](dz, y, u, D, flags.first, dy, du, partial, *sizes, **options)
         if needs_bias or needs_D or needs_totals:
@@ -472,24 +474,34 @@ _NARROW = Launch(ROWS=16, COLS=16, num_warps=1, programs=528)
 
 def _wide_plan(tokens: int, flags: Flags, y: Tensor, launch: Launch) -> tuple[tuple[int], tuple[Any, ...], dict]:
     """The grid, sizes and options of a wide kernel; a tile has the same number of entries for every H."""
-    H = y.shape[-1]
+    return _wide_sizes(tokens, flags.period, flags.scale, y.shape[-1], y.element_size(), launch)
+
+
+@lru_cache(256)
+def _wide_sizes(
+    tokens: int, period: int, scale: float, H: int, size: int, launch: Launch
+) -> tuple[tuple[int], tuple[Any, ...], dict]:
     columns = min(next_power_of_2(H), launch.COLS)
     launch = launch._replace(ROWS=launch.ROWS * launch.COLS // columns, COLS=columns)
-    repeats = tokens // flags.period
-    items = cdiv(flags.period, launch.ROWS) * repeats
+    repeats = tokens // period
+    items = cdiv(period, launch.ROWS) * repeats
     grid = (launch.workers(items) * cdiv(H, columns),)
-    sizes = (flags.period, repeats, items, flags.scale)
-    return grid, sizes, launch.options(H=H, VECTOR=16 // y.element_size(), STAGES=3)
+    return grid, (period, repeats, items, scale), launch.options(H=H, VECTOR=16 // size, STAGES=3)
 
 
 def _narrow_plan(flags: Flags, y: Tensor) -> tuple[int, tuple[Any, ...], dict]:
     """The tiles, sizes and options of a narrow kernel; packed rows fit into 16 columns and divide the flags' period."""
     H = y.shape[-1]
-    pack = next(count for count in range(max(16 // H, 1), 0, -1) if flags.period % count == 0)
-    rows, columns = y.numel() // H // pack, max(16, next_power_of_2(H))
+    return _narrow_sizes(y.numel() // H, flags.period, flags.scale, H, y.element_size())
+
+
+@lru_cache(256)
+def _narrow_sizes(tokens: int, period: int, scale: float, H: int, size: int) -> tuple[int, tuple[Any, ...], dict]:
+    pack = next(count for count in range(max(16 // H, 1), 0, -1) if period % count == 0)
+    rows, columns = tokens // pack, max(16, next_power_of_2(H))
     launch = _NARROW._replace(COLS=columns, num_warps=columns // 16)
-    options = launch.options(H=H, PACK=pack, VECTOR=16 // y.element_size(), PRECISION="tf32x3")
-    return cdiv(rows, launch.ROWS), (rows, flags.period // pack, flags.scale), options
+    options = launch.options(H=H, PACK=pack, VECTOR=16 // size, PRECISION="tf32x3")
+    return cdiv(rows, launch.ROWS), (rows, period // pack, scale), options
 
 
 _TILE = {"VALUES": 2048, "num_warps": 4}

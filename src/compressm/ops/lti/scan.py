@@ -8,6 +8,7 @@ from torch import Tensor
 
 from compressm.ops.block.norm import Link
 from compressm.ops.dispatch import (
+    full_precision,
     has_triton,
     require_floats_on_one_device,
     require_given,
@@ -84,7 +85,7 @@ def linear_recurrence(
     require_floats_on_one_device(x=x, log_poles=log_poles, state=state)
     if path is Path.LOOP:
         return recurrence_loop(x, log_poles, state)
-    with _full_precision(x):
+    with full_precision(x):
         return _recurrence(x, log_poles, None if state is None else _raised(state))
 
 
@@ -122,7 +123,7 @@ def lti_layer(
     require_lengths(lengths, sizes["batch"], sizes["length"])
     path = path or cheapest_path(*(sizes[axis] for axis in ("batch", "length", "n", "p", "q")), gpu=u.is_cuda)
     wanted = layer_dtype(u, sizes["n"], sizes["q"], path)
-    with _full_precision(u):
+    with full_precision(u):
         work = _masked(u if _fits_narrow_kernels(u, sizes["q"], path) else u.to(wanted), lengths)
         B, C, state = B.to(wanted), C.to(wanted), None if state is None else _raised(state)
         drive, D = None if lengths is not None else drive, None if D is None else D.to(wanted)
@@ -225,7 +226,7 @@ def lti_bank(
     )
     require_floats_on_one_device(u=u, log_poles=log_poles, B=B, C=C, state=state, D=D)
     require_lengths(lengths, sizes["batch"], sizes["length"])
-    with _full_precision(u):
+    with full_precision(u):
         work = _masked(_raised(u), lengths)
         B, C, state = B.to(work.dtype), C.to(work.dtype), None if state is None else _raised(state)
         if path is Path.LOOP:
@@ -280,7 +281,3 @@ def _masked(sequence: Tensor, lengths: Tensor | None) -> Tensor:
         return sequence
     counts = torch.arange(sequence.shape[1], device=sequence.device) < lengths[:, None]
     return torch.where(counts[..., None], sequence, 0)
-
-
-def _full_precision(tensor: Tensor) -> torch.autocast:
-    return torch.autocast(tensor.device.type, enabled=False)
