@@ -88,11 +88,12 @@ def scanned(monkeypatch):
     from compressm.ops.lti import scan_triton as triton
 
     calls = []
-    apply = triton.DrivenRecurrence.apply
+    forward = triton.DrivenRecurrence.forward
     monkeypatch.setattr(dispatch, "_runs_kernels", lambda u: u.dtype != torch.float64)
     monkeypatch.setattr(dispatch, "cheapest_path", lambda *_, gpu: Path.SCAN)
     monkeypatch.setattr("compressm.ops.lti.scan_triton.compile_walks", lambda *_: None)
-    monkeypatch.setattr(triton.DrivenRecurrence, "apply", lambda *args: calls.append(args) or apply(*args))
+    counted = staticmethod(lambda *args: calls.append(args) or forward(*args))
+    monkeypatch.setattr(triton.DrivenRecurrence, "forward", counted)
     return calls
 
 
@@ -156,8 +157,9 @@ def test_a_stack_leaves_moments_for_the_norms_between_its_blocks(norm, monkeypat
     from compressm.ops.block import norm_triton as triton
 
     read = []
-    apply = triton.FusedBatchNorm.apply
-    monkeypatch.setattr(triton.FusedBatchNorm, "apply", lambda *args: read.append(args[-1] is not None) or apply(*args))
+    forward = triton.FusedBatchNorm.forward
+    counted = staticmethod(lambda *args: read.append(args[-1] is not None) or forward(*args))
+    monkeypatch.setattr(triton.FusedBatchNorm, "forward", counted)
     check_against_the_plain_block(stacked(norm=norm), 5 + normal(3, 12, 40, seed=1))
     assert read == [False, True, True]
 
@@ -193,9 +195,11 @@ def test_hooks_on_the_layer_see_its_input_and_its_whole_output():
     torch.testing.assert_close(y, copy.deepcopy(block.ssm)(u)[0], rtol=1e-4, atol=1e-4)
 
 
-def test_a_graph_that_is_kept_gives_the_same_gradients_again():
-    block, x = make(), normal(3, 12, 6, seed=1).requires_grad_()
-    out, _ = block(x)
+@pytest.mark.parametrize("keep_state", [True, False])
+@pytest.mark.parametrize("width", [6, 40])
+def test_a_graph_that_is_kept_gives_the_same_gradients_again(keep_state, width):
+    block, x = make(width), normal(3, 12, width, seed=1).requires_grad_()
+    out, _ = block(x, keep_state=keep_state)
     first, second = (torch.autograd.grad(out.sum(), x, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)
 

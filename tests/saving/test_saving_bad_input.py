@@ -43,7 +43,7 @@ class TheirNorm(Norm):
 class TheirLayer(layers.LTILayer):
     STATE_AXES = LRU.STATE_AXES
     log_poles, matrices, _mix, step, initial_state = LRU.log_poles, LRU.matrices, LRU._mix, LRU.step, LRU.initial_state
-    _parameters_of_system = LRU._parameters_of_system
+    parameters_of_system = LRU.parameters_of_system
 
     def __init__(self, width, order, **options):
         super().__init__(width, order)

@@ -65,13 +65,14 @@ class LRU(LTILayer):
 
     def log_poles(self) -> Float[Tensor, "2 n"]:
         """(log |λ|, arg λ)."""
-        return plain_system(*self._parameters_of_system())[0]
+        return plain_system(*self.parameters_of_system())[0]
 
     def matrices(self) -> tuple[Float[Tensor, "2 n width"], Float[Tensor, "2 width n"]]:
         """γ B and C, as real pairs."""
-        return plain_system(*self._parameters_of_system())[1:]
+        return plain_system(*self.parameters_of_system())[1:]
 
-    def _parameters_of_system(self) -> tuple[Tensor, ...]:
+    def parameters_of_system(self) -> tuple[Tensor, ...]:
+        """The parameters of poles, γ B and C."""
         return self.nu_log, self.theta_log, self.gamma_log, self.B_re, self.B_im, self.C_re, self.C_im
 
     @torch.compiler.disable
@@ -85,7 +86,7 @@ class LRU(LTILayer):
         drive: Link | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         self._check(x, state, axes="batch length")
-        system = lru_system(*self._parameters_of_system(), dtype=layer_dtype(x, self.order, self.width, self.path))
+        system = lru_system(*self.parameters_of_system(), dtype=layer_dtype(x, self.order, self.width, self.path))
         idle = system[0].shape[-1] - self.order
         state = nn.functional.pad(state, (0, idle)) if state is not None and idle else state
         y, last = lti_layer(x, *system, state, lengths, D=D, keep_state=keep_state, path=self.path, drive=drive)

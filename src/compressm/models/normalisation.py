@@ -141,13 +141,17 @@ class PaddedBatchNorm(nn.BatchNorm1d):
         y = (clean - mean) * torch.rsqrt(variance + self.eps)
         return (y if self.weight is None else y * self.weight + self.bias).to(x.dtype)
 
-    def fork(self, x: Float[Tensor, "batch length width"], D: Float[Tensor, " width"]) -> Normalised:
-        """Normalise in training without padding, by kernels that combine the gradients of u, D ⊙ u and x."""
+    @property
+    def running(self) -> RunningStatistics:
+        """The running averages, which kernels update in place."""
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
-        running = RunningStatistics(self.running_mean, self.running_var, self.num_batches_tracked, self.momentum)
-        return batch_norm(x, self.weight, self.bias, running, eps=self.eps, skip=D)
+        return RunningStatistics(self.running_mean, self.running_var, self.num_batches_tracked, self.momentum)
+
+    def fork(self, x: Float[Tensor, "batch length width"], D: Float[Tensor, " width"]) -> Normalised:
+        """Normalise in training without padding, by kernels that combine the gradients of u, D ⊙ u and x."""
+        return batch_norm(x, self.weight, self.bias, self.running, eps=self.eps, skip=D)
 
     def _statistics(
         self, x: Float[Tensor, "batch length width"], lengths: Int[Tensor, " batch"]
