@@ -336,6 +336,10 @@ class LTILayer(SSMLayer):
         y, state = self._mix(x, state, lengths, keep_state, self.D if inside else None, drive)
         return torch.addcmul(y, self.D.to(x.dtype), x) if skip and not inside else y, state
 
+    def kernel_parameters(self) -> tuple[Tensor, ...] | None:
+        """The parameters that kernels for a whole block of an LRU read; None if there are no such kernels."""
+        return None
+
     @abstractmethod
     def _mix(
         self,

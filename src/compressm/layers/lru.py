@@ -75,6 +75,11 @@ class LRU(LTILayer):
         """The parameters of poles, γ B and C."""
         return self.nu_log, self.theta_log, self.gamma_log, self.B_re, self.B_im, self.C_re, self.C_im
 
+    def kernel_parameters(self) -> tuple[Tensor, ...] | None:
+        parameters = self.parameters_of_system()
+        single = all(parameter.dtype is torch.float32 for parameter in parameters)
+        return parameters if self.path is None and single else None
+
     @torch.compiler.disable
     def _mix(
         self,

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from compressm.layers import LRU, LTILayer, SequenceError, SSMLayer
+from compressm.layers import LTILayer, SequenceError, SSMLayer
 from compressm.models.checks import require_counts
 from compressm.models.normalisation import BatchNorm, Norm, PaddedBatchNorm, forked, normed, require_norm
 from compressm.ops.block.gated_residual import dropped, dropped_residual, gated_residual
@@ -184,8 +184,10 @@ class Block(ResidualBlock):
         before: nn.Module | None = None,
     ) -> tuple[Float[Tensor, "batch length width"], Tensor | None]:
         measured = isinstance(before, PaddedBatchNorm) and before.training and lengths is None
-        if state is None and lengths is None and not keep_state and self._is_one_function(x):
-            return self._as_one_function(x, measured), None
+        if state is None and lengths is None and not keep_state:
+            out = self._at_once(x, measured)
+            if out is not None:
+                return out, None
         u, x, link, drive = forked(self.norm, x, lengths, self.ssm.D)
         # Kernels and compilers compute D ⊙ u as part of the operation that follows. Elsewhere the layer computes it at
         # no cost, and so it does for hooks, which get and may change the output of the whole layer.
@@ -207,28 +209,23 @@ class Block(ResidualBlock):
         weight, bias = self.gate.weight, self.gate.bias
         return gated_residual(y, x, weight, bias, u=u, D=D, link=link, keep=keep, rate=rate, measured=measured)
 
-    def _is_one_function(self, x: Tensor) -> bool:
-        """True if kernels train a whole block of this kind at once, and no hook has to see its parts."""
-        norm, layer = self.norm, self.ssm
-        if type(layer) is not LRU or type(norm) is not PaddedBatchNorm or not norm.training or not kernels_serve(x):
-            return False
-        plain = layer.path is None and layer.nu_log.dtype is torch.float32 and norm.running_mean is not None
-        width = x.shape[-1]
+    def _at_once(self, x: Tensor, measured: bool) -> Tensor | None:
+        """The output where kernels train the whole block at once and no hook has to see its parts, else None."""
+        norm, layer, width = self.norm, self.ssm, x.shape[-1]
+        if not isinstance(norm, PaddedBatchNorm) or not norm.training or norm.running_mean is None:
+            return None
         # In between, some of the kernels are those for narrow models and others those for wide ones.
         alike = width <= 16 or width > 32
-        return plain and alike and not (is_watched(norm) or is_watched(layer)) and x.shape[:2].numel() > 1
-
-    def _as_one_function(self, x: Tensor, measured: bool) -> Tensor:
+        if not (alike and kernels_serve(x)) or is_watched(norm) or is_watched(layer) or x.shape[:2].numel() == 1:
+            return None
+        parameters = layer.kernel_parameters()
+        if parameters is None:
+            return None
         from compressm.ops.block.lru_block_triton import train_lru_block
 
-        norm, layer, gate = self.norm, self.ssm, self.gate
-        assert isinstance(layer, LRU)
-        assert isinstance(norm, PaddedBatchNorm)
-        vectors = (norm.weight, norm.bias, layer.D, gate.weight, gate.bias)
-        keep = self.dropout.keep(x, 2)
-        return train_lru_block(
-            x, vectors, keep, self.dropout.rate, norm.running, norm.eps, layer.parameters_of_system(), measured=measured
-        )
+        vectors = (norm.weight, norm.bias, layer.D, self.gate.weight, self.gate.bias)
+        keep, rate = self.dropout.keep(x, 2), self.dropout.rate
+        return train_lru_block(x, vectors, keep, rate, norm.running, norm.eps, parameters, measured=measured)
 
 
 @final
