@@ -225,7 +225,7 @@ def test_a_new_batch_or_length_compiles_no_new_kernel(width):
     def compiled():
         functions = (kernels.activate, kernels.gate, kernels.activate_backward, kernels.gate_backward)
         functions = (kernels.narrow, kernels.narrow_backward) if width == 8 else functions
-        return sum(len(cache[0]) for function in functions for cache in function.device_caches.values())
+        return sum(len(cache[0]) for function in functions for cache in function.kernel.device_caches.values())
 
     check_against_the_definition(given(3, 16, width), flags(1, 16, width))
     before = compiled()

@@ -290,6 +290,11 @@ def _record(
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with ExitStack() as afterwards:
+        # To free the graphs of earlier recordings is not allowed while another is being made.
+        gc.collect()
+        if gc.isenabled():
+            gc.disable()
+            afterwards.callback(gc.enable)
         for scheduler in seen.schedulers:
             vars(scheduler)["step"] = lambda *args, **named: None
             afterwards.callback(vars(scheduler).pop, "step", None)
