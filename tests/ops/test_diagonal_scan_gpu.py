@@ -71,7 +71,7 @@ def test_a_new_order_compiles_no_new_kernel():
     from compressm.ops.lti import scan_triton as kernels
 
     def compiled():
-        return sum(len(cache[0]) for cache in kernels._forward.device_caches.values())
+        return sum(len(cache[0]) for cache in kernels._forward.kernel.device_caches.values())
 
     linear_recurrence(normal(50, 8, 2, 384).float().cuda(), poles(384).float().cuda())
     before = compiled()
