@@ -126,6 +126,7 @@ COMPRESSION_NAMES = SHORT_NAMES | {
     "CompressionError",
     "Inspection",
     "LayerPolicy",
+    "LostProcessError",
     "SavingError",
     "Selection",
     "SelectiveMethod",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, TypeAlias
@@ -32,6 +32,8 @@ from compressm.compression.surgery import PreparedCut, prepare_cut, write_cuts_
 from compressm.errors import CompressionError
 from compressm.families import Layer, PlannedCut
 from compressm.families.observing import ratio_of, untouched
+
+_SENDING, _MEASURING = "sending the cut to all processes", "measuring what the cut changes"
 
 Found: TypeAlias = Mapping[str, tuple[nn.Module, Adapter[Any, Any]]]
 
@@ -72,9 +74,9 @@ class Cutter:
 
     @property
     def processes(self) -> Processes:
-        """The process group of the wrapper, or all processes."""
+        """The process group of the wrapper, or all processes; whoever plans or writes takes everything back."""
         wrappers = wrappers_in(self.model) if isinstance(self.model, nn.Module) else []
-        return Processes(wrappers[0].process_group if wrappers else None)
+        return Processes(wrappers[0].process_group if wrappers else None, "; nothing was changed on this process")
 
     def meet(self, call: str, **said: object) -> None:
         """Wait for all processes; calls or options that differ between them are refused in all."""
@@ -121,7 +123,7 @@ class Cutter:
         # Rounding may differ between processes, so all write the first one's values. Not all need to have followers.
         prepared = _written_by_first(processes, prepared)
         taken = replace(plan, seconds=plan.seconds + time.perf_counter() - start)
-        return PreparedPlan([*prepared, *following], processes.as_first(self.describe(taken, step)))
+        return PreparedPlan([*prepared, *following], processes.as_first(self.describe(taken, step), _SENDING))
 
     def write_(self, prepared: PreparedPlan, undo: ExitStack) -> None:
         """Write a prepared plan and renew the model's wrappers; closing `undo` puts everything back."""
@@ -222,24 +224,32 @@ def ordinary_tensors() -> AbstractContextManager[object]:
 
 
 def _over(processes: Processes, layers: dict[str, Layer]) -> dict[str, Layer]:
-    """The layers with the observations of all processes, whose orders must agree."""
+    """The layers with the observations of all processes, whose layers must agree."""
     if processes.count == 1:
         return layers
-    processes.require_same("the orders before the cut", {name: layer.order for name, layer in layers.items()})
+    # Sums of other sizes end a process of gloo without an error.
+    processes.require_same("layers", {key: text for layer in layers.values() for key, text in _described(layer)})
     return {name: layer.over(processes.total) for name, layer in layers.items()}
+
+
+def _described(layer: Layer) -> Iterator[tuple[str, str]]:
+    """The names of a layer and of its parameters, with what must be the same in all processes."""
+    yield layer.said, f"{type(layer.module).__name__} of order {layer.order}"
+    for key, parameter in layer.module.named_parameters():
+        yield f"{layer.said}.{key}", f"{tuple(parameter.shape)} {parameter.dtype}"
 
 
 def _as_first(processes: Processes, cuts: list[PlannedCut], layers: Mapping[str, Layer]) -> list[PlannedCut]:
     """The first process's plan on all processes, with the error measured on the data of all."""
     if processes.count == 1:
         return cuts
-    sent = processes.as_first([(cut.layer.name, cut.sent()) for cut in cuts])
-    planned = [layers[name].received(cut) for name, cut in sent]
-    with processes.together("measuring what the cut changes"):
+    sent = processes.as_first([(cut.layer.name, cut.sent()) for cut in cuts], _SENDING)
+    with processes.together(_MEASURING):
+        planned = [layers[name].received(cut) for name, cut in sent]
         squares = [square for cut in planned if (square := cut.squared_change()) is not None]
     if len(squares) < len(planned) or not planned:
         return planned
-    totals = processes.total(torch.stack(squares))
+    totals = processes.total(torch.stack(squares), _MEASURING)
     return [cut.measured(ratio_of(total)) for cut, total in zip(planned, totals, strict=True)]
 
 
@@ -248,7 +258,7 @@ def _written_by_first(processes: Processes, cuts: list[PreparedCut]) -> list[Pre
     if processes.count == 1:
         return cuts
     sent = processes.as_first(
-        [tuple(_moved(part, "cpu") for part in (cut.values, cut.writing.buffers, cut.states)) for cut in cuts]
+        [tuple(_moved(part, "cpu") for part in (cut.values, cut.writing.buffers, cut.states)) for cut in cuts], _SENDING
     )
     written = []
     for cut, (values, buffers, states) in zip(cuts, sent, strict=True):

@@ -407,7 +407,7 @@ class Rollback:
             with untouched(model, "evaluate"):
                 value = self.evaluate()
             number = _number(value)
-        return processes.as_first(number)
+        return processes.as_first(number, "evaluating")
 
     def accepts(self, value: float, before: float) -> bool:
         """True if the value is worse by at most drop·|before|; False for NaN."""
