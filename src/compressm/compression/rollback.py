@@ -452,6 +452,10 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
+# The state of a Watch without a cut to judge.
+NOTHING_TO_JUDGE: Mapping[str, Any] = {"snapshot": None, "before": math.nan, "due": -1}
+
+
 class Watch:
     """The cuts that are not judged yet: the snapshot before the first of them, and the step to judge them.
 
