@@ -29,9 +29,11 @@ from compressm.compression.planning import (
 from compressm.compression.record import Cut
 from compressm.compression.several import kind_of
 from compressm.compression.surgery import PreparedCut, prepare_cut, write_cuts_
-from compressm.errors import CompressionError
+from compressm.control import ControlError
+from compressm.errors import AdapterError, CompressionError
 from compressm.families import Layer, PlannedCut
 from compressm.families.observing import ratio_of, untouched
+from compressm.layers.parameters import refuse_to_average_
 
 _SENDING, _MEASURING = "sending the cut to all processes", "measuring what the cut changes"
 
@@ -132,6 +134,8 @@ class Cutter:
         undo.callback(renew_wrappers_, self.model, modules)
         with stage("write"):
             write_cuts_(prepared.cuts, self.optimizer, undo, models=(self.inner, *self.follow))
+        following = {module for model in self.follow for module in model.modules()}
+        refuse_to_average_(self.model, set(modules) - following, undo)
         renew_wrappers_(self.model, modules)
 
     def renew_wrappers_(self) -> None:
@@ -162,14 +166,23 @@ class Cutter:
             changes = {cut.layer.name: cut.change() for cut in plan.cuts}
         with stage("optimizer"):
             prepared = [prepare_cut(name, change, self.optimizer, self.moments) for name, change in changes.items()]
-        return prepared, [_following(cut, *found[cut.layer.name]) for found in copies for cut in plan.cuts]
+        following = [
+            _following(f"follow[{k}]", cut, *found[cut.layer.name])
+            for k, found in enumerate(copies)
+            for cut in plan.cuts
+        ]
+        return prepared, following
 
 
-def _following(cut: PlannedCut, module: nn.Module, adapter: Adapter[Any, Any]) -> PreparedCut:
+def _following(which: str, cut: PlannedCut, module: nn.Module, adapter: Adapter[Any, Any]) -> PreparedCut:
     """The same change of basis for a follower, so that its layers keep the coordinates of the model."""
-    with torch.no_grad():
-        writing = cut.following(module, adapter)
-    return PreparedCut(cut.layer.name, module, writing.values, writing=writing)
+    name = f"{which}: {cut.layer.name or 'the model'}"
+    try:
+        with torch.no_grad():
+            writing = cut.following(module, adapter)
+    except (ControlError, AdapterError) as error:
+        raise CompressionError(f"{name}: {error}") from error
+    return PreparedCut(name, module, writing.values, writing=writing)
 
 
 def followers(follow: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
@@ -199,7 +212,8 @@ def _require_alike(which: str, model: object, modules: Mapping[str, nn.Module]) 
         if odd is not None:
             raise CompressionError(
                 f"{which}: {name}.{odd} has the shape {shapes.get(odd)}, the model's {own.get(odd)}: expected the same"
-                " width and order"
+                " width and order; if the model was loaded, load the state of the copy that was saved with it too, or"
+                " make the copy anew from the model"
             )
     return found
 
