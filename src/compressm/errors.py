@@ -46,6 +46,10 @@ class StaleWrapperError(CompressionError, RuntimeError):
     """A DistributedDataParallel was made before a cut and does not know the present shapes."""
 
 
+class LostProcessError(CompressionError, RuntimeError):
+    """A process of a distributed training ended or stalled while others waited for it; the message says which one."""
+
+
 class SavingError(ValueError):
     """A model cannot be saved or a file cannot be loaded; the message says what was found and what is allowed."""
 

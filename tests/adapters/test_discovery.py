@@ -1,8 +1,19 @@
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from compressm.adapters import LRUAdapter, S4DAdapter, S5Adapter, SSMAdapter, adapter_for, adapts, base, find
+from compressm.adapters import (
+    AdapterError,
+    LRUAdapter,
+    S4DAdapter,
+    S5Adapter,
+    SSMAdapter,
+    adapter_for,
+    adapts,
+    base,
+    find,
+)
 from compressm.layers import LRU, S4D, S5
 from compressm.models import SequenceClassifier
 from tests import unhooked
@@ -70,6 +81,13 @@ def test_a_shared_layer_is_found_once():
 def test_the_filter_sees_modules_and_names():
     assert list(find(mixed(), lambda module, name: name.startswith("2"))) == ["2.a", "2.b"]
     assert list(find(mixed(), lambda module, name: isinstance(module, LRU))) == ["0"]
+    assert list(find(mixed(), lambda module, name: np.array(["0"])[0] == name)) == ["0"]  # a bool of NumPy
+
+
+@pytest.mark.parametrize("answer", ["yes", "", 1, 0, None, torch.tensor(True), [True]])
+def test_a_filter_must_answer_with_true_or_false(answer):
+    with pytest.raises(AdapterError, match=r"filter_fn returned .* for '0', expected True or False"):
+        find(mixed(), lambda module, name: answer)
 
 
 def test_names_are_those_of_the_model_inside_its_wrappers():

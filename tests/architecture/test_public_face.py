@@ -127,6 +127,7 @@ COMPRESSION_NAMES = SHORT_NAMES | {
     "CompressionError",
     "Inspection",
     "LayerPolicy",
+    "LostProcessError",
     "SavingError",
     "Selection",
     "SelectiveMethod",

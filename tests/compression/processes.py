@@ -252,6 +252,15 @@ def a_model_that_one_refuses(rank, path):
 
 
 @case
+def layers_that_differ(rank, path):
+    """Sums of other sizes would end the process."""
+    torch.manual_seed(0)
+    model = cs.models.SequenceClassifier(cs.layers.Mamba, depth=1, width=4 + rank, order=8, inputs=3, classes=5)
+    options = {"keep": cs.TargetOrder(4), "calibrate": lambda model: model(torch.ones(2, 10, 3))}
+    return {"error": refused(lambda: cs.compress_(model, **options)), "orders": [model.blocks[0].ssm.order]}
+
+
+@case
 def data_that_fails_in_one(rank, path):
     run, left = Training(rank), ["once"] * (rank == 1)
 

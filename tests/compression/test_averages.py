@@ -1,4 +1,4 @@
-"""Averages of a model that were not given as `follow` say so at their first update after a cut, with the cure."""
+"""Averages not given as `follow` say so at their first update after a cut; alone they are cut like any model."""
 
 import copy
 import gc
@@ -184,3 +184,101 @@ def test_a_module_whose_constructor_failed_does_not_disturb_a_cut():
     compress_(model, keep=TargetOrder(5))
     assert model.blocks[0].ssm.order == 5
     assert vars(broken) == {}
+
+
+@pytest.mark.parametrize("kind", [LRU, Mamba])
+def test_an_average_alone_is_cut_like_any_model(kind):
+    average = AveragedModel(make(kind))
+    average.update_parameters(make(kind))
+    alone = copy.deepcopy(average.module)
+    options = {"keep": TargetOrder(5), "calibrate": lambda model: model(X)}
+    cuts = compress_(average, **options)
+    expected = compress_(alone, **options)
+    assert [(cut.module, cut.order, cut.rank) for cut in cuts] == [(cut.module, 12, 5) for cut in expected]
+    assert all(torch.equal(value, alone.state_dict()[name]) for name, value in average.module.state_dict().items())
+    assert int(average.n_averaged) == 1
+    assert torch.equal(average.eval()(X), alone.eval()(X))
+
+
+def test_a_compressor_trains_cuts_and_restores_an_average(tmp_path):
+    def build():
+        average = AveragedModel(make())
+        optimizer = torch.optim.AdamW(average.parameters(), lr=1e-2)
+        guard = Rollback(lambda: average.module.blocks[0].ssm.order / 12, settle=1)
+        return average, optimizer, Compressor(average, optimizer, when=[1], keep=TargetOrder(5), guard=guard)
+
+    average, optimizer, compressor = build()
+    average(X).sum().backward()
+    optimizer.step()
+    before = copy.deepcopy(average.state_dict())
+    assert [event.module for event in compressor.step(1)] == ["blocks.0.ssm", "blocks.1.ssm"]
+    average.n_averaged += 3
+    save_checkpoint(tmp_path / "cut", model=average, optimizer=optimizer, compressor=compressor)
+    average, optimizer, compressor = build()
+    load_checkpoint(tmp_path / "cut", model=average, optimizer=optimizer, compressor=compressor)
+    assert (average.module.blocks[0].ssm.order, int(average.n_averaged)) == (5, 3)
+    compressor.step(2)
+    assert all(torch.equal(value, before[name]) for name, value in average.state_dict().items())
+    average.update_parameters(make())
+    assert int(average.n_averaged) == 1
+
+
+class Both(nn.Module):
+    """As trainers hold them: the model and its average side by side."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = make()
+        self.ema = AveragedModel(self.net)
+
+
+def test_an_average_beside_its_model_is_refused_with_what_to_write():
+    both = Both()
+    before = copy.deepcopy(both.state_dict())
+    for call in (compress_, lambda model, **options: Compressor(model, when=[1], **options)):
+        with pytest.raises(CompressionError, match=r"ema is an AveragedModel inside the model.*follow=\[model\.ema\]"):
+            call(both, keep=TargetOrder(5))
+    assert all(torch.equal(value, before[name]) for name, value in both.state_dict().items())
+    compress_(both.net, keep=TargetOrder(5), follow=[both.ema])  # the cure
+    both.ema.update_parameters(both.net)
+    compress_(both, keep=TargetOrder(3), filter_fn=lambda module, name: name.startswith("ema"))
+    assert (both.net.blocks[0].ssm.order, both.ema.module.blocks[0].ssm.order) == (5, 3)
+
+
+@pytest.mark.parametrize("case", AVERAGES)
+def test_an_average_that_was_cut_alone_does_not_average_a_model_of_other_coordinates(case):
+    build, name = AVERAGES[case]
+    model = make()
+    average = build(model)
+    whole = copy.deepcopy(average.state_dict())
+    compress_(model, keep=TargetOrder(5))
+    compress_(average, keep=TargetOrder(5))
+    for twin in (average, copy.deepcopy(average), pickle.loads(pickle.dumps(average)) if case == "torch" else average):
+        with pytest.raises(CompressionError, match=r"was cut alone, so its states are not.*follow=\[average\]"):
+            getattr(twin, name)(model)
+    getattr(build(average.module), name)(average.module)
+    average.load_state_dict(whole)
+    getattr(average, name)(make())
+
+
+def test_a_cut_of_an_average_that_fails_leaves_it_averaging(monkeypatch):
+    model = make()
+    average = AveragedModel(model)
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("compressm.compression.cutting.renew_wrappers_", fail)
+        with pytest.raises(KeyboardInterrupt):
+            compress_(average, keep=TargetOrder(5))
+    assert "update_parameters" not in vars(average)
+    assert average.module.blocks[0].ssm.order == 12
+    average.update_parameters(model)
+
+
+def test_a_container_with_a_method_of_that_name_is_no_average():
+    container = nn.ModuleDict({"module": make()})
+    compress_(container, keep=TargetOrder(5))
+    container.update(nn.ModuleDict({"other": make()}))
+    assert list(container) == ["module", "other"]

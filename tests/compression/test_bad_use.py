@@ -55,6 +55,11 @@ def broken(name, value):
     other.blocks[1].ssm.get_parameter(name).data.view(-1)[0] = value
     return other
 
+def huge():
+    other = make()
+    other.blocks[1].ssm.B_re.data.fill_(3e38)
+    return other
+
 def other_kind(optimizer):
     return make_compressor(optimizer=optimizer(model.parameters()))
 
@@ -148,6 +153,14 @@ MADE = {
     ),
     "the model as its follower": ("once(follow=[model])", "the model's own layer", "a copy"),
     "one follower": ("make_compressor(follow=make())", "follow is a SequenceClassifier", "a list of models"),
+    "NaN in a follower": (
+        "once(follow=[make(), broken('B_im', float('nan'))])",
+        "follow[1]: blocks.1.ssm: LRU.B_im[0, 0] is nan",
+    ),
+    "a follower that overflows": (
+        "once(follow=[averaged(), huge()])",
+        "follow[1]: blocks.1.ssm: in torch.float32 B_re",
+    ),
     "a budget too small": ("once(keep=Budget(1))", "total_states is 1 for 2 layers", "at least one"),
     "NaN in a layer": ("make_compressor(model=broken('B_im', float('nan')), optimizer=None)", "blocks.1.ssm", "B_im"),
     "a pole at 1": ("once(model=broken('nu_log', -800.0), optimizer=None)", "blocks.1.ssm", "< 1"),

@@ -306,6 +306,35 @@ def test_what_was_seen_is_resumed():
     assert [len(second.step(step)) for step in (2, 3, 5)] == [0, 0, 2]
 
 
+def guarded(values, **options):
+    guard = Rollback(evaluate=iter(values).__next__, settle=3)
+    return Compressor(make(order=16), when=[2], keep=KeepFraction(0.5), **{"guard": guard, **options})
+
+
+def test_cuts_to_be_judged_are_kept_without_a_guard_and_a_warning_says_so():
+    first = guarded([1.0])
+    first.step(2)
+    second = guarded([], guard=None)
+    with pytest.warns(UserWarning, match=r"a guard was to judge at step 5.*keeps them.*same guard=Rollback") as said:
+        second.load_state_dict(first.state_dict())
+    assert said[0].filename == __file__
+    assert (second.step(5), len(second.history)) == ([], 2)
+    judged = guarded([1.0, 1.0])
+    judged.step(2)
+    judged.step(5)
+    guarded([], guard=None).load_state_dict(judged.state_dict())  # nothing is pending
+
+
+def test_a_state_without_a_guard_ends_a_judgement_that_was_to_come():
+    pending = guarded([1.0])
+    pending.step(2)
+    bare = guarded([], guard=None)
+    bare.step(1)
+    pending.load_state_dict(bare.state_dict())
+    assert pending.step(1) == []
+    assert pending.state_dict()["watch"]["snapshot"] is None
+
+
 def test_a_scheduler_that_cannot_come_back_is_refused():
     with pytest.raises(CompressionError, match="scheduler is 3, expected one of torch"):
         Compressor(make(), when=[1], keep=KeepFraction(0.5), scheduler=3)

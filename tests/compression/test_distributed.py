@@ -145,6 +145,10 @@ FAILURES = {
     ),
     "a_schedule_that_differs": ("when is [2, 3] here, [2, 4] in process 1", "when is [2, 4] here"),
     "a_model_that_one_refuses": ("process 1 failed while making a Compressor: CompressionError", "is also"),
+    "layers_that_differ": (
+        "blocks.0.ssm.A_log is (8, 8) torch.float32 here, (10, 8) torch.float32 in process 1: every process must",
+        "blocks.0.ssm.A_log is (10, 8) torch.float32 here, (8, 8) torch.float32 in process 0",
+    ),
     "a_process_that_does_not_come": ("did not call Compressor(...) within 0:00:01, the timeout", ""),
     "a_wrapper_that_cannot_be_rebuilt_in_one": ("process 1 failed while writing the cut: KeyboardInterrupt", "no wrap"),
 }
@@ -192,7 +196,7 @@ def test_one_process_alone_waits_for_nobody():
     assert alone.is_first
     with pytest.raises(OSError, match="mine"), alone.together("working"):
         raise OSError("mine")
-    alone.require_same("anything", 1)
+    alone.require_same("values", {"anything": "1"})
 
 
 # The only strategy in one process, and deprecated as such.

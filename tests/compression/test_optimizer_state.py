@@ -211,6 +211,20 @@ def test_an_optimizer_without_a_step_has_nothing_to_carry():
     assert math.isfinite(train(layer, optimizer))
 
 
+@pytest.mark.parametrize("moments", [Transport(), Restart(), Slice()], ids=repr)
+def test_momentum_that_has_not_begun_stays_none(moments):
+    layer = make_layer("LRU", torch.float32)
+    optimizer = optim.SGD(layer.parameters(), lr=1e-3, momentum=0.9)
+    train(layer, optimizer)
+    begun = optimizer.state[layer.C_re]["momentum_buffer"]
+    for parameter in layer.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = begun if parameter is layer.C_re else None
+    cut(layer, optimizer, moments)
+    assert optimizer.state[layer.C_re]["momentum_buffer"].shape == layer.C_re.shape
+    assert all(optimizer.state[p]["momentum_buffer"] is None for p in layer.parameters() if p is not layer.C_re)
+    assert math.isfinite(train(layer, optimizer))
+
+
 def test_frozen_parameters_need_no_optimizer():
     layer = make_layer("LRU", torch.float32)
     for name in ("nu_log", "theta_log"):

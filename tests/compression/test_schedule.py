@@ -1,11 +1,12 @@
 """Schedules: the paper's, anybody's, and what is refused."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compressm.compression import as_schedule, during_warmup, every, plan_text
+from compressm.compression import CompressionError, as_schedule, during_warmup, every, plan_text
 
 
 def test_the_paper_cuts_four_times_within_the_first_tenth():
@@ -40,14 +41,23 @@ def test_every_is_the_steps_a_modulus_finds(k, start, more):
         assert list(every(k, until=until)) == [s for s in range(1, until + 1) if s % k == 0]
 
 
-@given(st.lists(st.integers(1, 10**6), min_size=1))
-def test_any_collection_becomes_sorted_steps_without_repeats(steps):
-    expected = sorted(set(steps))
-    for collection in (steps, tuple(steps), set(steps), frozenset(steps), dict.fromkeys(steps), np.array(steps)):
+@given(st.lists(st.integers(1, 10**6), min_size=1, unique=True))
+def test_any_collection_becomes_sorted_steps(steps):
+    expected, keys = sorted(steps), dict.fromkeys(steps).keys()
+    for collection in (steps, tuple(steps), set(steps), frozenset(steps), keys, np.array(steps)):
         found = as_schedule(collection)
         assert found == expected
         assert all(type(step) is int for step in found)
     assert as_schedule(torch.tensor(steps)) == expected
+
+
+@given(st.lists(st.integers(1, 10**6), min_size=1), st.data())
+def test_a_step_that_is_named_twice_is_refused(steps, data):
+    again = data.draw(st.sampled_from(steps))
+    for collection in ([*steps, again], np.array([again, *steps])):
+        with pytest.raises(CompressionError, match=r"when holds step \d+ twice, expected each step once"):
+            as_schedule(collection)
+    assert as_schedule({*steps, again}) == sorted(set(steps))
 
 
 def test_a_schedule_is_its_own_schedule():

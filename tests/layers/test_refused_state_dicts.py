@@ -12,6 +12,7 @@ from compressm.compression import (
     CompressionError,
     Compressor,
     KeepFraction,
+    SavingError,
     TargetOrder,
     compress_,
     load_checkpoint,
@@ -19,6 +20,7 @@ from compressm.compression import (
 )
 from compressm.layers import LRU, S4D, S5, Mamba
 from compressm.models import SequenceClassifier
+from tests.compression.test_optimizer_state import Wrapped
 
 
 class Own(nn.Module):
@@ -222,6 +224,59 @@ def test_cuts_and_checkpoints_change_the_orders_of_a_held_model(tmp_path):
     assert model.blocks[0].ssm.order == 2
     load_checkpoint(tmp_path / "before", **parts)
     assert model.blocks[0].ssm.order == 8
+
+
+def test_a_checkpoint_of_other_orders_is_refused_without_the_optimizer_that_is_held(tmp_path):
+    save_checkpoint(tmp_path / "small", model=(small := classifier(4)), optimizer=torch.optim.Adam(small.parameters()))
+    model, optimizer, compressor = held()
+    before = everything(model)
+    said = r"small: blocks\.0\.ssm has order 8, the file has order 4.*a Compressor.*load_checkpoint\(path, .*optimizer="
+    other = torch.optim.Adam(model.parameters())
+    for given in ({}, {"optimizer": other}, {"optimizer": None}):
+        with pytest.raises(SavingError, match=said):
+            load_checkpoint(tmp_path / "small", model=model, **given)
+        assert everything(model) == before
+    save_checkpoint(tmp_path / "same", model=classifier(8))
+    load_checkpoint(tmp_path / "same", model=model)
+    assert compressor.history == []
+    load_checkpoint(tmp_path / "small", model=model, optimizer=optimizer)
+    assert model.blocks[0].ssm.order == 4
+
+
+def test_a_checkpoint_loads_alone_after_the_compressor_even_if_it_was_in_a_cycle(tmp_path):
+    save_checkpoint(tmp_path / "small", model=classifier(4))
+    model, _, compressor = held()
+    compressor.itself = compressor
+    del compressor
+    load_checkpoint(tmp_path / "small", model=model)
+    assert model.blocks[0].ssm.order == 4
+
+
+def test_the_optimizer_inside_a_wrapper_that_is_held_is_enough(tmp_path):
+    save_checkpoint(tmp_path / "small", model=(small := classifier(4)), optimizer=torch.optim.Adam(small.parameters()))
+    model = classifier(8)
+    optimizer = torch.optim.Adam(model.parameters())
+    compressor = Compressor(model, Wrapped(optimizer), when=[5], keep=KeepFraction(0.5))
+    load_checkpoint(tmp_path / "small", model=model, optimizer=optimizer)
+    assert len(compressor.step(5)) == 2
+
+
+def test_several_held_optimizers_are_needed_together(tmp_path):
+    def build(order):
+        model = classifier(order)
+        first = torch.optim.SGD(model.blocks.parameters())
+        second = torch.optim.Adam([*model.encoder.parameters(), *model.head.parameters()])
+        return model, [first, second]
+
+    model, optimizers = build(4)
+    save_checkpoint(tmp_path / "both", model=model, optimizer=optimizers)
+    save_checkpoint(tmp_path / "first", model=model, optimizer=optimizers[:1])
+    model, optimizers = build(8)
+    compressor = Compressor(model, optimizers, when=[5], keep=KeepFraction(0.5))
+    with pytest.raises(SavingError, match="a Compressor with an optimizer holds this model"):
+        load_checkpoint(tmp_path / "first", model=model, optimizer=optimizers[:1])
+    load_checkpoint(tmp_path / "both", model=model, optimizer=optimizers)
+    assert [event.rank for event in compressor.step(5)] == [2, 2]
 
 
 def test_distributed_wrappers_are_looked_through(tmp_path):

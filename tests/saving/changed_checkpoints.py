@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from compressm.compression import Compressor, KeepFraction, Rollback, load_checkpoint, save_checkpoint
 from compressm.layers import LRU
@@ -13,19 +14,20 @@ from compressm.saving.checkpoints import seal
 
 
 class Guarded:
-    """A training with a cut at step 2 that is judged at step 5, and an evaluation that then calls it bad."""
+    """A training with an average, a cut at step 2 that is judged at step 5, and an evaluation that calls it bad."""
 
-    def __init__(self, seed=0, folder=None):
+    def __init__(self, seed=0, folder=None, averaged=True):
         torch.manual_seed(seed)
         self.model = SequenceClassifier(LRU, depth=1, width=2, order=4, inputs=1, classes=2)
         dynamics = list(self.model.blocks[0].ssm.dynamics())
         rest = [p for p in self.model.parameters() if not any(p is other for other in dynamics)]
         self.optimizer = torch.optim.AdamW([{"params": rest}, {"params": dynamics, "weight_decay": 0.0}], lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
-        self.value = 1.0
+        self.value, self.average = 1.0, AveragedModel(self.model)
         guard = Rollback(evaluate=lambda: self.value, settle=3, folder=folder)
         options = {"when": [2], "keep": KeepFraction(0.5), "guard": guard, "scheduler": self.scheduler}
-        self.compressor = Compressor(self.model, self.optimizer, **options)
+        follow = [self.average] if averaged else []
+        self.compressor = Compressor(self.model, self.optimizer, follow=follow, **options)
 
     @property
     def parts(self):
@@ -37,13 +39,15 @@ class Guarded:
             self.model(torch.randn(2, 5, 1)).square().sum().backward()
             self.optimizer.step()
             self.scheduler.step()
+            if self.compressor.followers:
+                self.average.update_parameters(self.model)
             self.compressor.step(step)
         return self
 
 
-def saved(path):
+def saved(path, **options):
     """The contents of a checkpoint between a cut and its judgement."""
-    save_checkpoint(path, step=3, extra={"a": [1]}, **Guarded().train(1, 3).parts)
+    save_checkpoint(path, step=3, extra={"a": [1]}, **Guarded(**options).train(1, 3).parts)
     return torch.load(path, weights_only=True)
 
 
@@ -67,8 +71,8 @@ def frozen(value):
 
 def everything(run):
     """All that a checkpoint may change, and which objects hold it."""
-    parameters = list(run.model.parameters())
-    states = [getattr(run, name).state_dict() for name in ("model", "optimizer", "scheduler", "compressor")]
+    parameters = [*run.model.parameters(), *run.average.parameters()]
+    states = [getattr(run, name).state_dict() for name in ("model", "optimizer", "scheduler", "compressor", "average")]
     numpy_state = np.random.get_state()  # noqa: NPY002
     return {
         "states": frozen(states),
@@ -130,6 +134,8 @@ def goes_on(path):
     """A training from this checkpoint goes on, through the judgement of the cut, and can be saved again."""
     run = Guarded(seed=1)
     step = load_checkpoint(path, **run.parts).step
+    if run.average.module.blocks[0].ssm.order != run.model.blocks[0].ssm.order:
+        run.average.module.load_state_dict(run.model.state_dict())  # the file has no followers
     run.value = 0.1
     run.train(step + 1, step + 4)
     save_checkpoint(path.with_name("again"), **run.parts)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import compressm
-from compressm.compression import SavingError, load_checkpoint, save_checkpoint
+from compressm.compression import Compressor, KeepFraction, SavingError, load_checkpoint, save_checkpoint
 from compressm.ops import SequenceError
 from tests.saving.changed_checkpoints import Guarded, at, changed, everything, goes_on, others, places, saved, write
 
@@ -45,6 +45,7 @@ def check_all_or_nothing(contents, chosen, path):
     return refused, loaded
 
 
+@pytest.mark.filterwarnings("ignore:the file has no weights of follow")
 def test_a_file_with_any_part_changed_is_refused_or_trains_on(contents, tmp_path):
     refused, loaded = check_all_or_nothing(contents, cases(contents)[::70], tmp_path / "x")
     assert refused > 10
@@ -52,6 +53,7 @@ def test_a_file_with_any_part_changed_is_refused_or_trains_on(contents, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the file has no weights of follow")
 def test_a_file_with_every_part_changed_is_refused_or_trains_on(contents, tmp_path):
     refused, loaded = check_all_or_nothing(contents, cases(contents), tmp_path / "x")
     assert refused > 2500
@@ -78,6 +80,26 @@ CHANGES = {
     "the history": (("compressor", "state", "history"), [3], "stored as 3"),
     "the step": (("step",), -1, "step is -1"),
     "versions": (("versions", ""), 3, "versions of modules"),
+    "a version as text": (("versions", "blocks.0.norm", "version"), "2", "hold {'version': '2'} for 'blocks.0.norm'"),
+    "a version that is True": (("versions", "", "version"), True, "hold {'version': True} for ''"),
+    "a version of no module": (("versions",), {3: {"version": 2}}, "hold {'version': 2} for 3"),
+    "no followers": (("followers",), 3, "followers are stored as 3"),
+    "a follower without orders": (("followers", 0), {"model": {}, "versions": {}}, "followers are stored as"),
+    "an average of another width": (
+        ("followers", 0, "model", "head.bias"),
+        torch.ones(3),
+        r"follow\[0\]: head\.bias has shape \(3,\)",
+    ),
+    "an average of other orders than it says": (
+        ("followers", 0, "orders", "blocks.0.ssm"),
+        3,
+        r"follow\[0\]: blocks\.0\.ssm",
+    ),
+    "an average with text as a version": (
+        ("followers", 0, "versions", "blocks.0.norm", "version"),
+        "2",
+        r"follow\[0\]: the versions of modules",
+    ),
 }
 
 
@@ -90,6 +112,15 @@ def test_what_does_not_fit_is_named_before_anything_changes(case, contents, tmp_
     with pytest.raises(SavingError, match=rf"^{tmp_path / 'x'}: .*{said}"):
         load_checkpoint(tmp_path / "x", **run.parts)
     assert everything(run) == before
+
+
+def test_a_cut_that_nothing_will_judge_is_told(contents, tmp_path):
+    write(contents, tmp_path / "x")
+    run = Guarded(seed=1)
+    compressor = Compressor(run.model, run.optimizer, when=[2], keep=KeepFraction(0.5), follow=[run.average])
+    with pytest.warns(UserWarning, match=r"a guard was to judge at step 5; this compressor has no guard"):
+        load_checkpoint(tmp_path / "x", model=run.model, optimizer=run.optimizer, compressor=compressor)
+    assert (compressor.step(5), run.model.blocks[0].ssm.order) == ([], 2)
 
 
 FILES = [
@@ -134,11 +165,11 @@ def loaded_with_an_error(run, path, number):
     return count
 
 
-def check_errors_at_lines(path, numbers):
-    after = Guarded(seed=1).train(1, 1)
+def check_errors_at_lines(path, numbers, **options):
+    after = Guarded(seed=1, **options).train(1, 1)
     load_checkpoint(path, **after.parts)
     states = everything(after)["states"]
-    run = Guarded(seed=1).train(1, 1)
+    run = Guarded(seed=1, **options).train(1, 1)
     before = everything(run)
     kept = 0
     for number in numbers:
@@ -148,13 +179,13 @@ def check_errors_at_lines(path, numbers):
             kept += 1
             continue
         assert now["states"] == states, number
-        run = Guarded(seed=1).train(1, 1)
+        run = Guarded(seed=1, **options).train(1, 1)
         before = everything(run)
     return kept
 
 
-def lines(path):
-    return loaded_with_an_error(Guarded(seed=1).train(1, 1), path, None)
+def lines(path, **options):
+    return loaded_with_an_error(Guarded(seed=1, **options).train(1, 1), path, None)
 
 
 def test_an_error_at_a_line_of_loading_leaves_all_as_before_or_all_loaded(contents, tmp_path):
@@ -166,10 +197,11 @@ def test_an_error_at_a_line_of_loading_leaves_all_as_before_or_all_loaded(conten
 
 
 @pytest.mark.slow
-def test_an_error_at_every_line_of_loading_leaves_all_as_before_or_all_loaded(contents, tmp_path):
-    write(contents, tmp_path / "x")
-    total = lines(tmp_path / "x")
-    assert check_errors_at_lines(tmp_path / "x", range(1, total + 1)) > 0.9 * total
+def test_an_error_at_every_line_of_loading_leaves_all_as_before_or_all_loaded(tmp_path):
+    # An average would make the lines, and the time of each load, twice as many.
+    saved(tmp_path / "x", averaged=False)
+    total = lines(tmp_path / "x", averaged=False)
+    assert check_errors_at_lines(tmp_path / "x", range(1, total + 1), averaged=False) > 0.9 * total
 
 
 class Wilful(torch.optim.SGD):

@@ -9,6 +9,7 @@ from enum import Enum
 from functools import reduce
 from typing import Any, ClassVar, Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -225,10 +226,13 @@ def require_call(what: str, function: object, *arguments: str) -> None:
 
 def _takes(filter_fn: Callable[[nn.Module, str], bool], module: nn.Module, name: str) -> bool:
     try:
-        return bool(filter_fn(module, name))
+        taken = filter_fn(module, name)
     except (AttributeError, TypeError) as error:
         # What happens if module and name are swapped.
         raise AdapterError(f"filter_fn fails for {name!r}: {error}; it is called as filter_fn(module, name)") from error
+    if not isinstance(taken, bool | np.bool_):
+        raise AdapterError(f"filter_fn returned {taken!r:.100} for {name!r}, expected True or False")
+    return bool(taken)
 
 
 def present_attributes(module: nn.Module, adapter: Adapter[Any, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from compressm.compression.policies import (
 from compressm.compression.record import Cut, Restored
 from compressm.compression.rollback import Rollback
 from compressm.compression.schedule import as_schedule, during_warmup, every, plan_text
-from compressm.errors import CompressionError, SavingError, StaleWrapperError
+from compressm.errors import CompressionError, LostProcessError, SavingError, StaleWrapperError
 from compressm.families.choices import Gramian, Largest, Measured, Modal, Random, Selection, Smallest, WhiteNoise
 from compressm.families.selective.methods import Baked, PerChannel, SelectiveMethod, SharedIndex
 
@@ -42,6 +42,7 @@ __all__ = [
     "KeepFraction",
     "Largest",
     "LayerPolicy",
+    "LostProcessError",
     "Measured",
     "Modal",
     "Moments",

@@ -15,10 +15,10 @@ from compressm.compression.optimizer import Moments, Slice, Transport
 from compressm.compression.planning import Options, rehearse
 from compressm.compression.policies import GATE, Policy, never_cuts, obstacles
 from compressm.compression.record import Cut, Event, event_of, past_of
-from compressm.compression.rollback import Rollback, Watch
+from compressm.compression.rollback import NOTHING_TO_JUDGE, Rollback, Watch
 from compressm.compression.schedule import as_schedule, plan_text, require_same_past
-from compressm.compression.several import as_optimizer, as_scheduler, require_own
-from compressm.errors import CompressionError
+from compressm.compression.several import as_optimizer, as_scheduler, parts_of, require_own
+from compressm.errors import CompressionError, warn_caller
 from compressm.families.choices import Gramian, Largest, Selection, WhiteNoise, require_count
 from compressm.families.observing import Calibrate
 from compressm.families.selective.methods import Baked, SelectiveMethod
@@ -86,7 +86,7 @@ class Compressor:
         # The orders before the first call; None once it came, or a state was loaded.
         self._first_orders: dict[str, int] | None = {name: layer.order for name, layer in layers.items()}
         if optimizer is not None:
-            hold_(self._cutter.inner, self, CompressionError)
+            hold_(self._cutter.inner, self, parts_of(trainer))
         self._ended = False
         self._seen: int | None = None
         self.history: list[Event] = []
@@ -95,6 +95,11 @@ class Compressor:
     def schedule(self) -> list[int]:
         """The steps of the cuts."""
         return list(self._schedule)
+
+    @property
+    def followers(self) -> tuple[nn.Module, ...]:
+        """The models of `follow`: they are cut and restored with the model, and checkpoints contain them."""
+        return self._cutter.follow
 
     def step(self, step: SupportsIndex) -> list[Event]:
         """Cut or restore the model if that is due, and return the events of this step.
@@ -205,12 +210,18 @@ class Compressor:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state; future steps of the schedule may differ from the saved ones."""
         self.require_loadable(state)
+        watch = state["watch"]
+        if self._watch is None and watch is not None and watch.get("snapshot") is not None:
+            warn_caller(
+                f"the state has cuts that a guard was to judge at step {watch.get('due')}; this compressor has no guard"
+                " and keeps them: to have them judged, make it with the same guard=Rollback(...)"
+            )
         self._first_orders = None
         self._ended = bool(state["ended"])
         self._seen = state.get("seen")
         self.history = [event_of(stored) for stored in state["history"]]
-        if self._watch is not None and state["watch"] is not None:
-            self._watch.load_state_dict(state["watch"])
+        if self._watch is not None:
+            self._watch.load_state_dict(NOTHING_TO_JUDGE if watch is None else watch)
 
     def require_loadable(self, state: Mapping[str, Any]) -> None:
         """Refuse a state that this compressor cannot continue from; nothing is changed."""

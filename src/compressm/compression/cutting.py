@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, TypeAlias
@@ -29,9 +29,13 @@ from compressm.compression.planning import (
 from compressm.compression.record import Cut
 from compressm.compression.several import kind_of
 from compressm.compression.surgery import PreparedCut, prepare_cut, write_cuts_
-from compressm.errors import CompressionError
+from compressm.control import ControlError
+from compressm.errors import AdapterError, CompressionError
 from compressm.families import Layer, PlannedCut
 from compressm.families.observing import ratio_of, untouched
+from compressm.layers.parameters import refuse_to_average_
+
+_SENDING, _MEASURING = "sending the cut to all processes", "measuring what the cut changes"
 
 Found: TypeAlias = Mapping[str, tuple[nn.Module, Adapter[Any, Any]]]
 
@@ -72,9 +76,9 @@ class Cutter:
 
     @property
     def processes(self) -> Processes:
-        """The process group of the wrapper, or all processes."""
+        """The process group of the wrapper, or all processes; whoever plans or writes takes everything back."""
         wrappers = wrappers_in(self.model) if isinstance(self.model, nn.Module) else []
-        return Processes(wrappers[0].process_group if wrappers else None)
+        return Processes(wrappers[0].process_group if wrappers else None, "; nothing was changed on this process")
 
     def meet(self, call: str, **said: object) -> None:
         """Wait for all processes; calls or options that differ between them are refused in all."""
@@ -121,7 +125,7 @@ class Cutter:
         # Rounding may differ between processes, so all write the first one's values. Not all need to have followers.
         prepared = _written_by_first(processes, prepared)
         taken = replace(plan, seconds=plan.seconds + time.perf_counter() - start)
-        return PreparedPlan([*prepared, *following], processes.as_first(self.describe(taken, step)))
+        return PreparedPlan([*prepared, *following], processes.as_first(self.describe(taken, step), _SENDING))
 
     def write_(self, prepared: PreparedPlan, undo: ExitStack) -> None:
         """Write a prepared plan and renew the model's wrappers; closing `undo` puts everything back."""
@@ -130,6 +134,8 @@ class Cutter:
         undo.callback(renew_wrappers_, self.model, modules)
         with stage("write"):
             write_cuts_(prepared.cuts, self.optimizer, undo, models=(self.inner, *self.follow))
+        following = {module for model in self.follow for module in model.modules()}
+        refuse_to_average_(self.model, set(modules) - following, undo)
         renew_wrappers_(self.model, modules)
 
     def renew_wrappers_(self) -> None:
@@ -160,14 +166,23 @@ class Cutter:
             changes = {cut.layer.name: cut.change() for cut in plan.cuts}
         with stage("optimizer"):
             prepared = [prepare_cut(name, change, self.optimizer, self.moments) for name, change in changes.items()]
-        return prepared, [_following(cut, *found[cut.layer.name]) for found in copies for cut in plan.cuts]
+        following = [
+            _following(f"follow[{k}]", cut, *found[cut.layer.name])
+            for k, found in enumerate(copies)
+            for cut in plan.cuts
+        ]
+        return prepared, following
 
 
-def _following(cut: PlannedCut, module: nn.Module, adapter: Adapter[Any, Any]) -> PreparedCut:
+def _following(which: str, cut: PlannedCut, module: nn.Module, adapter: Adapter[Any, Any]) -> PreparedCut:
     """The same change of basis for a follower, so that its layers keep the coordinates of the model."""
-    with torch.no_grad():
-        writing = cut.following(module, adapter)
-    return PreparedCut(cut.layer.name, module, writing.values, writing=writing)
+    name = f"{which}: {cut.layer.name or 'the model'}"
+    try:
+        with torch.no_grad():
+            writing = cut.following(module, adapter)
+    except (ControlError, AdapterError) as error:
+        raise CompressionError(f"{name}: {error}") from error
+    return PreparedCut(name, module, writing.values, writing=writing)
 
 
 def followers(follow: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
@@ -197,7 +212,8 @@ def _require_alike(which: str, model: object, modules: Mapping[str, nn.Module]) 
         if odd is not None:
             raise CompressionError(
                 f"{which}: {name}.{odd} has the shape {shapes.get(odd)}, the model's {own.get(odd)}: expected the same"
-                " width and order"
+                " width and order; if the model was loaded, load the state of the copy that was saved with it too, or"
+                " make the copy anew from the model"
             )
     return found
 
@@ -222,24 +238,32 @@ def ordinary_tensors() -> AbstractContextManager[object]:
 
 
 def _over(processes: Processes, layers: dict[str, Layer]) -> dict[str, Layer]:
-    """The layers with the observations of all processes, whose orders must agree."""
+    """The layers with the observations of all processes, whose layers must agree."""
     if processes.count == 1:
         return layers
-    processes.require_same("the orders before the cut", {name: layer.order for name, layer in layers.items()})
+    # Sums of other sizes end a process of gloo without an error.
+    processes.require_same("layers", {key: text for layer in layers.values() for key, text in _described(layer)})
     return {name: layer.over(processes.total) for name, layer in layers.items()}
+
+
+def _described(layer: Layer) -> Iterator[tuple[str, str]]:
+    """The names of a layer and of its parameters, with what must be the same in all processes."""
+    yield layer.said, f"{type(layer.module).__name__} of order {layer.order}"
+    for key, parameter in layer.module.named_parameters():
+        yield f"{layer.said}.{key}", f"{tuple(parameter.shape)} {parameter.dtype}"
 
 
 def _as_first(processes: Processes, cuts: list[PlannedCut], layers: Mapping[str, Layer]) -> list[PlannedCut]:
     """The first process's plan on all processes, with the error measured on the data of all."""
     if processes.count == 1:
         return cuts
-    sent = processes.as_first([(cut.layer.name, cut.sent()) for cut in cuts])
-    planned = [layers[name].received(cut) for name, cut in sent]
-    with processes.together("measuring what the cut changes"):
+    sent = processes.as_first([(cut.layer.name, cut.sent()) for cut in cuts], _SENDING)
+    with processes.together(_MEASURING):
+        planned = [layers[name].received(cut) for name, cut in sent]
         squares = [square for cut in planned if (square := cut.squared_change()) is not None]
     if len(squares) < len(planned) or not planned:
         return planned
-    totals = processes.total(torch.stack(squares))
+    totals = processes.total(torch.stack(squares), _MEASURING)
     return [cut.measured(ratio_of(total)) for cut, total in zip(planned, totals, strict=True)]
 
 
@@ -248,7 +272,7 @@ def _written_by_first(processes: Processes, cuts: list[PreparedCut]) -> list[Pre
     if processes.count == 1:
         return cuts
     sent = processes.as_first(
-        [tuple(_moved(part, "cpu") for part in (cut.values, cut.writing.buffers, cut.states)) for cut in cuts]
+        [tuple(_moved(part, "cpu") for part in (cut.values, cut.writing.buffers, cut.states)) for cut in cuts], _SENDING
     )
     written = []
     for cut, (values, buffers, states) in zip(cuts, sent, strict=True):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, final
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -16,10 +20,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from compressm.adapters.base import COMPILED
-from compressm.errors import CompressionError, StaleWrapperError
+from compressm.errors import CompressionError, LostProcessError, StaleWrapperError
 from compressm.layers.parameters import refuse_outdated_, refuses_with, trust_
 
 Value = TypeVar("Value")
+
+# Seconds that a failed exchange waits for the other processes to notice it too: those that do are not lost.
+_NOTICE = 2.0
+# How many exchanges this process has begun in every group. It tells the store, without waiting for an answer.
+_EXCHANGES: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
 @final
@@ -27,10 +36,12 @@ Value = TypeVar("Value")
 class Processes:
     """The processes of a group, or all of torch.distributed; without it, only this one.
 
-    All processes must call every method that communicates.
+    All processes must call every method that communicates. If one of them ends or stalls, the others get a
+    `LostProcessError` that names it and ends with `promise`.
     """
 
     group: Any = None
+    promise: str = ""
 
     @property
     def count(self) -> int:
@@ -47,23 +58,25 @@ class Processes:
         """The index of this process, from 0."""
         return 0 if self.count == 1 else dist.get_rank(self.group)
 
-    def total(self, tensor: Tensor) -> Tensor:
+    def total(self, tensor: Tensor, doing: str = "adding up the values of all processes") -> Tensor:
         """The sum over all processes, as a new tensor, the same everywhere."""
         if self.count == 1:
             return tensor
         # NCCL cannot sum tensors on the CPU.
         only_cuda = dist.get_backend(self.group) == "nccl"
         total = tensor.to(torch.device("cuda") if only_cuda else tensor.device, copy=True).contiguous()
-        # Not all backends support complex sums; all support real pairs.
-        dist.all_reduce(torch.view_as_real(total) if total.is_complex() else total, group=self.group)
+        with self._exchange(doing):
+            # Not all backends support complex sums; all support real pairs.
+            dist.all_reduce(torch.view_as_real(total) if total.is_complex() else total, group=self.group)
         return total.to(tensor.device)
 
-    def as_first(self, value: Value) -> Value:
+    def as_first(self, value: Value, doing: str = "sending the values of the first process") -> Value:
         """The first process's value; tensors in it must be on the CPU."""
         if self.count == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, group=self.group, group_src=0)
+        with self._exchange(doing):
+            dist.broadcast_object_list(box, group=self.group, group_src=0)
         return box[0]
 
     def meet(self, call: str, **options: object) -> None:
@@ -74,8 +87,18 @@ class Processes:
         """
         if self.count == 1:
             return
-        store, timeout = _store_of(dist.group.WORLD if self.group is None else self.group)
         mine = {"call": call, **{name: str(value) for name, value in options.items()}}
+        timeout = self._store()[1].total_seconds()
+        try:
+            said = _answered(timeout + 2 * _NOTICE, lambda: self._met(mine))
+        except (RuntimeError, TimeoutError) as error:
+            raise self.lost(f"calling {call}") from error
+        for index, other in enumerate(said):
+            _require_same_call(self._named(index), mine, json.loads(other))
+
+    def _met(self, mine: dict[str, str]) -> list[str]:
+        """The calls of all processes, once all have come."""
+        store, timeout = self._store()
         # Every process counts its own meetings, in the store, so that the count is as old as the group.
         number = store.add(f"compressm/{self.index}/meetings", 1)
         places = [f"compressm/{index}/meeting {number}" for index in range(self.count)]
@@ -87,20 +110,24 @@ class Processes:
             store.set(f"{places[self.index]}, left", "")
             store.delete_key(places[self.index])
             came = [store.check([place]) or store.check([f"{place}, left"]) for place in places]
-            absent = [f"process {index}" for index, here in enumerate(came) if not here]
+            absent = [self._named(index) for index, here in enumerate(came) if not here]
             store.add(f"compressm/{self.index}/meetings", -1)
             raise CompressionError(
-                f"{' and '.join(absent) or 'another process'} did not call {call} within {timeout}, the timeout of the"
-                " process group: every process must make the same calls"
+                f"{' and '.join(absent) or 'another process'} did not call {mine['call']} within {timeout}, the timeout"
+                " of the process group: every process must make the same calls"
             ) from error
-        for index, place in enumerate(places):
-            _require_same_call(index, mine, json.loads(store.get(place)))
+        return [store.get(place) for place in places]
 
-    def require_same(self, what: str, value: object) -> None:
-        """Refuse, in all processes, a value that is not the same in all."""
-        for number, other in enumerate(self._gathered(value)):
-            if other != value:
-                raise CompressionError(f"{what}: {value!r:.200} here, {other!r:.200} in process {number}")
+    def require_same(self, what: str, mine: dict[str, str]) -> None:
+        """Refuse, in all processes, values that are not the same in all; the error names the first one."""
+        for index, other in enumerate(self._gathered(mine, f"comparing the {what}")):
+            for name in mine | other:
+                if mine.get(name) != other.get(name):
+                    here, there = mine.get(name, "missing"), other.get(name, "missing")
+                    raise CompressionError(
+                        f"{name} is {here:.200} here, {there:.200} in {self._named(index)}: every process must have the"
+                        f" same {what}"
+                    )
 
     @contextmanager
     def together(self, doing: str) -> Iterator[None]:
@@ -115,40 +142,119 @@ class Processes:
             # Raised again below, after all processes know of it, even of Ctrl-C in one of them.
             failure = error
         said = None if failure is None else f"{type(failure).__name__}: {failure}"
-        results = self._gathered(said)
+        try:
+            results = self._gathered(said, doing)
+        except LostProcessError as lost:
+            # A collective inside the block fails by the same loss; any other error is this process's own.
+            if failure is None or is_of_collective(failure):
+                raise lost from failure or lost.__cause__
+            results = []
         if failure is not None:
             raise failure
-        failed = [f"process {number} failed while {doing}: {other}" for number, other in enumerate(results) if other]
+        failed = [f"{self._named(index)} failed while {doing}: {other}" for index, other in enumerate(results) if other]
         if failed:
             raise CompressionError("; ".join(failed))
 
-    def _gathered(self, value: object) -> list[Any]:
+    def lost(self, doing: str, began: float | None = None) -> LostProcessError:
+        """The error after a failed exchange that began then: it names the processes that did not come or have ended."""
+        try:
+            who = _answered(2 * _NOTICE, lambda: self._missing(began or time.monotonic()))
+        except (RuntimeError, TimeoutError):
+            who = "the first process, which keeps the store of the process group, cannot be reached"
+        return LostProcessError(f"{who}, while {doing}{self.promise}")
+
+    def _missing(self, began: float) -> str:
+        """The processes that did not come to the exchange of this one, or else those that have not noticed its failure.
+
+        Only neighbours of a process that has ended notice it at once. Others wait for them until the timeout.
+        """
+        store, timeout = self._store()
+        mine, others = _EXCHANGES.get(self._group, 0), [k for k in range(self.count) if k != self.index]
+        store.set(f"compressm/{self.index}/exchange {mine} failed", "")
+        until = min(began + timeout.total_seconds(), time.monotonic() + _NOTICE)
+        while True:
+            counts = {k: store.add(f"compressm/{k}/exchanges", 0) for k in others}
+            silent = {k: n for k, n in counts.items() if not store.check([f"compressm/{k}/exchange {n} failed"])}
+            if len(silent) <= 1 or time.monotonic() > until:
+                break
+            time.sleep(0.05)
+        late = [self._named(k) for k, n in silent.items() if n < mine]
+        who = " and ".join(late) or " or ".join(map(self._named, silent))
+        if not who:
+            return "the other processes have given up"
+        return f"{who} ended, or did not come within {timeout}, the timeout of the process group"
+
+    @contextmanager
+    def _exchange(self, doing: str) -> Iterator[None]:
+        """Count an exchange of this process, in the store; if it fails, the error names the processes that are lost."""
+        began, number = time.monotonic(), _EXCHANGES.get(self._group, 0) + 1
+        try:
+            _EXCHANGES[self._group] = number
+            self._store()[0].set(f"compressm/{self.index}/exchanges", str(number))
+            yield
+        except RuntimeError as error:
+            raise self.lost(doing, began) from error
+
+    def _gathered(self, value: object, doing: str) -> list[Any]:
         if self.count == 1:
             return [value]
         values: list[Any] = [None] * self.count
-        dist.all_gather_object(values, value, group=self.group)
+        with self._exchange(doing):
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def _named(self, index: int) -> str:
+        """A process of the group by its rank among all processes."""
+        return f"process {dist.get_global_rank(self._group, index)}"
 
-def _store_of(group: Any) -> tuple[Any, timedelta]:
-    """The key-value store through which the processes of a group found each other, and the group's timeout."""
-    store = group.get_group_store()
-    backends = [group._get_backend(device) for device in group._device_types]
-    # The store has the timeout of the whole world.
-    waits = [backend.options._timeout for backend in backends if hasattr(backend, "options")]
-    return store, min(waits, default=store.timeout)
+    @property
+    def _group(self) -> Any:
+        return dist.group.WORLD if self.group is None else self.group
+
+    def _store(self) -> tuple[Any, timedelta]:
+        """The key-value store through which the processes of the group found each other, and the group's timeout."""
+        group = self._group
+        store = group.get_group_store()
+        backends = [group._get_backend(device) for device in group._device_types]
+        # The store has the timeout of the whole world.
+        waits = [backend.options._timeout for backend in backends if hasattr(backend, "options")]
+        return store, min(waits, default=store.timeout)
 
 
-def _require_same_call(index: int, mine: dict[str, str], other: dict[str, str]) -> None:
+def _answered(seconds: float, ask: Callable[[], Value]) -> Value:
+    """The answer of a store. By itself it waits for ever for a process that is frozen, or whose machine is gone."""
+    answer: Future[Value] = Future()
+
+    def work() -> None:
+        try:
+            answer.set_result(ask())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return answer.result(seconds)
+
+
+# Errors of gloo are plain RuntimeErrors. These are in the path of its sources, and in the one message without it.
+_GLOO = ("/gloo/", "pair closure")
+
+
+def is_of_collective(error: BaseException) -> bool:
+    """True for torch's errors about a process that cannot be reached."""
+    said = isinstance(error, RuntimeError) and any(part in str(error) for part in _GLOO)
+    return said or isinstance(error, dist.DistError)
+
+
+def _require_same_call(where: str, mine: dict[str, str], other: dict[str, str]) -> None:
     """Refuse a meeting with a process that is somewhere else, or has other options."""
     if mine["call"] != other["call"]:
         raise CompressionError(
-            f"{mine['call']} here, {other['call']} in process {index}: every process must make the same calls"
+            f"{mine['call']} here, {other['call']} in {where}: every process must make the same calls"
         )
     for name in mine | other:
         if mine.get(name) != other.get(name):
             raise CompressionError(
-                f"{name} is {mine.get(name)!s:.200} here, {other.get(name)!s:.200} in process {index}: every process"
+                f"{name} is {mine.get(name)!s:.200} here, {other.get(name)!s:.200} in {where}: every process"
                 " must have the same options"
             )
 

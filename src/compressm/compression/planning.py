@@ -11,8 +11,10 @@ from typing import Any, TypeAlias
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from compressm.adapters import find
+from compressm.adapters.base import plain_name
 from compressm.adapters.mamba import refused_in
 from compressm.compression.distributed import unwrapped
 from compressm.compression.optimizer import Moments, require_followable, require_held, require_supported
@@ -279,6 +281,7 @@ def _fewer(orders: Mapping[str, int], values: Mapping[str, Tensor], options: Opt
 
 def require_suitable(model: nn.Module, layers: Mapping[str, Layer], optimizer: Any | None, moments: Moments) -> None:
     """Refuse by name parameters that other modules share, that are computed, or that the optimizer does not support."""
+    _require_no_average_beside(model, layers)
     owners = _owners(model)
     cut: dict[str, nn.Parameter] = {}
     for name, layer in layers.items():
@@ -310,13 +313,30 @@ def _cut_parameters(layer: Layer) -> Iterator[str]:
         yield entry
 
 
+def _require_no_average_beside(model: nn.Module, layers: Mapping[str, Layer]) -> None:
+    """Refuse an average that the model holds beside the averaged layers: each would get coordinates of its own."""
+    modules = dict(model.named_modules())
+    cut = {layer.module for layer in layers.values()}
+    for path, module in modules.items():
+        inside = cut.intersection(module.modules()) if isinstance(module, AveragedModel) else cut
+        if inside and inside != cut:
+            name = plain_name(path, modules)
+            raise CompressionError(
+                f"{name} is an {type(module).__name__} inside the model, and was to be cut apart from the layers beside"
+                " it: the average of the cut model would make no sense; pass the trained part as the model and"
+                f" follow=[model.{name}]"
+            )
+
+
 def _owners(model: nn.Module) -> dict[int, set[str]]:
-    """The names of every parameter, one for each module that has it."""
+    """The names of every parameter without those of wrappers, one for each module that has it."""
     owners: dict[int, set[str]] = {}
-    for path, module in model.named_modules():
+    modules = dict(model.named_modules())
+    for path, module in modules.items():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                owners.setdefault(id(parameter), set()).add(f"{path}.{name}" if path else name)
+                named = plain_name(f"{path}.{name}" if path else name, modules)
+                owners.setdefault(id(parameter), set()).add(named)
     return owners
 
 

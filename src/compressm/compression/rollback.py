@@ -407,7 +407,7 @@ class Rollback:
             with untouched(model, "evaluate"):
                 value = self.evaluate()
             number = _number(value)
-        return processes.as_first(number)
+        return processes.as_first(number, "evaluating")
 
     def accepts(self, value: float, before: float) -> bool:
         """True if the value is worse by at most drop·|before|; False for NaN."""
@@ -450,6 +450,10 @@ def _remove(path: Path) -> None:
     """Remove a file that may not be there, in a folder that may not be one."""
     with suppress(OSError):
         path.unlink()
+
+
+# The state of a Watch without a cut to judge.
+NOTHING_TO_JUDGE: Mapping[str, Any] = {"snapshot": None, "before": math.nan, "due": -1}
 
 
 class Watch:

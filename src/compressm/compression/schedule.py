@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import SupportsIndex
 
@@ -49,8 +49,10 @@ def every(k: int, *, until: int, start: int | None = None) -> range:
 
 
 def as_schedule(when: Iterable[SupportsIndex]) -> list[int]:
-    """The steps of a finite, non-empty collection of integers >= 1, sorted, each once."""
+    """The steps of a finite, non-empty collection of different integers >= 1, sorted."""
     expected = "expected a finite collection of step numbers, such as [1000, 2000] or every(1000, until=4000)"
+    if isinstance(when, Mapping):
+        raise CompressionError(f"when is {when!r:.100}, {expected}; a mapping has values that nothing would use")
     if isinstance(when, str | bytes) or not isinstance(when, Collection):
         raise CompressionError(f"when is {when!r:.100}, {expected}; a generator may have no end")
     try:
@@ -65,7 +67,14 @@ def as_schedule(when: Iterable[SupportsIndex]) -> list[int]:
             raise CompressionError(f"when holds {step!r}, expected step numbers: integers of at least 1")
     if not steps:
         raise CompressionError(f"when is {when!r:.100}: a schedule without a step would never fire")
-    return sorted({int(step) for step in steps})
+    ordered = sorted(map(int, steps))
+    again = next((step for step, later in pairwise(ordered) if step == later), None)
+    if again is not None:
+        raise CompressionError(
+            f"when holds step {again} twice, expected each step once: a step makes one cut; {{*first, *second}} joins"
+            " two schedules"
+        )
+    return ordered
 
 
 def require_same_past(saved: Sequence[int], here: Sequence[int], until: int) -> None:

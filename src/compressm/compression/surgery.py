@@ -20,8 +20,9 @@ from compressm.compression.optimizer import (
     name_beside,
     require_supported,
 )
+from compressm.control import ControlError
 from compressm.control.validation import is_finite
-from compressm.errors import CompressionError
+from compressm.errors import AdapterError, CompressionError
 from compressm.families.base import Change, Values, Writing
 from compressm.layers.parameters import replace_data
 
@@ -185,7 +186,10 @@ def require_plain_parameters(name: str, module: nn.Module) -> None:
 def _checked_values(cut: PreparedCut) -> list[tuple[nn.Parameter, Tensor]]:
     require_plain_parameters(cut.name, cut.module)
     beside = {**cut.writing.buffers, **{name: cut.values[name] for name in cut.writing.added}}
-    return prepared(cut.module, {name: cut.values[name] for name in cut.present}, beside)
+    try:
+        return prepared(cut.module, {name: cut.values[name] for name in cut.present}, beside)
+    except (ControlError, AdapterError) as error:
+        raise CompressionError(f"{cut.name or 'the model'}: {error}") from error
 
 
 def _made(cut: PreparedCut, name: str) -> nn.Parameter:

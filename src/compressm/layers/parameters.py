@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import compress
 from typing import Any, ClassVar, final
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -141,24 +141,38 @@ def _same_bits(tensor: Tensor, copy: Tensor) -> bool:
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-# The objects, such as compressors, that must know when a module's order changes, with the error to raise.
-_holders: WeakKeyDictionary[nn.Module, WeakKeyDictionary[object, type[Exception]]] = WeakKeyDictionary()
+# The objects, such as compressors, that must know when a module's order changes, with their optimizers.
+_holders: WeakKeyDictionary[nn.Module, WeakKeyDictionary[object, list[ref[Any]]]] = WeakKeyDictionary()
 
 
-def hold_(model: nn.Module, holder: object, error: type[Exception]) -> None:
-    """Refuse, while the holder lives, state dicts that would change the orders of layers in this model."""
+def hold_(model: nn.Module, holder: object, optimizers: Iterable[Any]) -> None:
+    """Refuse, while the holder lives, to load other orders into this model without all of these optimizers."""
+    held = list(map(ref, optimizers))  # a hook of an optimizer may know the holder
     for module in model.modules():
-        _holders.setdefault(module, WeakKeyDictionary())[holder] = error
+        _holders.setdefault(module, WeakKeyDictionary())[holder] = held
 
 
-def require_free(module: nn.Module, said: str) -> None:
-    """Refuse to load other orders into a module that is held; `said` are its name and its orders."""
-    for holder, error in list(_holders.get(module, {}).items()):
-        raise error(
-            f"{said}: a {type(holder).__name__} with an optimizer holds this model, and the optimizer's state would not"
-            " fit; load all of them by load_checkpoint(path, model=..., optimizer=..., compressor=...), or load the"
-            " state dict first and make optimizer and compressor afterwards"
+def require_free(module: nn.Module, said: str, optimizers: Sequence[Any] = ()) -> None:
+    """Refuse to load other orders into a module that is held, unless the holder's optimizers are loaded too.
+
+    `said` are the module's name and its orders.
+    """
+    if _holding(module, optimizers):
+        gc.collect()  # a holder in a cycle may be dead already
+    for holder in _holding(module, optimizers):
+        raise CompressionError(
+            f"{said}: a {type(holder).__name__} with an optimizer holds this model, and the state of that optimizer"
+            " would not fit; load all of them by load_checkpoint(path, model=..., optimizer=..., compressor=...),"
+            " or load the weights first and make optimizer and compressor afterwards"
         )
+
+
+def _holding(module: nn.Module, given: Sequence[Any]) -> list[object]:
+    """The holders of a module with an optimizer that is none of the given ones."""
+    # One that wraps another, as accelerate does, has its state.
+    states = {id(one.state) for one in given}
+    holders = list(_holders.get(module, {}).items())
+    return [holder for holder, held in holders if not {id(own.state) for one in held if (own := one())} <= states]
 
 
 # The calls at work now, by their marks: each with its model and its text.
@@ -218,9 +232,29 @@ def refuse_outdated_(model: nn.Module, changed: Iterable[nn.Module], but: Iterab
     _refuse_to_train_([thing for thing in living if isinstance(thing, DistributedDataParallel)], modules, set(but))
     for average in living:
         if type(average) in averaging and _is_outdated(average, model, modules):
-            for name in _UPDATES:
-                if callable(getattr(type(average), name, None)):
-                    vars(average)[name] = Checked(average, name)
+            for name in _updates(type(average)):
+                vars(average)[name] = Checked(average, name)
+
+
+def refuse_to_average_(model: nn.Module, changed: Iterable[nn.Module], undo: ExitStack) -> None:
+    """Make averages in the model whose own layers were cut refuse to average; closing `undo` takes this back.
+
+    Their states have other coordinates than those of the model that they average.
+    """
+    modules = set(changed)
+    for average in model.modules():
+        names = _updates(type(average))
+        own = getattr(average, "module", None) if names else None
+        if isinstance(own, nn.Module) and not modules.isdisjoint(own.modules()):
+            for name in names:
+                undo.callback(_put_back_, vars(average), name, vars(average).get(name))
+                vars(average)[name] = Checked(average, name, _shapes(own))
+
+
+def _put_back_(held: dict[str, Any], name: str, value: Any | None) -> None:
+    held.pop(name, None)
+    if value is not None:
+        held[name] = value
 
 
 def _is_outdated(average: nn.Module, model: nn.Module, changed: set[nn.Module]) -> bool:
@@ -265,7 +299,10 @@ def _with_subclasses(kind: type[nn.Module]) -> Iterator[type[nn.Module]]:
         yield from _with_subclasses(derived)
 
 
-_UPDATES = ("update_parameters", "update")
+def _updates(kind: type[nn.Module]) -> list[str]:
+    """The methods that update an average of this class; those of torch's own containers do something else."""
+    names = () if kind.__module__.startswith("torch.nn.") else ("update_parameters", "update")
+    return [name for name in names if callable(getattr(kind, name, None))]
 
 
 class Remembered(nn.Module):
@@ -288,31 +325,37 @@ def _averaging(changed: set[nn.Module]) -> set[type[nn.Module]]:
         (type(copy), tuple(_shapes(copy).items())) in present for copy in copies
     ):
         return set()
-    return {
-        kind
-        for kind in _with_subclasses(nn.Module)
-        if not kind.__module__.startswith("torch.nn.") and any(hasattr(kind, name) for name in _UPDATES)
-    }
+    return {kind for kind in _with_subclasses(nn.Module) if _updates(kind)}
 
 
 @final
 class Checked:
-    """An average's method that first requires the shapes of the model, and gives way to the method once they agree."""
+    """An average's method that first requires the shapes of the model, and gives way to the method once they agree.
 
-    def __init__(self, average: Any, name: str) -> None:
-        self.average, self.name = average, name
+    `alone` are the shapes of an average that was cut by itself: while it has them, its coordinates are its own.
+    """
+
+    alone: Mapping[str, tuple[int, ...]] | None = None
+
+    def __init__(self, average: Any, name: str, alone: Mapping[str, tuple[int, ...]] | None = None) -> None:
+        self.average, self.name, self.alone = average, name, alone
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Average, or refuse a model of other shapes."""
+        """Average, or refuse a model of other shapes or coordinates."""
         model = args[0] if args else kwargs.get("model")
-        odd = _odd_one(self.average.module, model) if isinstance(model, nn.Module) else None
-        if odd is not None:
-            kind = type(self.average).__name__
-            raise CompressionError(
-                f"this {kind} was made before a cut, or before other orders were loaded or restored: {odd}."
-                " Give averages to the compressor, follow=[average]: they are then cut and restored with the model."
-                f" This one cannot follow any more: make a new one from the model, such as {kind}(model)"
+        if isinstance(model, nn.Module):
+            kind, own = type(self.average).__name__, self.average.module
+            cure = (
+                "Give averages to the compressor, follow=[average]: they are then cut and restored with the model, and"
+                " saved and loaded with it by save_checkpoint and load_checkpoint(..., compressor=...). This one cannot"
+                f" follow any more: load its own saved state of these orders, or make a new one, {kind}(model)"
             )
+            if self.alone == _shapes(own):
+                raise CompressionError(f"this {kind} was cut alone, so its states are not those of the model. {cure}")
+            if (odd := _odd_one(own, model)) is not None:
+                raise CompressionError(
+                    f"this {kind} was made before a cut, or before other orders were loaded or restored: {odd}. {cure}"
+                )
         vars(self.average).pop(self.name, None)
         return getattr(self.average, self.name)(*args, **kwargs)
 

@@ -31,11 +31,14 @@ from compressm.families.observing import random_state, set_random_state
 from compressm.files import replacing
 from compressm.layers.parameters import Kept, replace_data, require_idle
 from compressm.saving.fitting import (
+    followers_in,
     require_contents,
     require_fitting,
+    require_followers,
     require_names,
     require_parts,
     require_same_groups,
+    require_unheld,
     resized,
 )
 from compressm.saving.kinds import as_path, require_model, require_state
@@ -142,6 +145,17 @@ class _Choosy(Protocol):
         """Refuse a state to continue from, as a compressor refuses a schedule with another past."""
 
 
+@runtime_checkable
+class _Followed(Protocol):
+    @property
+    def followers(self) -> Sequence[nn.Module]:
+        """The models that a compressor cuts with its own."""
+
+
+def _followers(compressor: object) -> Sequence[nn.Module]:
+    return compressor.followers if isinstance(compressor, _Followed) else ()
+
+
 @final
 @dataclass(frozen=True)
 class Checkpoint:
@@ -163,9 +177,9 @@ def save_checkpoint(
 ) -> None:
     """Write the state of everything that is passed, and of the random number generators, into one file.
 
-    `extra` is anything made of tensors, numbers and text. Writing is atomic: after an error the old file is still
-    there. Call it between steps: gradients are not saved. Each of several processes has its own random numbers, and
-    needs its own file to continue exactly.
+    The weights of models that follow the compressor (`follow=`) are written too. `extra` is anything made of tensors,
+    numbers and text. Writing is atomic: after an error the old file is still there. Call it between steps: gradients
+    are not saved. Each of several processes has its own random numbers, and needs its own file to continue exactly.
     """
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise SavingError(f"step is {step!r}, expected an integer of at least 0")
@@ -178,9 +192,8 @@ def save_checkpoint(
     contents = {
         "format": _FORMAT,
         "version": CHECKPOINT_VERSION,
-        "model": plain_state(model),
-        "orders": orders_of(model),
-        "versions": module_versions(model),
+        **_weights(model),
+        "followers": [_weights(follower) for follower in _followers(compressor)],
         "optimizer": _state_of(trainer),
         "groups": None if trainer is None else _groups(model, trainer),
         "scheduler": _state_of(rates),
@@ -208,8 +221,9 @@ def load_checkpoint(
     """Restore the saved state of everything that is passed, and of the random number generators.
 
     The model may have larger orders, as it was built: its layers take the orders of the file, and its parameters stay
-    the same objects. A file that does not fit model, optimizer or compressor is refused before anything is changed;
-    future steps of the compressor's schedule may differ.
+    the same objects; so do models that follow the compressor. A file that does not fit model, optimizer or compressor
+    is refused before anything is changed; future steps of the compressor's schedule may differ. If a compressor with
+    an optimizer holds the model, other orders are loaded only with that optimizer.
     """
     trainer, rates = as_optimizer(optimizer, SavingError), as_scheduler(scheduler, SavingError)
     require_model(model)
@@ -220,10 +234,13 @@ def load_checkpoint(
         added, gone = _require_loadable(contents, model, trainer, rates, compressor)
     except (SavingError, CompressionError) as error:
         raise SavingError(f"{path}: {error}") from error
-    before = _Before(model, *parts_of(trainer), *parts_of(rates), compressor)
+    followers = _followers(compressor)
+    before = _Before((model, *followers), *parts_of(trainer), *parts_of(rates), compressor)
     try:
         before.load_(rates, contents["scheduler"])
-        _load_model(model, contents, before.undo)
+        for follower, stored in zip(followers, followers_in(contents), strict=False):
+            _load_model(follower, stored, before.undo)
+        _load_model(model, contents, before.undo)  # after its followers: averages that do not follow then say so
         if trainer is not None:
             leave_(trainer, gone.values())
             _add_to_groups_(trainer, model, contents["groups"], added)
@@ -260,15 +277,17 @@ def _require_loadable(
         require_scheduler(scheduler, contents["scheduler"]["state"])
     if isinstance(compressor, _Choosy):
         compressor.require_loadable(contents["compressor"]["state"])
+    require_unheld(model, contents, () if optimizer is None else parts_of(optimizer))
+    if compressor is not None:
+        require_followers(contents, _followers(compressor))
     return added, gone
 
 
 class _Before:
     """Everything that `load_checkpoint` changes, as it was before: `restore_` puts it back."""
 
-    def __init__(self, model: nn.Module, *parts: Any | None) -> None:
-        self._model, self._tensors, self._random = model, Kept(model), random_state()
-        self._shapes = _shapes(model)
+    def __init__(self, models: Sequence[nn.Module], *parts: Any | None) -> None:
+        self._models, self._random = [(model, Kept(model), _shapes(model)) for model in models], random_state()
         self.undo = ExitStack()  # for attributes of layers, and what they share
         others = [part for part in parts if part is not None and not _is_optimizer(part)]
         self._states = {id(part): _copied(part.state_dict()) for part in others}
@@ -288,8 +307,9 @@ class _Before:
 
     def restore_(self) -> None:
         """Put everything back, in the same objects."""
-        is_resized = _shapes(self._model) != self._shapes
-        self._tensors.restore_()
+        changed = [model for model, _, shapes in self._models if _shapes(model) != shapes]
+        for _, tensors, _ in self._models:
+            tensors.restore_()
         self.undo.close()
         for part in self._begun:
             # An optimizer's own dictionaries are put back below.
@@ -301,8 +321,8 @@ class _Before:
                 held.update(contents)
             else:
                 held[:] = contents
-        if is_resized:
-            renew_wrappers_(self._model, list(unwrapped(self._model).modules()))
+        for model in changed:
+            renew_wrappers_(model, list(unwrapped(model).modules()))
         set_random_state(self._random)
 
 
@@ -329,6 +349,10 @@ def _copied(value: Any) -> Any:
     """A deep copy that shares tensors, which no part changes in place when it loads a state."""
     inside = [item for held, _ in _containers(value) for item in (held.values() if isinstance(held, dict) else held)]
     return copy.deepcopy(value, {id(item): item for item in inside if isinstance(item, Tensor)})
+
+
+def _weights(model: nn.Module) -> dict[str, Any]:
+    return {"model": plain_state(model), "orders": orders_of(model), "versions": module_versions(model)}
 
 
 def _state_of(part: Any | None) -> dict[str, Any] | None:

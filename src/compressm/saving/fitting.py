@@ -7,12 +7,22 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from compressm.compression.distributed import require_rewrappable, wrappers_in
+from compressm.compression.distributed import Processes, require_rewrappable, wrappers_in
 from compressm.compression.several import kind_of, parts_of
 from compressm.compression.surgery import attributes_of
-from compressm.errors import SavingError
+from compressm.errors import CompressionError, SavingError, warn_caller
 from compressm.families.observing import require_random_state
-from compressm.saving.rebuilding import expected_shapes, plain_state, require_fit, require_orders, require_values
+from compressm.layers.parameters import require_free
+from compressm.saving.rebuilding import (
+    by_forms,
+    expected_shapes,
+    orders_of,
+    plain_state,
+    require_fit,
+    require_orders,
+    require_values,
+    ssm_layers,
+)
 
 Groups = Sequence[Sequence[str | None]]
 
@@ -21,14 +31,9 @@ _TRAINED = ("optimizer", "scheduler", "compressor")
 
 def require_contents(contents: Mapping[str, Any]) -> None:
     """Refuse parts of a checkpoint that are not of the kind that `save_checkpoint` writes."""
-    tensors, step = contents["model"], contents["step"]
-    if not isinstance(tensors, Mapping) or not all(
-        isinstance(name, str) and isinstance(value, Tensor) for name, value in tensors.items()
-    ):
-        raise SavingError(f"the model is stored as {tensors!r:.80}, expected tensors by name")
-    versions = contents["versions"]
-    if not isinstance(versions, Mapping) or not all(isinstance(value, Mapping) for value in versions.values()):
-        raise SavingError(f"the versions of modules are {versions!r:.80}, expected {{module: {{'version': number}}}}")
+    require_weights(contents)
+    followers_in(contents)
+    step = contents["step"]
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise SavingError(f"step is {step!r:.80}, expected an integer of at least 0")
     for name in _TRAINED:
@@ -41,6 +46,70 @@ def require_contents(contents: Mapping[str, Any]) -> None:
         raise SavingError(
             f"the random state in the file cannot be restored: {error or type(error).__name__}"
         ) from error
+
+
+def require_weights(stored: Mapping[str, Any]) -> None:
+    """Refuse weights that are not tensors by name, and versions of modules that are not numbers."""
+    tensors, versions = stored["model"], stored["versions"]
+    if not isinstance(tensors, Mapping) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in tensors.items()
+    ):
+        raise SavingError(f"the model is stored as {tensors!r:.80}, expected tensors by name")
+    named = versions.items() if isinstance(versions, Mapping) else [(None, versions)]
+    for name, entry in named:
+        version = entry.get("version") if isinstance(entry, Mapping) else ""
+        # torch takes None for the first version.
+        if not isinstance(name, str) or isinstance(version, bool) or not isinstance(version, int | None):
+            raise SavingError(
+                f"the versions of modules hold {entry!r:.80} for {name!r:.40}, expected the name of a module and"
+                " {'version': number}"
+            )
+
+
+def followers_in(contents: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The weights of followers in a file; files of earlier versions have none."""
+    stored: Any = contents.get("followers", [])
+    kinds = {"model", "orders", "versions"}
+    if not isinstance(stored, list) or not all(isinstance(own, Mapping) and kinds <= set(own) for own in stored):
+        raise SavingError(f"the followers are stored as {stored!r:.80}, expected a list of their weights")
+    return stored
+
+
+def require_followers(contents: Mapping[str, Any], followers: Sequence[nn.Module]) -> None:
+    """Refuse weights that do not fit the followers; a warning says if only the file, or only the compressor, has any.
+
+    Of several processes some may have no followers, and load the file of one that has.
+    """
+    stored = followers_in(contents)
+    for k, (own, follower) in enumerate(zip(stored, followers, strict=False)):
+        try:
+            require_weights(own)
+            require_fitting(follower, own)
+        except (SavingError, CompressionError) as error:
+            raise SavingError(f"follow[{k}]: {error}") from error
+    if stored and followers and len(stored) != len(followers):
+        raise SavingError(f"it has the weights of {len(stored)} followers, the compressor has {len(followers)}")
+    named = ", ".join(f"follow[{k}]" for k in range(max(len(stored), len(followers))))
+    if followers and not stored:
+        warn_caller(
+            f"the file has no weights of {named}, and nothing is loaded there: before the next step, load the saved"
+            " state of each by its own load_state_dict, or the weights of the model"
+        )
+    if stored and not followers and Processes().is_first:
+        warn_caller(
+            f"the file has weights of {named}, which are not loaded, because this compressor was made without follow;"
+            " make it with the same follow=[...] to load them"
+        )
+
+
+def require_unheld(model: nn.Module, contents: Mapping[str, Any], optimizers: Sequence[Any]) -> None:
+    """Refuse to resize layers under the optimizer of a compressor, unless that optimizer is loaded too."""
+    added, gone = by_forms(model, contents["model"])
+    changed, orders = {*added, *gone, *resized(model, contents["model"])}, orders_of(model)
+    for name, layer in ssm_layers(model).items():
+        if any(not name or entry.startswith(f"{name}.") for entry in changed):
+            said = f"{name or 'the model'} has order {orders[name]}, the file has order {contents['orders'][name]}"
+            require_free(layer, f"{said} or another form", optimizers)
 
 
 def require_parts(contents: Mapping[str, Any], **given: object) -> None:

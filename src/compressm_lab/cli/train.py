@@ -28,7 +28,7 @@ from compressm.cli.options import (
     require_writable,
 )
 from compressm.compression import Cut, Restored
-from compressm.errors import CompressionError, SavingError
+from compressm.errors import CompressionError, LostProcessError, SavingError
 from compressm_lab.cli.opening import task_of
 from compressm_lab.cli.terminal import console, integer_option, progress_bars, say
 from compressm_lab.data import DataError, Task
@@ -113,9 +113,14 @@ def _exit_codes() -> Iterator[None]:
     """Exit with 2 for what cannot be run, 130 for a run that was stopped, 1 for one that failed; each says why."""
     try:
         yield
-    except (LockLostError, RunWriteError, Diverged) as error:
-        whole = ("what was written before is whole: make room, or the folder writable, and add --resume",)
-        say(str(error), *(whole if isinstance(error, RunWriteError) else ()))
+    except (LockLostError, LostProcessError, RunWriteError, Diverged) as error:
+        whole = "what was written before is whole: "
+        if isinstance(error, RunWriteError):
+            whole += "make room, or the folder writable, and add --resume"
+        elif isinstance(error, LostProcessError):
+            whole += "--resume goes on from the last checkpoint"
+            console.quiet = False  # the first process may be the lost one
+        say(str(error), *([whole] if isinstance(error, RunWriteError | LostProcessError) else ()))
         raise typer.Exit(1) from None
     except _REFUSED as error:
         raise typer.BadParameter(str(error)) from error

@@ -32,7 +32,16 @@ from compressm_lab.training.config import ConfigError, Plan, Recipe
 from compressm_lab.training.evaluation import evaluate, truncations
 from compressm_lab.training.loggers import RunLogger, Silent
 from compressm_lab.training.penalty import HeldPenalty, Penalty
-from compressm_lab.training.steps import Learner, Objective, Steps, distributed, join, make_steps, task_objective
+from compressm_lab.training.steps import (
+    Learner,
+    Objective,
+    Steps,
+    distributed,
+    join,
+    make_steps,
+    naming_lost,
+    task_objective,
+)
 
 _NAME = re.compile(r"step-(\d+)\.pt")
 
@@ -160,7 +169,8 @@ def train(
         if processes.as_first(directory.finished):
             return directory
         try:
-            return run.go(stop, resume)
+            with naming_lost(processes):
+                return run.go(stop, resume)
         except (Interrupted, LockLostError):
             raise
         except KeyboardInterrupt:

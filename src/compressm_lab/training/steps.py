@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from compressm.compression.distributed import Processes
+from compressm.compression.distributed import Processes, is_of_collective
 from compressm.running import CapturedStep
 from compressm_lab.data.task import IGNORED, Batch, Order, Task, TaskKind
 from compressm_lab.training.building import batch_on, set_rate
@@ -259,6 +259,17 @@ def process_group(device: torch.device) -> Iterator[torch.device]:
         yield device
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def naming_lost(processes: Processes) -> Iterator[None]:
+    """A context that says which process is lost, where torch only says that a connection broke."""
+    try:
+        yield
+    except RuntimeError as error:
+        if processes.count == 1 or not is_of_collective(error):
+            raise
+        raise processes.lost("training") from error
 
 
 def distributed(model: nn.Module, recipe: Recipe, processes: Processes) -> nn.Module:

@@ -73,6 +73,43 @@ def test_two_processes_learn_what_one_learns(tmp_path):
     torch.testing.assert_close(weights(run.path), weights(alone.path), rtol=0.02, atol=0.02)
 
 
+# The second process is killed, in a gradient step or while it writes a cut.
+KILLED = """
+def killed(owner, name, last):
+    inner, calls = getattr(owner, name), []
+    def function(*given):
+        calls.append(1)
+        if len(calls) == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return inner(*given)
+    setattr(owner, name, function)
+if other == 0:
+    import signal
+    from compressm.compression import surgery
+    from compressm_lab.training.steps import Learner
+    killed(*AT)
+try:
+    main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("at", "step", "doing"),
+    [
+        ("(Learner, 'learn', 7)", 6, "training"),
+        ("(surgery, 'replace_data', 1)", 5, "writing the cut; nothing was changed on this process"),
+    ],
+)
+def test_the_status_names_a_process_that_was_killed(at, step, doing, tmp_path):
+    script = AS_TORCHRUN_DOES.replace("try:\n    main()\n", KILLED.replace("AT", at))
+    said = unhooked.run(script, *arguments(tmp_path, FOUND), code=1)
+    status = RunDirectory(tmp_path / "run").status()
+    what = f"process 1 ended, or did not come within 0:30:00, the timeout of the process group, while {doing}"
+    assert (status.state, status.step, status.message) == ("failed", step, f"LostProcessError: {what}")
+    assert what in said
+    assert "--resume goes on from the last checkpoint" in said
+
+
 @pytest.mark.slow
 def test_a_signal_to_torchrun_saves_once(tmp_path):
     found = recipe("training.steps=100000", TASK, "model.pooling=steps")
