@@ -17,7 +17,7 @@ from compressm.layers.discretisation import random_log_steps
 from compressm.layers.parameters import refuse_to_train_, replace_data
 from compressm.ops import SequenceError
 from compressm.ops.block.pooling import valid_rows
-from compressm.ops.dispatch import kernels_serve, require_lengths, require_path
+from compressm.ops.dispatch import is_watched, kernels_serve, require_lengths, require_path
 from compressm.ops.selective import ScanPath, selective_scan, selective_step
 from compressm.ops.selective.conv_and_gate import causal_conv
 
@@ -227,8 +227,29 @@ class Mamba(SSMLayer):
         if lengths is not None:
             lengths = lengths.to(x.device)
             x = valid_rows(x, lengths)
+        if state is None and lengths is None and self._is_one_function(x):
+            return self._at_once(x, keep_state)
         y, state = self._mix(self.in_proj(x), state, lengths, keep_state)
         return self.out_proj(y), state
+
+    def _is_one_function(self, x: Tensor) -> bool:
+        """True if kernels compute the whole layer at once: the common form, its own projections, no hooks on them."""
+        parts = (self.in_proj, self.conv1d, self.x_proj, self.dt_proj, self.out_proj)
+        kinds = (nn.Linear, nn.Conv1d, RowsAsStored, nn.Linear, nn.Linear)
+        own = all(type(part) is kind and not is_watched(part) for part, kind in zip(parts, kinds, strict=True))
+        return own and self.B_map is None and self.path is None and x.shape[1] >= self.conv_width and kernels_serve(x)
+
+    def _at_once(self, x: Tensor, keep_state: bool) -> tuple[Tensor, Tensor | None]:
+        from compressm.ops.selective.mixer_triton import MixerWeights, mix
+
+        ends = (self.in_proj.weight, self.in_proj.bias, self.conv1d.weight, self.conv1d.bias, self.x_proj.weight)
+        inside = (self.dt_proj.weight, self.dt_proj.bias, self.A_log, self.D)
+        weights = MixerWeights(*ends, *inside, self.out_proj.weight, self.out_proj.bias)
+        out, state = mix(x, weights, keep_state=keep_state)
+        if state is None:
+            return out, None
+        before, h = state
+        return out, torch.cat([before.mT.to(h.dtype), h], dim=-1)
 
     def step(
         self, x: Float[Tensor, "batch width"], state: Float[Tensor, "batch inner kept"]

@@ -1,0 +1,153 @@
+"""A whole Mamba layer on sequences as one autograd function on a GPU.
+
+Convolution, scan and gate are the functions of their own files; the four projections and their gradients are matrix
+products here. Autograd has one node a layer instead of about thirty, weights are cast once, and nothing is checked or
+chosen in between: on the host a layer takes half as long.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from compressm.ops.block.lru_block_triton import Stage
+from compressm.ops.dispatch import full_precision
+from compressm.ops.memory import product_in
+from compressm.ops.selective.conv_and_gate_triton import CausalConv, Gate
+from compressm.ops.selective.gpu import Scan
+
+_CONV: Any = CausalConv
+_SCAN: Any = Scan
+_GATE: Any = Gate
+
+
+class MixerWeights(NamedTuple):
+    """The parameters of a Mamba layer, under their names there; biases of projections may be None."""
+
+    in_proj: Tensor
+    in_bias: Tensor | None
+    conv: Tensor
+    conv_bias: Tensor | None
+    x_proj: Tensor
+    dt_proj: Tensor
+    dt_bias: Tensor
+    A_log: Tensor
+    D: Tensor
+    out_proj: Tensor
+    out_bias: Tensor | None
+
+
+def mix(x: Tensor, weights: MixerWeights, *, keep_state: bool) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """The outputs, and with `keep_state` the last inputs of the convolution (batch, past, inner) and the states."""
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+    out, before, last = MambaMixer.apply(x, dtype, (keep_state, torch.is_grad_enabled()), *weights)
+    return out, (before, last) if keep_state else None
+
+
+class MambaMixer(torch.autograd.Function):
+    """out_proj((Re(C h) + D u) ⊙ silu(z)), and the last inputs of the convolution and states if wanted."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dtype: torch.dtype, wanted: tuple[bool, bool], *given: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        weights = MixerWeights(*given)
+        conv, scan, gate = Stage(True), Stage(True), Stage(True)
+        batch, length, _ = x.shape
+        inner, past = weights.D.shape[0], weights.conv.shape[-1] - 1
+        rank = weights.dt_proj.shape[1]
+        n = (weights.x_proj.shape[0] - rank) // 2
+        names = ("in_proj", "x_proj", "dt_proj", "out_proj")
+        w_in, w_x, w_dt, w_out = (getattr(weights, name).to(dtype) for name in names)
+        with full_precision(x):
+            rows = x.reshape(-1, x.shape[-1]).to(dtype)
+            vz = _product(rows, w_in, weights.in_bias).view(batch, length, 2 * inner)
+            v, z = vz[..., :inner], vz[..., inner:]
+            u = _CONV.forward(conv, v, weights.conv, weights.conv_bias)
+            chosen = (u.view(-1, inner) @ w_x.mT).view(batch, length, -1)
+            delta = (chosen.view(-1, rank + 2 * n)[:, :rank] @ w_dt.mT).view(batch, length, inner)
+            B, C = chosen[..., rank : rank + n], chosen[..., rank + n :]
+            A = -torch.exp(weights.A_log.float())
+            rest = (A, B, C, weights.D, None, None, True, wanted)
+            y, last = _SCAN.forward(scan, u, delta, weights.dt_bias, None, *rest)
+            g = _GATE.forward(gate, y, z)
+            out = _product(g.view(-1, inner), w_out, weights.out_bias).view(batch, length, -1)
+        stages = (conv, scan, gate)
+        own = (rows, u, chosen, g, A, w_in, w_x, w_dt, w_out)
+        ctx.save_for_backward(*own, *(tensor for stage in stages for tensor in stage.saved_tensors))
+        ctx.counts = [len(stage.saved_tensors) for stage in stages]
+        for stage in stages:
+            stage.saved_tensors = ()
+        ctx.stages, ctx.sizes, ctx.kinds = stages, (batch, length, inner, rank, past), _kinds(x, weights)
+        ctx.set_materialize_grads(False)
+        before = v[:, max(0, length - past) :].clone() if wanted[0] else None
+        return out, before, last
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, dout: Tensor | None, dbefore: Tensor | None, dlast: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        batch, length, inner, rank, _ = ctx.sizes
+        rows, u, chosen, g, A, w_in, w_x, w_dt, w_out, *saved = ctx.saved_tensors
+        stages: tuple[Any, ...] = ctx.stages
+        for stage, count in zip(stages, ctx.counts, strict=True):
+            stage.saved_tensors, saved = tuple(saved[:count]), saved[count:]
+        conv, scan, gate = stages
+        kinds = ctx.kinds
+        with full_precision(rows):
+            dout = rows.new_zeros(rows.shape[0], w_out.shape[0]) if dout is None else dout.to(rows.dtype)
+            dout = dout.reshape(-1, w_out.shape[0])
+            dw_out = product_in(kinds.out_proj, dout.mT, g.view(-1, inner))
+            dy, dz = _GATE.backward(gate, (dout @ w_out).view(batch, length, inner))
+            du, ddelta, dbias, _, dA, dB, dC, dD, *_ = _SCAN.backward(scan, dy, dlast)
+            ddelta, dt = ddelta.view(-1, inner), chosen.view(-1, chosen.shape[-1])[:, :rank]
+            dw_dt = product_in(kinds.dt_proj, ddelta.mT, dt)
+            dchosen = torch.empty_like(chosen).view(-1, chosen.shape[-1])
+            torch.mm(ddelta, w_dt, out=dchosen[:, :rank])
+            torch.cat([dB, dC], dim=-1, out=dchosen[:, rank:].view(batch, length, -1))
+            dw_x = product_in(kinds.x_proj, dchosen.mT, u.view(-1, inner))
+            du = du.view(-1, inner).addmm_(dchosen, w_x).view(batch, length, inner)
+            dv, dconv, dconv_bias = _CONV.backward(conv, du)
+            dvz = torch.cat([dv, dz], dim=-1)
+            if dbefore is not None:
+                dvz[:, length - dbefore.shape[1] :, :inner] += dbefore
+            dvz = dvz.view(-1, 2 * inner)
+            dw_in, dx = product_in(kinds.in_proj, dvz.mT, rows), dvz @ w_in
+        for stage in stages:
+            stage.saved_tensors = ()
+        in_bias, out_bias = (
+            None if kind is None else total.sum(0, dtype=torch.float32).to(kind)
+            for kind, total in ((kinds.in_bias, dvz), (kinds.out_bias, dout))
+        )
+        dA_log = (dA * A).to(kinds.A_log)
+        return (
+            *(dx.view(batch, length, -1).to(kinds.x), None, None, dw_in, in_bias, dconv, dconv_bias, dw_x, dw_dt),
+            *(dbias, dA_log, dD, dw_out, out_bias),
+        )
+
+
+class _Kinds(NamedTuple):
+    """The dtypes of what gets a gradient."""
+
+    x: torch.dtype
+    in_proj: torch.dtype
+    in_bias: torch.dtype | None
+    x_proj: torch.dtype
+    dt_proj: torch.dtype
+    A_log: torch.dtype
+    out_proj: torch.dtype
+    out_bias: torch.dtype | None
+
+
+def _kinds(x: Tensor, weights: MixerWeights) -> _Kinds:
+    held = (getattr(weights, name) for name in _Kinds._fields[1:])
+    kinds: list[Any] = [None if weight is None else weight.dtype for weight in held]
+    return _Kinds(x.dtype, *kinds)
+
+
+def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return rows @ weight.mT if bias is None else torch.addmm(bias.to(rows.dtype), rows, weight.mT)
