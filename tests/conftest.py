@@ -3,7 +3,9 @@
 import gc
 import importlib.util
 import os
+import shutil
 import sys
+import tempfile
 
 # Some AMX kernels for bfloat16 end in an illegal instruction on virtual machines; must be said before torch is loaded.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -14,6 +16,9 @@ os.environ["COLUMNS"] = "160"
 # Tests and the library are compiled once, not by every worker and every process that tests start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# Files of tests lie in memory where it has room for them: a disk takes 4 ms to sync one, thousands of times.
+if "TMPDIR" not in os.environ and os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 2**30:
+    tempfile.tempdir = os.environ["TMPDIR"] = "/dev/shm"
 
 import hypothesis
 import pytest
