@@ -1,6 +1,7 @@
 """The quick check of shapes takes and refuses what jaxtyping does, and binds the same axes."""
 
 import itertools
+from typing import Any
 
 import jaxtyping
 import numpy as np
@@ -28,8 +29,10 @@ AXES = (
     "#n m",
     "*#bank n",
     "n+1",
+    "n n+1",
+    "n+1 m",
 )
-ANNOTATIONS = [Float[Tensor, axes] for axes in AXES] + [Int[Tensor, "n"], Float[np.ndarray, "n"]]
+ANNOTATIONS = [Float[Tensor, axes] for axes in AXES] + [Int[Tensor, "n"], Float[np.ndarray, "n"], Float[Any, "n"]]
 SHAPES = [(), (1,), (2,), (3,), (2, 2), (2, 3), (3, 2), (2, 3, 3), (2, 2, 3, 4), (2, 0, 2)]
 ARRAYS = [*map(torch.ones, SHAPES), torch.ones(2, dtype=torch.int64), np.ones(2), None]
 
