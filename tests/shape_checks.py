@@ -116,7 +116,8 @@ class _Plan:
     """The axes of an annotation, and the dtypes that were found to fit it."""
 
     def __init__(self, kind):
-        dims, plain = list(kind.dims), isinstance(kind.array_type, type) and not kind._skip_instancecheck
+        dims = list(kind.dims)
+        plain = isinstance(kind.array_type, type) and kind.array_type is not typing.Any
         self.array_type, self.dtypes, self.variadic, self.split = kind.array_type, set(), None, kind.index_variadic
         if self.split is not None:
             variadic = dims.pop(self.split)
