@@ -108,19 +108,28 @@ def figures() -> dict[str, float]:
     return found
 
 
+def traced(script: str) -> str:
+    """The script with what it takes to print the files of ours that it enters."""
+    printed = "print('ENTERED', *sorted(str(Path(name).relative_to(SOURCE)) for name in entered))"
+    return f"{_TRACE.format(source=str(SOURCE))}{script}\n{printed}\n"
+
+
+def files_in(printed: str) -> list[str]:
+    """The files that a traced script has printed."""
+    return next(line.split()[1:] for line in printed.splitlines() if line.startswith("ENTERED"))
+
+
 def entered(script: str) -> list[str]:
     """Files of ours that a script enters, imports left out."""
-    text = _TRACE.format(source=str(SOURCE)) + script
-    text += "\nprint('ENTERED', *sorted(str(Path(name).relative_to(SOURCE)) for name in entered))\n"
     done = subprocess.run(
-        [sys.executable, "-c", text],
+        [sys.executable, "-c", traced(script)],
         capture_output=True,
         text=True,
         check=True,
         env={**os.environ, "PYTHONPATH": str(SOURCE)},
         cwd=tempfile.gettempdir(),
     )
-    return next(line.split()[1:] for line in done.stdout.splitlines() if line.startswith("ENTERED"))
+    return files_in(done.stdout)
 
 
 def cpu_seconds_of_help() -> float:

@@ -1,13 +1,11 @@
 """Shapes are checked at run time in every test; hypothesis is repeatable and never judges by the clock."""
 
-import functools
 import gc
 import importlib.util
 import os
-from importlib.machinery import SourceFileLoader
-from pathlib import Path
-from types import FunctionType
-from unittest.mock import patch
+import shutil
+import sys
+import tempfile
 
 # Some AMX kernels for bfloat16 end in an illegal instruction on virtual machines; must be said before torch is loaded.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -15,86 +13,41 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Tables as wide as their words, wherever tests run; consoles look when they are made.
 os.environ["COLUMNS"] = "160"
+# Tests and the library are compiled once, not by every worker and every process that tests start.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+# Files of tests lie in memory where it has room for them: a disk takes 4 ms to sync one, thousands of times.
+if "TMPDIR" not in os.environ and os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 2**30:
+    tempfile.tempdir = os.environ["TMPDIR"] = "/dev/shm"
 
 import hypothesis
-import jaxtyping
+import pytest
 import torch
-from jaxtyping import install_import_hook
 
 # Without a GPU its kernels are interpreted; must be said before they are loaded.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def checked_modules():
-    """Those that say shapes; not the kernels, which are read as text and not called as functions."""
-    source = Path(__file__).parents[1] / "src"
-    paths = [path for path in sorted(source.rglob("*.py")) if "from jaxtyping import" in path.read_text()]
-    kept = (
-        path.relative_to(source).with_suffix("") for path in paths if not path.stem.endswith(("__init__", "_triton"))
-    )
-    return [".".join(path.parts) for path in kept]
-
-
-def _compile_only_what_is_checked():
-    """jaxtyping has a name of its own for compiled files, also of all that a checked module imports: half of torch."""
-    from jaxtyping import _import_hook
-
-    def get_code(loader, name):
-        own = functools.partial(_import_hook._optimized_cache_from_source, loader._typechecker.get_hash())
-        with patch("importlib._bootstrap_external.cache_from_source", own):
-            return SourceFileLoader.get_code(loader, name)
-
-    _import_hook._JaxtypingLoader.get_code = get_code
-    del _import_hook._JaxtypingLoader.exec_module
-
-
-def _check_once():
-    """jaxtyping looks at arguments before a call and again with what is returned; a third of the time of all tests.
-
-    Here beartype looks at both once, in a scope of their axes that is the call's own.
-    """
-    from beartype.roar import BeartypeCallHintViolation
-    from jaxtyping import _decorator, _storage
-
-    of_other_kinds = _decorator.jaxtyped
-
-    def jaxtyped(function=None, *, typechecker):
-        if function is None:
-            return functools.partial(jaxtyped, typechecker=typechecker)
-        hints = getattr(function, "__annotations__", {})
-        # Classes, properties and the like, whose functions come back here; and sizes that are computed from arguments.
-        if not isinstance(function, FunctionType) or "{" in str(list(hints.values())):
-            return of_other_kinds(function, typechecker=typechecker)
-        for name, hint in hints.items():
-            hints[name] = _decorator._destring_annotation(hint, function.__globals__)
-        checked = typechecker(function)
-
-        @functools.wraps(function)
-        def with_axes(*args, **kwargs):
-            _storage.push_shape_memo({})
-            try:
-                return checked(*args, **kwargs)
-            except BeartypeCallHintViolation as error:
-                raise jaxtyping.TypeCheckError(str(error)) from None
-            finally:
-                _storage.pop_shape_memo()
-
-        return with_axes
-
-    jaxtyping.jaxtyped = _decorator.jaxtyped = jaxtyped
-
-
 if importlib.util.find_spec("beartype"):  # in the development extra; not on every machine with a GPU
-    install_import_hook(checked_modules(), "beartype.beartype")
-    _compile_only_what_is_checked()
-    _check_once()
+    from tests import shape_checks
+
+    shape_checks.install()
 
 
 def pytest_collection_finish():
     """What was imported stays: without it a collection has 100 000 objects to look at in the place of 500 000."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item, nextitem):
+    """So does what a file of tests leaves behind, such as packages it imported: up to 200 000 objects."""
+    yield
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 # One thread: on a shared machine with few cores two can be ten times slower than one. Those of NumPy wait for each

@@ -66,9 +66,10 @@ def _hasten_interpreter():
 
     Its words take the place of the language's at every call of a function inside a kernel: once is enough where nothing
     else speaks the language. Every sum and product of integers is made again with 64 bits, to find overflows. Shapes
-    and names of types are made for every intermediate result.
+    and names of types are made for every intermediate result, and equal shapes are broadcast to each other.
     """
     import triton.language
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
     def seeing_all():
@@ -93,6 +94,28 @@ def _hasten_interpreter():
         tensor.numel, tensor.shape = sizes(tuple(type.shape.values) if type.is_block() else ())
 
     core.tensor.__init__ = fill
+
+    @functools.cache
+    def block(sizes, element):
+        assert sizes, "a block has an axis"
+        shape = core.tuple(sizes)
+        return shape, core.validate_block_shape(shape), f"<{shape}, {element}>"
+
+    def of_blocks(type, element_ty, shape):
+        type.element_ty = element_ty
+        type.shape, type.numel, type.name = block(tuple(map(core._unwrap_if_constexpr, shape)), str(element_ty))
+
+    core.block_type.__init__ = of_blocks
+
+    to_one_shape = TritonSemantic.broadcast_impl_value
+
+    def broadcast(semantic, one, other):
+        are_blocks = one.type.is_block() and other.type.is_block()
+        if are_blocks and one.type.shape.values == other.type.shape.values:
+            return one, other
+        return to_one_shape(semantic, one, other)
+
+    TritonSemantic.broadcast_impl_value = broadcast
 
 
 if not GPU and importlib.util.find_spec("triton"):

@@ -1,10 +1,11 @@
-"""Source files as syntax trees, each parsed once."""
+"""Source files as syntax trees.
+
+A tree is not kept: half a million nodes would slow down every garbage collection and search of all tests that follow.
+"""
 
 import ast
-from functools import cache
 
 
-@cache
 def tree(path):
     return ast.parse(path.read_text())
 

@@ -34,6 +34,20 @@ def process(*arguments, script=MAIN, path=(), **variables):
     return subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, env=environment)
 
 
+def forked(*arguments, **variables):
+    """What the command prints, and the modules that are loaded then, in a fork that begins with torch alone."""
+    script = f"""
+import os, sys
+os.environ.update({variables!r})
+try:
+    {MAIN}
+finally:
+    print("LOADED", *sys.modules)
+"""
+    said, _, loaded = unhooked.run(script, *arguments, loaded=False).partition("LOADED")
+    return said, loaded.split()
+
+
 @pytest.mark.parametrize("arguments", [("--help",), ("--version",), ()])
 def test_help_and_version_load_nothing_heavy(arguments):
     script = f"import atexit, sys; atexit.register(lambda: print('LOADED', *sys.modules)); {MAIN}"
@@ -51,8 +65,7 @@ def test_a_line_in_the_list_is_the_first_paragraph_of_the_commands_help(command)
 
 
 def test_only_the_command_that_is_called_is_loaded():
-    script = f"import atexit, sys; atexit.register(lambda: print('LOADED', *sys.modules)); {MAIN}"
-    loaded = process("inspect", "--help", script=script).stdout.partition("LOADED")[2].split()
+    _, loaded = forked("inspect", "--help")
     assert "compressm.cli.inspect" in loaded
     assert not {name.split(".")[0] for name in loaded} & {"yaml", "matplotlib"}
     assert not [name for name in loaded if name.startswith("compressm_lab.cli.")]
@@ -63,7 +76,8 @@ def test_only_the_command_that_is_called_is_loaded():
 )
 def test_names_are_completed_by_the_shell(words, completed):
     asked = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
-    assert set(process(_COMPRESSM_COMPLETE="complete_bash", **asked).stdout.split()) == completed
+    said, _ = forked(_COMPRESSM_COMPLETE="complete_bash", **asked)
+    assert set(said.split()) == completed
 
 
 def test_the_entry_points_of_the_package_name_what_is_there():

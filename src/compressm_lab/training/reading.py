@@ -6,11 +6,15 @@ import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from compressm.errors import did_you_mean
 from compressm_lab.training.config import Config, ConfigError, Recipe
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 _LEVELS, _VALUES = 20, 10_000  # more than any recipe has
 
@@ -51,6 +55,11 @@ def _contents(path: Path) -> dict[str, Any]:
 
 def _parsed(text: str) -> Any:
     """The value of a YAML text; a ValueError says what is wrong with it, and where."""
+    return copy.deepcopy(_parsed_once(text))
+
+
+@lru_cache(maxsize=1024)  # an experiment reads one recipe with a hundred settings
+def _parsed_once(text: str) -> Any:
     import yaml
 
     try:
@@ -105,12 +114,19 @@ def _place(node: Any) -> str:
     return f"line {node.start_mark.line + 1}, column {node.start_mark.column + 1}"
 
 
+@cache
+def _validator() -> TypeAdapter[Recipe]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(Recipe)
+
+
 def _checked(contents: Mapping[str, Any]) -> tuple[Recipe | None, list[str]]:
     """The recipe, or None and all its problems."""
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
     try:
-        recipe = TypeAdapter(Recipe).validate_python(dict(contents))
+        recipe = _validator().validate_python(dict(contents))
     except ValidationError as error:
         return None, [_problem(problem) for problem in error.errors()]
     except ConfigError as error:

@@ -1,9 +1,7 @@
 """`compressm train` as a person meets it; what a run does is in tests/lab/training."""
 
+import os
 import shutil
-import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ from compressm.cli.app import app
 from compressm_lab.experiments.recipes import recipe_names
 from compressm_lab.runs.directory import RunDirectory, Status
 from compressm_lab.training.steps import Learner
+from tests import unhooked
 
 RECIPE = """
 name: mine
@@ -185,26 +184,32 @@ def test_data_may_be_in_any_folder(tmp_path):
     assert "nothing is fetched offline" in plain(missing)
 
 
+# Ctrl-C as soon as a line that begins so has been printed.
+INTERRUPTED = """
+import os, runpy, signal, sys
+os.chdir({folder!r})
+os.environ.update({variables!r})
+write = sys.stdout.write
+
+def written(text):
+    write(text)
+    if text.startswith("step 3:"):
+        os.kill(os.getpid(), signal.SIGINT)
+
+sys.stdout.write = written
+runpy.run_module("compressm.cli", run_name="__main__")
+"""
+
+
 def test_ctrl_c_saves_says_how_to_go_on_and_exits_130(tmp_path):
     """A real process: the signal comes when its first evaluation has been printed."""
+    variables = {name: os.environ[name] for name in ("COMPRESSM_COMMIT", "COMPRESSM_DATA")}
+    script = INTERRUPTED.format(folder=str(tmp_path), variables=variables)
     long = ["--set", "training.steps=100000", "--out", "a run"]
-    child = subprocess.Popen(
-        [sys.executable, "-u", "-m", "compressm.cli", "train", "mine.yaml", *long],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    said = ""
-    for line in child.stdout:
-        said += line
-        if line.startswith("step 3:"):
-            child.send_signal(signal.SIGINT)
-            break
-    rest, errors = child.communicate(timeout=60)
-    assert child.returncode == 130, errors
+    done = unhooked.finished(script, "train", "mine.yaml", *long, code=130)
     step = RunDirectory("a run").status().step
-    assert f"SIGINT at step {step}: saved in a run" in rest
-    assert "to go on: compressm train 'a run' --resume" in rest
+    assert f"SIGINT at step {step}: saved in a run" in done.stdout
+    assert "to go on: compressm train 'a run' --resume" in done.stdout
     assert RunDirectory("a run").status().state == "interrupted"
     assert (RunDirectory("a run").checkpoints / f"step-{step:08d}.pt").is_file()
-    assert errors.strip() == "interrupted"
+    assert done.stderr.strip() == "interrupted"

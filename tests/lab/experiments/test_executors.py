@@ -25,6 +25,10 @@ leaves_files_open = pytest.mark.filterwarnings(
 )
 
 
+# Made at once, while scikit-learn, which has the digits, takes a second to load.
+MADE = ("task={name: delayed_copy, symbols: 4, copied: 4, delay: 2, examples: 64, held_out: 16}", "model.pooling=steps")
+
+
 def training(folder, *settings):
     return Training(Arm("", "name", "", "digits", "folder", (*SMALL, *settings, *BASELINE)), 0, folder)
 
@@ -32,7 +36,7 @@ def training(folder, *settings):
 @leaves_files_open
 def test_a_job_of_a_cluster_writes_the_records_of_a_run(tmp_path):
     pytest.importorskip("submitit")
-    wanted = training(tmp_path / "run")
+    wanted = training(tmp_path / "run", *MADE)
     started = SlurmExecutor(tmp_path / "slurm", SlurmOptions(cluster="debug", gpus=0)).submit(wanted)
     assert started.done()
     assert started.result().message == ""

@@ -37,6 +37,11 @@ def test_settings_make_missing_parts_and_leave_the_original():
     assert contents == {"model": {"width": 4}, "spectra": None}
 
 
+def test_a_value_that_was_read_before_is_read_as_it_stands():
+    assert with_settings({}, ["task={name: a}", "task.length=3"]) == {"task": {"name": "a", "length": 3}}
+    assert with_settings({}, ["task={name: a}"]) == {"task": {"name": "a"}}
+
+
 @pytest.mark.parametrize(
     ("setting", "said"),
     [

@@ -1,8 +1,5 @@
 """Recipes name layers and tasks of one's own as package.module:Name."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +14,7 @@ from compressm_lab.runs.records import CutRecord, Spectrum
 from compressm_lab.training import ConfigError, Interrupted, ModelConfig, train
 from compressm_lab.training.config import LAYERS, layer_class, needs_data
 from compressm_lab.training.reading import make_recipe
+from tests import unhooked
 from tests.lab.training import own
 from tests.lab.training.tiny import CUTS, Sending, check_same_run, from_dataset, recipe
 
@@ -72,13 +70,14 @@ def test_classes_may_stand_in_the_folder_where_the_command_is_given(tmp_path):
         "        super().__init__(width, order, r_max=0.95)\n"
     )
     (tmp_path / "mine.yaml").write_text(RECIPE.replace(f"{OWN}:Spirals", "mine:Mine").replace("{turns: 0.25}", "{}"))
-    source = Path(__file__).parents[3]
-    environment = os.environ | {"PYTHONPATH": f"{source / 'src'}{os.pathsep}{source}"}
-    script = "from compressm.cli import main; main()"
-    command = [sys.executable, "-P", "-c", script, "train", "mine.yaml", "--out", "run", "--data", "data"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "6 -> 3 states" in done.stdout
+    script = f"""
+import os, sys
+os.chdir({str(tmp_path)!r})
+sys.path[:] = [{str(Path(__file__).parents[3])!r}, *filter(None, sys.path)]
+from compressm.cli import main
+main()
+"""
+    assert "6 -> 3 states" in unhooked.run(script, "train", "mine.yaml", "--out", "run", "--data", "data")
 
 
 def test_classes_are_asked_what_they_are():
