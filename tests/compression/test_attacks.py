@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from compressm.compression import CompressionError, Compressor, KeepFraction, Rollback, TargetOrder, compress_
-from compressm.layers import LRU
+from compressm.families.choices import Measured, WhiteNoise
+from compressm.families.selective.methods import PerChannel
+from compressm.layers import LRU, Mamba
 from compressm.models import SequenceClassifier
 from compressm.saving import load_checkpoint, save_checkpoint
 from tests import unhooked
@@ -273,7 +275,9 @@ def test_snapshots_of_killed_processes_are_removed(tmp_path):
     writing = f"""
 import os, torch
 from compressm.compression import Compressor, Rollback, TargetOrder
-from compressm.layers import LRU
+from compressm.families.choices import Measured, WhiteNoise
+from compressm.families.selective.methods import PerChannel
+from compressm.layers import LRU, Mamba
 model = torch.nn.Sequential(LRU(4, 8))
 guard = Rollback(lambda: 1.0, folder={str(tmp_path)!r})
 Compressor(model, when=[1], keep=TargetOrder(4), guard=guard).step(1)
@@ -285,3 +289,47 @@ os.kill(os.getpid(), 9)
     compressor.step(1)
     (file,) = tmp_path.iterdir()
     assert file != left
+
+
+def test_an_optimizer_that_is_left_behind_is_named():
+    model = make()
+    optimizer = torch.optim.Adam(model.parameters())
+    compressor = Compressor(model, optimizer, when=[9], keep=TargetOrder(4))
+    with pytest.warns(UserWarning, match="that optimizer was not passed"):
+        compress_(model, keep=TargetOrder(6))
+    compress_(model, keep=TargetOrder(5), optimizer=optimizer)  # without a warning
+    del compressor
+    compress_(model, keep=TargetOrder(4))
+    assert orders(model) == [4, 4]
+
+
+def test_an_override_that_never_counts_is_refused():
+    model = make()
+    overrides = {"blocks.*": TargetOrder(5), "blocks.1.*": TargetOrder(2)}
+    with pytest.raises(CompressionError, match=r"'blocks.1.\*' comes after patterns that match all of its modules"):
+        compress_(model, keep=TargetOrder(7), overrides=overrides)
+    compress_(model, keep=TargetOrder(7), overrides=dict(reversed(overrides.items())))
+    assert orders(model) == [5, 2]
+
+
+@pytest.mark.parametrize(
+    ("surrogate", "gramian"), [("mean", Measured()), ("second_moment", Measured()), ("measured", WhiteNoise())]
+)
+def test_a_gramian_against_the_method_is_named(surrogate, gramian):
+    torch.manual_seed(0)
+    model = SequenceClassifier(Mamba, depth=1, width=4, order=4, inputs=3, classes=5)
+    options = {"keep": TargetOrder(2), "calibrate": lambda model: model(X), "selective": PerChannel(surrogate)}
+    with pytest.warns(UserWarning, match=r"without effect: gramian=.* says itself what is measured"):
+        compress_(model, gramian=gramian, **options)
+    assert orders(model) == [2]
+
+
+def test_a_restoration_that_does_not_fit_says_how_to_go_on(tmp_path):
+    model, optimizer, _, compressor = guarded(tmp_path, give=("scheduler",))
+    compressor.step(1)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    with pytest.raises(CompressionError, match=r"the (optimizer|parameters) .* call accept\(\)"):
+        compressor.step(3)
+    compressor.accept()
+    assert compressor.step(4) == []
+    assert orders(model) == [4, 4]

@@ -59,6 +59,7 @@ def test_the_size_of_a_layer_does_not_change_its_cut(kind, size, part):
         torch.testing.assert_close(small.get_parameter(name) / size, plain.get_parameter(name), rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.filterwarnings("ignore:without effect. gramian")
 @pytest.mark.parametrize("method", [cs.Baked(), cs.SharedIndex(), cs.PerChannel(), cs.PerChannel("measured")], ids=str)
 @pytest.mark.parametrize("gramian", [cs.WhiteNoise(), cs.Measured()], ids=str)
 @pytest.mark.parametrize("size", [1e-170, 1e150])

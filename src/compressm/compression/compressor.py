@@ -19,10 +19,11 @@ from compressm.compression.rollback import NOTHING_TO_JUDGE, Rollback, Watch
 from compressm.compression.schedule import as_schedule, plan_text, require_same_past
 from compressm.compression.several import as_optimizer, as_scheduler, parts_of, require_own
 from compressm.errors import CompressionError, warn_caller
+from compressm.families import Layer
 from compressm.families.choices import Gramian, Largest, Selection, WhiteNoise, require_count
 from compressm.families.observing import Calibrate
 from compressm.families.selective.methods import Baked, SelectiveMethod
-from compressm.layers.parameters import begin_work_, end_work_, hold_, require_idle
+from compressm.layers.parameters import begin_work_, end_work_, hold_, holders_beside, require_idle
 
 # The options of the paper's own arithmetic.
 PAPER: Mapping[str, Any] = {"gramian": WhiteNoise(), "fold": False, "moments": Slice()}
@@ -231,6 +232,15 @@ class Compressor:
             self._watch.require_loadable(state["watch"])
 
 
+def _warn_of_holders(layers: Iterable[Layer], optimizers: Sequence[Any]) -> None:
+    """Warn if a living compressor trains this model with an optimizer whose moments would keep the old sizes."""
+    if any(holders_beside(layer.module, optimizers) for layer in layers):
+        warn_caller(
+            "a Compressor with an optimizer holds this model, and that optimizer was not passed: its moments keep the"
+            " old orders, and its next step fails. Pass optimizer=, or train no further with it"
+        )
+
+
 def compress_(
     model: nn.Module,
     *,
@@ -262,6 +272,7 @@ def compress_(
             cutter.meet("compress_(...)")
             with cutter.processes.together("checking the model"):
                 layers = cutter.check()
+                _warn_of_holders(layers.values(), () if optimizer is None else parts_of(cutter.optimizer))
             prepared = cutter.prepare(cutter.plan(salt=0, layers=layers), step=0)
             with cutter.processes.together("writing the cut") if prepared.cuts else nullcontext():
                 cutter.write_(prepared, undo)

@@ -27,6 +27,7 @@ from compressm.compression.policies import (
     choose_channel_orders,
     choose_orders,
     require_choices,
+    require_reachable,
     restricted,
 )
 from compressm.compression.surgery import require_plain_parameters
@@ -122,6 +123,7 @@ def found_layers(model: nn.Module, options: Options) -> dict[str, Layer]:
     for family, names in _by_family(families).items():
         family.require_choices(names, options.choices)
     _require_policies(families, options)
+    require_reachable(families, options.overrides)
     layers = {}
     with stage("read"), torch.no_grad():
         for name, (module, adapter) in found.items():
@@ -182,6 +184,10 @@ def unused_options(model: nn.Module, options: Options) -> str:
         "selective": "" if options.selective == Options.selective else f"selective={options.selective}",
     }
     unused = [said for name, said in given.items() if said and not any(name in family.uses for family in families)]
+    if families and all(family.overrules_gramian(options.choices) for family in families):
+        return (
+            f"without effect: gramian={options.gramian}; {options.selective} says itself what is measured: leave it out"
+        )
     if not unused:
         return ""
     called = " and ".join(dict.fromkeys(family.called for family in families))

@@ -290,6 +290,18 @@ def require_choices(
     return [(policy, names) for policy, names in shares if names]
 
 
+def require_reachable(names: Iterable[str], overrides: Mapping[str, Policy] | None) -> None:
+    """Refuse a pattern whose modules all match an earlier one, which is the one that counts."""
+    free = list(names)
+    for pattern in overrides or {}:
+        if not any(fnmatchcase(name, pattern) for name in free):
+            raise CompressionError(
+                f"overrides: {pattern!r} comes after patterns that match all of its modules, and the first one counts:"
+                " put it before them"
+            )
+        free = [name for name in free if not fnmatchcase(name, pattern)]
+
+
 def _gated(order: int, sigma: Tensor, gate: float, round_to: int, at_least: int) -> int:
     n = sigma.shape[-1]
     return _limited(order, n, gate, round_to, at_least) if bool(sigma.any()) else n

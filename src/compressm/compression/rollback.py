@@ -373,7 +373,7 @@ class Rollback:
     steps). A cut in between is judged together with the one before it: both stay, or neither. With a `folder` the
     snapshot is a file there instead of in memory. Without `scheduler=`, rates that a scheduler sets are not restored.
 
-    `evaluate` may only run the model: what else it changes is put back, and changed weights are an error.
+    `evaluate` may only run the model: what else it does to it is put back, and changed weights are an error.
     """
 
     evaluate: Callable[[], float]
@@ -525,7 +525,7 @@ class Watch:
     def _restore_(self, snapshot: Snapshot, verdict: str, undo: ExitStack) -> None:
         try:
             snapshot.restore_(self.subject, undo)
-        except UnreadableSnapshotError as error:
+        except CompressionError as error:
             raise CompressionError(
                 f"{verdict}, but {error}. To undo the cut, load a checkpoint from before it, or one that was saved"
                 " while the snapshot was there; to keep it, call accept() of the compressor"

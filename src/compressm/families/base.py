@@ -157,6 +157,10 @@ class Family(ABC):
     # Options of a cut that families may leave unused; the compressor warns about those that no layer uses.
     uses: ClassVar[frozenset[str]] = frozenset({"fold", "selective"})
 
+    def overrules_gramian(self, choices: Choices) -> bool:
+        """True if another choice decides whether Gramians are measured, against `gramian`."""
+        return False
+
     def require_choices(self, names: Sequence[str], choices: Choices) -> None:
         """Refuse choices that make no sense for layers of this family; called before layers are read."""
         if self.needs_data and not choices.calibrated:

@@ -157,14 +157,19 @@ def require_free(module: nn.Module, said: str, optimizers: Sequence[Any] = ()) -
 
     `said` are the module's name and its orders.
     """
-    if _holding(module, optimizers):
-        gc.collect()  # a holder in a cycle may be dead already
-    for holder in _holding(module, optimizers):
+    for holder in holders_beside(module, optimizers):
         raise CompressionError(
             f"{said}: a {type(holder).__name__} with an optimizer holds this model, and the state of that optimizer"
             " would not fit; load all of them by load_checkpoint(path, model=..., optimizer=..., compressor=...),"
             " or load the weights first and make optimizer and compressor afterwards"
         )
+
+
+def holders_beside(module: nn.Module, optimizers: Sequence[Any]) -> list[object]:
+    """The holders of a module whose optimizers are not all among the given ones."""
+    if _holding(module, optimizers):
+        gc.collect()  # a holder in a cycle may be dead already
+    return _holding(module, optimizers)
 
 
 def _holding(module: nn.Module, given: Sequence[Any]) -> list[object]:
@@ -198,8 +203,8 @@ def require_idle(model: nn.Module, call: str) -> None:
     for busy, other in list(_at_work.values()):
         if not set(busy.modules()).isdisjoint(model.modules()):
             raise CompressionError(
-                f"{call} was called inside {other}, by evaluate, calibrate, filter_fn or a policy: expected functions"
-                " that only run the model"
+                f"{call} was called inside {other}, by evaluate, calibrate, filter_fn, a policy or another thread:"
+                " expected functions that only run the model"
             )
 
 

@@ -17,6 +17,8 @@ from tests.families.selective.mixers import Mixer, chosen, complex_layer, data, 
 SURROGATES = ["mean", "second_moment", "measured"]
 METHODS = [cs.PerChannel(surrogate, two_sided=both) for surrogate in SURROGATES for both in (True, False)]
 EVERY_STEP = cs.Measured(stride=1)
+# Not all methods measure.
+pytestmark = pytest.mark.filterwarnings("ignore:without effect. gramian")
 
 
 def runs(layer):

@@ -140,6 +140,7 @@ def test_attributes_go_with_the_order_come_back_with_it_and_change_with_all_or_n
     model(data())
 
 
+@pytest.mark.filterwarnings("ignore:a Compressor with an optimizer holds this model")
 @pytest.mark.parametrize("method", [cs.Baked(), cs.Baked(refit=True), cs.SharedIndex(refit=True)], ids=str)
 def test_an_average_of_the_weights_follows_in_the_same_coordinates(method):
     """The cut of a mean is the mean of the cuts, but for A_log, whose logarithm is no mean."""
@@ -239,6 +240,7 @@ def test_a_rehearsal_needs_no_data(method):
     assert [cut.rank for cut in plan_cuts(layers, dataclasses.replace(options, calibrate=None))] == [4, 4]
 
 
+@pytest.mark.filterwarnings("ignore:a Compressor with an optimizer holds this model")
 @pytest.mark.parametrize("shape", [(3, 40), (1, 300)])
 def test_half_precision_models_are_cut(shape):
     run = Training()

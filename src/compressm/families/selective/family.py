@@ -16,7 +16,7 @@ from compressm.control.linear_algebra import each
 from compressm.control.selective import SelectiveSystem
 from compressm.errors import CompressionError
 from compressm.families.base import Change, Family, Layer, PlannedCut, Total, Writing, energy_lost, reads
-from compressm.families.choices import Choices
+from compressm.families.choices import Choices, Measured
 from compressm.families.observing import ZERO_INPUTS, ratio_of
 from compressm.families.selective.methods import Calibrated, SelectiveMethod
 from compressm.families.selective.observer import Averages, SelectiveObservations, SelectiveObserver
@@ -131,6 +131,10 @@ class SelectiveFamily(Family):
     called = "selective layers"
     needs_data = True
     uses = frozenset({"selective"})
+
+    def overrules_gramian(self, choices: Choices) -> bool:
+        given = choices.gramian
+        return given is not None and choices.selective.measures(given) != isinstance(given, Measured)
 
     def require_choices(self, names: Sequence[str], choices: Choices) -> None:
         super().require_choices(names, choices)
