@@ -15,7 +15,7 @@ from compressm_lab.data import DataError, Order, Store, Task, make
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.records import RunError
 from compressm_lab.training import ConfigError, Recipe
-from compressm_lab.training.building import build_method, build_model
+from compressm_lab.training.building import build_method, build_model, require_fit
 from compressm_lab.training.evaluation import score
 from compressm_lab.training.loop import checkpoints
 from compressm_lab.training.reading import make_recipe
@@ -55,8 +55,10 @@ def store_in(folder: Path | None, offline: bool) -> Store:
 
 
 def task_of(recipe: Recipe, data: Path | None, offline: bool) -> Task:
-    """The task that a recipe is trained on."""
-    return make(**recipe.task).load(store_in(data, offline))
+    """The task that a recipe is trained on; nothing is fetched for a model that cannot answer it."""
+    dataset = make(**recipe.task)
+    require_fit(recipe.model, dataset.form.kind)
+    return dataset.load(store_in(data, offline))
 
 
 def _unfinished(run: RunDirectory, model: nn.Module) -> nn.Module:
