@@ -155,9 +155,9 @@ def test_what_is_there_already_is_not_written_over(kind, finished, tmp_path):
     [
         ((), "nothing given, expected one of --tau, --rho, --order, --bound, --total-states"),
         (("--tau", "0.1", "--rho", "0.5"), "--tau and --rho given, expected one of"),
-        (("--tau", "2"), "EnergyTolerance: tau is 2.0"),
-        (("--rho", "0"), "KeepFraction: rho is 0.0"),
-        (("--order", "0"), "TargetOrder: n is 0"),
+        (("--tau", "2"), "--tau is 2.0"),
+        (("--rho", "0"), "--rho is 0.0"),
+        (("--order", "0"), "--order is 0"),
         (("--bound", "0.1", "--measured"), "--bound needs an error bound"),
         (("--order", "few"), "'few' is not an integer"),
         (("--tau", "some"), "'some' is not a number"),
@@ -207,6 +207,13 @@ def test_data_give_another_spectrum_than_white_noise(finished, tmp_path):
     assert measured.exit_code == 0, measured.output
     assert measured.output != noise.output
     assert list((tmp_path / "other").rglob("*.safetensors"))
+
+
+def test_a_folder_of_data_that_nothing_reads_is_refused(finished, tmp_path):
+    done = run("inspect", finished, "--data", tmp_path / "elsewhere")
+    assert done.exit_code == 2
+    assert "Invalid value for --data: it is for --measured, without which no data are read" in plain(done)
+    assert run("inspect", finished, "--measured", "--data", tmp_path / "elsewhere").exit_code == 0
 
 
 def test_a_run_without_a_checkpoint_says_so(unfinished, tmp_path):

@@ -6,6 +6,8 @@ import os
 import sys
 from pathlib import Path
 
+from compressm.cli.words import show_warnings_plainly
+
 INTERRUPTED = 130  # the exit code of a process that Ctrl-C ended
 # The packages of each extra.
 _EXTRAS = {"commands": {"typer", "rich"}, "lab": {"pydantic", "yaml", "pooch", "matplotlib", "jinja2", "sklearn"}}
@@ -20,6 +22,7 @@ def main() -> None:
     # Recipes may name the user's own layers and tasks, often modules in the current folder.
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())
+    show_warnings_plainly()
     try:
         _run()
     except KeyboardInterrupt:

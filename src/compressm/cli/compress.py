@@ -20,6 +20,7 @@ from compressm.cli.options import (
     require_writable,
 )
 from compressm.cli.saved import SavedModel, open_saved
+from compressm.cli.words import in_words
 from compressm.compression import Budget, EnergyTolerance, ErrorBound, KeepFraction, TargetOrder, compress_, save_model
 from compressm.compression.policies import Policy
 from compressm.errors import CompressionError, SavingError
@@ -58,7 +59,7 @@ def command(
         cuts = compress_(saved.model, keep=keep, fold=fold, calibrate=saved.calibrate, selective=saved.selective())
         after, _ = _tested(saved)
     except BAD_INPUT as error:
-        raise typer.BadParameter(str(error)) from error
+        raise typer.BadParameter(in_words(error, options=True)) from error
     for line in map(str, cuts) if cuts else ["nothing to cut: all states stay"]:
         _say(line)
     if before:
@@ -120,4 +121,4 @@ def _policy(
     try:
         return make(value)
     except CompressionError as error:
-        raise typer.BadParameter(str(error), param_hint=chosen[0]) from None
+        raise typer.BadParameter(in_words(error, options=True), param_hint=chosen[0]) from None

@@ -11,6 +11,7 @@ from rich.markup import escape
 
 from compressm.cli.options import DataOption, MeasuredOption, OfflineOption
 from compressm.cli.saved import open_saved
+from compressm.cli.words import in_words
 from compressm.compression import inspect
 from compressm.control import ControlError
 from compressm.errors import CompressionError, SavingError
@@ -26,10 +27,12 @@ def command(
     offline: OfflineOption = False,
 ) -> None:
     """Show the Hankel spectra of a model's SSM layers, the orders they suggest, and the error bounds of cuts."""
+    if data is not None and not measured and (path / "status.json").is_file():
+        raise typer.BadParameter("it is for --measured, without which no data are read", param_hint="--data")
     try:
         saved = open_saved(path, with_data=measured, data=data, offline=offline)
         saved.require_data()
         found = inspect(saved.model, saved.calibrate, selective=saved.selective())
     except BAD_INPUT as error:
-        raise typer.BadParameter(str(error), param_hint="PATH") from error
+        raise typer.BadParameter(in_words(error, options=True), param_hint="PATH") from error
     console.print(escape(str(found)), soft_wrap=True, highlight=False)

@@ -60,6 +60,8 @@ class Opener(Protocol):
 
 def open_saved(path: Path, *, with_data: bool, data: Path | None, offline: bool) -> SavedModel:
     """The model at the path; only a run has data."""
+    if not path.exists():
+        raise SavingError(f"{path} does not exist: give the folder of a saved model, or of a run")
     if (path / "status.json").is_file():
         return _open_run(path, with_data=with_data, data=data, offline=offline)
     if with_data or data is not None:

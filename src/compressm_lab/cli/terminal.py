@@ -38,6 +38,19 @@ def integer_option(help: str, parser: Callable[[str], int] = count) -> Any:
     return typer.Option(parser=parser, metavar="INTEGER", help=help)
 
 
+def is_given(context: typer.Context, name: str) -> bool:
+    """Tell if an option is on the command line, rather than at its default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def require_unused(context: typer.Context, why: str, *names: str) -> None:
+    """Refuse each option that is on the command line; `why` says what it is for."""
+    for name in names:
+        if is_given(context, name):
+            raise typer.BadParameter(f"{why}: leave it out", param_hint=f"--{name.replace('_', '-')}")
+
+
 def say(*lines: str) -> None:
     """Print each line as it stands: no markup, no colours, no added line breaks."""
     for line in lines:
