@@ -194,6 +194,14 @@ def test_a_model_that_is_not_finite_is_refused(tmp_path):
     assert not (tmp_path / "small").exists()
 
 
+@pytest.mark.parametrize("command", [("inspect",), ("compress", "--order", "2", "--out", "small")])
+def test_a_model_that_is_not_the_final_one_is_called_so(command, finished, unfinished):
+    note = "has not finished: this is its model of step 5 of 16"
+    assert f"{unfinished} {note}" in plain(run(command[0], unfinished, *command[1:]))
+    shutil.rmtree("small", ignore_errors=True)
+    assert "has not finished" not in plain(run(command[0], finished, *command[1:]))
+
+
 def test_a_run_is_inspected_finished_or_not(finished, unfinished):
     for path in (finished, finished / "model", unfinished):
         done = run("inspect", path, "--offline")

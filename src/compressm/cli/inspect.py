@@ -20,6 +20,11 @@ BAD_INPUT = (CompressionError, ControlError, SavingError)
 console = Console()
 
 
+def say(line: str) -> None:
+    """Print a line as it stands."""
+    console.print(escape(line), soft_wrap=True, highlight=False)
+
+
 def command(
     path: Annotated[Path, typer.Argument(help="The folder of a saved model, or of a run.")],
     measured: MeasuredOption = False,
@@ -35,4 +40,6 @@ def command(
         found = inspect(saved.model, saved.calibrate, selective=saved.selective())
     except BAD_INPUT as error:
         raise typer.BadParameter(in_words(error, options=True), param_hint="PATH") from error
-    console.print(escape(str(found)), soft_wrap=True, highlight=False)
+    if saved.note:
+        say(saved.note)
+    say(str(found))

@@ -26,12 +26,14 @@ class SavedModel:
 
     calibrate: runs a model on some training examples; None without data. tested: the accuracy or loss of the present
     model on the test split; a `SavingError` if its data are not on disk. method: the run's method for selective layers.
+    note: a sentence for the user, if it is not the final model.
     """
 
     model: nn.Module
     calibrate: Callable[[nn.Module], None] | None = None
     tested: Callable[[], str] | None = None
     method: SelectiveMethod | None = None
+    note: str = ""
 
     def selective(self) -> SelectiveMethod:
         """The method for selective layers: that of the run, or one that fits the model's layers."""

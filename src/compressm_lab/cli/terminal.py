@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -10,7 +14,31 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 
-console = Console()
+
+class _Console(Console):
+    """A console that may be closed while a training runs, which then saves and ends."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        try:
+            super().print(*objects, **options)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            self._fall_silent()  # a terminal that was closed: a SIGHUP comes too
+
+    def on_broken_pipe(self) -> None:
+        """Stop as by SIGTERM, on which trainings save; a command that does not hear it exits."""
+        self._fall_silent()
+        if not callable(signal.getsignal(signal.SIGTERM)):
+            raise SystemExit(1)
+        signal.raise_signal(signal.SIGTERM)
+
+    def _fall_silent(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+console = _Console()
 
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change the recipe; again for more.")

@@ -151,7 +151,8 @@ class RunDirectory:
     def rewind(self, step: int) -> None:
         """Forget the lines of steps after `step`, and one that a crash cut short."""
         for path in self._lines:
-            kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step(line) <= step]
+            text = path.read_text(encoding="utf-8", errors="replace")
+            kept = [line for line in text.splitlines() if _step(line) <= step]
             with self.writing(path), replacing(path) as scratch:
                 scratch.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
 

@@ -7,6 +7,7 @@ import math
 import re
 import signal
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -87,9 +88,9 @@ class Stop:
 
 @contextmanager
 def catching_signals() -> Iterator[Stop]:
-    """A context that remembers the first SIGINT or SIGTERM; a second one ends the process at once.
+    """A context that remembers the first SIGINT, SIGTERM or SIGHUP; a second one ends the process at once.
 
-    Outside the main thread nothing is caught.
+    Outside the main thread nothing is caught, and a SIGHUP that nohup ignores stays ignored.
     """
     stop = Stop()
     before: dict[signal.Signals, Any] = {}
@@ -103,7 +104,9 @@ def catching_signals() -> Iterator[Stop]:
         restore()
 
     if threading.current_thread() is threading.main_thread():
-        for which in (signal.SIGINT, signal.SIGTERM):
+        hang_up = getattr(signal, "SIGHUP", signal.SIGTERM)  # Windows has none
+        heard = signal.getsignal(hang_up) is not signal.SIG_IGN
+        for which in (signal.SIGINT, signal.SIGTERM, *([hang_up] if heard else [])):
             before[which] = signal.signal(which, remember)
     try:
         yield stop
@@ -426,9 +429,10 @@ class Trainer:
                 continue
             self.step, self.timed = found.step, found.extra["timed"]
             self._restore(found.extra)
-            if self.is_first:
+            if self.is_first and problems:
                 with self.directory.writing(self.directory.checkpoints):
                     _remove(*problems)
+                warnings.warn(f"removed what cannot be read: {'; '.join(problems.values())}", stacklevel=2)
             return
         if problems:
             raise SavingError(f"no checkpoint of {self.directory.path} can be read: {'; '.join(problems.values())}")

@@ -241,3 +241,22 @@ def test_ctrl_c_saves_says_how_to_go_on_and_exits_130(tmp_path):
     assert RunDirectory("a run").status().state == "interrupted"
     assert (RunDirectory("a run").checkpoints / f"step-{step:08d}.pt").is_file()
     assert done.stderr.strip() == "interrupted"
+
+
+def test_output_that_nobody_reads_any_more_stops_a_run_that_can_go_on(tmp_path):
+    """As of `compressm train mine.yaml | head`."""
+    variables = {name: os.environ[name] for name in ("COMPRESSM_COMMIT", "COMPRESSM_DATA")}
+    script = f"""
+import os
+from compressm.cli import main
+os.chdir({str(tmp_path)!r})
+os.environ.update({variables!r})
+reading, writing = os.pipe()
+os.dup2(writing, 1)
+os.close(reading)
+main()
+"""
+    done = unhooked.finished(script, "train", "mine.yaml", "--out", "mine", code=130)
+    assert done.stderr == "interrupted\n"
+    assert RunDirectory("mine").status() == Status("interrupted", 1, 9, "SIGTERM")
+    assert run("mine", "--resume").exit_code == 0

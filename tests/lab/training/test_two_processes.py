@@ -186,6 +186,24 @@ def test_an_owner_that_was_taken_over_stops_before_it_writes(half, removed):
     assert state(half) == before
 
 
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_folder_that_is_moved_or_deleted_ends_the_run_and_is_not_made_again(moved, half, whole, tmp_path):
+    inner, calls, new = task_objective(tokens().kind), [], tmp_path / "new"
+
+    def objective(model, batch):
+        calls.append(1)
+        if len(calls) == 2:
+            half.rename(new) if moved else shutil.rmtree(half)
+        return inner(model, batch)
+
+    with pytest.raises(LockLostError, match="the folder was moved or deleted; where it was moved to, --resume goes on"):
+        train(FULL, tokens(), half, resume=True, objective=objective)
+    assert not half.exists()
+    if moved:
+        train(FULL, tokens(), new, resume=True)
+        check_same_run(new, whole)
+
+
 HOW_IT_ENDS = "sys.exit(end.code or os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))"
 assert HOW_IT_ENDS in AS_TORCHRUN_DOES
 BOTH_END = AS_TORCHRUN_DOES.replace(
