@@ -172,3 +172,17 @@ main()
 """
     done = unhooked.finished(f"import compressm.cli.app\n{script}")
     assert done.stderr == f"warning: {said}\n"
+
+
+def test_what_may_not_be_read_is_named_without_a_traceback():
+    """The root user, as whom tests may run, may read everything."""
+    script = """
+import compressm.cli.app
+from compressm.cli import app, main
+def refused():
+    raise PermissionError(13, "Permission denied", "run/config.json")
+app.app = refused
+main()
+"""
+    done = unhooked.finished(script, code=2)
+    assert done.stderr == "compressm: run/config.json: Permission denied; expected what can be read\n"

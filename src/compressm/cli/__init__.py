@@ -27,6 +27,9 @@ def main() -> None:
         _run()
     except KeyboardInterrupt:
         _end_interrupted()
+    except PermissionError as error:
+        print(f"compressm: {error.filename}: {error.strerror}; expected what can be read", file=sys.stderr)
+        sys.exit(2)
     except SystemExit as end:
         if end.code == INTERRUPTED:  # Typer exits so after Ctrl-C, without a message
             _end_interrupted()

@@ -111,6 +111,7 @@ def command(
                 f"model: {RunDirectory(folder).model}; `compressm report {shlex.quote(str(folder))}` shows the run",
             )
             return
+        require_writable(folder / "config.json")
         if threads is not None or wanted.model.width < _NARROW:
             torch.set_num_threads(threads or 1)
         with process_group(chosen_device(device)) as where:
@@ -188,7 +189,6 @@ def _folder(recipe: Recipe, name: str, out: Path | None, resume: bool, take_over
     if resume and RunDirectory(name).exists:
         if out is not None:
             raise ConfigError(f"{name} goes on where it is: --out is not for the --resume of a folder")
-        require_writable(Path(name) / "config.json")
         return Path(name)
     folder = out or Path("out/runs") / recipe.name / f"{recipe.label}-n{recipe.model.order}" / f"seed-{recipe.seed}"
     run = RunDirectory(folder)
@@ -199,7 +199,6 @@ def _folder(recipe: Recipe, name: str, out: Path | None, resume: bool, take_over
         raise RunError(f"{folder} holds no run to go on with")
     if take_over and not resume and _is_first() and not run.require_free(take_over=True):
         raise RunError(f"--take-over is for a run of a process that fell silent, and {folder} has none: leave it out")
-    require_writable(folder / "config.json")
     return folder
 
 
