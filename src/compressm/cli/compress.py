@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from compressm.cli import in_words
 from compressm.cli.inspect import BAD_INPUT, say
 from compressm.cli.options import (
     DataOption,
@@ -19,7 +20,6 @@ from compressm.cli.options import (
     require_writable,
 )
 from compressm.cli.saved import SavedModel, open_saved
-from compressm.cli.words import in_words
 from compressm.compression import Budget, EnergyTolerance, ErrorBound, KeepFraction, TargetOrder, compress_, save_model
 from compressm.compression.policies import Policy
 from compressm.errors import CompressionError, SavingError

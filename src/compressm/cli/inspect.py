@@ -9,9 +9,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from compressm.cli import in_words
 from compressm.cli.options import DataOption, MeasuredOption, OfflineOption
 from compressm.cli.saved import open_saved
-from compressm.cli.words import in_words
 from compressm.compression import inspect
 from compressm.control import ControlError
 from compressm.errors import CompressionError, SavingError

@@ -12,10 +12,9 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from compressm.cli import INTERRUPTED
+from compressm.cli import INTERRUPTED, in_words
 from compressm.cli.inspect import BAD_INPUT
 from compressm.cli.options import DataOption, OfflineOption, PathError, require_picture, require_writable
-from compressm.cli.words import in_words
 from compressm_lab.bench.reduction import Case, measure_reduction
 from compressm_lab.cli.opening import task_of
 from compressm_lab.cli.terminal import SetOption, console, integer_option, require_unused, say, status

@@ -13,8 +13,8 @@ from typing import Annotated
 import typer
 from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 
+from compressm.cli import in_words
 from compressm.cli.options import PathError, require_writable
-from compressm.cli.words import in_words
 from compressm.errors import CompressionError
 from compressm_lab.cli.bench import report
 from compressm_lab.cli.terminal import SetOption, console, integer_option, progress_bars, say

@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.progress import MofNCompleteColumn, Progress, TaskID, TimeRemainingColumn
 from rich.table import Table
 
-from compressm.cli import INTERRUPTED
+from compressm.cli import INTERRUPTED, in_words
 from compressm.cli.options import (
     DataOption,
     DeviceChoice,
@@ -27,7 +27,6 @@ from compressm.cli.options import (
     integer,
     require_writable,
 )
-from compressm.cli.words import in_words
 from compressm.compression import Cut, Restored
 from compressm.errors import CompressionError, LostProcessError, SavingError
 from compressm_lab.cli.opening import task_of

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from compressm.cli.words import show_warnings_plainly
+from compressm.cli import show_warnings_plainly
 from compressm_lab.data import Store, make
 from compressm_lab.experiments.engine import Campaign
 from compressm_lab.experiments.recipes import Arm, Training

@@ -21,7 +21,7 @@ from torch import nn
 from compressm.compression import Compressor, Cut, HankelTracker, save_model
 from compressm.compression.distributed import Processes, unwrapped
 from compressm.control import ControlError
-from compressm.errors import CompressionError, SavingError
+from compressm.errors import CompressionError, LostProcessError, SavingError
 from compressm.saving.checkpoints import load_checkpoint, save_checkpoint
 from compressm.saving.rebuilding import orders_of
 from compressm_lab.data.task import Order, Task, TaskKind
@@ -376,6 +376,8 @@ class Trainer:
         """A context in which layers that cannot be cut, or have no spectrum, end the run by a `CutError`."""
         try:
             yield
+        except LostProcessError:
+            raise
         except (CompressionError, ControlError, torch.linalg.LinAlgError) as error:
             raise CutError(
                 f"no {what} can be made at step {self.step}: {error}; {self._last_saved}."
