@@ -29,6 +29,7 @@ cs.save_model(SequenceClassifier(LRU, **sizes), "model")
 cs.save_model(SequenceClassifier(Mamba, **sizes), "mamba")
 cs.save_model(torch.nn.Linear(2, 2), "linear")
 (folder / "empty").mkdir()
+(folder / "theirs/runs/mine").mkdir(parents=True)
 for name, text in {
     "text.txt": "x",
     "bad.yaml": "name: [",
@@ -42,6 +43,12 @@ task: {name: delayed_copy, symbols: 4, copied: 4, delay: 2, examples: 64, held_o
 model: {depth: 1, width: 4, order: 6, pooling: steps}
 training: {steps: 9, batch: 8, learning_rate: 0.01, evaluate_every: 3, checkpoint_every: 4}
 compression: {rho: 0.5, gate: 1.0, when: {steps: [5]}}
+''',
+    "lti.yaml": '''
+name: lti
+task: {name: lti_teacher, order: 2, length: 12, largest_radius: 0.9, examples: 64, held_out: 16}
+model: {depth: 1, width: 4, order: 6, pooling: steps}
+training: {steps: 9, batch: 8, learning_rate: 0.01}
 ''',
 }.items():
     (folder / name).write_text(text)

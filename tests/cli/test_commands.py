@@ -153,3 +153,36 @@ def test_an_empty_argument_is_refused():
         "import sys; from compressm.cli import main; sys.argv[1:] = ['inspect', '']; main()", code=2
     )
     assert "an argument is empty" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("with keep=KeepFraction(rho=0.5), gate=1.0 all stay", "with rho=0.5, gate=1.0 all stay"),
+        ("Budget(total_states=3) is not for PerChannel(surrogate='mean')", "total_states 3 is not for per-channel"),
+        ("such as EnergyTolerance(0.05),\n or ErrorBound(eps=0.1, relative=True)", "such as tau 0.05, or bound 0.1"),
+    ],
+)
+def test_a_warning_is_one_plain_line_in_the_words_of_recipes(message, said):
+    script = f"""
+import warnings
+from compressm.cli import app, main
+app.app = lambda: warnings.warn({message!r}, stacklevel=2)
+main()
+"""
+    done = unhooked.finished(f"import compressm.cli.app\n{script}")
+    assert done.stderr == f"warning: {said}\n"
+
+
+def test_what_may_not_be_read_is_named_without_a_traceback():
+    """The root user, as whom tests may run, may read everything."""
+    script = """
+import compressm.cli.app
+from compressm.cli import app, main
+def refused():
+    raise PermissionError(13, "Permission denied", "run/config.json")
+app.app = refused
+main()
+"""
+    done = unhooked.finished(script, code=2)
+    assert done.stderr == "compressm: run/config.json: Permission denied; expected what can be read\n"

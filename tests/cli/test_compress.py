@@ -155,9 +155,9 @@ def test_what_is_there_already_is_not_written_over(kind, finished, tmp_path):
     [
         ((), "nothing given, expected one of --tau, --rho, --order, --bound, --total-states"),
         (("--tau", "0.1", "--rho", "0.5"), "--tau and --rho given, expected one of"),
-        (("--tau", "2"), "EnergyTolerance: tau is 2.0"),
-        (("--rho", "0"), "KeepFraction: rho is 0.0"),
-        (("--order", "0"), "TargetOrder: n is 0"),
+        (("--tau", "2"), "--tau is 2.0"),
+        (("--rho", "0"), "--rho is 0.0"),
+        (("--order", "0"), "--order is 0"),
         (("--bound", "0.1", "--measured"), "--bound needs an error bound"),
         (("--order", "few"), "'few' is not an integer"),
         (("--tau", "some"), "'some' is not a number"),
@@ -194,6 +194,14 @@ def test_a_model_that_is_not_finite_is_refused(tmp_path):
     assert not (tmp_path / "small").exists()
 
 
+@pytest.mark.parametrize("command", [("inspect",), ("compress", "--order", "2", "--out", "small")])
+def test_a_model_that_is_not_the_final_one_is_called_so(command, finished, unfinished):
+    note = "has not finished: this is its model of step 5 of 16"
+    assert f"{unfinished} {note}" in plain(run(command[0], unfinished, *command[1:]))
+    shutil.rmtree("small", ignore_errors=True)
+    assert "has not finished" not in plain(run(command[0], finished, *command[1:]))
+
+
 def test_a_run_is_inspected_finished_or_not(finished, unfinished):
     for path in (finished, finished / "model", unfinished):
         done = run("inspect", path, "--offline")
@@ -207,6 +215,13 @@ def test_data_give_another_spectrum_than_white_noise(finished, tmp_path):
     assert measured.exit_code == 0, measured.output
     assert measured.output != noise.output
     assert list((tmp_path / "other").rglob("*.safetensors"))
+
+
+def test_a_folder_of_data_that_nothing_reads_is_refused(finished, tmp_path):
+    done = run("inspect", finished, "--data", tmp_path / "elsewhere")
+    assert done.exit_code == 2
+    assert "Invalid value for --data: it is for --measured, without which no data are read" in plain(done)
+    assert run("inspect", finished, "--measured", "--data", tmp_path / "elsewhere").exit_code == 0
 
 
 def test_a_run_without_a_checkpoint_says_so(unfinished, tmp_path):

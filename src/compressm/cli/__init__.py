@@ -1,14 +1,37 @@
-"""The command `compressm`."""
+"""The command `compressm`, and messages in its words: options and keys of recipes, not classes of Python."""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
+import warnings
 from pathlib import Path
+from typing import TextIO
 
 INTERRUPTED = 130  # the exit code of a process that Ctrl-C ended
 # The packages of each extra.
 _EXTRAS = {"commands": {"typer", "rich"}, "lab": {"pydantic", "yaml", "pooch", "matplotlib", "jinja2", "sklearn"}}
+# Policies and choices by the keys and values that stand for them in recipes.
+_POLICIES = {
+    "EnergyTolerance": "tau",
+    "KeepFraction": "rho",
+    "TargetOrder": "order",
+    "ErrorBound": "bound",
+    "Budget": "total_states",
+    "FewerStates": "fewer",
+}
+_CHOICES = {
+    "WhiteNoise": "white_noise",
+    "Measured": "measured",
+    "Modal": "modal",
+    "Baked": "baked",
+    "PerChannel": "per-channel",
+    "SharedIndex": "shared-index",
+}
+_POLICY = re.compile(rf"(?:keep(=| is ))?\b({'|'.join(_POLICIES)})\((?:\w+=)?([^,()]*)[^()]*\)")
+_FIELD = re.compile(rf"\b({'|'.join(_POLICIES)}): \w+ is ")
+_CHOICE = re.compile(rf"\b({'|'.join(_CHOICES)})\([^()]*\)|\b(PerChannel)\b")
 
 
 def main() -> None:
@@ -20,10 +43,14 @@ def main() -> None:
     # Recipes may name the user's own layers and tasks, often modules in the current folder.
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())
+    show_warnings_plainly()
     try:
         _run()
     except KeyboardInterrupt:
         _end_interrupted()
+    except PermissionError as error:
+        print(f"compressm: {error.filename}: {error.strerror}; expected what can be read", file=sys.stderr)
+        sys.exit(2)
     except SystemExit as end:
         if end.code == INTERRUPTED:  # Typer exits so after Ctrl-C, without a message
             _end_interrupted()
@@ -54,3 +81,31 @@ def _run() -> None:
 def _end_interrupted() -> None:
     print("interrupted", file=sys.stderr)
     sys.exit(INTERRUPTED)
+
+
+def in_words(message: object, *, options: bool = False) -> str:
+    """The message with `rho 0.5` in the place of `KeepFraction(rho=0.5)`; with `options`, `--rho 0.5`."""
+
+    def named(policy: str) -> str:
+        key = _POLICIES[policy]
+        return f"--{key.replace('_', '-')}" if options else key
+
+    text = _POLICY.sub(lambda found: f"{named(found[2])}{found[1] or ' '}{found[3]}", str(message))
+    text = _FIELD.sub(lambda found: f"{named(found[1])} is ", text)
+    return _CHOICE.sub(lambda found: _CHOICES[found[1] or found[2]], text)
+
+
+def show_warnings_plainly() -> None:
+    """Show every warning as one line, without the line of Python that gave it."""
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        print(f"warning: {' '.join(in_words(message).split())}", file=file or sys.stderr)
+
+    warnings.showwarning = show

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
-from compressm.cli.inspect import BAD_INPUT, console
+from compressm.cli import in_words
+from compressm.cli.inspect import BAD_INPUT, say
 from compressm.cli.options import (
     DataOption,
     MeasuredOption,
@@ -58,20 +58,22 @@ def command(
         cuts = compress_(saved.model, keep=keep, fold=fold, calibrate=saved.calibrate, selective=saved.selective())
         after, _ = _tested(saved)
     except BAD_INPUT as error:
-        raise typer.BadParameter(str(error)) from error
+        raise typer.BadParameter(in_words(error, options=True)) from error
+    if saved.note:
+        say(saved.note)
     for line in map(str, cuts) if cuts else ["nothing to cut: all states stay"]:
-        _say(line)
+        say(line)
     if before:
-        _say(f"test {before} before, {after} after")
+        say(f"test {before} before, {after} after")
     elif missing:
-        _say(f"not tested: {missing}")
+        say(f"not tested: {missing}")
     try:
         save_model(saved.model, out)
     except SavingError as error:
         if out.is_dir() and not any(out.iterdir()):
             out.rmdir()
         raise typer.BadParameter(str(error), param_hint="--out") from None
-    console.print(f"model: {out}", soft_wrap=True, highlight=False)
+    say(f"model: {out}")
 
 
 def _tested(saved: SavedModel) -> tuple[str, str]:
@@ -80,10 +82,6 @@ def _tested(saved: SavedModel) -> tuple[str, str]:
         return ("" if saved.tested is None else saved.tested()), ""
     except SavingError as error:
         return "", str(error)
-
-
-def _say(line: str) -> None:
-    console.print(escape(line), soft_wrap=True, highlight=False)
 
 
 def _require_new(out: Path) -> None:
@@ -120,4 +118,4 @@ def _policy(
     try:
         return make(value)
     except CompressionError as error:
-        raise typer.BadParameter(str(error), param_hint=chosen[0]) from None
+        raise typer.BadParameter(in_words(error, options=True), param_hint=chosen[0]) from None

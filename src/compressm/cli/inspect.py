@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from compressm.cli import in_words
 from compressm.cli.options import DataOption, MeasuredOption, OfflineOption
 from compressm.cli.saved import open_saved
 from compressm.compression import inspect
@@ -19,6 +20,11 @@ BAD_INPUT = (CompressionError, ControlError, SavingError)
 console = Console()
 
 
+def say(line: str) -> None:
+    """Print a line as it stands."""
+    console.print(escape(line), soft_wrap=True, highlight=False)
+
+
 def command(
     path: Annotated[Path, typer.Argument(help="The folder of a saved model, or of a run.")],
     measured: MeasuredOption = False,
@@ -26,10 +32,14 @@ def command(
     offline: OfflineOption = False,
 ) -> None:
     """Show the Hankel spectra of a model's SSM layers, the orders they suggest, and the error bounds of cuts."""
+    if data is not None and not measured and (path / "status.json").is_file():
+        raise typer.BadParameter("it is for --measured, without which no data are read", param_hint="--data")
     try:
         saved = open_saved(path, with_data=measured, data=data, offline=offline)
         saved.require_data()
         found = inspect(saved.model, saved.calibrate, selective=saved.selective())
     except BAD_INPUT as error:
-        raise typer.BadParameter(str(error), param_hint="PATH") from error
-    console.print(escape(str(found)), soft_wrap=True, highlight=False)
+        raise typer.BadParameter(in_words(error, options=True), param_hint="PATH") from error
+    if saved.note:
+        say(saved.note)
+    say(str(found))

@@ -26,12 +26,14 @@ class SavedModel:
 
     calibrate: runs a model on some training examples; None without data. tested: the accuracy or loss of the present
     model on the test split; a `SavingError` if its data are not on disk. method: the run's method for selective layers.
+    note: a sentence for the user, if it is not the final model.
     """
 
     model: nn.Module
     calibrate: Callable[[nn.Module], None] | None = None
     tested: Callable[[], str] | None = None
     method: SelectiveMethod | None = None
+    note: str = ""
 
     def selective(self) -> SelectiveMethod:
         """The method for selective layers: that of the run, or one that fits the model's layers."""
@@ -60,6 +62,8 @@ class Opener(Protocol):
 
 def open_saved(path: Path, *, with_data: bool, data: Path | None, offline: bool) -> SavedModel:
     """The model at the path; only a run has data."""
+    if not path.exists():
+        raise SavingError(f"{path} does not exist: give the folder of a saved model, or of a run")
     if (path / "status.json").is_file():
         return _open_run(path, with_data=with_data, data=data, offline=offline)
     if with_data or data is not None:

@@ -12,12 +12,12 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from compressm.cli import INTERRUPTED
+from compressm.cli import INTERRUPTED, in_words
 from compressm.cli.inspect import BAD_INPUT
 from compressm.cli.options import DataOption, OfflineOption, PathError, require_picture, require_writable
 from compressm_lab.bench.reduction import Case, measure_reduction
 from compressm_lab.cli.opening import task_of
-from compressm_lab.cli.terminal import SetOption, console, integer_option, say, status
+from compressm_lab.cli.terminal import SetOption, console, integer_option, require_unused, say, status
 from compressm_lab.data import DataError
 from compressm_lab.experiments.recipes import find_recipe
 from compressm_lab.reports.grid import Grid
@@ -114,8 +114,11 @@ def reduction(
     repeats: RepeatsOption = 9,
     compare: Annotated[bool, typer.Option(help="Time the paper's plain NumPy/SciPy formulas beside (CPU).")] = True,
     out: PicturedOutOption = OUT,
+    context: typer.Context = None,  # type: ignore[assignment]
 ) -> None:
     """Measure the cost of each stage of one reduction, n = 1 … 1024."""
+    if not order:
+        require_unused(context, "it is for --order", "width")
     result = require(device, out / f"reduction-{device}.json", pictured=True)
     cases = [Case(n, max(1, n // 4), width) for n in order] if order else None
     with status("measuring") as progress:
@@ -157,11 +160,14 @@ def cut(
     ] = PrecisionChoice.float32,
     repeats: RepeatsOption = 5,
     out: OutOption = OUT,
+    context: typer.Context = None,  # type: ignore[assignment]
 ) -> None:
     """Measure a whole cut in the middle of training: read, balance, truncate, encode, moments, and the next step."""
     from compressm_lab.bench.cut import cut_cases, default_models, measure_cuts  # brings in torch's compiler
     from compressm_lab.bench.train_step import paper_case
 
+    if not task:
+        require_unused(context, "it is for --task", "precision")
     chosen = [paper_case(name.value, precision=precision.value) for name in task or ()]
     cases = cut_cases(chosen or default_models(device), rank)
     _measure("cut", measure_cuts, device, out, cases=cases, repeats=repeats)
@@ -182,11 +188,14 @@ def step(
     compiled: CompileOption = False,
     repeats: RepeatsOption = 9,
     out: OutOption = OUT,
+    context: typer.Context = None,  # type: ignore[assignment]
 ) -> None:
     """Measure a training step at the paper's sizes: forward, backward and AdamW on random data, beside its floor."""
     # Brings in torch's compiler.
     from compressm_lab.bench.train_step import default_cases, measure_steps, paper_case, paper_orders
 
+    if not (task or order):
+        require_unused(context, "it is for --task or --order", "precision")
     cases = default_cases(device, compiled=compiled)
     if task or order:
         sizes = [(name.value, n) for name in task or [PaperTask.smnist] for n in order or paper_orders(name.value)]
@@ -300,7 +309,7 @@ def speedup(
         missing, measurement = error, error.measurement
         result = result.with_stem(f"{result.stem}-unchecked")  # beside a result that is whole
     except (*BAD_INPUT, ConfigError, DataError, RunError) as error:
-        raise typer.BadParameter(str(error)) from None
+        raise typer.BadParameter(in_words(error)) from None
     report(measurement, result)
     draw_picture(measurement, result.with_suffix(".png"))
     if missing is not None:

@@ -13,11 +13,15 @@ from typing import Annotated
 import typer
 from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 
+from compressm.cli import in_words
 from compressm.cli.options import PathError, require_writable
+from compressm.errors import CompressionError
 from compressm_lab.cli.bench import report
 from compressm_lab.cli.terminal import SetOption, console, integer_option, progress_bars, say
+from compressm_lab.data import DataError
 from compressm_lab.experiments import demo
 from compressm_lab.runs.directory import find_runs
+from compressm_lab.runs.records import RunError
 from compressm_lab.runs.run import read_run
 
 
@@ -32,18 +36,23 @@ def command(
     """Train digits by a large model, a small one, and large ones that shrink while they train; about two minutes."""
     from compressm_lab.reports.run_report import write_report  # matplotlib takes a second to import
     from compressm_lab.reports.study_tables import demo_says
-    from compressm_lab.training import ConfigError
+    from compressm_lab.training import ConfigError, CutError, Diverged
 
     begin = time.perf_counter()
     try:
         require_writable(out / "demo.json")
         wanted = demo.plan(out, seeds, settings or ())
+        demo.require_sound(wanted)
         steps = wanted.arms[0].read(0).training.steps
-    except (PathError, ConfigError) as error:
+    except (PathError, ConfigError, DataError) as error:
         raise typer.BadParameter(str(error)) from None
     shutil.rmtree(out / "runs", ignore_errors=True)
-    with _bars(steps, seeds) as progress:
-        demo.run(wanted, processes=processes or min(4, os.cpu_count() or 1), progress=progress)
+    try:
+        with _bars(steps, seeds) as progress:
+            demo.run(wanted, processes=processes or min(4, os.cpu_count() or 1), progress=progress)
+    except (CompressionError, ConfigError, CutError, DataError, Diverged, RunError) as error:
+        say(in_words(error))
+        raise typer.Exit(1) from None
     measurement = demo.collect(out)
     with console.status("drawing the report"):
         runs = [read_run(directory) for directory in find_runs([out / "runs"])]

@@ -15,7 +15,7 @@ from compressm_lab.data import DataError, Order, Store, Task, make
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.records import RunError
 from compressm_lab.training import ConfigError, Recipe
-from compressm_lab.training.building import build_method, build_model
+from compressm_lab.training.building import build_method, build_model, require_fit
 from compressm_lab.training.evaluation import score
 from compressm_lab.training.loop import checkpoints
 from compressm_lab.training.reading import make_recipe
@@ -29,8 +29,10 @@ def open_run(path: Path, *, with_data: bool, data: Path | None, offline: bool) -
     try:
         recipe = make_recipe(run.config(), source=str(path / "config.json"))
         dataset = make(**recipe.task)
-        whole = (run.model / "model.safetensors").is_file()
-        model = load_model(run.model) if whole else _unfinished(run, build_model(recipe.model, dataset.form))
+        whole, step = (run.model / "model.safetensors").is_file(), 0
+        model: nn.Module = load_model(run.model) if whole else build_model(recipe.model, dataset.form)
+        if not whole:
+            step = _load_newest(run, model)
     except (ConfigError, DataError, RunError) as error:
         raise SavingError(str(error)) from error
 
@@ -46,6 +48,7 @@ def open_run(path: Path, *, with_data: bool, data: Path | None, offline: bool) -
         calibrate=partial(_calibrate, task=task()) if with_data else None,
         tested=lambda: _tested(model, task(), recipe.training.evaluation_batch),
         method=None if recipe.compression is None else build_method(recipe.compression.selective),
+        note="" if whole else f"{path} has not finished: this is its model of step {step} of {recipe.training.steps}",
     )
 
 
@@ -55,20 +58,20 @@ def store_in(folder: Path | None, offline: bool) -> Store:
 
 
 def task_of(recipe: Recipe, data: Path | None, offline: bool) -> Task:
-    """The task that a recipe is trained on."""
-    return make(**recipe.task).load(store_in(data, offline))
+    """The task that a recipe is trained on; nothing is fetched for a model that cannot answer it."""
+    dataset = make(**recipe.task)
+    require_fit(recipe.model, dataset.form.kind)
+    return dataset.load(store_in(data, offline))
 
 
-def _unfinished(run: RunDirectory, model: nn.Module) -> nn.Module:
-    """The model with the weights of the newest checkpoint that is whole."""
+def _load_newest(run: RunDirectory, model: nn.Module) -> int:
+    """Load the weights of the newest checkpoint that is whole; returns its step."""
     problems = []
     for path in checkpoints(run):
         try:
-            load_checkpoint(path, model=model)
+            return load_checkpoint(path, model=model).step
         except SavingError as error:
             problems.append(str(error))
-        else:
-            return model
     raise SavingError("; ".join(problems) or f"{run.path} holds neither a model nor a checkpoint yet")
 
 

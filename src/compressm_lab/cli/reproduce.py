@@ -14,7 +14,15 @@ from rich.table import Table
 
 from compressm.cli import INTERRUPTED
 from compressm.cli.options import PathError, number, require_writable
-from compressm_lab.cli.terminal import console, count_or_none, integer_option, progress_bars, say, status
+from compressm_lab.cli.terminal import (
+    console,
+    count_or_none,
+    integer_option,
+    progress_bars,
+    require_unused,
+    say,
+    status,
+)
 from compressm_lab.experiments.catalogue import Experiment, exhibit, experiment_names, find_experiment
 from compressm_lab.experiments.engine import Campaign, Outcome, conduct, require_ready, require_same_recipes
 from compressm_lab.experiments.executors import Executor, LocalExecutor, SlurmExecutor, SlurmOptions, heard_as_ctrl_c
@@ -57,13 +65,15 @@ def command(
     What is done stays, what was stopped goes on, and trainings that several tables need are shared. Exit 1 where a
     training failed, 130 after Ctrl-C, which saves: the same command goes on.
     """
-    _require_used(context, executor, hours)
+    _require_used(context, name, executor, hours, only_report)
     folder = out or Path("out/quick" if quick else "out/reproduce")
     if name == LIST:
         console.print(_listed(folder, seeds, quick))
         return
     try:
         wanted = find_experiment(name, quick=quick)
+        if wanted.measures:
+            require_unused(context, f"it is for trainings, and {name} is measured", "seeds", *_TRAINING)
         plan = wanted.plan(folder, seeds)
         require_writable(folder / name / "report.md")
         require_same_recipes(plan.trainings())
@@ -80,18 +90,23 @@ def command(
         raise typer.BadParameter(str(error)) from None
 
 
-def _require_used(context: typer.Context, executor: str, hours: float) -> None:
-    """Refuse options of the other executor, and a job of no time."""
+# Options of trainings.
+_TRAINING = ("processes", "executor", "partition", "hours", "gpus", "data")
+
+
+def _require_used(context: typer.Context, name: str, executor: str, hours: float, only_report: bool) -> None:
+    """Refuse options of the other executor, a job of no time, and options of trainings where there are none."""
     if not 0 < hours < math.inf:
         raise typer.BadParameter(f"hours is {hours:g}, expected a number above 0", param_hint="--hours")
-    others = ("partition", "hours", "gpus") if executor == "local" else ("processes",)
-    for name in others:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            needs = "slurm" if executor == "local" else "local"
-            raise typer.BadParameter(
-                f"it is for --executor {needs}, not {executor}: leave it out", param_hint=f"--{name}"
-            )
+    if executor == "local":
+        require_unused(context, "it is for --executor slurm, not local", "partition", "hours", "gpus")
+    else:
+        require_unused(context, "it is for --executor local, not slurm", "processes")
+    if name == LIST:
+        require_unused(context, "it is for a table or figure, and LIST trains nothing", *_TRAINING)
+        require_unused(context, "it is for a table or figure, not for LIST", "dry_run", "only_report")
+    if only_report:
+        require_unused(context, "it is for trainings, and --only-report trains nothing", *_TRAINING, "dry_run")
 
 
 def _executor(where: str, processes: int, folder: Path, options: SlurmOptions, data: Path | None) -> Executor:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -10,7 +14,31 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 
-console = Console()
+
+class _Console(Console):
+    """A console that may be closed while a training runs, which then saves and ends."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        try:
+            super().print(*objects, **options)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            self._fall_silent()  # a terminal that was closed: a SIGHUP comes too
+
+    def on_broken_pipe(self) -> None:
+        """Stop as by SIGTERM, on which trainings save; a command that does not hear it exits."""
+        self._fall_silent()
+        if not callable(signal.getsignal(signal.SIGTERM)):
+            raise SystemExit(1)
+        signal.raise_signal(signal.SIGTERM)
+
+    def _fall_silent(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+console = _Console()
 
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change the recipe; again for more.")
@@ -36,6 +64,19 @@ def count_or_none(text: str | int) -> int:
 def integer_option(help: str, parser: Callable[[str], int] = count) -> Any:
     """An option that takes an integer, by default one of at least 1."""
     return typer.Option(parser=parser, metavar="INTEGER", help=help)
+
+
+def is_given(context: typer.Context, name: str) -> bool:
+    """Tell if an option is on the command line, rather than at its default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def require_unused(context: typer.Context, why: str, *names: str) -> None:
+    """Refuse each option that is on the command line; `why` says what it is for."""
+    for name in names:
+        if is_given(context, name):
+            raise typer.BadParameter(f"{why}: leave it out", param_hint=f"--{name.replace('_', '-')}")
 
 
 def say(*lines: str) -> None:

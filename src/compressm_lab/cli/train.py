@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.progress import MofNCompleteColumn, Progress, TaskID, TimeRemainingColumn
 from rich.table import Table
 
-from compressm.cli import INTERRUPTED
+from compressm.cli import INTERRUPTED, in_words
 from compressm.cli.options import (
     DataOption,
     DeviceChoice,
@@ -30,14 +30,14 @@ from compressm.cli.options import (
 from compressm.compression import Cut, Restored
 from compressm.errors import CompressionError, LostProcessError, SavingError
 from compressm_lab.cli.opening import task_of
-from compressm_lab.cli.terminal import console, integer_option, progress_bars, say
+from compressm_lab.cli.terminal import console, count, integer_option, progress_bars, say
 from compressm_lab.data import DataError, Task
 from compressm_lab.experiments.comparisons import comparison
 from compressm_lab.experiments.recipes import BASELINE, find_recipe, recipe_names
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.lock import LockLostError
 from compressm_lab.runs.records import Evaluation, PenaltyRecord, RunError, RunWriteError, TruncationRecord
-from compressm_lab.training import ConfigError, Diverged, Interrupted, Plan, Recipe, Silent, train
+from compressm_lab.training import ConfigError, CutError, Diverged, Interrupted, Plan, Recipe, Silent, train
 from compressm_lab.training.loggers import Several, TensorBoard
 from compressm_lab.training.loop import is_finished
 from compressm_lab.training.reading import make_recipe
@@ -51,6 +51,14 @@ _WAYS = {
     "modal": "dropping modes",
     "selective": "averages over data",
 }
+
+
+def _threads(text: str | int) -> int:
+    """Read a number of threads, at most one a processor: more are slower, and far more end the process."""
+    most = os.cpu_count() or 1
+    if (found := count(text)) > most:
+        raise typer.BadParameter(f"{found} is too many, expected 1 to {most}, the processors of this machine")
+    return found
 
 
 def command(
@@ -76,7 +84,7 @@ def command(
     ] = False,
     device: DeviceChoice = "auto",
     threads: Annotated[
-        int | None, integer_option("Threads on a CPU. Default: 1 below 64 channels, where more are slower.")
+        int | None, integer_option("Threads on a CPU. Default: 1 below 64 channels, where more are slower.", _threads)
     ] = None,
     data: DataOption = None,
     offline: OfflineOption = False,
@@ -95,13 +103,14 @@ def command(
         raise typer.BadParameter(f"missing; expected one of {', '.join(recipe_names())}", param_hint="RECIPE")
     with _exit_codes():
         wanted = _recipe(recipe, settings or [], seed, order, baseline, resume)
-        folder = _folder(wanted, recipe, out, resume)
+        folder = _folder(wanted, recipe, out, resume, take_over)
         if resume and is_finished(RunDirectory(folder), wanted):
             say(
                 f"{folder} is finished: all {wanted.training.steps} steps are trained, nothing is left to do",
                 f"model: {RunDirectory(folder).model}; `compressm report {shlex.quote(str(folder))}` shows the run",
             )
             return
+        require_writable(folder / "config.json")
         if threads is not None or wanted.model.width < _NARROW:
             torch.set_num_threads(threads or 1)
         with process_group(chosen_device(device)) as where:
@@ -113,17 +122,17 @@ def _exit_codes() -> Iterator[None]:
     """Exit with 2 for what cannot be run, 130 for a run that was stopped, 1 for one that failed; each says why."""
     try:
         yield
-    except (LockLostError, LostProcessError, RunWriteError, Diverged) as error:
+    except (LockLostError, LostProcessError, RunWriteError, CutError, Diverged) as error:
         whole = "what was written before is whole: "
         if isinstance(error, RunWriteError):
             whole += "make room, or the folder writable, and add --resume"
         elif isinstance(error, LostProcessError):
             whole += "--resume goes on from the last checkpoint"
             console.quiet = False  # the first process may be the lost one
-        say(str(error), *([whole] if isinstance(error, RunWriteError | LostProcessError) else ()))
+        say(in_words(error), *([whole] if isinstance(error, RunWriteError | LostProcessError) else ()))
         raise typer.Exit(1) from None
     except _REFUSED as error:
-        raise typer.BadParameter(str(error)) from error
+        raise typer.BadParameter(in_words(error)) from error
     except Interrupted as stopped:
         say(str(stopped), f"to go on: compressm train {shlex.quote(str(stopped.directory))} --resume")
         raise typer.Exit(INTERRUPTED) from None
@@ -151,6 +160,8 @@ def _recipe(
         if settings or baseline or seed is not None or order is not None:
             raise ConfigError(f"{name} goes on as it began: --set, --seed, --order and --baseline are not for --resume")
         return make_recipe(directory.config(), source=str(directory.path / "config.json"))
+    if baseline:
+        _require_of_baseline(settings)
     spoken = dict.fromkeys(BASELINE, "--baseline") if baseline else {}
     spoken |= {f"seed={seed}": f"--seed {seed}"} if seed is not None else {}
     spoken |= {f"model.order={order}": f"--order {order}"} if order is not None else {}
@@ -164,11 +175,19 @@ def _recipe(
     return replace(recipe, distillation=replace(recipe.distillation, teacher=teacher))
 
 
-def _folder(recipe: Recipe, name: str, out: Path | None, resume: bool) -> Path:
+def _require_of_baseline(settings: list[str]) -> None:
+    """Refuse settings of the parts that a baseline leaves out."""
+    parts = [part.removesuffix("=null") for part in BASELINE]
+    for setting in settings:
+        part = setting.partition("=")[0].strip().partition(".")[0]
+        if part in parts and setting.replace(" ", "") not in BASELINE:
+            raise ConfigError(f"--set {setting!r} with --baseline, which trains without {part}: leave one of them out")
+
+
+def _folder(recipe: Recipe, name: str, out: Path | None, resume: bool, take_over: bool) -> Path:
     if resume and RunDirectory(name).exists:
         if out is not None:
             raise ConfigError(f"{name} goes on where it is: --out is not for the --resume of a folder")
-        require_writable(Path(name) / "config.json")
         return Path(name)
     folder = out or Path("out/runs") / recipe.name / f"{recipe.label}-n{recipe.model.order}" / f"seed-{recipe.seed}"
     run = RunDirectory(folder)
@@ -177,7 +196,8 @@ def _folder(recipe: Recipe, name: str, out: Path | None, resume: bool) -> Path:
         raise RunError(f"{folder} already holds a run: --resume goes on with it, --out takes another folder")
     if resume and not run.exists:
         raise RunError(f"{folder} holds no run to go on with")
-    require_writable(folder / "config.json")
+    if take_over and not resume and _is_first() and not run.require_free(take_over=True):
+        raise RunError(f"--take-over is for a run of a process that fell silent, and {folder} has none: leave it out")
     return folder
 
 

@@ -32,6 +32,7 @@ class DelayedCopy(DataSet):
     seed: int = 0
 
     name = "delayed_copy"
+    version = 2
 
     def __post_init__(self) -> None:
         require_counts(2, symbols=self.symbols)
@@ -53,7 +54,9 @@ class DelayedCopy(DataSet):
     def parse(self, paths: Sequence[Path], progress: Progress) -> Splits:
         counts = (self.examples, self.held_out, self.held_out)
         messages = self._messages(sum(counts))
-        inputs = torch.full((sum(counts), self.form.length), BLANK, dtype=torch.int16)
+        # Two bytes a token where they are enough.
+        kind = torch.int16 if self.symbols + 2 <= 2**15 else torch.int64
+        inputs = torch.full((sum(counts), self.form.length), BLANK, dtype=kind)
         inputs[:, : self.copied] = messages + 2
         inputs[:, -self.copied :] = GO
         targets = torch.full(inputs.shape, IGNORED)
@@ -95,6 +98,7 @@ class LTITeacher(DataSet):
     seed: int = 0
 
     name = "lti_teacher"
+    version = 2
 
     def __post_init__(self) -> None:
         require_counts(order=self.order, inputs=self.inputs, outputs=self.outputs, length=self.length)
@@ -103,8 +107,10 @@ class LTITeacher(DataSet):
             raise DataError(
                 f"radii {self.smallest_radius} to {self.largest_radius}, expected 0 <= smallest <= largest < 1"
             )
-        if self.noise < 0:
-            raise DataError(f"noise is {self.noise}, expected at least 0")
+        if not 0 <= self.noise < math.inf:
+            raise DataError(f"noise is {self.noise}, expected a finite number of at least 0")
+        if not math.isfinite(self.angle):
+            raise DataError(f"angle is {self.angle}, expected a finite number")
 
     @property
     def form(self) -> Form:
@@ -141,7 +147,8 @@ class LTITeacher(DataSet):
 
 def impulse_response(teacher: TeacherSystem, length: int) -> Float[Tensor, "{length} outputs inputs"]:
     """The response Re(C Λᵗ B) at t = 0, 1, …"""
-    powers = teacher.poles[None] ** torch.arange(length)[:, None]
+    powers = teacher.poles.new_ones(length, len(teacher.poles))
+    powers[1:] = teacher.poles ** torch.arange(1, length)[:, None]  # a complex 0⁰ is no number
     return torch.einsum("on,tn,ni->toi", teacher.C, powers, teacher.B).real
 
 

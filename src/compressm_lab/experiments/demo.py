@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 
+from compressm.cli import show_warnings_plainly
 from compressm_lab.data import Store, make
 from compressm_lab.experiments.engine import Campaign
 from compressm_lab.experiments.recipes import Arm, Training
 from compressm_lab.runs.directory import find_runs
 from compressm_lab.runs.measurement import Measurement, Row
 from compressm_lab.runs.run import read_run
-from compressm_lab.training import Silent, train
+from compressm_lab.training import ConfigError, Plan, Silent, train
+from compressm_lab.training.building import build_model
 
 # Settings by label; the last is compressed too, with the Gramians of the paper.
 MODELS: dict[str, tuple[str, ...]] = {
@@ -37,6 +39,17 @@ def plan(out: Path, seeds: int, settings: Sequence[str] = ()) -> Campaign:
         for label, differs in MODELS.items()
     )
     return Campaign(tuple(arms), range(seeds), out / "runs", by_seed=True)
+
+
+def require_sound(wanted: Campaign) -> None:
+    """Refuse settings with which a model cannot be built or trained, and a folder with runs of others."""
+    for arm in wanted.arms:
+        recipe = arm.read(0)
+        Plan.of(recipe)
+        build_model(recipe.model, make(**recipe.task).form)
+    own = {arm.folder for arm in wanted.arms}
+    if strange := sorted(path for path in wanted.runs.glob("*") if path.name not in own):
+        raise ConfigError(f"{strange[0]} is not of a demo, which writes over its folder: choose another --out")
 
 
 def collect(out: Path) -> Measurement:
@@ -88,13 +101,13 @@ def _receive(queue: Any) -> None:
     """Set up a process of the pool."""
     global _queue
     _queue = queue
+    show_warnings_plainly()
     torch.set_num_threads(1)  # models as small as these are slower on several threads
 
 
 def _train(training: Training) -> None:
     recipe = training.arm.read(training.seed)
-    options = {key: value for key, value in recipe.task.items() if key != "name"}
-    task = make(recipe.task["name"], **options).load(Store(training.folder.parents[2] / "data", offline=True))
+    task = make(**recipe.task).load(Store(training.folder.parents[2] / "data", offline=True))
     train(recipe, task, training.folder, logger=_Reporter(training))
 
 

@@ -24,7 +24,7 @@ from compressm.errors import SavingError
 from compressm.files import remove_scratch, replacing
 from compressm_lab.runs import lock
 from compressm_lab.runs.measurement import Environment
-from compressm_lab.runs.records import Record, RestoredRecord, RunError, RunWriteError
+from compressm_lab.runs.records import Record, RestoredRecord, RunError, RunWriteError, why_not_json
 
 RunState = Literal["running", "finished", "interrupted", "failed"]
 _Kind = TypeVar("_Kind", bound=Record)
@@ -76,10 +76,10 @@ class RunDirectory:
         self._write("environment.json", asdict(Environment.here()))
         self._write("config.json", config)
 
-    def require_free(self, *, take_over: bool = False) -> None:
-        """Refuse a folder in which another process trains; `take_over` as in `locked`."""
+    def require_free(self, *, take_over: bool = False) -> str:
+        """Refuse a folder in which another process trains; otherwise as `locked`, and nothing is taken."""
         with _named(self._place):
-            lock.require_free(self._place, take_over=take_over)
+            return lock.require_free(self._place, take_over=take_over)
 
     @contextmanager
     def locked(self, *, take_over: bool = False) -> Iterator[str]:
@@ -151,7 +151,8 @@ class RunDirectory:
     def rewind(self, step: int) -> None:
         """Forget the lines of steps after `step`, and one that a crash cut short."""
         for path in self._lines:
-            kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step(line) <= step]
+            text = path.read_text(encoding="utf-8", errors="replace")
+            kept = [line for line in text.splitlines() if _step(line) <= step]
             with self.writing(path), replacing(path) as scratch:
                 scratch.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
 
@@ -189,8 +190,10 @@ class RunDirectory:
         path = self.path / kind.file
         try:
             lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
-        except (OSError, UnicodeDecodeError) as error:
-            raise RunError(f"{path} cannot be read: {error}") from None
+        except OSError as error:
+            raise RunError(f"{path} cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise RunError(f"{path} cannot be read: it is {why_not_json(error)}") from None
         found = []
         for number, line in enumerate(lines[:-1], start=1):
             try:
@@ -198,7 +201,9 @@ class RunDirectory:
                 # Cuts and restorations share a file: each kind knows its own by the fields.
                 if kind.file != "cuts.jsonl" or ("reason" in stored) == (kind is RestoredRecord):
                     found.append(kind.from_dict(stored))
-            except (json.JSONDecodeError, TypeError, RunError) as error:
+            except (json.JSONDecodeError, RecursionError):
+                raise RunError(f"{path}, line {number}: it is not JSON") from None
+            except (TypeError, RunError) as error:
                 raise RunError(f"{path}, line {number}: {error}") from None
         return found
 
@@ -212,8 +217,10 @@ class RunDirectory:
             stored = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise RunError(f"{path} does not exist: {self.path} is not the folder of a run") from None
-        except (OSError, ValueError, RecursionError) as error:
-            raise RunError(f"{path} cannot be read: {error}") from None
+        except OSError as error:
+            raise RunError(f"{path} cannot be read: {error.strerror}") from None
+        except (ValueError, RecursionError) as error:
+            raise RunError(f"{path} cannot be read: it is {why_not_json(error)}") from None
         if not isinstance(stored, dict):
             raise RunError(f"{path} holds {stored!r:.80}, expected an object")
         return stored

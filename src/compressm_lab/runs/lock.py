@@ -212,10 +212,12 @@ class Lock:
             self.path.stat()
         except (FileNotFoundError, NotADirectoryError):
             found = holder(self.path.parent)
-            who = "its lock was removed" if found is None else f"it was taken over by {found[1]}"
-            raise LockLostError(
-                f"{self.path.parent.parent}: {who}; process {self.owner.pid} on {self.owner.host} stops"
-            ) from None
+            folder, who = self.path.parent.parent, "its lock was removed"
+            if found is not None:
+                who = f"it was taken over by {found[1]}"
+            elif not folder.is_dir():
+                who = "the folder was moved or deleted; where it was moved to, --resume goes on"
+            raise LockLostError(f"{folder}: {who}; process {self.owner.pid} on {self.owner.host} stops") from None
 
     def release(self) -> None:
         """Remove the lock; one that another process has taken over stays."""

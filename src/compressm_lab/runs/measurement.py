@@ -15,6 +15,7 @@ from typing import Any, get_type_hints
 import torch
 
 from compressm.files import replacing
+from compressm_lab.runs.records import why_not_json
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,11 @@ class Measurement:
             raise MeasurementError(f"{path}: no such file; expected a result of `compressm bench`") from None
         except OSError as error:
             raise MeasurementError(f"{path}: {error.strerror}; expected a result of `compressm bench`") from None
-        except (json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
+        except (ValueError, RecursionError) as error:
+            raise MeasurementError(
+                f"{path} is not a result of `compressm bench`: it is {why_not_json(error)}"
+            ) from None
+        except TypeError as error:
             raise MeasurementError(f"{path} is not a result of `compressm bench`: {error}") from None
 
     def require(self, name: str, *, needed: Needed, words: Iterable[str], command: str | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, final, get_args
@@ -11,6 +12,13 @@ SplitName = Literal["train", "validation", "test"]
 
 class RunError(ValueError):
     """A run directory, or a file in it, that is not what it should be."""
+
+
+def why_not_json(error: ValueError | RecursionError) -> str:
+    """Words for why a text is not JSON."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"not JSON at line {error.lineno}, column {error.colno}"
+    return "not text in UTF-8" if isinstance(error, UnicodeDecodeError) else "not JSON that can be read"
 
 
 class RunWriteError(RunError):
@@ -30,13 +38,13 @@ class Record:
         wanted = {entry.name for entry in fields(cls)}
         if not isinstance(stored, Mapping) or set(stored) != wanted:
             came = ", ".join(map(str, stored)) if isinstance(stored, Mapping) else f"{stored!r:.80}"
-            raise RunError(f"{cls.__name__} stored as {came}; expected {', '.join(sorted(wanted))}")
+            raise RunError(f"it holds {came}; expected {', '.join(sorted(wanted))}")
         step = stored["step"]
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise RunError(f"{cls.__name__}: step is {step!r:.80}, expected an integer of at least 0")
+            raise RunError(f"step is {step!r:.80}, expected an integer of at least 0")
         for entry in fields(cls):
             if not _fits(stored[entry.name], str(entry.type)):
-                raise RunError(f"{cls.__name__}: {entry.name} is {stored[entry.name]!r:.80}, expected {entry.type}")
+                raise RunError(f"{entry.name} is {stored[entry.name]!r:.80}, expected {entry.type}")
         return cls(**stored)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
 from statistics import fmean
@@ -201,8 +201,9 @@ def read_run(directory: RunDirectory) -> Run:
     _require_recipe(directory, config)
     try:
         environment = directory.environment()
-    except TypeError as error:
-        raise RunError(f"{directory.path / 'environment.json'} is not an environment: {error}") from None
+    except TypeError:
+        known = ", ".join(entry.name for entry in fields(Environment))
+        raise RunError(f"{directory.path / 'environment.json'} is not an environment, expected {known}") from None
     cuts, evaluations = directory.records(CutRecord), directory.records(Evaluation)
     _require_once(directory, Evaluation.file, [(found.step, found.split) for found in evaluations])
     _require_once(directory, CutRecord.file, [(cut.step, cut.module) for cut in cuts])

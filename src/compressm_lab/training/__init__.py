@@ -17,4 +17,4 @@ from compressm_lab.training.config import (
     WhenConfig,
 )
 from compressm_lab.training.loggers import RunLogger, Silent
-from compressm_lab.training.loop import Diverged, Interrupted, train
+from compressm_lab.training.loop import CutError, Diverged, Interrupted, train

@@ -41,6 +41,12 @@ _NORMS = {
     "none": models.NoNorm,
 }
 _POOLINGS = {"mean": models.MeanPooling(), "last": models.LastStep(), "steps": models.EveryStep()}
+# The question of each kind of task, and the poolings that answer it.
+_ASKED = {
+    TaskKind.CLASSIFY: ("one class a sequence", ("mean", "last")),
+    TaskKind.LABEL_STEPS: ("one class a step", ("steps",)),
+    TaskKind.REGRESS: ("outputs at every step", ("steps",)),
+}
 _DROPOUTS = {"element": models.PerElement, "batch": models.OneMask}
 _SELECTIVE: dict[str, type[SelectiveMethod]] = {
     "baked": compression.Baked,
@@ -144,12 +150,10 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float | Tensor) -> None:
 
 def build_model(config: recipes.ModelConfig, task: Task | Form) -> models.SequenceClassifier:
     """A new model with random weights from torch's generator, of the sizes that the task has."""
-    layer, norm = layer_class(config.layer), _NORMS[config.norm]
-    _require_options("layer_options", layer, config.layer_options)
-    _require_options("norm_options", norm, config.norm_options)
+    require_fit(config, task.kind)
     try:
         return models.SequenceClassifier(
-            layer,
+            layer_class(config.layer),
             depth=config.depth,
             width=config.width,
             order=config.order,
@@ -157,7 +161,7 @@ def build_model(config: recipes.ModelConfig, task: Task | Form) -> models.Sequen
             inputs=task.channels,
             vocabulary=task.vocabulary,
             towers=task.towers,
-            norm=norm(**config.norm_options),
+            norm=_NORMS[config.norm](**config.norm_options),
             dropout=_DROPOUTS[config.dropout_form](config.dropout),
             pooling=_POOLINGS[config.pooling],
             layer_options=config.layer_options,
@@ -166,8 +170,22 @@ def build_model(config: recipes.ModelConfig, task: Task | Form) -> models.Sequen
         raise ConfigError(f"model: {error}") from error
 
 
+def require_fit(config: recipes.ModelConfig, kind: TaskKind) -> None:
+    """Refuse answers of another shape than the task asks for, and options that layer or norm do not have."""
+    asked, fitting = _ASKED[kind]
+    if config.pooling not in fitting:
+        raise ConfigError(
+            f"model.pooling is {config.pooling}, and the task asks for {asked}: expected {' or '.join(fitting)}"
+        )
+    _require_options("layer_options", layer_class(config.layer), config.layer_options)
+    _require_options("norm_options", _NORMS[config.norm], config.norm_options)
+
+
 def _require_options(key: str, kind: type, options: Mapping[str, Any]) -> None:
-    known = [name for name in inspect.signature(kind).parameters if name not in ("width", "order")]
+    given = {name: found.default for name, found in inspect.signature(kind).parameters.items()}
+    # Of the others a default is an object of Python, which no recipe can hold.
+    plain = (int, float, str, list, tuple, dict, type(None), type)
+    known = [name for name, usual in given.items() if name not in ("width", "order") and isinstance(usual, plain)]
     for option in options:
         if option not in known:
             raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -196,6 +197,8 @@ class WhenConfig(Config):
         self._at_least(1, "warmup_cuts", "every", "first", "last")
         if self.steps is not None and min(self.steps, default=0) < 1:
             raise ConfigError(f"when: steps is {list(self.steps)!r:.80}, expected at least one step, counted from 1")
+        if twice := [step for step, times in Counter(self.steps or ()).items() if times > 1]:
+            raise ConfigError(f"when: steps has {twice[0]} more than once, expected every step once")
 
 
 @final
@@ -276,6 +279,18 @@ class CompressionConfig(Config):
             raise ConfigError(
                 f"bound is {self.bound} with gramian measured, which has no error bound: expected gramian white_noise,"
                 " or another policy, such as tau"
+            )
+
+    def refusals(self, depth: int) -> Iterator[str]:
+        """Policies with which no layer, or no model of this depth, can be cut."""
+        if self.rho == 1:
+            yield f"compression: rho is {self.rho}, with which nothing is ever cut: expected a number below 1"
+        if self.total_states is not None and self.total_states < depth:
+            yield f"compression: total_states is {self.total_states} for {depth} layers, expected at least one for each"
+        if self.total_states is not None and self.selective is not None and self.selective.kind == "per-channel":
+            yield (
+                f"compression: total_states is {self.total_states} with selective per-channel, which gives every"
+                " channel its own order: expected another policy, such as tau"
             )
 
 
@@ -389,8 +404,10 @@ class Recipe(Config):
         return asdict(self)
 
     def _refusals(self) -> Iterator[str]:
-        """Parts that the layer of the model, or its order, does not allow."""
+        """Parts that the layer of the model, its order or its depth does not allow."""
         compression, truncation, layer = self.compression, self.truncation, self.model.layer
+        if compression is not None:
+            yield from compression.refusals(self.model.depth)
         selective = needs_data(layer)
         modal = f"gramian is modal with layer {layer}, whose input chooses its poles: leave it out"
         if selective and compression is not None and compression.bound is not None:

@@ -15,7 +15,7 @@ from compressm.compression.distributed import unwrapped
 from compressm.saving.rebuilding import orders_of
 from compressm_lab.data.task import Split, Task, TaskKind
 from compressm_lab.runs.records import SplitName, TruncationRecord
-from compressm_lab.training.building import batch_on, build_truncation
+from compressm_lab.training.building import batch_on, build_method, build_truncation
 from compressm_lab.training.config import Recipe, needs_data
 from compressm_lab.training.steps import Learner, task_objective
 
@@ -62,6 +62,8 @@ def truncations(recipe: Recipe, learner: Learner, step: int) -> Iterator[Truncat
     if config is None:
         return
     options = build_truncation(recipe, config, learner.task)
+    if recipe.compression is not None:  # copies are cut as the model was
+        options["selective"] = build_method(recipe.compression.selective)
     way = "selective" if needs_data(recipe.model.layer) else config.gramian
     for order in config.orders:
         model = copy.deepcopy(unwrapped(learner.model)).eval()

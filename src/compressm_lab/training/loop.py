@@ -7,6 +7,7 @@ import math
 import re
 import signal
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from torch import nn
 
 from compressm.compression import Compressor, Cut, HankelTracker, save_model
 from compressm.compression.distributed import Processes, unwrapped
-from compressm.errors import SavingError
+from compressm.control import ControlError
+from compressm.errors import CompressionError, LostProcessError, SavingError
 from compressm.saving.checkpoints import load_checkpoint, save_checkpoint
 from compressm.saving.rebuilding import orders_of
 from compressm_lab.data.task import Order, Task, TaskKind
@@ -86,9 +88,9 @@ class Stop:
 
 @contextmanager
 def catching_signals() -> Iterator[Stop]:
-    """A context that remembers the first SIGINT or SIGTERM; a second one ends the process at once.
+    """A context that remembers the first SIGINT, SIGTERM or SIGHUP; a second one ends the process at once.
 
-    Outside the main thread nothing is caught.
+    Outside the main thread nothing is caught, and a SIGHUP that nohup ignores stays ignored.
     """
     stop = Stop()
     before: dict[signal.Signals, Any] = {}
@@ -102,7 +104,9 @@ def catching_signals() -> Iterator[Stop]:
         restore()
 
     if threading.current_thread() is threading.main_thread():
-        for which in (signal.SIGINT, signal.SIGTERM):
+        hang_up = getattr(signal, "SIGHUP", signal.SIGTERM)  # Windows has none
+        heard = signal.getsignal(hang_up) is not signal.SIG_IGN
+        for which in (signal.SIGINT, signal.SIGTERM, *([hang_up] if heard else [])):
             before[which] = signal.signal(which, remember)
     try:
         yield stop
@@ -120,6 +124,10 @@ class Interrupted(Exception):  # noqa: N818 - it is not an error
 
 class Diverged(RuntimeError):  # noqa: N818 - read as a sentence
     """A loss, or weights, that are not finite."""
+
+
+class CutError(RuntimeError):
+    """A cut, or a spectrum, that the weights do not allow as training has left them."""
 
 
 def train(
@@ -294,7 +302,7 @@ class Trainer:
     def _cut(self) -> None:
         assert self.compressor is not None
         before = self._orders()
-        with self.clock.phase("cut"), self.clock.stages():
+        with self.clock.phase("cut"), self.clock.stages(), self._allowed("cut"):
             events = self.compressor.step(self.step)
         if not events:
             if self.is_first and self.step in self.plan.cuts:
@@ -339,7 +347,7 @@ class Trainer:
 
     def _record_spectra(self) -> None:
         assert self.tracker is not None
-        with self.clock.phase("spectrum"):
+        with self.clock.phase("spectrum"), self._allowed("spectrum"):
             found = self.tracker.step(self.step)
         for module, sigma in (found or {}).items():
             mean = sigma.reshape(-1, sigma.shape[-1]).mean(0).tolist()
@@ -363,11 +371,27 @@ class Trainer:
             what = "the weights are" if math.isfinite(totals.loss) else "the loss is"
             raise self._diverged(what, f"at step {self.step}")
 
-    def _diverged(self, what: str, when: str) -> Diverged:
+    @contextmanager
+    def _allowed(self, what: str) -> Iterator[None]:
+        """A context in which layers that cannot be cut, or have no spectrum, end the run by a `CutError`."""
+        try:
+            yield
+        except LostProcessError:
+            raise
+        except (CompressionError, ControlError, torch.linalg.LinAlgError) as error:
+            raise CutError(
+                f"no {what} can be made at step {self.step}: {error}; {self._last_saved}."
+                " If training diverges, a smaller learning rate may help"
+            ) from error
+
+    @property
+    def _last_saved(self) -> str:
         saved = checkpoints(self.directory)
-        last = f"the last good checkpoint is {saved[0]}" if saved else "there is no checkpoint yet"
+        return f"the last good checkpoint is {saved[0]}" if saved else "there is no checkpoint yet"
+
+    def _diverged(self, what: str, when: str) -> Diverged:
         smaller = "learning rate" if self.recipe.regulariser is None else "learning rate, or beta of the penalty,"
-        return Diverged(f"{what} not finite {when}; {last}. A smaller {smaller} may help")
+        return Diverged(f"{what} not finite {when}; {self._last_saved}. A smaller {smaller} may help")
 
     def _save(self) -> None:
         if self.is_first:
@@ -407,9 +431,10 @@ class Trainer:
                 continue
             self.step, self.timed = found.step, found.extra["timed"]
             self._restore(found.extra)
-            if self.is_first:
+            if self.is_first and problems:
                 with self.directory.writing(self.directory.checkpoints):
                     _remove(*problems)
+                warnings.warn(f"removed what cannot be read: {'; '.join(problems.values())}", stacklevel=2)
             return
         if problems:
             raise SavingError(f"no checkpoint of {self.directory.path} can be read: {'; '.join(problems.values())}")
@@ -432,7 +457,7 @@ class Trainer:
         """Cut and evaluate copies, unless a run that was stopped has done so, and save the model."""
         if self.recipe.truncation is not None and not self.directory.records(records.TruncationRecord):
             found = []
-            with self.clock.phase("truncation"):
+            with self.clock.phase("truncation"), self._allowed("truncation"):
                 for record in truncations(self.recipe, self.learner, self.step):
                     found.append(record)
                     self._end_if_signalled(stop)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from compressm.errors import did_you_mean
-from compressm_lab.training.config import Config, ConfigError, Recipe
+from compressm_lab.training.config import Config, ConfigError, Recipe, TrainingConfig, needs_data
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -35,7 +35,7 @@ def read_recipe(path: Path | str, settings: Iterable[str] = (), *, spoken: Mappi
 
 def make_recipe(contents: Mapping[str, Any], *, source: str = "recipe") -> Recipe:
     """Make a recipe from plain values; the error names every wrong value and what is allowed."""
-    recipe, problems = _checked(contents)
+    recipe, problems = _checked(contents, begins=False)
     if recipe is None:
         raise ConfigError(f"{source}: {'; '.join(problems)}")
     return recipe
@@ -74,6 +74,9 @@ def _parsed_once(text: str) -> Any:
                 raise ValueError(f"more than {_VALUES} values, with aliases written out; a recipe has a hundred")
             _require_keys_once(mapping)
         return None if node is None else loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        place = f" at {_line(error.problem_mark)}" if error.problem_mark else ""
+        raise ValueError(f"{error.problem or error.context}{place}") from None
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
 
@@ -111,7 +114,11 @@ def _require_keys_once(node: Any) -> None:
 
 
 def _place(node: Any) -> str:
-    return f"line {node.start_mark.line + 1}, column {node.start_mark.column + 1}"
+    return _line(node.start_mark)
+
+
+def _line(mark: Any) -> str:
+    return f"line {mark.line + 1}, column {mark.column + 1}"
 
 
 @cache
@@ -121,8 +128,8 @@ def _validator() -> TypeAdapter[Recipe]:
     return TypeAdapter(Recipe)
 
 
-def _checked(contents: Mapping[str, Any]) -> tuple[Recipe | None, list[str]]:
-    """The recipe, or None and all its problems."""
+def _checked(contents: Mapping[str, Any], *, begins: bool = True) -> tuple[Recipe | None, list[str]]:
+    """The recipe, or None and all its problems; a run that did not begin now may have values without effect."""
     from pydantic import ValidationError
 
     try:
@@ -132,7 +139,32 @@ def _checked(contents: Mapping[str, Any]) -> tuple[Recipe | None, list[str]]:
     except ConfigError as error:
         return None, [str(error)]
     mistaken = list(_mistaken(contents, recipe.as_dict()))
+    if begins:
+        mistaken += [*_no_folders(recipe), *_without_effect(recipe)]
     return (None if mistaken else recipe), mistaken
+
+
+def _no_folders(recipe: Recipe) -> Iterator[str]:
+    """Find a name or label that cannot be part of the folder of a run."""
+    for key, text in (("name", recipe.name), ("label", recipe.label)):
+        plain = text.isprintable() and text.strip() not in ("", ".", "..") and not set(text) & set("/\\")
+        if not plain:
+            yield f"{key} is {text!r:.60}, expected a plain folder name: runs are in out/runs/NAME/LABEL-nORDER"
+
+
+def _without_effect(recipe: Recipe) -> Iterator[str]:
+    """Find values that the rest of the recipe leaves without effect."""
+    training, compression, selective = recipe.training, recipe.compression, needs_data(recipe.model.layer)
+    if training.schedule == "constant":
+        cuts = compression is not None and compression.when.warmup_cuts is not None
+        for name in ("lowest_rate",) if cuts else ("warmup", "lowest_rate"):
+            if (value := getattr(training, name)) != getattr(TrainingConfig, name):
+                yield f"training.{name} is {value} with schedule constant, which does not use it: expected cosine"
+    for key, part in (("compression", compression), ("truncation", recipe.truncation)):
+        batches = None if part is None else part.calibration_batches
+        if part is None or selective or part.gramian == "measured" or batches == type(part).calibration_batches:
+            continue
+        yield f"{key}.calibration_batches is {batches} with gramian {part.gramian}, which needs no data: leave it out"
 
 
 def _blamed(
@@ -199,6 +231,9 @@ def _problem(problem: Mapping[str, Any]) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error":
         return f"{where}: {message}" if where else message
+    if problem["type"] == "dataclass_type":
+        keys = [key.split(".")[-1] for key in _keys(Recipe) if key.rpartition(".")[0] == where]
+        return f"{where} is {problem['input']!r:.60}: expected its keys, {', '.join(keys)}"
     near = ""
     if problem["type"] == "literal_error":
         near = did_you_mean(problem["input"], re.findall("'([^']*)'", problem["ctx"]["expected"]))

@@ -1,5 +1,6 @@
 """`compressm train` as a person meets it; what a run does is in tests/lab/training."""
 
+import json
 import os
 import shutil
 
@@ -142,6 +143,33 @@ def test_a_bad_value_says_what_was_given_and_exits_2(arguments, said, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} <= {"mine.yaml", "data"}
 
 
+@pytest.mark.parametrize("setting", ["model.pooling=mean", "model.norm_options.momentun=1", "task.symbols=1"])
+def test_nothing_is_fetched_for_a_model_that_does_not_fit_the_task(setting, tmp_path):
+    assert run("mine.yaml", "--set", setting).exit_code == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
+
+
+def test_a_cut_that_training_made_impossible_exits_1_with_the_words_of_recipes():
+    done = run("mine.yaml", "--set", "training.learning_rate=300", "--set", "spectra.every=1")
+    assert done.exit_code == 1, done.output
+    assert "no spectrum can be made at step " in plain(done)
+    assert "Usage" not in done.output
+
+
+def test_the_folder_of_a_process_that_fell_silent_before_its_run_began_is_taken_over(tmp_path):
+    with RunDirectory("mine").locked():
+        (path,) = (tmp_path / "mine" / "lock").iterdir()
+        owner = json.loads(path.read_text())
+    path.parent.mkdir()
+    path.write_text(
+        json.dumps(owner | {"host": "elsewhere", "machine": "other", "heartbeat": "2020-01-01T00:00:00+00:00"})
+    )
+    assert "--take-over" in plain(run("mine.yaml", "--out", "mine"))
+    done = run("mine.yaml", "--out", "mine", "--take-over")
+    assert done.exit_code == 0, done.output
+    assert "took over the lock" in plain(done)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_an_error():
     done = run("mine.yaml", "--device", "cuda")
@@ -213,3 +241,22 @@ def test_ctrl_c_saves_says_how_to_go_on_and_exits_130(tmp_path):
     assert RunDirectory("a run").status().state == "interrupted"
     assert (RunDirectory("a run").checkpoints / f"step-{step:08d}.pt").is_file()
     assert done.stderr.strip() == "interrupted"
+
+
+def test_output_that_nobody_reads_any_more_stops_a_run_that_can_go_on(tmp_path):
+    """As of `compressm train mine.yaml | head`."""
+    variables = {name: os.environ[name] for name in ("COMPRESSM_COMMIT", "COMPRESSM_DATA")}
+    script = f"""
+import os
+from compressm.cli import main
+os.chdir({str(tmp_path)!r})
+os.environ.update({variables!r})
+reading, writing = os.pipe()
+os.dup2(writing, 1)
+os.close(reading)
+main()
+"""
+    done = unhooked.finished(script, "train", "mine.yaml", "--out", "mine", code=130)
+    assert done.stderr == "interrupted\n"
+    assert RunDirectory("mine").status() == Status("interrupted", 1, 9, "SIGTERM")
+    assert run("mine", "--resume").exit_code == 0

@@ -54,6 +54,18 @@ def test_a_teacher_is_simulated_step_by_step(tmp_path):
     torch.testing.assert_close(task.train.targets, torch.stack(outputs, dim=1).float(), rtol=1e-5, atol=1e-6)
 
 
+def test_more_symbols_than_two_bytes_hold_are_told_apart(tmp_path):
+    task = DelayedCopy(symbols=100_000, copied=2, delay=0, examples=8, held_out=2).load(Store(tmp_path))
+    assert task.train.inputs.min() >= 0
+    assert torch.equal(task.train.targets[:, 2:], task.train.inputs[:, :2] - 2)
+
+
+def test_a_teacher_without_memory_answers_at_once(tmp_path):
+    task = LTITeacher(smallest_radius=0.0, largest_radius=0.0, length=6, examples=4, held_out=2).load(Store(tmp_path))
+    assert task.train.targets.isfinite().all()
+    torch.testing.assert_close(task.train.targets.abs(), task.train.inputs.abs())
+
+
 def test_a_teachers_outputs_have_variance_one_and_the_asked_noise():
     teacher = LTITeacher(order=4, outputs=3).teacher()
     power = impulse_response(teacher, 5000).square().sum(dim=(0, 2))

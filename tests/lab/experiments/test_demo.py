@@ -106,6 +106,16 @@ def test_bad_settings_are_refused_before_anything_goes(settings, said, tmp_path)
     assert kept.is_dir()
 
 
+@pytest.mark.usefixtures("in_one_process")
+def test_a_training_that_fails_says_why_and_exits_1(tmp_path):
+    settings = [*QUICK, "compression.when={steps: [1, 2]}", "training.learning_rate=1e30"]
+    options = [part for setting in settings for part in ("--set", setting)]
+    ended = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "demo"), "--seeds", "1", *options])
+    assert ended.exit_code == 1
+    assert isinstance(ended.exception, SystemExit)
+    assert "A smaller learning rate may help" in ended.output
+
+
 def test_the_table_has_a_row_a_model_with_spread_and_speed_up():
     found = demo_grids(made(large=[98, 98, 98], small=[94, 95, 96], compressed=[97, 98, 96], white_noise=[90, 91, 92]))
     lines = {row[0]: row[1:] for row in found[0].rows}

@@ -235,7 +235,24 @@ def test_a_recipe_that_is_none_is_refused_by_name(tmp_path, key, value, said):
 def test_an_environment_that_is_none_is_refused_by_name(tmp_path):
     made(tmp_path / "a")
     (tmp_path / "a" / "environment.json").write_text(json.dumps({"date": "today"}))
-    with pytest.raises(RunError, match=r"environment\.json is not an environment"):
+    with pytest.raises(RunError, match=r"environment\.json is not an environment, expected date, commit, processor"):
+        read_run(*find_runs([tmp_path]))
+
+
+@pytest.mark.parametrize(
+    ("file", "contents", "said"),
+    [
+        ("config.json", b"{", r"config\.json cannot be read: it is not JSON at line 1, column 2$"),
+        ("config.json", b"\xff", r"config\.json cannot be read: it is not text in UTF-8$"),
+        ("metrics.jsonl", b"{\n", r"metrics\.jsonl, line 1: it is not JSON$"),
+        ("metrics.jsonl", b'{"step": 1}\n', r"metrics\.jsonl, line 1: it holds step; expected accuracy, learning_rate"),
+        ("metrics.jsonl", b"\xff\n", r"metrics\.jsonl cannot be read: it is not text in UTF-8$"),
+    ],
+)
+def test_a_damaged_file_is_named_in_plain_words(tmp_path, file, contents, said):
+    made(tmp_path / "a")
+    (tmp_path / "a" / file).write_bytes(contents)
+    with pytest.raises(RunError, match=said):
         read_run(*find_runs([tmp_path]))
 
 

@@ -73,7 +73,8 @@ BAD_VALUES = [
     ("training.weight_decay=false", "training.weight_decay is False: expected a number"),
     ("compression.fold=1", "compression.fold is 1: expected true or false"),
     ("compression.when.steps=[5, true]", "compression.when.steps is True: expected a number"),
-    ("model=null", "model is None"),
+    ("model=null", "model is None: expected its keys, depth, width, order"),
+    ("compression.rho=1", "compression: rho is 1.0, with which nothing is ever cut: expected a number below 1"),
     ("model.layer=GRU", "model.layer is 'GRU': Input should be 'LRU', 'S5', 'S4D' or 'Mamba'"),
     ("model.dropout=1", "model: dropout is 1.0, expected a number at least 0 and below 1"),
     ("model.dropout=.nan", "model: dropout is nan"),
@@ -98,7 +99,9 @@ BAD_VALUES = [
     ("compression.when={warmup_cuts: 2, first: 1}", "first and last go with every"),
     ("compression.when={steps: []}", "steps is [], expected at least one step"),
     ("compression.when={steps: [4, 0]}", "steps is [4, 0], expected at least one step, counted from 1"),
+    ("compression.when={steps: [4, 2, 4]}", "when: steps has 4 more than once, expected every step once"),
     ("compression.when=null", "compression.when is None"),
+    ("compression.when=3", "compression.when is 3: expected its keys, warmup_cuts, every, first, last, steps"),
     ("compression.rollback={drop: 1}", "compression.rollback: drop is 1.0, expected a number at least 0 and below 1"),
     ("compression.rollback={settle: 0}", "compression.rollback: settle is 0, expected at least 1"),
     ("spectra={every: 0}", "spectra: every is 0, expected at least 1"),
@@ -229,6 +232,24 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\xff")
     with pytest.raises(ConfigError, match=r"bytes\.yaml is not YAML"):
         read_recipe(tmp_path / "bytes.yaml")
+
+
+IDLE = ["training.warmup=0.5", "training.lowest_rate=0.1", "compression.calibration_batches=9", "name=a/b", "label=a/b"]
+
+
+@pytest.mark.parametrize("setting", IDLE)
+def test_a_value_without_effect_is_refused_in_a_recipe_but_not_in_a_run_that_began_with_it(tmp_path, setting):
+    contents = with_settings(RECIPE, [CUTS, "training.schedule=constant"])
+    (tmp_path / "mine.yaml").write_text(json.dumps(contents))
+    with pytest.raises(ConfigError, match=f"^--set '{setting}': .*{setting.partition('=')[0]} is "):
+        read_recipe(tmp_path / "mine.yaml", [setting])
+    assert make_recipe(with_settings(contents, [setting]))
+
+
+def test_the_warm_up_of_cuts_has_an_effect_whatever_the_schedule(tmp_path):
+    cuts = "compression={rho: 0.5, when: {warmup_cuts: 2}}"
+    (tmp_path / "mine.yaml").write_text(json.dumps(with_settings(RECIPE, [cuts, "training.schedule=constant"])))
+    assert read_recipe(tmp_path / "mine.yaml", ["training.warmup=0.5"]).training.warmup == 0.5
 
 
 def rates(**options):

@@ -4,10 +4,10 @@ import torch
 from compressm.compression import load_checkpoint
 from compressm_lab.baselines import ModalL1
 from compressm_lab.runs.directory import RunDirectory
-from compressm_lab.training import Diverged, train
+from compressm_lab.training import CutError, Diverged, train
 from compressm_lab.training.building import build_model
 from compressm_lab.training.steps import task_objective
-from tests.lab.training.tiny import recipe, tokens
+from tests.lab.training.tiny import CUTS, SPECTRA, recipe, tokens
 
 
 class Failing:
@@ -76,3 +76,26 @@ def test_a_penalty_that_outweighs_the_loss_is_named_beside_the_learning_rate(tmp
     found = recipe("regulariser={kind: modal-l1, beta: 1.0e+300}", "compression=null")
     with pytest.raises(Diverged, match="A smaller learning rate, or beta of the penalty, may help"):
         train(found, tokens(), tmp_path / "run", penalty=ModalL1())
+
+
+def test_layers_that_training_made_uncuttable_end_the_run_with_one_sentence(tmp_path):
+    """A traceback, or the exit code of a command that was mistyped, would say nothing of the training."""
+    found = recipe("training.learning_rate=30", "training.schedule=constant", SPECTRA)
+    with pytest.raises(
+        CutError, match=r"no spectrum can be made at step \d+: blocks\.0\.ssm: .* smaller learning rate"
+    ):
+        train(found, tokens(), tmp_path / "run")
+    status = RunDirectory(tmp_path / "run").status()
+    assert (status.state, status.message[:10]) == ("failed", "CutError: ")
+
+
+def test_moments_that_are_not_finite_end_the_run_at_the_cut(tmp_path):
+    class Heavy:
+        """A gradient whose square is not finite in float32."""
+
+        def __call__(self, model, batch):
+            outcome = task_objective(tokens().kind)(model, batch)
+            return outcome._replace(loss=1e25 * outcome.loss)
+
+    with pytest.raises(CutError, match=r"no cut can be made at step 5: .* not finite; there is no checkpoint yet"):
+        train(recipe(CUTS), tokens(), tmp_path / "run", objective=Heavy())

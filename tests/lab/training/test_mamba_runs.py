@@ -8,7 +8,7 @@ import torch
 from compressm.compression import Baked, Measured, PerChannel, SharedIndex, WhiteNoise, load_model
 from compressm_lab.data import Digits, Store
 from compressm_lab.experiments.recipes import find_recipe
-from compressm_lab.runs.records import CutRecord, Evaluation, Spectrum
+from compressm_lab.runs.records import CutRecord, Evaluation, Spectrum, TruncationRecord
 from compressm_lab.training import ConfigError, Interrupted, SelectiveConfig, train
 from compressm_lab.training.building import build_compressor, build_method, build_model, build_tracker
 from tests.lab.training.tiny import CUTS, SPECTRA, Sending, check_same_run, copies, lines, pairs, recipe, tokens
@@ -159,3 +159,11 @@ def test_the_recipe_of_the_papers_mamba_has_its_numbers_and_another_policy_takes
     assert other.compression.order == 16
     assert other.compression.selective == SelectiveConfig(kind="shared-index")
     assert find_recipe("imdb-mamba", ("compression=null", "model.order=16")).label == "baseline"
+
+
+def test_copies_of_a_model_with_orders_by_channel_are_cut_by_channel(tmp_path):
+    """By another method the run would fail after its last step."""
+    cut = "compression={rho: 0.5, gate: 1.0, selective: {kind: per-channel}, when: {steps: [3]}}"
+    found = recipe(*MAMBA, cut, "truncation={orders: [1]}", "training.steps=4")
+    run = train(found, tokens(), tmp_path / "run")
+    assert {(record.order, record.mean_order) for record in run.records(TruncationRecord)} == {(1, 1.0)}

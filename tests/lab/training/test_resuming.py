@@ -110,10 +110,37 @@ def test_a_broken_checkpoint_falls_back_to_the_one_before(whole, tmp_path):
     later.write_bytes(later.read_bytes()[:1000])
     newest.write_bytes(kept)
     # Were the broken one counted, the next whole one would be thrown away for it.
-    assert stopped(folder, 1, found=found, resume=True).step == 14
+    with pytest.warns(UserWarning, match=r"removed what cannot be read: .*step-00000015\.pt is not a whole checkpoint"):
+        assert stopped(folder, 1, found=found, resume=True).step == 14
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000014.pt"]
     train(found, tokens(), folder, resume=True)
     check_same_run(folder, whole)
+
+
+@pytest.mark.parametrize("end", [b"{", b"{{\n", b"\xff\xfe", b'{"step": 9, "mod'])
+def test_what_a_crash_left_at_the_end_of_a_file_is_forgotten(end, whole, tmp_path):
+    folder = tmp_path / "run"
+    stopped(folder, 7)
+    for name in ("metrics", "spectra"):
+        with (folder / f"{name}.jsonl").open("ab") as file:
+            file.write(end)
+    train(FULL, tokens(), folder, resume=True)
+    check_same_run(folder, whole)
+
+
+def test_a_terminal_that_is_closed_stops_a_run_that_can_go_on(whole, tmp_path):
+    stopped(tmp_path / "run", 8, signal.SIGHUP)
+    train(FULL, tokens(), tmp_path / "run", resume=True)
+    check_same_run(tmp_path / "run", whole)
+
+
+def test_a_hang_up_that_nohup_ignores_stays_ignored(whole, tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        train(FULL, tokens(), tmp_path / "run", objective=Sending(tokens().kind, 8, signal.SIGHUP))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    check_same_run(tmp_path / "run", whole)
 
 
 def test_a_run_without_a_whole_checkpoint_is_refused_by_name(tmp_path):

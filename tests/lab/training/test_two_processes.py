@@ -20,8 +20,8 @@ from compressm_lab.runs.run import read_run
 from compressm_lab.training import Interrupted, train
 from compressm_lab.training.steps import task_objective
 from tests import unhooked
-from tests.lab.training.test_parallel import AS_TORCHRUN_DOES
-from tests.lab.training.tiny import CUTS, SPECTRA, Sending, check_same_run, lines, recipe, tokens
+from tests.lab.training.test_parallel import AS_TORCHRUN_DOES, TASK
+from tests.lab.training.tiny import CUTS, SPECTRA, Sending, check_same_run, copies, lines, recipe, tokens
 
 FULL = recipe(CUTS, SPECTRA)
 
@@ -36,6 +36,15 @@ def half(tmp_path):
     with pytest.raises(Interrupted):
         train(FULL, tokens(), tmp_path / "run", objective=Sending(tokens().kind, 7))
     return tmp_path / "run"
+
+
+@pytest.fixture
+def commanded(tmp_path):
+    """A stopped run whose data a command can find; the folder, and the command that goes on with it."""
+    folder = tmp_path / "run"
+    with pytest.raises(Interrupted):
+        train(recipe(TASK, "model.pooling=steps"), copies(), folder, objective=Sending(copies().kind, 7))
+    return folder, ["train", str(folder), "--resume", "--offline", "--data", str(tmp_path / "data")]
 
 
 def state(folder):
@@ -79,15 +88,16 @@ def test_of_two_trainings_at_the_same_time_one_trains_and_one_is_refused(way, ha
     assert not (folder / "lock").exists()
 
 
-def test_a_folder_that_is_being_trained_is_refused_by_the_command_with_exit_code_2(half, tmp_path):
+def test_a_folder_that_is_being_trained_is_refused_by_the_command_with_exit_code_2(commanded, tmp_path):
+    folder, resumed = commanded
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(FULL.as_dict()))
-    for given in ((half, "--resume"), (tmp_path / "mine.yaml", "--out", half)):
-        with RunDirectory(half).locked():
-            before = state(half)
-            done = CliRunner().invoke(app, ["train", *map(str, given), "--offline"], env={"COLUMNS": "250"})
+    for given in (resumed, ["train", str(tmp_path / "mine.yaml"), "--out", str(folder)]):
+        with RunDirectory(folder).locked():
+            before = state(folder)
+            done = CliRunner().invoke(app, given, env={"COLUMNS": "250"})
             assert done.exit_code == 2, done.output
             assert f"is being trained by process {os.getpid()} on " in " ".join(done.output.replace("│", " ").split())
-            assert state(half) == before
+            assert state(folder) == before
 
 
 KILLED = """
@@ -146,14 +156,15 @@ def test_a_silent_process_elsewhere_is_taken_over_only_on_request(half, whole):
     check_same_run(half, whole)
 
 
-def test_the_command_takes_over_with_its_option_and_says_so(half):
-    given = ["train", str(half), "--resume", "--offline"]
-    elsewhere(half, age=1000)
+def test_the_command_takes_over_with_its_option_and_says_so(commanded):
+    folder, given = commanded
+    elsewhere(folder, age=1000)
     refused = CliRunner().invoke(app, given, env={"COLUMNS": "250"})
     assert refused.exit_code == 2
     assert "--take-over" in refused.output
     done = CliRunner().invoke(app, [*given, "--take-over"], env={"COLUMNS": "250"})
-    assert "took over the lock of process" in done.output, done.output
+    assert done.exit_code == 0, done.output
+    assert "took over the lock of process" in done.output
 
 
 @pytest.mark.parametrize("removed", [False, True])
@@ -173,6 +184,24 @@ def test_an_owner_that_was_taken_over_stops_before_it_writes(half, removed):
     with pytest.raises(LockLostError, match=said):
         train(FULL, tokens(), half, resume=True, objective=objective)
     assert state(half) == before
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_folder_that_is_moved_or_deleted_ends_the_run_and_is_not_made_again(moved, half, whole, tmp_path):
+    inner, calls, new = task_objective(tokens().kind), [], tmp_path / "new"
+
+    def objective(model, batch):
+        calls.append(1)
+        if len(calls) == 2:
+            half.rename(new) if moved else shutil.rmtree(half)
+        return inner(model, batch)
+
+    with pytest.raises(LockLostError, match="the folder was moved or deleted; where it was moved to, --resume goes on"):
+        train(FULL, tokens(), half, resume=True, objective=objective)
+    assert not half.exists()
+    if moved:
+        train(FULL, tokens(), new, resume=True)
+        check_same_run(new, whole)
 
 
 HOW_IT_ENDS = "sys.exit(end.code or os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))"
