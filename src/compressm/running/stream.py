@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from compressm.compression.distributed import unwrapped
 from compressm.errors import warn_caller
 from compressm.layers import SequenceError, SSMLayer
-from compressm.layers.base import require_batch, require_finite_parameters
+from compressm.layers.base import require_batch, require_finite_parameters, require_switches
 from compressm.layers.parameters import StateHolder, StateMap, form_changes, hold_states_
 from compressm.layers.streaming import Stepper
 from compressm.models import Block, Blocks, ClassifierState, LanguageModel, MixerBlock, SequenceClassifier
@@ -36,7 +36,7 @@ class Stream(StateHolder):
 
     It computes in evaluation mode, without gradients, hooks or autocast, in float32 at least. Constants, such as poles
     and products with norms, are computed once, and again when parameters have changed. On a GPU a call replays one
-    CUDA graph; tokens that are there already are not checked.
+    CUDA graph, unless `record` is False; tokens that are there already are not checked.
 
     A cut carries the states of living streams over to the smaller layers. If anything else changes the order of a
     layer, such as a rollback, the layer's states restart at zeros, with a warning.
@@ -46,13 +46,14 @@ class Stream(StateHolder):
     needs a call of `refresh`.
     """
 
-    def __init__(self, model: nn.Module, batch: int = 1) -> None:
+    def __init__(self, model: nn.Module, batch: int = 1, *, record: bool = True) -> None:
         require_batch(batch)
+        require_switches(record=record)
         inner = unwrapped(model) if isinstance(model, nn.Module) else model
         if not isinstance(inner, Streamed):
             raise SequenceError(f"model is a {type(model).__name__}, expected {_KINDS}")
-        self.model, self.batch = inner, batch
-        self._take_(_Program(inner, batch))
+        self.model, self.batch, self.record = inner, batch, record
+        self._take_(_Program(inner, batch, record))
 
     def __call__(self, x: Tensor) -> Tensor:
         """Read one step, (batch,) tokens or (batch, inputs) numbers, and give its output."""
@@ -102,7 +103,7 @@ class Stream(StateHolder):
 
     def refresh(self) -> None:
         """Compute the constants from the present parameters; the states stay."""
-        program = _Program(self.model, self.batch)
+        program = _Program(self.model, self.batch, self.record)
         kept = [self._kept(place, shape) for place, (shape, _) in enumerate(program.kinds)]
         program.write_(kept)
         if self._program.pooled is not None and self._program.steps is not None:
@@ -149,7 +150,7 @@ class Stream(StateHolder):
 class _Program:
     """The constants of a model, the memory of its stream, and the operations of one step."""
 
-    def __init__(self, model: Streamed, batch: int) -> None:
+    def __init__(self, model: Streamed, batch: int, record: bool) -> None:
         parameters = list(model.parameters())
         devices = {parameter.device for parameter in parameters}
         if len(devices) != 1 or parameters[0].is_meta:
@@ -171,7 +172,7 @@ class _Program:
             self._allocate()
             states = [layer.initial_state(batch) for layer in self.layers]
         self.kinds = [(state.shape, state.dtype) for state in states]
-        self._records = self.device.type == "cuda" and all(stepper.records for stepper in self.steppers)
+        self._records = record and self.device.type == "cuda" and all(stepper.records for stepper in self.steppers)
 
     def is_current(self) -> bool:
         """True if no parameter has been written since, as far as torch counts."""
