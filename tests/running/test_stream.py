@@ -354,7 +354,7 @@ def test_wrong_states_and_rows_are_refused_before_anything_is_written():
     ):
         with pytest.raises(SequenceError, match=said):
             stream.load_state(state)
-    for rows in (3, [0, 7], "a", 1.5, torch.tensor([0.5])):
+    for rows in (3, [0, 7], "a", 1.5, [0.5], torch.tensor([0.5])):
         with pytest.raises(SequenceError, match="expected places from 0 to 2"):
             stream.reset(rows)
     assert all(torch.equal(a, b) for a, b in zip(stream.state, before, strict=True))
