@@ -110,7 +110,7 @@ class LRU(LTILayer):
         return h_re @ C_re.mT - h_im @ C_im.mT + self.D * x, torch.stack([h_re, h_im], dim=1)
 
     def stepper(self, dtype: torch.dtype, *, gain: float = 1.0, scaled: bool = False) -> SystemStepper:
-        system = plain_system(*(parameter.double() for parameter in self._parameters_of_system()))
+        system = plain_system(*(parameter.double() for parameter in self.parameters_of_system()))
         return SystemStepper(*system, self.D, dtype, gain=gain, scaled=scaled)
 
     def initial_state(self, batch: int) -> Float[Tensor, "batch 2 n"]:
