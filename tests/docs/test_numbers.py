@@ -64,10 +64,13 @@ def token(column, **wanted):
 
 
 def test_streams_on_one_core_keep_their_promises():
+    gains = []
     for batch in (1, 8):
         large, small = ({"layer": "LRU", "order": order, "batch": batch} for order in (256, 28))
-        assert token("step_s", **small) >= 4 * token("stream_s", **small)
-        assert token("stream_s", **large) >= {1: 1.5, 8: 1.8}[batch] * token("stream_s", **small)
+        assert token("step_s", **small) > 10 * token("stream_s", **small)
+        gains.append(token("stream_s", **large) / token("stream_s", **small))
+    assert gains[1] >= 1.8
+    assert says("docs/speed.md", *tenths(gains[1], gains[0]))
 
 
 def seeds(variant, order=28):
