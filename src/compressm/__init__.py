@@ -43,7 +43,7 @@ if TYPE_CHECKING:
         rewrap_,
         save_model,
     )
-    from compressm.running import CapturedStep
+    from compressm.running import CapturedStep, Stream
 
 __version__ = "0.1.0"
 
@@ -69,6 +69,7 @@ __all__ = [
     "SharedIndex",
     "Slice",
     "Smallest",
+    "Stream",
     "TargetOrder",
     "Transport",
     "WhiteNoise",
@@ -90,7 +91,7 @@ __all__ = [
 # Everything is loaded when first used: torch alone takes longer to import than `compressm --help` may take.
 _PACKAGES = {"adapters", "compression", "control", "families", "layers", "models", "ops", "running", "saving"}
 # The other names above are those of `compressm.compression`, and of `compressm.running`.
-_OF_RUNNING = {"CapturedStep"}
+_OF_RUNNING = {"CapturedStep", "Stream"}
 _OF_COMPRESSION = set(__all__) - _PACKAGES - _OF_RUNNING - {"__version__"}
 
 refuse_moved_modules()

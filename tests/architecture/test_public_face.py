@@ -6,7 +6,7 @@ import pytest
 import typer
 
 import compressm
-from compressm import adapters, compression, control
+from compressm import adapters, compression, control, running
 from compressm.cli.app import app
 
 # Of `compressm.compression`, without its name in front.
@@ -43,7 +43,7 @@ SHORT_NAMES = {
     "save_model",
 }
 
-RUNNING_NAMES = {"CapturedStep"}
+RUNNING_NAMES = {"CapturedStep", "Stream"}
 NAMES = {"__version__", "adapters", "compression", "control", "layers", "models"} | SHORT_NAMES | RUNNING_NAMES
 
 CONTROL_NAMES = {
@@ -174,6 +174,7 @@ OPTIONS = {
     },
     "bench loop": {"--device", "--way", "--repeats", "--out"},
     "bench step": {"--device", "--task", "--order", "--precision", "--compile", "--no-compile", "--repeats", "--out"},
+    "bench stream": {"--device", "--repeats", "--out"},
     "bench table": {"result"},
 }
 
@@ -201,6 +202,12 @@ def test_compression_has_these_names():
 def test_a_short_name_is_that_of_compression(name):
     assert getattr(compressm, name) is getattr(compression, name)
     assert name in dir(compressm)
+
+
+@pytest.mark.parametrize("name", sorted(RUNNING_NAMES))
+def test_what_runs_models_has_a_short_name(name):
+    assert getattr(compressm, name) is getattr(running, name)
+    assert inspect.getdoc(getattr(running, name))
 
 
 @pytest.mark.parametrize("name", sorted(CONTROL_NAMES | ADAPTER_NAMES | COMPRESSION_NAMES))

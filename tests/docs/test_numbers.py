@@ -59,6 +59,20 @@ def test_the_gpu_figure_of_a_reduction_is_the_measured_one():
     assert says("docs/speed.md", "161", *whole(milliseconds("reduction-cuda", "reduction_s", **wanted)))
 
 
+def token(column, **wanted):
+    return milliseconds("stream-cpu", column, **wanted)
+
+
+def test_streams_on_one_core_keep_their_promises():
+    gains = []
+    for batch in (1, 8):
+        large, small = ({"layer": "LRU", "order": order, "batch": batch} for order in (256, 28))
+        assert token("step_s", **small) > 10 * token("stream_s", **small)
+        gains.append(token("stream_s", **large) / token("stream_s", **small))
+    assert gains[1] >= 1.8
+    assert says("docs/speed.md", *tenths(gains[1], gains[0]))
+
+
 def seeds(variant, order=28):
     return [(row["before"] + row["last"]) / 2 for row in rows("smnist_settings", variant=variant, order=order)]
 

@@ -33,7 +33,7 @@ from compressm.control import ControlError
 from compressm.errors import AdapterError, CompressionError
 from compressm.families import Layer, PlannedCut
 from compressm.families.observing import ratio_of, untouched
-from compressm.layers.parameters import refuse_to_average_
+from compressm.layers.parameters import refuse_to_average_, state_holders
 
 _SENDING, _MEASURING = "sending the cut to all processes", "measuring what the cut changes"
 
@@ -166,6 +166,7 @@ class Cutter:
             changes = {cut.layer.name: cut.change() for cut in plan.cuts}
         with stage("optimizer"):
             prepared = [prepare_cut(name, change, self.optimizer, self.moments) for name, change in changes.items()]
+        prepared = [_for_streams(one, cut, cut.layer.adapter) for one, cut in zip(prepared, plan.cuts, strict=True)]
         following = [
             _following(f"follow[{k}]", cut, *found[cut.layer.name])
             for k, found in enumerate(copies)
@@ -182,7 +183,14 @@ def _following(which: str, cut: PlannedCut, module: nn.Module, adapter: Adapter[
             writing = cut.following(module, adapter)
     except (ControlError, AdapterError) as error:
         raise CompressionError(f"{name}: {error}") from error
-    return PreparedCut(name, module, writing.values, writing=writing)
+    return _for_streams(PreparedCut(name, module, writing.values, writing=writing), cut, adapter)
+
+
+def _for_streams(prepared: PreparedCut, cut: PlannedCut, adapter: Adapter[Any, Any]) -> PreparedCut:
+    """The cut with a map of states, if there are streams of the module."""
+    if not state_holders(prepared.module):
+        return prepared
+    return replace(prepared, state_map=cut.state_map(prepared.module, adapter, prepared.values))
 
 
 def followers(follow: Sequence[nn.Module]) -> tuple[nn.Module, ...]:

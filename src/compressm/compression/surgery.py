@@ -24,7 +24,7 @@ from compressm.control import ControlError
 from compressm.control.validation import is_finite
 from compressm.errors import AdapterError, CompressionError
 from compressm.families.base import Change, Values, Writing
-from compressm.layers.parameters import replace_data
+from compressm.layers.parameters import StateMap, replace_data, state_holders
 
 
 def place_of(name: str, module: nn.Module, path: str) -> tuple[Any, str]:
@@ -101,6 +101,7 @@ class PreparedCut:
     values: Values
     states: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     writing: Writing = field(default_factory=lambda: Writing({}))
+    state_map: StateMap | None = None  # for streams of the module
 
     @property
     def present(self) -> list[str]:
@@ -132,7 +133,8 @@ def write_cuts_(
 
     Parameters stay the same objects in the same groups, with hooks and attributes; their gradients are dropped. The
     optimizer's dictionaries stay the same objects, with new tensors; added parameters join its groups. Each of the
-    `models` that hold the modules gets its own copy of what they share, such as a config.
+    `models` that hold the modules gets its own copy of what they share, such as a config. Streams of the modules carry
+    their states over.
     """
     writes = [write for cut in cuts for write in _checked_values(cut)]
     _require_disjoint(cuts)
@@ -141,6 +143,9 @@ def write_cuts_(
     added = {(id(cut.module), name): _made(cut, name) for cut in cuts for name in cut.writing.added}
     attributes = [attribute for cut in cuts for attribute in _attributes(cut, added)]
     joining = [joined for cut in cuts for joined in _joining(cut, added, optimizer)]
+    for cut in cuts:
+        for stream in state_holders(cut.module):
+            undo.callback(stream.carry_(cut.module, cut.state_map))
     for parameter, data in writes:
         undo.callback(_restore_, parameter, parameter.data, parameter.grad)
         replace_data(parameter, data)

@@ -38,6 +38,7 @@ from compressm.adapters import Adapter, AdapterError
 from compressm.control import ControlError, DiagonalSystem, validation
 from compressm.errors import CompressionError
 from compressm.families.choices import Choices
+from compressm.layers.parameters import StateMap
 
 Values: TypeAlias = Mapping[str, Tensor]
 Total: TypeAlias = Callable[[Tensor], Tensor]  # the sum of a tensor over all processes
@@ -133,6 +134,10 @@ class PlannedCut(ABC):
     @abstractmethod
     def following(self, module: nn.Module, adapter: Any) -> Writing:
         """The same change of basis for a copy of the module, so that both keep the same coordinates."""
+
+    def state_map(self, module: nn.Module, adapter: Any, values: Values) -> StateMap | None:
+        """The map of streamed states, for the module or a copy of it that gets these values; None if there is none."""
+        return None
 
     @abstractmethod
     def sent(self) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from compressm.layers.parameters import Kept, Remembered, refuse_to_train_, replace_data, require_free
+from compressm.layers.streaming import EagerStepper, Stepper
 from compressm.ops import SequenceError
 from compressm.ops.block.norm import Link
 
@@ -99,6 +100,13 @@ class SSMLayer(Remembered, ABC):
     @abstractmethod
     def initial_state(self, batch: int) -> Tensor:
         """The state at the start of a stream of `batch` sequences: zeros."""
+
+    def stepper(self, dtype: torch.dtype, *, gain: float = 1.0, scaled: bool = False) -> Stepper:
+        """The step with its constants computed now, in `dtype`; it gives gain · y.
+
+        If `scaled`, it may ask for an input that is multiplied by factors of its channels, `Stepper.scale`.
+        """
+        return EagerStepper(self, gain=gain)
 
     @abstractmethod
     def dynamics(self) -> Iterator[nn.Parameter]:

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from compressm.layers.base import LTILayer, keeps_arguments, require_batch, require_numbers
+from compressm.layers.streaming import SystemStepper
 from compressm.ops import Path, SequenceError, lti_layer
 from compressm.ops.block.norm import Link
 from compressm.ops.dispatch import require_path
@@ -107,6 +108,10 @@ class LRU(LTILayer):
         h_re, h_im = state.unbind(1)
         h_re, h_im = a * h_re - b * h_im + x @ B_re.mT, b * h_re + a * h_im + x @ B_im.mT
         return h_re @ C_re.mT - h_im @ C_im.mT + self.D * x, torch.stack([h_re, h_im], dim=1)
+
+    def stepper(self, dtype: torch.dtype, *, gain: float = 1.0, scaled: bool = False) -> SystemStepper:
+        system = plain_system(*(parameter.double() for parameter in self.parameters_of_system()))
+        return SystemStepper(*system, self.D, dtype, gain=gain, scaled=scaled)
 
     def initial_state(self, batch: int) -> Float[Tensor, "batch 2 n"]:
         require_batch(batch)

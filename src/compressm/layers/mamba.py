@@ -15,6 +15,7 @@ from torch.nn.functional import linear, silu
 from compressm.layers.base import SSMLayer, keeps_arguments, require_batch, require_sizes, require_switches
 from compressm.layers.discretisation import random_log_steps
 from compressm.layers.parameters import refuse_to_train_, replace_data
+from compressm.layers.streaming import EagerStepper, SelectiveStepper, Stepper
 from compressm.ops import SequenceError
 from compressm.ops.block.pooling import valid_rows
 from compressm.ops.dispatch import is_watched, kernels_serve, require_lengths, require_path
@@ -267,6 +268,13 @@ class Mamba(SSMLayer):
             orders=self.orders,
         )
         return self.out_proj(y), self._joined(v[:, None], before, h, None)
+
+    def stepper(self, dtype: torch.dtype, *, gain: float = 1.0, scaled: bool = False) -> Stepper:
+        parts = (self.in_proj, self.conv1d, self.x_proj, self.dt_proj, self.out_proj)
+        # Somebody's own, such as LoRA's, compute more than their weights say.
+        if any(type(part) not in (nn.Linear, nn.Conv1d, RowsAsStored) for part in parts):
+            return EagerStepper(self, gain=gain)
+        return SelectiveStepper(self, dtype, gain=gain)
 
     def initial_state(self, batch: int) -> Float[Tensor, "batch inner kept"]:
         require_batch(batch)

@@ -1,12 +1,16 @@
-"""Parameters that change shape: new data in place, old data put back, and wrappers and averages of the old shapes."""
+"""Parameters that change shape: new data in place, old data put back, and those that hold the old shapes.
+
+These are wrappers, averages, compressors and streams.
+"""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import compress
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, TypeAlias, final
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -139,6 +143,34 @@ def _same_bits(tensor: Tensor, copy: Tensor) -> bool:
 
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+# Carries a state of a layer, as its `step` takes it, through a cut; leading axes are sequences.
+StateMap: TypeAlias = Callable[[Tensor], Tensor]
+
+
+class StateHolder(ABC):
+    """An object, such as a stream, that keeps states of layers between calls."""
+
+    @abstractmethod
+    def carry_(self, layer: nn.Module, through: StateMap | None) -> Callable[[], None]:
+        """Carry the states of a layer through a cut that is about to be written; the result takes this back.
+
+        Without a map the states are lost.
+        """
+
+
+_state_holders: WeakKeyDictionary[nn.Module, WeakSet[StateHolder]] = WeakKeyDictionary()
+
+
+def hold_states_(layer: nn.Module, holder: StateHolder) -> None:
+    """Tell the holder, as long as it lives, when a cut of the layer changes its states."""
+    _state_holders.setdefault(layer, WeakSet()).add(holder)
+
+
+def state_holders(layer: nn.Module) -> list[StateHolder]:
+    """The living holders of the layer's states."""
+    return list(_state_holders.get(layer, ()))
 
 
 # The objects, such as compressors, that must know when a module's order changes, with their optimizers.

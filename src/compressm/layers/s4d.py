@@ -20,6 +20,7 @@ from compressm.layers.discretisation import (
     times,
 )
 from compressm.layers.initialisation import Initialisation, Lin
+from compressm.layers.streaming import BankStepper
 from compressm.ops import Path, SequenceError, lti_bank
 from compressm.ops.block.norm import Link
 from compressm.ops.dispatch import require_path
@@ -97,6 +98,9 @@ class S4D(LTILayer):
         log_poles, scale, C = self.discrete()
         h = times(exponential(log_poles).to(state.dtype), state.movedim(1, 0)) + scale[:, None] * x[..., None]
         return (C[0] * h[0] - C[1] * h[1]).sum(-1) + self.D * x, h.movedim(0, 1)
+
+    def stepper(self, dtype: torch.dtype, *, gain: float = 1.0, scaled: bool = False) -> BankStepper:
+        return BankStepper(*self.discrete(), self.D, dtype, gain=gain, scaled=scaled)
 
     def initial_state(self, batch: int) -> Float[Tensor, "batch 2 width n"]:
         require_batch(batch)

@@ -20,6 +20,7 @@ from compressm.layers.discretisation import (
     times,
 )
 from compressm.layers.initialisation import legs_modes
+from compressm.layers.streaming import SystemStepper
 from compressm.ops import Path, lti_layer
 from compressm.ops.block.norm import Link
 from compressm.ops.dispatch import require_path
@@ -107,6 +108,9 @@ class S5(LTILayer):
         log_poles, B, C = self.discrete()
         h = times(exponential(log_poles).to(state.dtype), state.movedim(1, 0)) + x @ B.mT
         return h[0] @ C[0].mT - h[1] @ C[1].mT + self.D * x, h.movedim(0, 1)
+
+    def stepper(self, dtype: torch.dtype, *, gain: float = 1.0, scaled: bool = False) -> SystemStepper:
+        return SystemStepper(*self.discrete(), self.D, dtype, gain=gain, scaled=scaled)
 
     def initial_state(self, batch: int) -> Float[Tensor, "batch 2 n"]:
         require_batch(batch)

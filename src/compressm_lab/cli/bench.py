@@ -273,6 +273,13 @@ def selective(device: DeviceOption = "cpu", repeats: RepeatsOption = 9, out: Out
     _measure("selective", measure_selective, device, out, repeats=repeats)
 
 
+def stream(device: DeviceOption = "cpu", repeats: RepeatsOption = 9, out: OutOption = OUT) -> None:
+    """Measure a token of streaming language models by `step` and by `Stream`, before and after a cut."""
+    from compressm_lab.bench.stream import measure_streams
+
+    _measure("stream", measure_streams, device, out, repeats=repeats)
+
+
 def speedup(
     recipe: Annotated[str, typer.Argument(help="A recipe by name, or a .yaml file; one that cuts.")] = "digits",
     settings: SetOption = None,
@@ -381,5 +388,6 @@ def _bad_result(path: Path, error: MeasurementError) -> typer.BadParameter:
 
 
 bench = typer.Typer(help="Measure speed on this machine; results are JSON files with a picture.", no_args_is_help=True)
-for command in (reduction, cut, step, loop, growth, regulariser, speedup, scan, peers, selective, table, draw):
+_COMMANDS = (reduction, cut, step, loop, growth, regulariser, speedup, scan, peers, selective, stream, table, draw)
+for command in _COMMANDS:
     bench.command()(command)

@@ -161,6 +161,21 @@ def selective_grids(measurement: Measurement) -> list[Grid]:
     return [grid.without_empty("least", "least of both") for grid in grids]
 
 
+def stream_grids(measurement: Measurement) -> list[Grid]:
+    """Times of a token, a row a model: by `step`, by a stream, and on a GPU by one without a recorded graph."""
+    needed = ("layer", "order", "batch", "depth", "width", "precision", "step_s", "stream_s")
+    measurement.require("stream", needed=needed, words=("layer", "precision", "device"))
+    columns = [
+        *(column("layer"), column("n", "order"), column("batch"), column("H", "width"), column("precision")),
+        column("eager step", "step_s", duration),
+        column("Stream, no graph", "unrecorded_s", duration),
+        column("Stream", "stream_s", duration),
+        ("faster", lambda row: f"{float(row['step_s']) / float(row['stream_s']):.1f}×"),
+    ]
+    grid = Grid.of("A token of a language model", measurement.rows, columns, "median; depth 4, 256 tokens")
+    return [grid.without_empty("Stream, no graph")]
+
+
 def step_grids(measurement: Measurement) -> list[Grid]:
     """Times of a training step, a row a model; floor, launches and memory show where some row has them."""
     words = ("task", "precision", "path", "device", "states")
@@ -296,6 +311,7 @@ GRIDS: dict[str, Callable[[Measurement], list[Grid]]] = {
     "loop": loop_grids,
     "speedup": speedup_grids,
     "scan": scan_grids,
+    "stream": stream_grids,
     "peers": peer_grids,
     "selective": selective_grids,
 }

@@ -11,15 +11,17 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from compressm.adapters import SSMAdapter
+from compressm.adapters.base import read_with
 from compressm.control import ControlError, DiagonalSystem, fold, hankel_singular_values
 from compressm.control.linear_algebra import each
 from compressm.errors import CompressionError
-from compressm.families.base import Family, Layer, PlannedCut, Total, Writing, energy_lost, reads
+from compressm.families.base import Family, Layer, PlannedCut, Total, Values, Writing, energy_lost, reads
 from compressm.families.choices import Choices, Largest
 from compressm.families.linear.observer import LinearObserver, scaled_gramian, squared_change
 from compressm.families.linear.reduction import BasisChange, Triple, drop_modes, reduce_system, sorted_sizes
 from compressm.families.linear.transport import ModuleChange
 from compressm.families.observing import ZERO_INPUTS, Observations, ratio_of
+from compressm.layers.parameters import StateMap
 
 Result = TypeVar("Result")
 
@@ -100,6 +102,17 @@ class LinearCut(PlannedCut):
     def following(self, module: nn.Module, adapter: SSMAdapter[Any]) -> Writing:
         moved = self.basis.vector(Triple.of(adapter.read(module)))
         return Writing.of(module, adapter, DiagonalSystem(moved.poles, moved.B, moved.C), self.rank)
+
+    @torch.no_grad()
+    def state_map(self, module: nn.Module, adapter: SSMAdapter[Any], values: Values) -> StateMap:
+        moved = self.basis.vector(Triple.of(adapter.read(module)))
+        basis = self.basis.onto(moved, Triple.of(read_with(adapter, module, values)))
+
+        def carried(state: Float[Tensor, "batch 2 *bank n"]) -> Float[Tensor, "batch 2 *bank r"]:
+            h = basis.state(torch.complex(*state.double().unbind(1)))
+            return torch.stack([h.real, h.imag], dim=1).to(state.dtype)
+
+        return carried
 
     def sent(self) -> Any:
         return self.system.to("cpu"), self.basis.to("cpu"), self.error_bound, self.energy_lost

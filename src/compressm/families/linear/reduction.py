@@ -74,6 +74,12 @@ class BasisChange:
         poles = (self.mixing() @ old.poles[..., None])[..., 0]
         return Triple(poles, self.left.mH @ old.B, old.C @ self.right).conjugated(self.new_conjugated)
 
+    def state(self, h: Complex[Tensor, "batch *bank n"]) -> Complex[Tensor, "batch *bank r"]:
+        """Project states of the large system: h' = Ψᴴ h, as the input matrix."""
+        h = torch.where(self.old_conjugated, h.conj(), h)
+        projected = (self.left.mH @ h[..., None])[..., 0]
+        return torch.where(self.new_conjugated, projected.conj(), projected)
+
     def gradient(self, old: Triple) -> Triple:
         """Pull a gradient back: a step dB' of the small system is a step Φ dB' of the large one, hence g_B' = Φᴴ g_B.
 

@@ -15,13 +15,15 @@ from compressm.control import ControlError, StateCovariance, numerical_rank
 from compressm.control.linear_algebra import each
 from compressm.control.selective import SelectiveSystem
 from compressm.errors import CompressionError
-from compressm.families.base import Change, Family, Layer, PlannedCut, Total, Writing, energy_lost, reads
+from compressm.families.base import Change, Family, Layer, PlannedCut, Total, Values, Writing, energy_lost, reads
 from compressm.families.choices import Choices, Measured
 from compressm.families.observing import ZERO_INPUTS, ratio_of
 from compressm.families.selective.methods import Calibrated, SelectiveMethod
 from compressm.families.selective.observer import Averages, SelectiveObservations, SelectiveObserver
 from compressm.families.selective.reduction import SelectiveReduction
 from compressm.families.selective.simulation import squared_change
+from compressm.layers import Mamba
+from compressm.layers.parameters import StateMap
 
 
 @final
@@ -115,6 +117,20 @@ class SelectiveCut(PlannedCut):
 
     def following(self, module: nn.Module, adapter: SelectiveAdapter[Any]) -> Writing:
         return self.reduction.change(module, adapter, adapter.read(module).detach()).writing
+
+    def state_map(self, module: nn.Module, adapter: SelectiveAdapter[Any], values: Values) -> StateMap | None:
+        if not isinstance(module, Mamba):
+            return None
+        E_B, past, complex_before = self.reduction.E_B, module.conv_width - 1, module.A_imag is not None
+
+        def carried(state: Float[Tensor, "batch inner kept"]) -> Float[Tensor, "batch inner remaining"]:
+            inputs, h = state[..., :past].double(), state[..., past:].double()
+            h = torch.complex(*h.chunk(2, dim=-1)) if complex_before else h
+            h = (E_B @ h.to(E_B.dtype)[..., None])[..., 0]
+            h = torch.cat([h.real, h.imag], dim=-1) if h.is_complex() else h
+            return torch.cat([inputs, h], dim=-1).to(state.dtype)
+
+        return carried
 
     def sent(self) -> Any:
         return self.reduction.to("cpu"), self.energy_lost

@@ -80,7 +80,9 @@ class SharedChange(Change):
 
 
 class SelectiveReduction(ABC):
-    """A change of basis that can be applied to any layer of the same shapes."""
+    """A change of basis that can be applied to any layer of the same shapes; states become E_B h."""
+
+    E_B: Tensor
 
     @property
     @abstractmethod
