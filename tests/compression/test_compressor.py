@@ -247,7 +247,7 @@ def test_a_schedule_with_another_past_cannot_be_resumed():
 def test_steps_that_are_still_to_come_may_be_others_when_resuming(when):
     one = Compressor(make(), when=[1, 3], keep=KeepFraction(0.5))
     one.step(1), one.step(2)
-    other = Compressor(make(), when=when, keep=KeepFraction(0.9))
+    other = Compressor(one.model, when=when, keep=KeepFraction(0.8))
     other.load_state_dict(one.state_dict())
     assert other.schedule == when
     assert [step for step in range(3, 7) if other.step(step)] == when[1:]
@@ -274,7 +274,7 @@ def test_what_was_scheduled_before_the_first_step_given_has_passed():
 def test_a_resumed_training_has_missed_nothing():
     one = Compressor(make(order=16), when=[3, 9], keep=KeepFraction(0.5))
     one.step(3)
-    again = Compressor(one._cutter.inner, when=[3, 9], keep=KeepFraction(0.5))
+    again = Compressor(one.model, when=[3, 9], keep=KeepFraction(0.5))
     again.load_state_dict(one.state_dict())
     assert [len(again.step(step)) for step in (5, 9)] == [0, 2]
 
@@ -301,9 +301,29 @@ def test_steps_of_any_kind_of_integer_are_taken(step):
 def test_what_was_seen_is_resumed():
     first = Compressor(make(order=16), when=[2, 4], keep=KeepFraction(0.5))
     first.step(2)
-    second = Compressor(make(order=16), when=[2, 4], keep=KeepFraction(0.5))
+    second = Compressor(first.model, when=[2, 4], keep=KeepFraction(0.5))
     second.load_state_dict(first.state_dict())
     assert [len(second.step(step)) for step in (2, 3, 5)] == [0, 0, 2]
+
+
+def test_a_history_of_cuts_that_the_model_does_not_have_is_told():
+    first, second = (Compressor(make(order=16), when=[2, 4], keep=KeepFraction(0.5)) for _ in range(2))
+    first.step(2)
+    with pytest.warns(UserWarning, match=r"blocks.0.ssm has 16, cut to 8, .*load_checkpoint, or the weights") as said:
+        second.load_state_dict(first.state_dict())
+    assert said[0].filename == __file__
+    assert len(second.history) == 2
+    second.model.load_state_dict(first.model.state_dict())
+    second.load_state_dict(first.state_dict())
+    compress_(second.model, keep=TargetOrder(5))  # a cut by hand is in no history
+    second.load_state_dict(first.state_dict())
+
+
+def test_a_history_that_ends_with_restored_orders_fits_the_restored_model():
+    first, second = guarded([1.0, 0.1]), guarded([])
+    assert [len(first.step(step)) for step in (2, 5)] == [2, 1]
+    second.load_state_dict(first.state_dict())
+    assert len(second.history) == 3
 
 
 def guarded(values, **options):
@@ -314,7 +334,7 @@ def guarded(values, **options):
 def test_cuts_to_be_judged_are_kept_without_a_guard_and_a_warning_says_so():
     first = guarded([1.0])
     first.step(2)
-    second = guarded([], guard=None)
+    second = Compressor(first.model, when=[2], keep=KeepFraction(0.5))
     with pytest.warns(UserWarning, match=r"a guard was to judge at step 5.*keeps them.*same guard=Rollback") as said:
         second.load_state_dict(first.state_dict())
     assert said[0].filename == __file__
@@ -322,7 +342,9 @@ def test_cuts_to_be_judged_are_kept_without_a_guard_and_a_warning_says_so():
     judged = guarded([1.0, 1.0])
     judged.step(2)
     judged.step(5)
-    guarded([], guard=None).load_state_dict(judged.state_dict())  # nothing is pending
+    Compressor(judged.model, when=[2], keep=KeepFraction(0.5)).load_state_dict(
+        judged.state_dict()
+    )  # nothing is pending
 
 
 def test_a_state_without_a_guard_ends_a_judgement_that_was_to_come():

@@ -168,6 +168,18 @@ def test_a_checkpoint_loads_into_the_model_that_wrote_it_while_an_old_loss_is_al
     assert held.isfinite()
 
 
+@pytest.mark.parametrize("step", [2, 3])
+def test_a_checkpoint_that_is_loaded_in_inference_mode_trains_on(step, tmp_path):
+    whole = Run().train(1, 5, path=tmp_path)
+    run = Run(seed=7)
+    with torch.inference_mode():
+        run.losses = load_checkpoint(tmp_path / str(step), **run.parts).extra["losses"]
+        built_there = Run().model
+        load_checkpoint(tmp_path / str(step), model=built_there)
+    assert torch.equal(built_there.head.weight, run.model.head.weight)
+    check_same(run.train(step + 1, 5, path=tmp_path), whole)
+
+
 def test_everything_but_the_model_may_be_left_out(tmp_path):
     run = Run().train(1, 4, path=tmp_path)
     save_checkpoint(tmp_path / "all", **run.parts)

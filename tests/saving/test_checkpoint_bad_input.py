@@ -1,5 +1,6 @@
 """What could not be read is not written, and what is not whole or does not fit changes nothing."""
 
+import copy
 import os
 import pickle
 from enum import Enum
@@ -10,12 +11,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from compressm.compression import Compressor, KeepFraction, SavingError, load_checkpoint, save_checkpoint
 from compressm.layers import LRU, S4D
 from compressm.models import SequenceClassifier
 from compressm.saving.checkpoints import seal
-from tests.saving.test_checkpoint import SCHEDULERS, Run
+from tests.saving.test_checkpoint import SCHEDULERS, Run, Shrinker
 
 
 class Colour(Enum):
@@ -24,6 +26,12 @@ class Colour(Enum):
 
 class Point(tuple):
     pass
+
+
+def within_itself():
+    extra = [1]
+    extra.append({"again": extra})
+    return extra
 
 
 @pytest.mark.parametrize(
@@ -36,6 +44,8 @@ class Point(tuple):
         ({(1, Colour.RED): 1}, "a key of extra.*Colour"),
         (lambda: 1, "extra is a builtins.function"),
         (nn.Linear(1, 1), "extra is a torch.nn.modules.linear.Linear"),
+        ({"a": torch.eye(2).to_sparse()}, r"extra\['a'\] is a tensor of the layout torch.sparse_coo.*to_dense"),
+        (within_itself(), "cannot be written: extra contains itself"),
     ],
 )
 def test_what_would_need_code_to_read_is_not_written(extra, said, tmp_path):
@@ -127,6 +137,8 @@ def test_what_is_not_there_or_is_a_directory_is_told(tmp_path):
         load_checkpoint(tmp_path / "none", model=LRU(1, 1))
     with pytest.raises(SavingError, match="is a directory"):
         save_checkpoint(tmp_path, model=LRU(1, 1))
+    with pytest.raises(SavingError, match="is a directory, expected the file that save_checkpoint wrote"):
+        load_checkpoint(tmp_path, model=LRU(1, 1))
 
 
 def reordered():
@@ -139,6 +151,7 @@ def other_model(**options):
     run = Run()
     run.model = SequenceClassifier(LRU, **{"depth": 2, "width": 3, "order": 6, "inputs": 2, "classes": 2} | options)
     run.optimizer = torch.optim.Adam([{"params": child.parameters()} for child in run.model.children()])
+    run.compressor = Shrinker(run.model, run.optimizer)
     return run
 
 
@@ -196,6 +209,37 @@ def test_a_schedule_may_be_lengthened_when_training_is_resumed(tmp_path):
     assert load_checkpoint(tmp_path / "2", **run.parts).step == 2
     run.train(3, 4, path=tmp_path)
     assert [(cut.step, cut.rank) for cut in run.compressor.history] == [(1, 3), (1, 3), (4, 1), (4, 1)]
+
+
+COPIES = {"average": AveragedModel, "copy": copy.deepcopy, "compiled copy": lambda m: torch.compile(copy.deepcopy(m))}
+
+
+@pytest.mark.parametrize("kind", COPIES)
+def test_parts_of_another_model_are_neither_saved_nor_loaded(kind, tmp_path):
+    run = resumable([1])
+    save_checkpoint(tmp_path / "c", **run.parts)
+    before, other = everything(run), COPIES[kind](run.model)
+    own = torch.optim.Adam(other.parameters())
+    for changed, said in (
+        ({"compressor": None}, "optimizer, a Adam, holds no parameter of model.*not of another or of a copy"),
+        ({"compressor": None, "optimizer": [own, run.optimizer]}, r"optimizer\[1\], a Adam, holds no parameter"),
+        ({"optimizer": own}, r"compressor cuts no layer of model.*averages are saved with.*in follow="),
+    ):
+        parts = {**run.parts, "model": other, "scheduler": None, **changed}
+        with pytest.raises(SavingError, match=said):
+            save_checkpoint(tmp_path / "new", **parts)
+        with pytest.raises(SavingError, match=said):
+            load_checkpoint(tmp_path / "c", **parts)
+    assert everything(run) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel, lambda model: nn.Sequential(model, nn.ReLU())])
+def test_parts_of_the_model_inside_wrappers_and_larger_models_are_its_own(wrap, tmp_path):
+    run = resumable([1])
+    parts = {**run.parts, "model": wrap(run.model)}
+    save_checkpoint(tmp_path / "c", **parts, step=3)
+    assert load_checkpoint(tmp_path / "c", **parts).step == 3
 
 
 def test_a_part_that_was_not_saved_is_missed(tmp_path):

@@ -158,6 +158,15 @@ def test_loaded_models_are_ready_to_evaluate_whatever_mode_they_were_saved_in(tr
     assert not any(module.training for module in load_model(tmp_path).modules())
 
 
+def test_a_model_that_is_loaded_in_inference_mode_can_be_trained(tmp_path):
+    model = SequenceClassifier(LRU, depth=1, width=3, order=4, inputs=2, classes=2)
+    save_model(model, tmp_path)
+    with torch.inference_mode():
+        loaded = load_model(tmp_path)
+    loaded.train()(torch.randn(4, 5, 2)).sum().backward()
+    assert all(parameter.grad is not None for parameter in loaded.parameters())
+
+
 def test_a_loaded_model_trains_on_as_the_saved_one_would(tmp_path):
     model = classifier(dropout=PerElement(0.3))
     save_model(model, tmp_path)

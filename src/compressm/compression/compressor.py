@@ -10,11 +10,12 @@ from typing import Any, SupportsIndex
 from torch import nn
 from torch.optim import Optimizer
 
+from compressm.adapters import find
 from compressm.compression.cutting import Cutter, PreparedPlan, followers, ordinary_tensors
 from compressm.compression.optimizer import Moments, Slice, Transport
 from compressm.compression.planning import Options, rehearse
 from compressm.compression.policies import GATE, Policy, never_cuts, obstacles
-from compressm.compression.record import Cut, Event, event_of, past_of
+from compressm.compression.record import Cut, Event, event_of, past_of, warn_uncut
 from compressm.compression.rollback import NOTHING_TO_JUDGE, Rollback, Watch
 from compressm.compression.schedule import as_schedule, plan_text, require_same_past
 from compressm.compression.several import as_optimizer, as_scheduler, parts_of, require_own
@@ -96,6 +97,11 @@ class Compressor:
     def schedule(self) -> list[int]:
         """The steps of the cuts."""
         return list(self._schedule)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is cut, without wrappers."""
+        return self._cutter.inner
 
     @property
     def followers(self) -> tuple[nn.Module, ...]:
@@ -221,6 +227,7 @@ class Compressor:
         self._ended = bool(state["ended"])
         self._seen = state.get("seen")
         self.history = [event_of(stored) for stored in state["history"]]
+        warn_uncut(self.history, {name: adapter.order(layer) for name, (layer, adapter) in find(self.model).items()})
         if self._watch is not None:
             self._watch.load_state_dict(NOTHING_TO_JUDGE if watch is None else watch)
 

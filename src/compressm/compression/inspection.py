@@ -220,6 +220,12 @@ class HankelTracker:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore everything that was recorded."""
         require_entries("the state of a HankelTracker", state, steps=list, spectra=list, bounds=list, before=Mapping)
+        steps, spectra, bounds = (len(state[name]) for name in ("steps", "spectra", "bounds"))
+        if not steps == spectra == bounds:
+            raise CompressionError(
+                f"the state of a HankelTracker has {steps} steps, {spectra} spectra and {bounds} bounds, expected as"
+                " many of each"
+            )
         self.steps, self.spectra = list(state["steps"]), [dict(record) for record in state["spectra"]]
         self.bounds = [dict(record) for record in state["bounds"]]
         self._before = {name: _system(parts) for name, parts in state["before"].items()}

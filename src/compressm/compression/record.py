@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from types import UnionType
 from typing import Any, Self, TypeAlias, final
 
-from compressm.errors import CompressionError
+from compressm.errors import CompressionError, warn_caller
 from compressm.families.choices import require_count
 
 
@@ -127,6 +127,20 @@ def past_of(state: Mapping[str, Any]) -> tuple[list[int], int]:
     reached = [0] if seen is None else [require_count(f"{what}: seen", seen, low=0)]
     reached += [event_of(stored).step for stored in state["history"]]
     return [require_count(f"{what}: a step of the schedule", step) for step in state["schedule"]], max(reached)
+
+
+def warn_uncut(history: Sequence[Event], orders: Mapping[str, int]) -> None:
+    """Warn if layers have more states than after the last event of a loaded history; `compress_` may leave fewer."""
+    after: dict[str, int] = {}
+    for event in history:
+        after |= {event.module: event.rank} if isinstance(event, Cut) else event.orders
+    uncut = {name: order for name, order in orders.items() if order > after.get(name, order)}
+    if uncut:
+        said = ", ".join(f"{_label(name)} has {order}, cut to {after[name]}" for name, order in uncut.items())
+        warn_caller(
+            f"the loaded history does not fit the model ({said} states): those cuts are not made again; load model,"
+            " optimizer and compressor together by load_checkpoint, or the weights of the model first"
+        )
 
 
 def _label(module: str) -> str:

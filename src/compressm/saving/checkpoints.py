@@ -9,7 +9,7 @@ import pickle
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence, Set
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from compressm.compression.cutting import ordinary_tensors
 from compressm.compression.distributed import renew_wrappers_, unwrapped
 from compressm.compression.optimizer import join_, leave_
 from compressm.compression.rollback import tensor_bytes
@@ -38,6 +39,7 @@ from compressm.saving.fitting import (
     require_names,
     require_parts,
     require_same_groups,
+    require_same_model,
     require_unheld,
     resized,
 )
@@ -72,6 +74,8 @@ def plain(value: Any, where: str) -> Any:
 def _stored(value: Tensor, where: str) -> Tensor:
     if type(value) not in (Tensor, torch.nn.Parameter):
         raise SavingError(f"{where} is a {type(value).__name__}, expected a plain tensor: gather what is sharded")
+    if value.layout is not torch.strided:
+        raise SavingError(f"{where} is a tensor of the layout {value.layout}, expected a dense one: use to_dense()")
     detached = value.detach()
     # torch writes the whole memory behind a tensor, even that outside a slice.
     return detached.clone() if detached.untyped_storage().nbytes() > detached.nbytes else detached
@@ -152,6 +156,18 @@ class _Followed(Protocol):
         """The models that a compressor cuts with its own."""
 
 
+@runtime_checkable
+class _Cutting(Protocol):
+    @property
+    def model(self) -> nn.Module:
+        """The model that a compressor cuts."""
+
+
+def _cut_by(compressor: object) -> nn.Module | None:
+    model = compressor.model if isinstance(compressor, _Cutting) else None
+    return model if isinstance(model, nn.Module) else None
+
+
 def _followers(compressor: object) -> Sequence[nn.Module]:
     return compressor.followers if isinstance(compressor, _Followed) else ()
 
@@ -189,6 +205,7 @@ def save_checkpoint(
     if path.is_dir():
         raise SavingError(f"{path} is a directory, expected the name of a file")
     trainer, rates = as_optimizer(optimizer, SavingError), as_scheduler(scheduler, SavingError)
+    require_same_model(model, trainer, _cut_by(compressor))
     contents = {
         "format": _FORMAT,
         "version": CHECKPOINT_VERSION,
@@ -202,6 +219,13 @@ def save_checkpoint(
         "step": step,
         "extra": extra,
     }
+    try:
+        _write(path, contents)
+    except RecursionError:
+        raise SavingError(f"{path} cannot be written: extra contains itself, or is nested too deeply") from None
+
+
+def _write(path: Path, contents: Mapping[str, Any]) -> None:
     stored = {name: plain(value, name) for name, value in contents.items()}
     with replacing(path, tensor_bytes(stored)) as scratch:
         with scratch.open("wb") as file:
@@ -229,7 +253,16 @@ def load_checkpoint(
     require_model(model)
     require_idle(model, "load_checkpoint(...)")
     require_state("compressor", compressor)
-    contents = _read(as_path(path))
+    require_same_model(model, trainer, _cut_by(compressor))
+    # A model that was built in inference mode is loaded there: its tensors may not change outside.
+    with nullcontext() if any(value.is_inference() for value in plain_state(model).values()) else ordinary_tensors():
+        return _load(as_path(path), model, trainer, rates, compressor)
+
+
+def _load(
+    path: Path, model: nn.Module, trainer: Any | None, rates: Any | None, compressor: Stateful | None
+) -> Checkpoint:
+    contents = _read(path)
     try:
         added, gone = _require_loadable(contents, model, trainer, rates, compressor)
     except (SavingError, CompressionError) as error:
@@ -368,6 +401,8 @@ def _groups(model: nn.Module, optimizer: Any) -> list[list[str | None]]:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    if path.is_dir():
+        raise SavingError(f"{path} is a directory, expected the file that save_checkpoint wrote")
     if not path.is_file():
         raise NoSuchFileError(f"{path} does not exist: load_checkpoint takes the file that save_checkpoint wrote")
     require_sealed(path)

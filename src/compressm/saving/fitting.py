@@ -26,7 +26,28 @@ from compressm.saving.rebuilding import (
 
 Groups = Sequence[Sequence[str | None]]
 
+_CURE = "averages are saved with the compressor that has them in follow=[...], other models in files of their own"
 _TRAINED = ("optimizer", "scheduler", "compressor")
+
+
+def require_same_model(model: nn.Module, optimizer: Any | None, cut: nn.Module | None) -> None:
+    """Refuse an optimizer, each of several, and a compressor (by the model that it cuts) of another model than this."""
+    kind, own = type(model).__name__, {id(parameter) for parameter in model.parameters()}
+    parts = () if optimizer is None else parts_of(optimizer)
+    for k, part in enumerate(parts):
+        held = {id(parameter) for group in part.param_groups for parameter in group["params"]}
+        if held and held.isdisjoint(own):
+            which = f"optimizer[{k}]" if len(parts) > 1 else "optimizer"
+            raise SavingError(
+                f"{which}, a {type(part).__name__}, holds no parameter of model, a {kind}: expected the optimizer of"
+                f" this model, not of another or of a copy; {_CURE}"
+            )
+    layers = () if cut is None else ssm_layers(cut).values()
+    if layers and set(layers).isdisjoint(model.modules()):
+        raise SavingError(
+            f"compressor cuts no layer of model, a {kind}: expected the compressor of this model, not of another or of"
+            f" a copy; {_CURE}"
+        )
 
 
 def require_contents(contents: Mapping[str, Any]) -> None:

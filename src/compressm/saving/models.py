@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from compressm.compression.cutting import ordinary_tensors
 from compressm.errors import NoSuchFileError, SavingError
 from compressm.files import replacing
 from compressm.saving.kinds import as_path, require_model
@@ -85,26 +86,29 @@ def load_model(
     _require_device(device)
     pretrained = is_pretrained(path)
     source = path if pretrained else _to_read(path)
-    config, tensors = ({}, {}) if pretrained else _read(source)
-    try:
-        description, tensors = read_pretrained(source) if pretrained else (_described(config, tensors), tensors)
-        model = rebuild(description, {name: _moved(value, device, dtype) for name, value in tensors.items()}).eval()
-    except SavingError as error:
-        raise SavingError(f"{source}: {error}") from error
+    with ordinary_tensors():
+        config, tensors = ({}, {}) if pretrained else _read(source)
+        try:
+            description, tensors = read_pretrained(source) if pretrained else (_described(config, tensors), tensors)
+            model = rebuild(description, {name: _moved(value, device, dtype) for name, value in tensors.items()}).eval()
+        except SavingError as error:
+            raise SavingError(f"{source}: {error}") from error
     if not pretrained and source != path:
         _compare_with_copy(source, config)
     return model
 
 
 def _require_device(device: object) -> None:
-    """Refuse a device that is not here."""
+    """Refuse a device that is not here, or that holds no values."""
     if device is None:
         return
     try:
-        torch.empty(0, device=device)  # type: ignore[call-overload]
+        made = torch.empty(0, device=device)  # type: ignore[call-overload]
     except (RuntimeError, TypeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise SavingError(f"device is {device!r:.100}, expected a device of torch that is here: {reason}") from None
+    if made.is_meta:
+        raise SavingError(f"device is {device!r}, which holds no values, expected the CPU or a GPU")
 
 
 def _to_write(path: Path) -> Path:

@@ -407,7 +407,7 @@ class Trainer:
             # The systems to compare with next; spectra are in the run's files.
             state = self.tracker.state_dict()
             before = _moved(state["before"], torch.device("cpu"))
-            tracker = {"steps": state["steps"][-1:], "spectra": [], "bounds": [], "before": before}
+            tracker = {"steps": [], "spectra": [], "bounds": [], "before": before}
         extra = {
             "timed": self.timed,
             "totals": list(self.steps.totals()),
@@ -451,7 +451,8 @@ class Trainer:
             self.learner.penalty.load_state_dict(extra["penalty"])
         if self.tracker is not None and extra["tracker"] is not None:
             before = _moved(extra["tracker"]["before"], self.learner.device)
-            self.tracker.load_state_dict({**extra["tracker"], "before": before})
+            # Earlier versions kept the last step, without its spectra.
+            self.tracker.load_state_dict({**extra["tracker"], "steps": [], "before": before})
 
     def _finish(self, stop: Stop) -> None:
         """Cut and evaluate copies, unless a run that was stopped has done so, and save the model."""
