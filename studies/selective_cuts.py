@@ -104,7 +104,7 @@ def ways(seed: int) -> dict[str, Mapping[str, Any]]:
         "per channel, means": {"selective": PerChannel("mean")},
         "per channel, means, symmetric": {"selective": PerChannel("mean", two_sided=False)},
         "per channel, second moments": {"selective": PerChannel("second_moment")},
-        "per channel, measured": {"selective": PerChannel("measured")},
+        "per channel, measured": {"selective": PerChannel("measured"), "gramian": Measured()},
         "baked": {"selective": Baked()},
         "baked, measured": {"selective": Baked(), "gramian": Measured(_CALIBRATION_BATCHES)},
         "baked, two-sided": {"selective": Baked(two_sided=True)},

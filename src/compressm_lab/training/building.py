@@ -260,10 +260,14 @@ def build_truncation(
         "measured": compression.Measured(batches=batches),
         "modal": compression.Modal(),
     }
+    gramian: compression.Gramian | None = gramians[config.gramian]
+    method = build_method(getattr(config, "selective", None))
+    if needs_data(recipe.model.layer) and method.measures(gramian) != isinstance(gramian, compression.Measured):
+        gramian = None  # the method says itself what is measured
     # Selective layers are cut by what their inputs choose, whatever the Gramian is.
     data = config.gramian == "measured" or needs_data(recipe.model.layer)
     calibrate = _calibration(recipe, task, batches) if data else None
-    return {"gramian": gramians[config.gramian], "calibrate": calibrate, "fold": config.fold}
+    return {"gramian": gramian, "calibrate": calibrate, "fold": config.fold}
 
 
 def _calibration(recipe: Recipe, task: Task, batches: int) -> Callable[[nn.Module], None]:
