@@ -61,7 +61,13 @@ def task_of(recipe: Recipe, data: Path | None, offline: bool) -> Task:
     """The task that a recipe is trained on; nothing is fetched for a model that cannot answer it."""
     dataset = make(**recipe.task)
     require_fit(recipe.model, dataset.form.kind)
-    return dataset.load(store_in(data, offline))
+    try:
+        return dataset.load(store_in(data, offline))
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "alloc" not in str(error):
+            raise
+        options = ", ".join(f"task.{name}={value}" for name, value in recipe.task.items())
+        raise DataError(f"the data of {options} do not fit into memory: set smaller sizes") from error
 
 
 def _load_newest(run: RunDirectory, model: nn.Module) -> int:

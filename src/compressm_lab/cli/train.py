@@ -27,7 +27,7 @@ from compressm.cli.options import (
     integer,
     require_writable,
 )
-from compressm.compression import Cut, Restored
+from compressm.compression import Cut, Restored, load_model
 from compressm.errors import CompressionError, LostProcessError, SavingError
 from compressm_lab.cli.opening import task_of
 from compressm_lab.cli.terminal import console, count, integer_option, progress_bars, say
@@ -39,7 +39,7 @@ from compressm_lab.runs.lock import LockLostError
 from compressm_lab.runs.records import Evaluation, PenaltyRecord, RunError, RunWriteError, TruncationRecord
 from compressm_lab.training import ConfigError, CutError, Diverged, Interrupted, Plan, Recipe, Silent, train
 from compressm_lab.training.loggers import Several, TensorBoard
-from compressm_lab.training.loop import is_finished
+from compressm_lab.training.loop import checkpoints, is_finished
 from compressm_lab.training.reading import make_recipe
 from compressm_lab.training.steps import process_group
 
@@ -105,12 +105,15 @@ def command(
         wanted = _recipe(recipe, settings or [], seed, order, baseline, resume)
         folder = _folder(wanted, recipe, out, resume, take_over)
         if resume and is_finished(RunDirectory(folder), wanted):
+            _require_model(folder)
             say(
                 f"{folder} is finished: all {wanted.training.steps} steps are trained, nothing is left to do",
                 f"model: {RunDirectory(folder).model}; `compressm report {shlex.quote(str(folder))}` shows the run",
             )
             return
         require_writable(folder / "config.json")
+        if resume and not checkpoints(RunDirectory(folder)):
+            say(f"{folder} has no checkpoint: training begins anew")
         if threads is not None or wanted.model.width < _NARROW:
             torch.set_num_threads(threads or 1)
         with process_group(chosen_device(device)) as where:
@@ -160,6 +163,7 @@ def _recipe(
         if settings or baseline or seed is not None or order is not None:
             raise ConfigError(f"{name} goes on as it began: --set, --seed, --order and --baseline are not for --resume")
         return make_recipe(directory.config(), source=str(directory.path / "config.json"))
+    _require_once(settings, seed, order)
     if baseline:
         _require_of_baseline(settings)
     spoken = dict.fromkeys(BASELINE, "--baseline") if baseline else {}
@@ -173,6 +177,28 @@ def _recipe(
     # An absolute path leads to the teacher from every folder: a run may be resumed in another one.
     teacher = str(Path(recipe.distillation.teacher).absolute())
     return replace(recipe, distillation=replace(recipe.distillation, teacher=teacher))
+
+
+def _require_model(folder: Path) -> None:
+    """Refuse to call a run finished whose model cannot be read."""
+    model = RunDirectory(folder).model
+    try:
+        load_model(model)
+    except (SavingError, CompressionError) as error:
+        raise RunError(
+            f"{folder} is finished, but its model cannot be read: {error}; delete {model}, and --resume writes it again"
+        ) from error
+
+
+def _require_once(settings: list[str], seed: int | None, order: int | None) -> None:
+    """Refuse a key that is set twice, by --set or by an option of its own."""
+    given = {} if seed is None else {"seed": "--seed"}
+    given |= {} if order is None else {"model.order": "--order"}
+    for setting in settings:
+        key = setting.partition("=")[0].strip()
+        if key in given:
+            raise ConfigError(f"--set {setting!r} and {given[key]} both set {key}: leave one of them out")
+        given[key] = f"--set {setting!r}"
 
 
 def _require_of_baseline(settings: list[str]) -> None:

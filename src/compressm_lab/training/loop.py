@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import signal
 import threading
@@ -102,6 +103,9 @@ def catching_signals() -> Iterator[Stop]:
     def remember(number: int, frame: FrameType | None) -> None:
         stop.signal = signal.Signals(number).name
         restore()
+        said = f"{stop.signal}: saves and stops after the present step or cut; once more stops now, without saving"
+        with suppress(OSError):
+            os.write(2, f"\n{said}\n".encode())
 
     if threading.current_thread() is threading.main_thread():
         hang_up = getattr(signal, "SIGHUP", signal.SIGTERM)  # Windows has none
@@ -415,6 +419,7 @@ class Trainer:
             "phases": self.clock.peek(),
             "tracker": tracker,
             "penalty": None if penalty is None else penalty.state_dict(),
+            "recipe": json.dumps(self.recipe.as_dict()),
         }
         with self.directory.writing(path):
             save_checkpoint(path, **self._parts(), step=self.step, extra=extra)
@@ -429,6 +434,7 @@ class Trainer:
             except SavingError as error:
                 problems[path] = str(error)
                 continue
+            self._require_recipe(path, found.extra.get("recipe"))
             self.step, self.timed = found.step, found.extra["timed"]
             self._restore(found.extra)
             if self.is_first and problems:
@@ -438,6 +444,12 @@ class Trainer:
             return
         if problems:
             raise SavingError(f"no checkpoint of {self.directory.path} can be read: {'; '.join(problems.values())}")
+
+    def _require_recipe(self, path: Path, trained: str | None) -> None:
+        """Refuse a recipe that was edited since the checkpoint; earlier versions did not store it there."""
+        mine = json.loads(json.dumps(self.recipe.as_dict()))
+        if trained is not None and (changed := "; ".join(differences(json.loads(trained), mine))):
+            raise ConfigError(f"{path} was trained by another recipe than config.json says: {changed}")
 
     def _parts(self) -> dict[str, Any]:
         return {"model": self.learner.model, "optimizer": self.learner.optimizer, "compressor": self.compressor}

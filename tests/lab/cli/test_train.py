@@ -52,6 +52,51 @@ def test_a_recipe_is_trained_and_says_what_it_does(tmp_path):
     assert f"run: {folder.path}; `compressm report {folder.path}` shows it" in said
 
 
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        (("--order", "4", "--set", "model.order=8"), "model.order"),
+        (("--set", "seed=4", "--seed", "5"), "seed"),
+        (("--set", "training.steps=60", "--set", "training.steps = 70"), "training.steps"),
+    ],
+)
+def test_a_key_that_is_set_twice_is_refused(options, key):
+    done = run("mine.yaml", *options)
+    assert done.exit_code == 2
+    assert f"both set {key}: leave one of them out" in plain(done)
+    assert not RunDirectory("out/runs").path.exists()
+
+
+def test_a_task_that_does_not_fit_into_memory_is_refused():
+    done = run("digits", "--set", "task.side=1000000")
+    assert done.exit_code == 2
+    assert "task.side=1000000 do not fit into memory" in plain(done)
+
+
+def test_an_edited_run_and_lost_files_are_named():
+    folder = RunDirectory("out/runs/mine/compressed-n6/seed-0")
+    assert run("mine.yaml").exit_code == 0
+    weights = folder.model / "model.safetensors"
+    kept = weights.read_bytes()
+    weights.write_bytes(b"")
+    done = run(folder.path, "--resume")
+    assert done.exit_code == 2
+    assert "is finished, but its model cannot be read" in plain(done)
+    weights.write_bytes(kept)
+    shutil.rmtree(folder.model)
+    config = folder.path / "config.json"
+    text = config.read_text()
+    config.write_text(text.replace('"batch": 8', '"batch": 4'))
+    done = run(folder.path, "--resume")
+    assert done.exit_code == 2
+    assert "was trained by another recipe than config.json says: training.batch" in plain(done)
+    config.write_text(text)
+    shutil.rmtree(folder.checkpoints)
+    done = run(folder.path, "--resume")
+    assert done.exit_code == 0, done.output
+    assert "has no checkpoint: training begins anew" in plain(done)
+
+
 def test_a_baseline_is_not_cut_and_has_a_folder_of_its_own():
     done = run("mine.yaml", "--baseline", "--set", "training.steps=2", "--set", "label=plain", "--threads", "1")
     assert done.exit_code == 0, done.output
@@ -240,7 +285,8 @@ def test_ctrl_c_saves_says_how_to_go_on_and_exits_130(tmp_path):
     assert "to go on: compressm train 'a run' --resume" in done.stdout
     assert RunDirectory("a run").status().state == "interrupted"
     assert (RunDirectory("a run").checkpoints / f"step-{step:08d}.pt").is_file()
-    assert done.stderr.strip() == "interrupted"
+    assert done.stderr.strip().endswith("interrupted")
+    assert "once more stops now" in done.stderr
 
 
 def test_output_that_nobody_reads_any_more_stops_a_run_that_can_go_on(tmp_path):
@@ -257,6 +303,6 @@ os.close(reading)
 main()
 """
     done = unhooked.finished(script, "train", "mine.yaml", "--out", "mine", code=130)
-    assert done.stderr == "interrupted\n"
+    assert done.stderr.endswith("interrupted\n")
     assert RunDirectory("mine").status() == Status("interrupted", 1, 9, "SIGTERM")
     assert run("mine", "--resume").exit_code == 0
