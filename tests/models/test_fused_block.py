@@ -7,6 +7,8 @@ import torch
 
 from compressm.layers import LRU, S5
 from compressm.models import BatchNorm, Block, Blocks, LayerNorm, NoNorm, OneMask, PerElement
+from compressm.models import block as block_module
+from compressm.ops.dispatch import only_reads, trained_kernels
 from tests.kernels import DEVICE, GPU, MARK, normal, relative
 from tests.marks import later
 
@@ -235,3 +237,25 @@ def test_a_gradient_that_is_the_same_at_every_step_is_not_written_out_and_counts
     shared = gradients(row[:, None].expand(3, 20, width))
     for one, other in zip(shared, gradients(row[:, None].repeat(1, 20, 1)), strict=True):
         assert relative(one, other) < 1e-6
+
+
+@pytest.mark.parametrize("width", [6, 40])
+def test_observed_in_evaluation_mode_it_runs_the_kernels_of_training(width, monkeypatch):
+    """Others would be compiled in the middle of a calibration: without a mask, and without D ⊙ u."""
+    given, gated = {}, block_module.gated_residual
+    monkeypatch.setattr(
+        block_module, "gated_residual", lambda *args, **options: given.update(options) or gated(*args, **options)
+    )
+    block, x, seen = make(width).eval(), normal(3, 12, width, seed=1), []
+    plain = copy.deepcopy(block).double()
+    block.ssm.register_forward_pre_hook(only_reads(lambda module, args: seen.append(args[0])))
+    with torch.no_grad(), trained_kernels():
+        out, _ = block(x, keep_state=False)
+    assert len(seen) == 1
+    assert given["u"] is not None
+    assert given["keep"].all()
+    assert relative(out, plain(x.double())[0]) < TOLERANCE
+    with torch.no_grad():
+        again, _ = block(x, keep_state=False)
+    assert given["keep"] is None
+    assert relative(out, again) < TOLERANCE

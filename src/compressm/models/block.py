@@ -18,7 +18,7 @@ from compressm.models.checks import require_counts
 from compressm.models.normalisation import BatchNorm, Norm, PaddedBatchNorm, forked, normed, require_norm
 from compressm.ops.block.gated_residual import dropped, dropped_residual, gated_residual
 from compressm.ops.block.norm import Link
-from compressm.ops.dispatch import is_watched, kernels_serve
+from compressm.ops.dispatch import is_only_read, is_watched, kernels_serve, wants_trained_kernels
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class Block(ResidualBlock):
         # Kernels and compilers compute D ⊙ u as part of the operation that follows. Elsewhere the layer computes it at
         # no cost, and so it does for hooks, which get and may change the output of the whole layer.
         fused = torch.compiler.is_compiling() or kernels_serve(u)
-        inside = not fused or is_watched(self.ssm)
+        inside = not fused or not is_only_read(self.ssm)
         y, state = self.ssm(u, state, lengths, keep_state=keep_state, skip=inside, drive=drive)
         return self._after(y, x, *([None, None] if inside else [u, link]), measured=measured), state
 
@@ -206,6 +206,9 @@ class Block(ResidualBlock):
         measured: bool = False,
     ) -> Float[Tensor, "batch length width"]:
         keep, rate, D = self.dropout.keep(x, 2), self.dropout.rate, None if u is None else self.ssm.D
+        if keep is None and rate > 0 and kernels_serve(y) and wants_trained_kernels():
+            # A mask that keeps everything: without one, a kernel is another and takes half a second to compile.
+            keep, rate = torch.ones(2, 1, *x.shape[1:], dtype=torch.bool, device=x.device), 0.0
         weight, bias = self.gate.weight, self.gate.bias
         return gated_residual(y, x, weight, bias, u=u, D=D, link=link, keep=keep, rate=rate, measured=measured)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from enum import Enum
 from functools import cache
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,41 @@ def is_watched(module: nn.Module) -> bool:
     """True if the module has hooks: then it must be called, even where a fused kernel could replace it."""
     forward = module._forward_pre_hooks or module._forward_hooks
     return bool(forward or module._backward_pre_hooks or module._backward_hooks)
+
+
+_READS = "_compressm_only_reads"
+Hook = TypeVar("Hook", bound=Callable[..., object])
+
+
+def only_reads(hook: Hook) -> Hook:
+    """Mark a forward pre-hook that only reads the input of its module."""
+    setattr(hook, _READS, True)
+    return hook
+
+
+def is_only_read(module: nn.Module) -> bool:
+    """True if no hook can change the input or the output of the module, or needs its whole output."""
+    if module._forward_hooks or module._backward_pre_hooks or module._backward_hooks:
+        return False
+    return all(getattr(hook, _READS, False) for hook in module._forward_pre_hooks.values())
+
+
+_TRAINED: ContextVar[bool] = ContextVar("_TRAINED", default=False)
+
+
+@contextmanager
+def trained_kernels() -> Iterator[None]:
+    """Run models in evaluation mode by the kernels that training has compiled, where these can do the same."""
+    token = _TRAINED.set(True)
+    try:
+        yield
+    finally:
+        _TRAINED.reset(token)
+
+
+def wants_trained_kernels() -> bool:
+    """True inside of `trained_kernels`."""
+    return _TRAINED.get()
 
 
 @final
