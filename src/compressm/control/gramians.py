@@ -187,13 +187,15 @@ class StateCovariance:
             raise ShapeError(f"mask has shape {tuple(mask.shape)}, expected {tuple(states.shape[:-1])}")
         if mask is not None:  # before the check for NaN, because padding may hold anything
             states = torch.where(mask[..., None], states, 0)
-        validation.require_finite("states", states)
         states = validation.to_double(states.detach())
-        kept = torch.ones(states.shape[:-1], device=states.device) if mask is None else mask
-        scale = coarse_scale(largest_part(states))
-        if bool((scale != 1).any()):
+        kept = states.real.new_full(states.shape[:-2], states.shape[-2]) if mask is None else mask.sum(-1).double()
+        largest = largest_part(states)
+        scale = coarse_scale(largest)
+        # One question for both rare cases: on a GPU each answer is waited for.
+        if not bool((torch.isfinite(largest) & (scale == 1)).all()):
+            validation.require_finite("states", states)
             states = states / scale[..., None, None]
-        return self._accumulate(states.mT @ states.conj(), kept.sum(-1, dtype=torch.float64), scale)
+        return self._accumulate(states.mT @ states.conj(), kept, scale)
 
     def merge(self, other: StateCovariance) -> StateCovariance:
         validation.require_kind("merge", other, StateCovariance)

@@ -26,10 +26,11 @@ def square_modulus(z: Inexact[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def largest_part(z: Inexact[Tensor, "*bank i j"]) -> Float[Tensor, "*bank"]:
-    """The largest absolute real or imaginary part in each matrix."""
+    """The largest absolute real or imaginary part in each matrix; NaN if an entry is."""
     if not z.is_complex():
-        return z.abs().amax((-2, -1))
-    return torch.maximum(z.real.abs().amax((-2, -1)), z.imag.abs().amax((-2, -1)))
+        return torch.maximum(z.amax((-2, -1)), -z.amin((-2, -1)))
+    parts = torch.view_as_real(z.conj() if z.is_conj() else z)
+    return torch.maximum(parts.amax((-3, -2, -1)), -parts.amin((-3, -2, -1)))
 
 
 def power_of_two(sizes: Float[Tensor, "*shape"], step: int = 1) -> Float[Tensor, "*shape"]:
