@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from enum import Enum
 from functools import reduce
 from typing import Any, ClassVar, Generic, TypeVar
@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from compressm.control import DeviceError, DiagonalSystem, PrecisionError, ShapeError, UnstableSystemError
 from compressm.control.linear_algebra import modulus
-from compressm.control.validation import require_finite, require_kind
+from compressm.control.validation import are_finite, require_all_finite, require_kind, values_are_read
 from compressm.errors import AdapterError
 from compressm.layers import LTILayer, SSMLayer
 from compressm.layers.parameters import replace_data
@@ -112,6 +112,15 @@ class SSMAdapter(Adapter[Module, DiagonalSystem]):
         not fix (a step size, a rule of discretisation) and is not changed: `write` does that. Encoding the system that
         was read gives the present values. Parameters that are not named keep their values.
         """
+
+    def setting(self, module: Module) -> Hashable | None:
+        """Everything beside parameters that `read` and `encode` depend on; None if they take one module at a time.
+
+        Modules with the same setting can be stacked: both methods then take a module whose parameters have one more
+        axis, the first, with one entry for each module, and systems whose bank begins with that axis. No mode's
+        parameters may depend on other modes.
+        """
+        return None
 
     def order(self, module: Module) -> int:
         return self.read(module).order
@@ -259,20 +268,48 @@ def state_axes(module: nn.Module, adapter: SSMAdapter[Any] | None = None) -> dic
 
 def read_with(adapter: SSMAdapter[Any], module: nn.Module, values: Mapping[str, Tensor]) -> DiagonalSystem:
     """The system that the module would compute with these parameter values; differentiable."""
-    swapped = {f"module.{name}": value for name, value in values.items()}
-    system: DiagonalSystem = functional_call(_Reader(module, adapter), swapped, ())
+    system: DiagonalSystem = _with(module, values, adapter.read)
     return system
 
 
-class _Reader(nn.Module):
-    """A module whose forward reads another one, so that `functional_call` can swap parameters while it is read."""
+def encode_with(
+    adapter: SSMAdapter[Any], module: nn.Module, values: Mapping[str, Tensor], system: DiagonalSystem
+) -> dict[str, Tensor]:
+    """The values that encode a system, if the module's present parameters had these values; differentiable."""
+    encoded: dict[str, Tensor] = _with(module, values, lambda swapped: adapter.encode(swapped, system))
+    return encoded
 
-    def __init__(self, module: nn.Module, adapter: SSMAdapter[Any]) -> None:
+
+def stacking_key(module: nn.Module, adapter: SSMAdapter[Any]) -> Hashable | None:
+    """Modules with the same key can be stacked, see `SSMAdapter.setting`; None if this one cannot."""
+    setting = adapter.setting(module)
+    if setting is None:
+        return None
+    shapes = ((name, tuple(p.shape), p.dtype, p.device) for name, p in module.named_parameters(remove_duplicate=False))
+    return type(module), adapter, setting, tuple(shapes)
+
+
+def stacked_parameters(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """All parameters of several modules with the same key, with one more axis, the first."""
+    held = [dict(module.named_parameters()) for module in modules]
+    return {name: torch.stack([parameters[name].detach() for parameters in held]) for name in held[0]}
+
+
+def _with(module: nn.Module, values: Mapping[str, Tensor], function: Callable[[nn.Module], Any]) -> Any:
+    if not values:
+        return function(module)
+    return functional_call(_Holder(module, function), {f"module.{name}": value for name, value in values.items()}, ())
+
+
+class _Holder(nn.Module):
+    """A module whose forward applies a function to another one, so that `functional_call` can swap parameters."""
+
+    def __init__(self, module: nn.Module, function: Callable[[nn.Module], Any]) -> None:
         super().__init__()
-        self.module, self.adapter = module, adapter
+        self.module, self.function = module, function
 
-    def forward(self) -> DiagonalSystem:
-        return self.adapter.read(self.module)
+    def forward(self) -> Any:
+        return self.function(self.module)
 
 
 def linear_adapter(module: nn.Module, adapter: Adapter[Any, Any] | None = None) -> SSMAdapter[Any]:
@@ -348,6 +385,9 @@ def prepared(
     parameters = {name: parameter_of(module, name) for name in values}
     _require_distinct(parameters)
     copies = {name: _prepare(name, parameter, values[name]) for name, parameter in parameters.items()}
+    if not are_finite(copies.values()):
+        require_all_finite({name: values[name] for name in copies})
+        require_all_finite({f"in {copy.dtype} {name}": copy for name, copy in copies.items()})
     if beside:
         _require_one_form(module, {**copies, **beside})
     else:
@@ -368,11 +408,7 @@ def _prepare(name: str, parameter: nn.Parameter, value: Tensor) -> Tensor:
         raise DeviceError(f"the value of {name} is on the meta device, expected a tensor that holds values")
     if value.is_complex() and not parameter.is_complex():
         raise PrecisionError(f"the value of {name} is {value.dtype}, expected a real dtype like {parameter.dtype}")
-    value = value.detach()
-    require_finite(name, value)
-    stored = value.to(parameter.device, parameter.dtype, copy=True, memory_format=torch.contiguous_format)
-    require_finite(f"in {parameter.dtype} {name}", stored)
-    return stored
+    return value.detach().to(parameter.device, parameter.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _require_distinct(parameters: Mapping[str, nn.Parameter]) -> None:
@@ -413,16 +449,16 @@ def _require_one_form(module: nn.Module, prepared: Mapping[str, Tensor]) -> None
 
 def finite_doubles(module: nn.Module, names: Iterable[str]) -> list[Tensor]:
     """The named parameters, or plain tensors in their place, in float64; NaN and infinity are refused by name."""
-    doubles = []
+    found: dict[str, Tensor] = {}
     _require_module("read", module)
     for name in names:
         try:
             value: Tensor = reduce(getattr, name.split("."), module)  # type: ignore[assignment]
         except AttributeError:
             raise AdapterError(f"{type(module).__name__} has no {name}: its adapter is another one") from None
-        require_finite(f"{type(module).__name__}.{name}", value)
-        doubles.append(value.double())
-    return doubles
+        found[f"{type(module).__name__}.{name}"] = value
+    require_all_finite(found)
+    return [value.double() for value in found.values()]
 
 
 def encodable(layer: LTILayer, system: DiagonalSystem, *, bank: bool = False) -> tuple[Tensor, Tensor]:
@@ -434,16 +470,16 @@ def encodable(layer: LTILayer, system: DiagonalSystem, *, bank: bool = False) ->
     if not isinstance(layer, LTILayer):
         raise AdapterError(f"encode takes a linear layer, got a {kind}")
     require_kind(f"encoding a {kind}", system, DiagonalSystem, hint="call diagonalise first")
-    for name, tensor in (("poles", system.poles), ("B", system.B), ("C", system.C)):
-        require_finite(name, tensor)
+    require_all_finite({"poles": system.poles, "B": system.B, "C": system.C})
     unstable = ~(system.decay.detach() > 0)
-    if bool(unstable.any()):
+    if values_are_read() and bool(unstable.any()):
         worst = modulus(system.poles.detach()).max().item()
         raise UnstableSystemError(
             f"largest pole modulus is {worst:.9g}, a {kind} stores only poles < 1 ({int(unstable.sum())} poles are not)"
         )
     given = (tuple(system.bank), system.inputs, system.outputs)
-    expected = ((layer.width,), 1, 1) if bank else ((), layer.width, layer.width)
+    stacked = tuple(layer.D.shape[:-1])
+    expected = ((*stacked, layer.width), 1, 1) if bank else (stacked, layer.width, layer.width)
     if given != expected:
         raise ShapeError(f"the system has (bank, inputs, outputs) {given}, this {kind} expected {expected}")
     if system.device != layer.D.device:

@@ -50,6 +50,7 @@ def check_adapter(
     - A training step moves every weight, also after a cut while an earlier loss is still referenced.
     - After a cut the state dict round-trips, and single steps equal the whole sequence.
     - The derivatives of read and encode equal finite differences.
+    - With a `setting`, stacked modules are read and encoded as each alone.
 
     The module is made with torch's seed set to `seed`, must have an order of at least 4, and is compared in `dtype`
     relative to its largest output. `run(module, u)` is the output for u of shape (batch, length, channels), by default

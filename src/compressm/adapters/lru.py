@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from typing import final
 
 import torch
@@ -33,8 +34,11 @@ class LRUAdapter(SSMAdapter[LRU]):
     def read(self, module: LRU) -> DiagonalSystem:
         nu_log, theta_log, gamma_log, B_re, B_im, C_re, C_im = finite_doubles(module, LRU.STATE_AXES)
         logarithms = _logarithms(nu_log, theta_log)
-        B = torch.exp(gamma_log)[:, None] * torch.complex(B_re, B_im)
+        B = torch.exp(gamma_log)[..., None] * torch.complex(B_re, B_im)
         return DiagonalSystem.from_log_poles(logarithms, B, torch.complex(C_re, C_im))
+
+    def setting(self, module: LRU) -> Hashable:
+        return ()
 
     def encode(self, module: LRU, system: DiagonalSystem) -> dict[str, Tensor]:
         B, C = encodable(module, system)
@@ -43,12 +47,13 @@ class LRUAdapter(SSMAdapter[LRU]):
             logarithms = _logarithms(*finite_doubles(module, ("nu_log", "theta_log")))
             old = exponential(logarithms)
             known, place, mirrored = old_modes(system, old, decay(old, logarithms))
-            old_gamma, old_phase = module.gamma_log.double()[place], torch.exp(module.theta_log.double()[place])
+            old_gamma, old_phase = (part.double().gather(-1, place) for part in (module.gamma_log, module.theta_log))
+            old_phase = torch.exp(old_phase)
         gamma_log = torch.where(known, old_gamma, torch.log(-torch.expm1(2 * log_modulus)) / 2)
         turned = same_turn(phase, old_phase, known & ~mirrored)
         kept = known & ~mirrored & (turned.detach() > 0)
         phase = torch.where(kept, turned, _stored_phase(log_modulus, phase))
-        B = torch.exp(-gamma_log)[:, None] * B
+        B = torch.exp(-gamma_log)[..., None] * B
         return {
             "nu_log": torch.log(-log_modulus),
             "theta_log": torch.log(phase),

@@ -13,7 +13,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.gradcheck import GradcheckError
 
-from compressm.adapters.base import parameter_of, read_with, state_axes, write
+from compressm.adapters.base import (
+    encode_with,
+    parameter_of,
+    read_with,
+    stacked_parameters,
+    stacking_key,
+    state_axes,
+    write,
+)
 from compressm.control import DiagonalSystem, ShapeError, Truncation, balanced_truncation, fold
 from compressm.control.selective import SelectiveSystem
 from compressm.errors import AdapterError
@@ -339,6 +347,28 @@ def derivatives(trial: Trial) -> Iterator[Finding]:
         )
 
 
+def stacking(trial: Trial) -> Iterator[Finding]:
+    """Modules with the same setting are read and encoded together as each of them alone."""
+    modules = [trial.module(torch.float64), make_seeded(trial.make, trial.seed + 1).to(torch.float64)]
+    keys = {stacking_key(module, trial.adapter) for module in modules}
+    if len(keys) > 1 or None in keys:
+        return
+    present, first, alone = stacked_parameters(modules), modules[0], [trial.read(module) for module in modules]
+    together = read_with(trial.adapter, first, present)
+    for k, one in enumerate(alone):
+        parts = [(getattr(together, part)[k], getattr(one, part)) for part in ("poles", "B", "C")]
+        yield Finding(f"module {k} of a stack is read as alone", _difference(parts), trial.tolerance)
+    values = encode_with(trial.adapter, first, present, DiagonalSystem.stack(alone))
+    for k, (module, one) in enumerate(zip(modules, alone, strict=True)):
+        pairs = [(values[name][k], value) for name, value in trial.adapter.encode(module, one).items()]
+        yield Finding(f"module {k} of a stack is encoded as alone", _difference(pairs), trial.tolerance)
+
+
+def _difference(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """The largest difference of each pair, over the largest entry."""
+    return max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-300)) for a, b in pairs)
+
+
 def _encode_near(trial: Trial, module: nn.Module, system: DiagonalSystem) -> Callable[..., Tensor]:
     """Encode systems near `system`, with poles moved in units of 1 − |λ|²: at |λ| = 1 − 1e-5 even 1e-6 is not small."""
 
@@ -382,6 +412,7 @@ PROMISES: tuple[Callable[[Trial], Iterator[Finding]], ...] = (
     saving,
     streaming,
     derivatives,
+    stacking,
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import final
 
 import torch
@@ -24,16 +25,19 @@ class S4DAdapter(SSMAdapter[S4D]):
 
     def read(self, module: S4D) -> DiagonalSystem:
         log_A_real, A_imag, C_re, C_im, log_step = finite_doubles(module, [*S4D.STATE_AXES, "log_step"])
-        step = torch.exp(log_step)[:, None].expand_as(A_imag)
+        step = torch.exp(log_step)[..., None].expand_as(A_imag)
         logarithms, scale = module.discretisation(torch.stack([-torch.exp(log_A_real), A_imag]), step)
         C = 2 * torch.complex(C_re, C_im)
         return DiagonalSystem.from_log_poles(
             torch.complex(*logarithms), torch.complex(*scale)[..., None], C[..., None, :]
         )
 
+    def setting(self, module: S4D) -> Hashable:
+        return module.discretisation
+
     def encode(self, module: S4D, system: DiagonalSystem) -> dict[str, Tensor]:
         B, C = encodable(module, system, bank=True)
-        step = torch.exp(module.log_step.detach().double())[:, None].expand_as(system.poles)
+        step = torch.exp(module.log_step.detach().double())[..., None].expand_as(system.poles)
         with torch.no_grad():
             old = self.read(module)
             known, place, mirrored = old_modes(system, old.poles, old.decay)

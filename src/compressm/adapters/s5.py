@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import final
 
 import torch
@@ -34,8 +35,11 @@ class S5Adapter(SSMAdapter[S5]):
     def read(self, module: S5) -> DiagonalSystem:
         log_A_real, A_imag, log_step, B_re, B_im, C_re, C_im = finite_doubles(module, S5.STATE_AXES)
         logarithms, scale = module.discretisation(torch.stack([-torch.exp(log_A_real), A_imag]), torch.exp(log_step))
-        B = torch.complex(*scale)[:, None] * torch.complex(B_re, B_im)
+        B = torch.complex(*scale)[..., None] * torch.complex(B_re, B_im)
         return DiagonalSystem.from_log_poles(torch.complex(*logarithms), B, 2 * torch.complex(C_re, C_im))
+
+    def setting(self, module: S5) -> Hashable:
+        return module.discretisation
 
     def encode(self, module: S5, system: DiagonalSystem) -> dict[str, Tensor]:
         B, C = encodable(module, system)
@@ -43,11 +47,11 @@ class S5Adapter(SSMAdapter[S5]):
             old = self.read(module)
             known, place, mirrored = old_modes(system, old.poles, old.decay)
             place = torch.where(known, place, _nearest(system, old))
-            log_step, old_imag = module.log_step.double()[place], module.A_imag.double()[place]
+            log_step, old_imag = (part.double().gather(-1, place) for part in (module.log_step, module.A_imag))
         a = continuous_poles(module.discretisation, system, torch.exp(log_step))
         a = with_old_frequencies(module.discretisation, a, old_imag, torch.exp(log_step), known & ~mirrored)
         _, scale = module.discretisation(a, torch.exp(log_step))
-        B, C = B / torch.complex(*scale)[:, None], C / 2
+        B, C = B / torch.complex(*scale)[..., None], C / 2
         return {
             "log_A_real": torch.log(-a[0]),
             "A_imag": a[1],
@@ -59,12 +63,12 @@ class S5Adapter(SSMAdapter[S5]):
         }
 
 
-def _nearest(new: DiagonalSystem, old: DiagonalSystem) -> Int[Tensor, " r"]:
+def _nearest(new: DiagonalSystem, old: DiagonalSystem) -> Int[Tensor, "*bank r"]:
     """The old pole with the least hyperbolic distance to each new one, in the upper half disc; the first of equals.
 
     |λ − μ| / |1 − λ μ̄| weighs a difference by the width of the resonances. With |1 − λ μ̄|² = |λ − μ|² +
     (1 − |λ|²)(1 − |μ|²) the nearest μ has the least |λ − μ|² / (1 − |μ|²), where nothing cancels.
     """
     (x, y), (u, v) = upper_half(new.poles), upper_half(old.poles)
-    square = (x[:, None] - u) ** 2 + (y[:, None] - v) ** 2
-    return (square / old.decay).argsort(dim=-1, stable=True)[:, 0]
+    square = (x[..., :, None] - u[..., None, :]) ** 2 + (y[..., :, None] - v[..., None, :]) ** 2
+    return (square / old.decay[..., None, :]).argsort(dim=-1, stable=True)[..., 0]

@@ -18,6 +18,7 @@ from compressm.compression.distributed import Processes, renew_wrappers_, requir
 from compressm.compression.optimizer import Moments
 from compressm.compression.planning import (
     Options,
+    changes_of,
     found_layers,
     has_functions,
     plan_cuts,
@@ -28,7 +29,7 @@ from compressm.compression.planning import (
 )
 from compressm.compression.record import Cut
 from compressm.compression.several import kind_of
-from compressm.compression.surgery import PreparedCut, prepare_cut, write_cuts_
+from compressm.compression.surgery import PreparedCut, prepare_cuts, write_cuts_
 from compressm.control import ControlError
 from compressm.errors import AdapterError, CompressionError
 from compressm.families import Layer, PlannedCut
@@ -163,9 +164,9 @@ class Cutter:
         modules = {cut.layer.name: cut.layer.module for cut in plan.cuts}
         copies = [_require_alike(f"follow[{k}]", model, modules) for k, model in enumerate(self.follow)]
         with stage("encode"):
-            changes = {cut.layer.name: cut.change() for cut in plan.cuts}
+            changes = changes_of(plan.cuts)
         with stage("optimizer"):
-            prepared = [prepare_cut(name, change, self.optimizer, self.moments) for name, change in changes.items()]
+            prepared = prepare_cuts(changes, self.optimizer, self.moments)
         prepared = [_for_streams(one, cut, cut.layer.adapter) for one, cut in zip(prepared, plan.cuts, strict=True)]
         following = [
             _following(f"follow[{k}]", cut, *found[cut.layer.name])

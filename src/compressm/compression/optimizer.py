@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, TypeAlias, final
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from compressm.compression.several import holds, kind_of, parts_of
 from compressm.compression.trial import are_weights, state_after_a_step
-from compressm.control.validation import is_finite
+from compressm.control.validation import are_finite, is_finite
 from compressm.errors import CompressionError
 from compressm.families.base import Change, Values
 
@@ -52,6 +52,8 @@ class Moments(ABC):
 
     # True if the rule must know the role of every entry.
     needs_roles = False
+    # True if `carry` also takes changes of several modules `together`, with entries that have one more axis.
+    stacks = False
 
     @abstractmethod
     def carry(self, change: Change, entries: Entries) -> dict[str, dict[str, Tensor]]:
@@ -70,7 +72,7 @@ class Transport(Moments):
     Their cosines with the gradients of the reduced model are 0.6 to 1 for B and C; those of `Slice` are about 0.
     """
 
-    needs_roles = True
+    needs_roles = stacks = True
 
     def carry(self, change: Change, entries: Entries) -> dict[str, dict[str, Tensor]]:
         carried = {key: _carried(change, entry, entries) for key, entry in _uncentred(entries).items()}
@@ -84,6 +86,8 @@ class Restart(Moments):
 
     Zeros at a late step count would make Adam's first update (1 − β₁)/√(1 − β₂) = 3.2 times too long.
     """
+
+    stacks = True
 
     def carry(self, change: Change, entries: Entries) -> dict[str, dict[str, Tensor]]:
         return {
@@ -102,6 +106,8 @@ class Restart(Moments):
 @dataclass(frozen=True)
 class Slice(Moments):
     """Keep the first r entries of every moment, as the paper's code does, although they belong to other modes."""
+
+    stacks = True
 
     def carry(self, change: Change, entries: Entries) -> dict[str, dict[str, Tensor]]:
         return {
@@ -394,21 +400,110 @@ def carried_states(change: Change, optimizer: Any, moments: Moments) -> dict[str
 
     Parameters without a state are left out.
     """
+    return states_after([change], optimizer, moments)[0]
+
+
+def states_after(changes: Sequence[Change], optimizer: Any, moments: Moments) -> list[dict[str, dict[str, Any]]]:
+    """The same for several changes, those that can be stacked together."""
+    held = [_held(change, optimizer, moments) for change in changes]
+    _require_usable(held)
+    groups: dict[Hashable, list[int]] = {}
+    for k, (change, one) in enumerate(zip(changes, held, strict=True)):
+        key = change.stacking_key if moments.stacks and one.entries else None
+        groups.setdefault(k if key is None else (type(change), key, one.form), []).append(k)
+    carried: dict[int, dict[str, dict[str, Tensor]]] = {}
+    for members in groups.values():
+        found = _carried_together([changes[k] for k in members], [held[k].entries for k in members], moments)
+        carried |= dict(zip(members, found, strict=True))
+    new = [one.renewed(carried[k], moments) for k, one in enumerate(held)]
+    _require_storable(new)
+    return new
+
+
+def _carried_together(
+    changes: Sequence[Change], entries: Sequence[Entries], moments: Moments
+) -> list[dict[str, dict[str, Tensor]]]:
+    if not entries[0]:
+        return [{} for _ in changes]
+    if len(changes) == 1:
+        return [moments.carry(changes[0], entries[0])]
+    stacked = {
+        key: replace(
+            entry, values={name: torch.stack([one[key].values[name] for one in entries]) for name in entry.values}
+        )
+        for key, entry in entries[0].items()
+    }
+    carried = moments.carry(type(changes[0]).together(changes), stacked)
+    found = []
+    for k, change in enumerate(changes):
+        own = {key: {name: value[k] for name, value in values.items()} for key, values in carried.items()}
+        found.append({key: _within(values, change.values) for key, values in own.items()})
+    return found
+
+
+def _within(values: Values, like: Values) -> dict[str, Tensor]:
+    """The first entries along every axis, as many as in `like`: other layers of the stack may have more states."""
+    return {name: value[tuple(map(slice, like[name].shape))] for name, value in values.items()}
+
+
+def rehearse_moments(changes: Sequence[Change], moments: Moments) -> None:
+    """Carry made-up moments of Adam through these changes and discard them."""
+    groups: dict[Hashable, list[Change]] = {}
+    for change in changes:
+        key = change.stacking_key if moments.stacks else None
+        groups.setdefault(id(change) if key is None else (type(change), key), []).append(change)
+    for group in groups.values():
+        _carried_together(group, [_made_up(change) for change in group], moments)
+
+
+def _made_up(change: Change) -> Entries:
+    old = {name: change.module.get_parameter(name).detach() for name in change.resized}
+    ones = {name: torch.ones_like(value, dtype=torch.float64) for name, value in old.items()}
+    first, units = dict.fromkeys(ones, 0.0), dict.fromkeys(ones, 1.0)
+    roles = {"exp_avg": Role.GRADIENT, "exp_avg_sq": Role.GRADIENT_SQUARE}
+    return {key: Entry(role, ones, first, units) for key, role in roles.items()}
+
+
+@dataclass(frozen=True)
+class _Held:
+    """The state that an optimizer holds of a module's resized parameters, and its entries in float64.
+
+    `labels` tells for every parameter and key which entry holds its value.
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    states: Mapping[str, Mapping[str, Any]]
+    labels: Mapping[tuple[str, str], str]
+    entries: Entries
+
+    @property
+    def form(self) -> Hashable:
+        """Everything about the entries except their values."""
+        return tuple(
+            (key, entry.role, *((name, entry.initial[name], entry.units[name]) for name in entry.values))
+            for key, entry in self.entries.items()
+        )
+
+    def renewed(self, carried: Mapping[str, Mapping[str, Tensor]], moments: Moments) -> dict[str, dict[str, Any]]:
+        """The new states, by name of the parameter."""
+        new: dict[str, dict[str, Any]] = {name: {} for name, state in self.states.items() if state}
+        for name, key, value in _pairs(self.states):
+            if is_scalar(value, self.parameters[name]):
+                new[name][key] = moments.carry_scalar(key, value)
+            else:
+                found = carried[self.labels[name, key]][name]
+                new[name][key] = found.to(value.device, value.dtype, copy=True, memory_format=torch.contiguous_format)
+        return new
+
+
+def _held(change: Change, optimizer: Any, moments: Moments) -> _Held:
     parameters = {name: change.module.get_parameter(name) for name in change.resized}
     require_supported(optimizer, parameters)
     states = {name: optimizer.state.get(parameter, {}) for name, parameter in parameters.items()}
     for part in parts_of(optimizer):
         own = {name: states[name] for name, parameter in parameters.items() if parameter in part.state}
         _require_roles(type(part).__name__, parameters, own, moments)
-    labels, entries = _entries(change, optimizer, parameters, states)
-    carried = moments.carry(change, entries) if entries else {}
-    new: dict[str, dict[str, Any]] = {name: {} for name, state in states.items() if state}
-    for name, key, value in _pairs(states):
-        if is_scalar(value, parameters[name]):
-            new[name][key] = moments.carry_scalar(key, value)
-        else:
-            new[name][key] = _stored(f"{key!r} of {name}", carried[labels[name, key]][name], value)
-    return new
+    return _Held(parameters, states, *_entries(change, optimizer, parameters, states))
 
 
 def _pairs(states: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, Any]]:
@@ -433,7 +528,7 @@ def _entries(
         role, group = role_of(key, states[name]), groups.get(id(parameters[name]), {})
         label = key if key not in entries or entries[key].role is role else f"{key}, {role}"
         entry = entries.setdefault(label, Entry(role, {}, {}, {}))
-        double = _double(f"{key!r} of {name}", value, role).to(change.values[name].device)
+        double = value.detach().to(change.values[name].device, torch.float64)
         first = float(group.get(_INITIAL.get(key, ""), 0.0))
         entries[label] = Entry(
             role,
@@ -460,19 +555,34 @@ def role_of(key: str, state: Mapping[str, Any]) -> Role | None:
     return _ROLES.get(key)
 
 
-def _double(said: str, value: Tensor, role: Role | None) -> Tensor:
-    double = value.detach().to(torch.float64)
-    smallest, largest = torch.stack(torch.aminmax(double)).tolist()  # NaN if any entry is
-    if not (math.isfinite(smallest) and math.isfinite(largest)):
-        unusable = int((~torch.isfinite(double)).sum())
-        raise CompressionError(f"the optimizer's {said} holds {unusable} entries that are not finite")
-    if role not in (Role.GRADIENT, Role.UPDATE, None) and smallest < 0:
-        raise CompressionError(f"the optimizer's {said} holds {smallest:.3g}, expected none below 0")
-    return double
+def _require_usable(held: Sequence[_Held]) -> None:
+    """Refuse entries that are not finite, and squares below 0; the extremes of all are read at once."""
+    found = [
+        (f"{key!r} of {name}", entry.role, value)
+        for one in held
+        for key, entry in one.entries.items()
+        for name, value in entry.values.items()
+    ]
+    for (said, role, value), (smallest, largest) in zip(found, _extremes([v for *_, v in found]), strict=True):
+        if not (math.isfinite(smallest) and math.isfinite(largest)):
+            unusable = int((~torch.isfinite(value)).sum())
+            raise CompressionError(f"the optimizer's {said} holds {unusable} entries that are not finite")
+        if role not in (Role.GRADIENT, Role.UPDATE, None) and smallest < 0:
+            raise CompressionError(f"the optimizer's {said} holds {smallest:.3g}, expected none below 0")
 
 
-def _stored(said: str, carried: Tensor, like: Tensor) -> Tensor:
-    stored = carried.to(like.device, like.dtype, copy=True, memory_format=torch.contiguous_format)
-    if not is_finite(stored):
-        raise CompressionError(f"after the cut {said} would not be finite in {like.dtype}")
-    return stored
+def _extremes(tensors: Sequence[Tensor]) -> list[tuple[float, float]]:
+    """The smallest and the largest entry of each, NaN if any is; the host waits once for every device."""
+    found: dict[int, tuple[float, float]] = {}
+    for device in {tensor.device for tensor in tensors}:
+        there = [k for k, tensor in enumerate(tensors) if tensor.device == device]
+        pairs = torch.stack([part for k in there for part in torch.aminmax(tensors[k])]).tolist()
+        found |= dict(zip(there, zip(pairs[::2], pairs[1::2], strict=True), strict=True))
+    return [found[k] for k in range(len(tensors))]
+
+
+def _require_storable(states: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
+    new = [(name, key, value) for one in states for name, key, value in _pairs(one) if isinstance(value, Tensor)]
+    if not are_finite(value for *_, value in new):
+        name, key, value = next(item for item in new if not is_finite(item[2]))
+        raise CompressionError(f"after the cut {key!r} of {name} would not be finite in {value.dtype}")

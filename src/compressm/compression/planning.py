@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -17,7 +17,13 @@ from compressm.adapters import find
 from compressm.adapters.base import plain_name
 from compressm.adapters.mamba import refused_in
 from compressm.compression.distributed import unwrapped
-from compressm.compression.optimizer import Moments, require_followable, require_held, require_supported
+from compressm.compression.optimizer import (
+    Moments,
+    rehearse_moments,
+    require_followable,
+    require_held,
+    require_supported,
+)
 from compressm.compression.policies import (
     GATE,
     Budget,
@@ -31,9 +37,10 @@ from compressm.compression.policies import (
     restricted,
 )
 from compressm.compression.surgery import require_plain_parameters
-from compressm.control import numerical_rank
+from compressm.control import ControlError, numerical_rank
 from compressm.errors import CompressionError, warn_caller
 from compressm.families import Family, Layer, PlannedCut, family_of, read_layer
+from compressm.families.base import Change
 from compressm.families.choices import Choices, Gramian, Largest, Measured, Selection, WhiteNoise
 from compressm.families.observing import Calibrate, observe, require_calibrate
 from compressm.families.selective.methods import Baked, SelectiveMethod
@@ -218,14 +225,17 @@ def read_layers(model: nn.Module, options: Options, layers: dict[str, Layer] | N
     return {name: layer.with_observations(observers[name]) for name, layer in layers.items()}
 
 
-def spectra(layers: Mapping[str, Layer], options: Options) -> dict[str, Float[Tensor, "*bank n"]]:
-    """The Hankel singular values of every layer, or the values that its family uses instead."""
+def spectra(
+    layers: Mapping[str, Layer], options: Options, *, cutting: bool = False
+) -> dict[str, Float[Tensor, "*bank n"]]:
+    """The Hankel singular values of every layer, or the values that its family uses instead, on the CPU."""
     found: dict[str, Tensor] = {}
+    choices = replace(options.choices, cutting=cutting)
     for family, names in _by_family({name: family_of(layer.adapter) for name, layer in layers.items()}).items():
-        found |= family.spectra([layers[name] for name in names], options.choices)
+        found |= family.spectra([layers[name] for name in names], choices)
         if missing := [repr(name) for name in names if name not in found]:
             raise CompressionError(f"{type(family).__name__}.spectra gave no spectrum for {', '.join(missing)}")
-    return {name: found[name] for name in layers}
+    return {name: found[name].cpu() for name in layers}
 
 
 def plan_cuts(layers: Mapping[str, Layer], options: Options, *, salt: int = 0) -> list[PlannedCut]:
@@ -234,7 +244,7 @@ def plan_cuts(layers: Mapping[str, Layer], options: Options, *, salt: int = 0) -
     A warning names layers whose values are all zero, which no policy can cut.
     """
     with stage("spectra"):
-        values = spectra(layers, options)
+        values = spectra(layers, options, cutting=True)
     zero = [layer for name, layer in layers.items() if layer.order > options.at_least and not bool(values[name].any())]
     if zero:
         named = ", ".join(f"{layer.said} ({layer.why_zero})" for layer in zero)
@@ -346,19 +356,43 @@ def _owners(model: nn.Module) -> dict[int, set[str]]:
     return owners
 
 
+def changes_of(cuts: Sequence[PlannedCut]) -> dict[str, Change]:
+    """The changes of all cuts by layer name, in their order; those of one class are computed together."""
+    classes: dict[type[PlannedCut], list[PlannedCut]] = {}
+    for cut in cuts:
+        classes.setdefault(type(cut), []).append(cut)
+    found = {
+        cut.layer.name: change
+        for kind, own in classes.items()
+        for cut, change in zip(own, kind.changes(own), strict=True)
+    }
+    return {cut.layer.name: found[cut.layer.name] for cut in cuts}
+
+
 # Devices that load libraries and kernels on first use: on an H200 the first cut took 1 s, the next 0.35 s.
 _SLOW_TO_LOAD = ("cuda",)
 
 
-def rehearse(layers: Mapping[str, Layer], options: Options) -> None:
-    """Plan a cut of every layer to half on a GPU and discard it, so that the first real cut finds everything loaded."""
+def rehearse(layers: Mapping[str, Layer], options: Options, moments: Moments | None = None) -> None:
+    """Plan a cut of every layer to half on a GPU and discard it, so that the first real cut finds everything loaded.
+
+    White noise takes the place of data, and made-up moments that of the optimizer's if `moments` is given. A rehearsal
+    that fails says nothing about the real cut.
+    """
     if not any(p.device.type in _SLOW_TO_LOAD for layer in layers.values() for p in layer.module.parameters()):
         return
-    blind = replace(
-        options, keep=KeepFraction(0.5), overrides=None, calibrate=None, gramian=None, gate=1.0, round_to=1, at_least=1
-    )
-    with torch.no_grad():
-        imagined = {name: layer.imagined() for name, layer in layers.items()}
-        with stage("spectra"):
-            values = spectra(imagined, blind)
-        _planned(imagined, values, blind, salt=0)
+    blind = replace(options, keep=KeepFraction(0.5), overrides=None, gate=1.0, round_to=1, at_least=1)
+    unseen = replace(blind, calibrate=None, gramian=None)
+    with suppress(CompressionError, ControlError), torch.no_grad():
+        seen = {name: layer.observing_noise(options.choices) for name, layer in layers.items() if options.calibrate}
+        known = {name: layer for name, layer in seen.items() if layer is not None}
+        rest = {name: layer.imagined() for name, layer in layers.items() if name not in known}
+        planned = [cut for part, how in ((known, blind), (rest, unseen)) if part for cut in _rehearsed(part, how)]
+        if planned and moments is not None:
+            rehearse_moments(list(changes_of(planned).values()), moments)
+
+
+def _rehearsed(layers: Mapping[str, Layer], options: Options) -> list[PlannedCut]:
+    with stage("spectra"):
+        values = spectra(layers, options, cutting=True)
+    return _planned(layers, values, options, salt=0)

@@ -13,15 +13,15 @@ from compressm.adapters import Adapter, adapter_for, find
 from compressm.adapters.base import parameter_of, prepared, present_attributes
 from compressm.compression.optimizer import (
     Moments,
-    carried_states,
     is_scalar,
     join_,
     leave_,
     name_beside,
     require_supported,
+    states_after,
 )
 from compressm.control import ControlError
-from compressm.control.validation import is_finite
+from compressm.control.validation import are_finite, is_finite
 from compressm.errors import AdapterError, CompressionError
 from compressm.families.base import Change, Values, Writing
 from compressm.layers.parameters import StateMap, replace_data, state_holders
@@ -111,9 +111,20 @@ class PreparedCut:
 
 def prepare_cut(name: str, change: Change, optimizer: Any | None, moments: Moments) -> PreparedCut:
     """Compute everything that a cut will write; nothing is changed."""
-    require_plain_parameters(name, change.module)
-    states = {} if optimizer is None else carried_states(change, optimizer, moments)
-    return PreparedCut(name, change.module, change.values, states, change.writing)
+    return prepare_cuts({name: change}, optimizer, moments)[0]
+
+
+def prepare_cuts(changes: Mapping[str, Change], optimizer: Any | None, moments: Moments) -> list[PreparedCut]:
+    """Do the same for several cuts; the states of layers of equal shapes are computed together."""
+    for name, change in changes.items():
+        require_plain_parameters(name, change.module)
+    found: list[dict[str, dict[str, Any]]] = [{} for _ in changes]
+    if optimizer is not None:
+        found = states_after(list(changes.values()), optimizer, moments)
+    return [
+        PreparedCut(name, change.module, change.values, states, change.writing)
+        for (name, change), states in zip(changes.items(), found, strict=True)
+    ]
 
 
 def apply_cuts(cuts: Sequence[PreparedCut], optimizer: Any | None = None) -> None:
@@ -139,6 +150,7 @@ def write_cuts_(
     writes = [write for cut in cuts for write in _checked_values(cut)]
     _require_disjoint(cuts)
     states = [state for cut in cuts for state in _checked_states(cut, optimizer)]
+    _require_finite_states(cuts)
     # By module, because layers of followers have the same names.
     added = {(id(cut.module), name): _made(cut, name) for cut in cuts for name in cut.writing.added}
     attributes = [attribute for cut in cuts for attribute in _attributes(cut, added)]
@@ -274,5 +286,16 @@ def _require_fit(said: str, old: Any, new: Any, parameter: nn.Parameter, value: 
     if not isinstance(new, Tensor) or (new.shape, new.dtype, new.device) != (shape, old.dtype, old.device):
         got = f"{tuple(new.shape)} {new.dtype} {new.device}" if isinstance(new, Tensor) else repr(new)
         raise CompressionError(f"{said} would become {got}, expected {tuple(shape)} {old.dtype} {old.device}")
-    if not is_finite(new):
+
+
+def _require_finite_states(cuts: Sequence[PreparedCut]) -> None:
+    new = {
+        f"{key!r} of {cut.name}.{name}": entry
+        for cut in cuts
+        for name, state in cut.states.items()
+        for key, entry in state.items()
+        if isinstance(entry, Tensor)
+    }
+    if not are_finite(new.values()):
+        said = next(said for said, entry in new.items() if not is_finite(entry))
         raise CompressionError(f"{said} would hold entries that are not finite")

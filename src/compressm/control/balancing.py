@@ -8,6 +8,8 @@ the numerical rank of a spectrum follow below.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Inexact, Int
@@ -86,19 +88,35 @@ class GramianPair:
         P, Q = gramians(system)
         return cls(P, Q, order, input_scale, output_scale, system.detach())
 
+    @cached_property
     def controllability_factor(self) -> tuple[Inexact[Tensor, "m n n"], bool]:
         """Lc, and True if it is lower triangular."""
         return gramian_factor(self.P, None if self.P_is_measured else self.system, "P")
+
+    @cached_property
+    def eigenvectors(self) -> tuple[Float[Tensor, "m n"], Inexact[Tensor, "m n n"]]:
+        """σ, blurred where it is small, and the eigenvectors V of Lcᴴ Q Lc: all that depends on no choice of states."""
+        squares, V = eigh(_squared_hankel(*self.controllability_factor, self.Q))
+        return torch.sqrt(squares.clamp_min(0)).flip(-1), V.flip(-1)
+
+    @cached_property
+    def values(self) -> Float[Tensor, "m n"]:
+        """σ of the scaled pair, as in `hankel_values`, for those who need the eigenvectors too."""
+        return _with_accurate_tail(self)
 
     def observability_factor(self) -> Inexact[Tensor, "m n n"]:
         """Lo, the controllability factor of the adjoint."""
         return gramian_factor(self.Q, None if self.system is None else self.system.adjoint(), "Q")[0]
 
-    def __getitem__(self, members: Bool[Tensor, " m"]) -> GramianPair:
+    def __getitem__(self, members: Bool[Tensor, " m"] | Int[Tensor, " k"]) -> GramianPair:
         system = None if self.system is None else self.system[members]
         input_scale, output_scale = self.input_scale[members], self.output_scale[members]
         P, Q, order = self.P[members], self.Q[members], self.order[members]
-        return GramianPair(P, Q, order, input_scale, output_scale, system, self.P_is_measured)
+        chosen = GramianPair(P, Q, order, input_scale, output_scale, system, self.P_is_measured)
+        # Everything that is known of all members is known of these.
+        known = ("controllability_factor", "eigenvectors", "values")
+        vars(chosen).update({name: _selected(vars(self)[name], members) for name in known if name in vars(self)})
+        return chosen
 
     @property
     def sigma_scale(self) -> Float[Tensor, "m 1"]:
@@ -106,15 +124,21 @@ class GramianPair:
         return (self.input_scale * self.output_scale)[:, None]
 
 
+def _selected(known: Any, members: Tensor) -> Any:
+    if isinstance(known, tuple):
+        return tuple(_selected(part, members) for part in known)
+    return known[members] if isinstance(known, Tensor) else known
+
+
 def hankel_values(pair: GramianPair) -> Float[Tensor, "m n"]:
     """σ of the scaled pair, falling; the caller multiplies by `sigma_scale`.
 
     The error is within 1e-14 σ₁ on LRU systems; at worst the fast route is off by ε σ₁²/σₙ, 1e-12 σ₁.
     """
-    Lc, triangular = pair.controllability_factor()
+    Lc, triangular = pair.controllability_factor
     if not triangular or bool((_smallest_value_guess(pair, Lc) <= _TRUSTED).any()):
         return svdvals(pair.observability_factor().mH @ Lc)
-    squares = eigvalsh(_squared_hankel(Lc, pair.Q, triangular))
+    squares = eigvalsh(_squared_hankel(Lc, triangular, pair.Q))
     sigma = torch.sqrt(squares.clamp_min(0)).flip(-1)
     blurred = sigma[:, -1] <= _TRUSTED * sigma[:, 0]
     if bool(blurred.any()):
@@ -143,17 +167,15 @@ def balance(pair: GramianPair, states: Int[Tensor, "m r"]) -> Balancing:
 
 def balance_sorted(pair: GramianPair, states: Int[Tensor, "m r"]) -> Balancing:
     """Balance like `balance`, but keep the order and scale of the pair."""
-    Lc, triangular = pair.controllability_factor()
-    squares, V = eigh(_squared_hankel(Lc, pair.Q, triangular))
-    sigma, V = torch.sqrt(squares.clamp_min(0)).flip(-1), V.flip(-1)
+    sigma, _ = pair.eigenvectors
     trusted = (sigma.gather(-1, states) > _TRUSTED * sigma[:, :1]).all(-1)
     if bool(trusted.all()):
-        return _from_eigenvectors(pair, sigma, V, Lc, states)
-    exact = balance_factors(Lc[~trusted], pair[~trusted].observability_factor(), states[~trusted])
+        return _from_eigenvectors(pair, states)
+    unsure = pair[~trusted]
+    exact = balance_factors(unsure.controllability_factor[0], unsure.observability_factor(), states[~trusted])
     if not bool(trusted.any()):
         return exact
-    fast = _from_eigenvectors(pair[trusted], *(part[trusted] for part in (sigma, V, Lc, states)))
-    return _merge(trusted, fast, exact)
+    return _merge(trusted, _from_eigenvectors(pair[trusted], states[trusted]), exact)
 
 
 def balance_factors(
@@ -175,16 +197,18 @@ def _biorthogonal(left: Tensor, right: Tensor, empty: Bool[Tensor, "m r"] | None
     return torch.linalg.solve(gram, left.mH).mH
 
 
-def _from_eigenvectors(pair: GramianPair, sigma: Tensor, V: Tensor, Lc: Tensor, states: Tensor) -> Balancing:
+def _from_eigenvectors(pair: GramianPair, states: Tensor) -> Balancing:
     """Balance by the eigenvectors V of Lcᴴ Q Lc."""
+    (Lc, _), (sigma, V) = pair.controllability_factor, pair.eigenvectors
     kept = sigma.gather(-1, states)[:, None, :]
     right = Lc @ (_columns(V, states) * torch.rsqrt(kept))
     left = _biorthogonal(pair.Q @ right / kept, right)
-    return Balancing(_with_accurate_tail(pair, sigma, V, Lc), left, right)
+    return Balancing(pair.values, left, right)
 
 
-def _with_accurate_tail(pair: GramianPair, sigma: Tensor, V: Tensor, Lc: Tensor) -> Tensor:
+def _with_accurate_tail(pair: GramianPair) -> Tensor:
     """Replace the small σᵢ, which squaring has blurred, by the singular values of Loᴴ Lc on their subspace."""
+    (Lc, _), (sigma, V) = pair.controllability_factor, pair.eigenvectors
     tail = int((sigma <= _TRUSTED * sigma[:, :1]).sum(-1).amax())
     if tail == 0:
         return sigma
@@ -193,7 +217,7 @@ def _with_accurate_tail(pair: GramianPair, sigma: Tensor, V: Tensor, Lc: Tensor)
     return torch.cat([sigma[:, :head], accurate], dim=-1).sort(dim=-1, descending=True).values
 
 
-def _squared_hankel(Lc: Tensor, Q: Tensor, triangular: bool) -> Inexact[Tensor, "m n n"]:
+def _squared_hankel(Lc: Tensor, triangular: bool, Q: Tensor) -> Inexact[Tensor, "m n n"]:
     """Lcᴴ Q Lc, its lower triangle, which eigh reads; a triangular Lc halves the work (8 of 16 half-size blocks)."""
     if not triangular:
         return Lc.mH @ (Q @ Lc)

@@ -7,7 +7,7 @@ singular values and both norms are equal. D is left out on purpose: no reduction
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, SupportsIndex, TypeVar
 
 import torch
@@ -113,6 +113,8 @@ class LinearSystem(ABC):
         if not self.bank:
             raise ShapeError("a single system has no bank axes to index")
         axes = len(self.bank)
+        if isinstance(member, int) and axes == 1 and -self.bank[0] <= member < self.bank[0]:
+            return self._map(lambda tensor: tensor[member].clone())
         chosen = torch.arange(self.bank.numel(), device=self.device).reshape(self.bank)[member]
         if chosen.numel() == 0:
             raise ShapeError(f"index {member!r:.80} selects none of the bank {tuple(self.bank)}, expected at least 1")
@@ -122,6 +124,15 @@ class LinearSystem(ABC):
             return tensor.reshape(-1, *own).index_select(0, chosen.flatten()).reshape(*chosen.shape, *own)
 
         return self._map(select)
+
+    @classmethod
+    def stack(cls: type[System], systems: Sequence[System]) -> System:
+        """A bank of systems of equal shapes, on a new first axis, unchecked."""
+        known = [name for name in vars(systems[0]) if all(vars(one).get(name) is not None for one in systems)]
+        image = object.__new__(cls)
+        image._assign(**{name: None for name in vars(systems[0]) if name != "_decay"})
+        image._assign(**{name: torch.stack([getattr(one, name) for one in systems]) for name in known})
+        return image
 
     def to(self: System, device: torch.device | str | int) -> System:
         """Move the system to another device; the precision stays double."""
@@ -248,7 +259,7 @@ class DiagonalSystem(LinearSystem):
     ) -> DiagonalSystem:
         """Build a system from log λ, if the layer stores it: 1 − |λ|² keeps all digits however close |λ| is to 1."""
         _check_shapes(log_poles=(log_poles, "n"), B=(B, "n p"), C=(C, "q n"))
-        _check_values(log_poles=_bounded(log_poles), B=B, C=C)
+        _check_values(log_poles=log_poles, B=B, C=C)
         log_poles, B, C = _common_dtype(log_poles, B, C)
         system = cls._unchecked(exponential(log_poles), log_poles, B, C)
         system._require_stability()
@@ -275,7 +286,11 @@ class DiagonalSystem(LinearSystem):
     def decay(self) -> Float[Tensor, "*bank n"]:
         """1 − |λ|² of every mode."""
         known: Tensor | None = vars(self).get("_decay")
-        return decay(self.poles, self.log_poles) if known is None else known
+        if known is None:
+            known = decay(self.poles, self.log_poles)
+            if known.requires_grad == self.poles.requires_grad:  # not so within no_grad
+                self._assign(_decay=known)
+        return known
 
     @property
     def stability_margin(self) -> Float[Tensor, "*bank"]:
@@ -395,8 +410,6 @@ def _check_shapes(**given: tuple[Tensor, str]) -> None:
 
 def _bounded(log_poles: Tensor) -> Tensor:
     """Replace log poles of −∞, which are poles at 0, by finite numbers for the check of finite values."""
-    if not isinstance(log_poles, Tensor) or validation.is_finite(log_poles):
-        return log_poles
     vanishing = torch.isneginf(log_poles.real if log_poles.is_complex() else log_poles)
     phase = 1j * log_poles.imag if log_poles.is_complex() else torch.zeros_like(log_poles)
     return torch.where(vanishing, phase, log_poles)
@@ -405,8 +418,11 @@ def _bounded(log_poles: Tensor) -> Tensor:
 def _check_values(**given: Tensor) -> None:
     validation.require_one_precision(**given)
     validation.require_one_device(**given)
-    for name, tensor in given.items():
-        validation.require_finite(name, tensor)
+    if validation.are_finite(given.values()):
+        return
+    if "log_poles" in given:
+        given["log_poles"] = _bounded(given["log_poles"])
+    validation.require_all_finite(given)
 
 
 def _common_dtype(*tensors: Tensor) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import SupportsIndex
 
@@ -65,15 +65,27 @@ def balanced_truncation(
     numerical rank #{σ > n ε σ₁} keeps only that many states (at least one): the others are rounding noise.
     """
     require_system("balanced_truncation", system)
+    return truncated(system, order, states, lambda system, kept: _balance(system, P, kept), bounded=P is None)
+
+
+def truncated(
+    system: LinearSystem,
+    order: SupportsIndex | None,
+    states: Sequence[int] | Int[Tensor, "..."] | None,
+    balance_onto: Callable[[LinearSystem, Tensor], Balancing],
+    *,
+    bounded: bool,
+) -> Truncation:
+    """Truncate like `balanced_truncation`, with a balancing from the caller, whose P is exact if it is `bounded`."""
     n, bank = system.order, system.bank
     indices = _kept_states(order, states, system)
     with torch.no_grad():
         system = system.detach()
-        flat = _balance(system, P, indices.reshape(-1, indices.shape[-1]))
+        flat = balance_onto(system, indices.reshape(-1, indices.shape[-1]))
         if states is None:
             flat, indices = _within_rank(flat, indices)
         sigma, left, right = (part.reshape(*bank, n, *part.shape[2:]) for part in (flat.sigma, flat.left, flat.right))
-        bound = None if P is not None else _dropped(sigma, indices) + rounding_floor(sigma, system.stability_margin)
+        bound = _dropped(sigma, indices) + rounding_floor(sigma, system.stability_margin) if bounded else None
         return Truncation(_project(system, left, right), sigma, left, right, bound, indices, system)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cmath
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from numbers import Real
@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from compressm.control.linear_algebra import modulus
 
 
 class ControlError(ValueError):
@@ -135,6 +137,24 @@ def is_finite(tensor: Tensor) -> bool:
     return cmath.isfinite(tensor.detach().sum().item()) or bool(torch.isfinite(tensor).all())
 
 
+def are_finite(tensors: Iterable[Tensor]) -> bool:
+    """True if all entries of all tensors are finite; the host waits for a GPU once, not once for each tensor."""
+    if not values_are_read():
+        return True
+    sums: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in (given := list(tensors)):
+        sums.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach().sum())
+    totals = [total for group in sums.values() for total in torch.stack(group).tolist()]
+    return all(map(cmath.isfinite, totals)) or all(map(is_finite, given))
+
+
+def require_all_finite(tensors: Mapping[str, Tensor]) -> None:
+    """Refuse NaN and infinity in all of these tensors; the error names the first such entry."""
+    if not are_finite(tensors.values()):
+        for name, tensor in tensors.items():
+            require_finite(name, tensor)
+
+
 def require_finite(name: str, tensor: Tensor) -> None:
     """Refuse NaN and infinity; the error names the first such entry."""
     if not is_finite(tensor):
@@ -195,7 +215,7 @@ def require_gramian(name: str, gramian: object, bank: torch.Size, n: int, device
 
 def _require_hermitian(name: str, matrix: Tensor) -> None:
     """Require Hermitian matrices, each member of a bank relative to its own largest entry."""
-    scale, skew = (part.abs().amax((-2, -1)) for part in (matrix, matrix - matrix.mH))
+    scale, skew = (modulus(part).amax((-2, -1)) for part in (matrix, matrix - matrix.mH))
     if bool((skew > 1e-6 * scale).any()):
         share = (skew / torch.where(scale > 0, scale, 1)).amax().item()
         raise IndefiniteGramianError(

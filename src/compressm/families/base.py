@@ -25,7 +25,7 @@ The pipeline never asks which family it has. A new family is a class with `@read
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeAlias, TypeVar, final
 
@@ -105,6 +105,13 @@ class Layer(ABC):
     def imagined(self) -> Layer:
         """The layer as if white noise had been observed, for a rehearsal that changes nothing."""
 
+    def observing_noise(self, choices: Choices) -> Layer | None:
+        """The layer with observations of white noise, which an observer has really made; None if it can do without.
+
+        It loads what a calibration needs beside the model's own work.
+        """
+        return None
+
     @abstractmethod
     def over(self, total: Total) -> Layer:
         """The layer with the observations of all processes together."""
@@ -130,6 +137,11 @@ class PlannedCut(ABC):
     @abstractmethod
     def change(self) -> Change:
         """The change of the layer's module."""
+
+    @classmethod
+    def changes(cls, cuts: Sequence[Any]) -> list[Change]:
+        """The changes of several cuts of this class; a family may compute them together."""
+        return [cut.change() for cut in cuts]
 
     @abstractmethod
     def following(self, module: nn.Module, adapter: Any) -> Writing:
@@ -279,9 +291,11 @@ class Writing:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, module: nn.Module, adapter: Adapter[Any, Any], system: Any, order: int) -> Writing:
-        """Everything that makes the module compute this system, as its adapter encodes it."""
-        values = adapter.encode(module, system)
+    def of(
+        cls, module: nn.Module, adapter: Adapter[Any, Any], system: Any, order: int, values: Values | None = None
+    ) -> Writing:
+        """Everything that makes the module compute this system; `values`, if given, are those that encode it."""
+        values = adapter.encode(module, system) if values is None else values
         parameters = dict(module.named_parameters(remove_duplicate=False))
         added = {name: adapter.JOINS[name] for name in values if name in adapter.JOINS and name not in parameters}
         return cls(values, adapter.buffers(module, system), adapter.attributes(module, order), added)
@@ -300,6 +314,20 @@ class Change(ABC):
     def values(self) -> Values:
         """The parameters' new values."""
         return self.writing.values
+
+    @property
+    def stacking_key(self) -> Hashable | None:
+        """Changes of one class with the same key can be carried `together`; None if this one cannot."""
+        return None
+
+    @classmethod
+    def together(cls, changes: Sequence[Any]) -> Change:
+        """Several changes with the same key as one, whose values and moments have one more axis, the first.
+
+        If their orders differ, all have the largest; entries beyond a module's own are left out later. On a GPU the
+        host waits for launches: those for all layers then take as long as those for one.
+        """
+        raise NotImplementedError
 
     @property
     @abstractmethod

@@ -146,6 +146,8 @@ class Choices:
     fold: bool
     select: Selection
     selective: SelectiveMethod
+    # True if cuts follow: a family may then keep what it computes for the spectra.
+    cutting: bool = False
 
     @property
     def measurement(self) -> Measured:

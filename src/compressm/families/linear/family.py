@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, TypeVar, final
 
 import torch
@@ -11,11 +12,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from compressm.adapters import SSMAdapter
-from compressm.adapters.base import read_with
-from compressm.control import ControlError, DiagonalSystem, fold, hankel_singular_values
+from compressm.adapters.base import encode_with, read_with, stacked_parameters, stacking_key
+from compressm.control import ControlError, DiagonalSystem, fold
+from compressm.control.balancing import GramianPair, hankel_values
+from compressm.control.hankel import gramian_pair
 from compressm.control.linear_algebra import each
 from compressm.errors import CompressionError
-from compressm.families.base import Family, Layer, PlannedCut, Total, Values, Writing, energy_lost, reads
+from compressm.families.base import Change, Family, Layer, PlannedCut, Total, Values, Writing, energy_lost, reads
 from compressm.families.choices import Choices, Largest
 from compressm.families.linear.observer import LinearObserver, scaled_gramian, squared_change
 from compressm.families.linear.reduction import BasisChange, Triple, drop_modes, reduce_system, sorted_sizes
@@ -23,6 +26,7 @@ from compressm.families.linear.transport import ModuleChange
 from compressm.families.observing import ZERO_INPUTS, Observations, ratio_of
 from compressm.layers.parameters import StateMap
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 # The least 1 − |λ|² of a mode: below it |λ| is 1 in float64, and a change of basis could make it unstable.
@@ -40,6 +44,8 @@ class LinearLayer(Layer):
     system: DiagonalSystem
     balanced: DiagonalSystem
     observations: Observations | None = None
+    # The Gramians of all layers whose spectra were computed together, if they were kept, and the place of this layer.
+    kept: list[tuple[GramianPair, int]] = field(default_factory=list, compare=False, repr=False)
 
     @property
     def order(self) -> int:
@@ -60,6 +66,12 @@ class LinearLayer(Layer):
     def linear_system(self) -> DiagonalSystem:
         return self.balanced
 
+    @cached_property
+    def measured(self) -> tuple[Tensor, Tensor]:
+        """The measured P over scale², and the scale, a power of two."""
+        assert self.observations is not None
+        return scaled_gramian(self.observations)
+
     def observer(self, choices: Choices) -> LinearObserver:
         return LinearObserver(Observations(self.name), self.module, self.balanced, choices.measurement)
 
@@ -68,6 +80,15 @@ class LinearLayer(Layer):
 
     def imagined(self) -> LinearLayer:
         return self
+
+    def observing_noise(self, choices: Choices) -> LinearLayer:
+        observer, device = self.observer(choices), self.system.device
+        channels = self.system.bank[0] if self.system.bank else self.system.inputs
+        # As many steps as are sampled at the default stride, as with real data; the generator is its own.
+        shape = (8, max(64, 4 * self.order), channels)
+        noise = torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(0))
+        observer.add(noise, None)
+        return self.with_observations(observer)
 
     def over(self, total: Total) -> LinearLayer:
         return self if self.observations is None else replace(self, observations=self.observations.over(total))
@@ -94,10 +115,29 @@ class LinearCut(PlannedCut):
     def rank(self) -> int:
         return self.system.order
 
-    def change(self) -> ModuleChange:
+    def change(self, values: Values | None = None) -> ModuleChange:
         layer = self.layer
-        writing = Writing.of(layer.module, layer.adapter, self.system, self.rank)
+        writing = Writing.of(layer.module, layer.adapter, self.system, self.rank, values)
         return ModuleChange(layer.module, layer.adapter, layer.system, self.system, self.basis, writing)
+
+    @classmethod
+    def changes(cls, cuts: Sequence[LinearCut]) -> list[Change]:
+        """The changes of all cuts; modules that can be stacked are encoded together."""
+        found: dict[str, Change] = {}
+        for group in _grouped(
+            cuts, lambda cut: (stacking_key(cut.layer.module, cut.layer.adapter) or id(cut), cut.rank)
+        ):
+            first = group[0].layer
+            if len(group) == 1:
+                found[first.name] = group[0].change()
+                continue
+            systems = DiagonalSystem.stack([cut.system for cut in group])
+            with torch.no_grad():
+                present = stacked_parameters([cut.layer.module for cut in group])
+                values = encode_with(first.adapter, first.module, present, systems)
+            for k, cut in enumerate(group):
+                found[cut.layer.name] = cut.change({name: value[k].clone() for name, value in values.items()})
+        return [found[cut.layer.name] for cut in cuts]
 
     def following(self, module: nn.Module, adapter: SSMAdapter[Any]) -> Writing:
         moved = self.basis.vector(Triple.of(adapter.read(module)))
@@ -147,7 +187,7 @@ class LinearFamily(Family):
         """Hankel singular values, or, with `Modal`, sizes of modes."""
         found: dict[str, Tensor] = {}
         for group in _grouped(layers, lambda layer: layer.shape):
-            sigma = _by_name(group, lambda part: _values(part, choices))
+            sigma = _by_name(group, lambda part: _values(part, choices)).cpu()
             found |= {layer.name: values for layer, values in zip(group, sigma, strict=True)}
         return found
 
@@ -169,10 +209,30 @@ class LinearFamily(Family):
 
 def _values(group: list[LinearLayer], choices: Choices) -> Tensor:
     if choices.is_modal:
-        return sorted_sizes(_stacked([layer.system for layer in group]))
-    P, scale = _gramians(group, choices)
-    sigma = hankel_singular_values(_stacked([layer.balanced for layer in group]), P=P)
-    return sigma if scale is None else sigma * scale[..., None]
+        return sorted_sizes(DiagonalSystem.stack([layer.system for layer in group]))
+    pair = _pair(group, choices)
+    for k, layer in enumerate(group):
+        layer.kept[:] = [(pair, k)] if choices.cutting else []
+    sigma = (pair.values if choices.cutting else hankel_values(pair)) * pair.sigma_scale
+    sigma = sigma.reshape(len(group), *group[0].balanced.poles.shape)
+    return sigma * torch.stack([layer.measured[1] for layer in group])[..., None] if choices.is_measured else sigma
+
+
+def _pair(group: list[LinearLayer], choices: Choices) -> GramianPair:
+    """The exact Q of every layer, and its exact or measured P, over scale²."""
+    P = torch.stack([layer.measured[0] for layer in group]) if choices.is_measured else None
+    return gramian_pair(DiagonalSystem.stack([layer.balanced for layer in group]), P)
+
+
+def _known_pair(group: list[LinearLayer], choices: Choices) -> GramianPair:
+    """The same, by the spectra of these layers if they were kept: most of the work is done already."""
+    pairs = {id(pair): pair for layer in group for pair, _ in layer.kept}
+    if len(pairs) != 1 or not all(layer.kept for layer in group):
+        return _pair(group, choices)
+    (pair,), size = pairs.values(), group[0].system.bank.numel()
+    members = [place * size + k for layer in group for _, place in layer.kept for k in range(size)]
+    everything = members == list(range(len(pair.P)))
+    return pair if everything else pair[torch.tensor(members, device=pair.P.device)]
 
 
 def _by_name(group: list[LinearLayer], work: Callable[[list[LinearLayer]], Result]) -> Result:
@@ -189,7 +249,7 @@ def _plan_group(
     group: list[LinearLayer], rank: int, spectra: Mapping[str, Tensor], choices: Choices, salt: int
 ) -> dict[str, LinearCut]:
     kept = [choices.select(spectra[layer.name], rank, salt=f"{layer.name}@{salt}") for layer in group]
-    systems, states = _stacked([layer.system for layer in group]), None
+    systems, states = DiagonalSystem.stack([layer.system for layer in group]), None
     if not isinstance(choices.select, Largest):
         # (layers, *bank, r).
         bank = group[0].system.bank
@@ -197,36 +257,24 @@ def _plan_group(
     if choices.is_modal:
         reduction = drop_modes(systems, rank, states)
     else:
-        reduction = reduce_system(systems, rank, states=states, fold=choices.fold, P=_gramians(group, choices)[0])
-    cuts = {}
+        pair = _known_pair(group, choices)
+        reduction = reduce_system(systems, rank, states=states, fold=choices.fold, pair=pair)
+    bounds: list[float | None] = [None] * len(group)
+    if reduction.error_bound is not None:
+        bounds = reduction.error_bound.reshape(len(group), -1).amax(-1).tolist()
+    cuts = []
     for k, layer in enumerate(group):
-        bound = None if reduction.error_bound is None else float(reduction.error_bound[k].max())
         lost = energy_lost(spectra[layer.name], kept[k])
-        cut = LinearCut(layer, reduction.system[k], reduction.change[k], bound, None, lost)
-        squares = cut.squared_change()
-        cuts[layer.name] = cut if squares is None else replace(cut, measured_error=ratio_of(squares))
-    return cuts
+        cuts.append(LinearCut(layer, reduction.system[k], reduction.change[k], bounds[k], None, lost))
+    squares = [square for cut in cuts if (square := cut.squared_change()) is not None]
+    if squares:  # of all layers, or of none
+        ratios = map(ratio_of, torch.stack(squares).cpu())
+        cuts = [replace(cut, measured_error=ratio) for cut, ratio in zip(cuts, ratios, strict=True)]
+    return {cut.layer.name: cut for cut in cuts}
 
 
-def _gramians(group: list[LinearLayer], choices: Choices) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Measured Gramians over scale², and the scales, powers of two; None for exact Gramians."""
-    if not choices.is_measured:
-        return None, None
-    found = [scaled_gramian(layer.observations) for layer in group if layer.observations is not None]
-    P, scales = zip(*found, strict=True)
-    return torch.stack(P), torch.stack(scales)
-
-
-def _stacked(systems: list[DiagonalSystem]) -> DiagonalSystem:
-    B, C = torch.stack([system.B for system in systems]), torch.stack([system.C for system in systems])
-    logs = [system.log_poles for system in systems if system.log_poles is not None]
-    if len(logs) == len(systems):
-        return DiagonalSystem.from_log_poles(torch.stack(logs), B, C)
-    return DiagonalSystem(torch.stack([system.poles for system in systems]), B, C)
-
-
-def _grouped(layers: Sequence[LinearLayer], key: Callable[[LinearLayer], object]) -> list[list[LinearLayer]]:
-    groups: dict[object, list[LinearLayer]] = {}
-    for layer in layers:
-        groups.setdefault(key(layer), []).append(layer)
+def _grouped(items: Sequence[Item], key: Callable[[Item], object]) -> list[list[Item]]:
+    groups: dict[object, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
     return list(groups.values())

@@ -7,19 +7,20 @@ B' = Ψᴴ B, C' = C Φ, Λ' = diag(Ψᴴ Λ Φ), Ψᴴ Φ = I.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, SupportsIndex, final
 
 import torch
 from jaxtyping import Bool, Complex, Float, Int
 from torch import Tensor
 
-from compressm.control import DiagonalSystem, balanced_truncation
+from compressm.control import DiagonalSystem
 from compressm.control import fold as fold_modes
-from compressm.control.balancing import rounding_floor
+from compressm.control.balancing import GramianPair, balance, rounding_floor
 from compressm.control.folding import lower_half
+from compressm.control.hankel import gramian_pair
 from compressm.control.linear_algebra import largest_part, modulus, power_of_two, square_modulus
-from compressm.control.truncation import mode_norms
+from compressm.control.truncation import mode_norms, truncated
 
 
 @final
@@ -62,6 +63,11 @@ class BasisChange:
         """The change of one or several members of the bank."""
         parts = (self.right, self.left, self.old_conjugated, self.new_conjugated)
         return BasisChange(*(part[member] for part in parts))
+
+    @classmethod
+    def stack(cls, changes: Sequence[BasisChange]) -> BasisChange:
+        """The changes of several systems of equal shapes as those of a bank."""
+        return cls(*(torch.stack([getattr(change, part.name) for change in changes]) for part in fields(cls)))
 
     def to(self, device: torch.device | str) -> BasisChange:
         """A copy on `device`."""
@@ -133,17 +139,21 @@ def reduce_system(
     states: Sequence[int] | Int[Tensor, "..."] | None = None,
     fold: bool = True,
     P: Complex[Tensor, "*bank n n"] | Float[Tensor, "*bank n n"] | None = None,
+    pair: GramianPair | None = None,
 ) -> LinearReduction:
     """Balance, keep `order` states (or those that `states` names) and diagonalise; batched over all leading axes.
 
     The error of Re(C h) is at most `error_bound`. A measured `P` belongs to the states of `fold(system)`, or, with
-    fold=False (the paper's arithmetic), to those of the system itself. Modes get the mean ratio of ‖b‖ to ‖c‖ of the
-    old system and the phase closest to that of the old modes: stored values keep their size and their meaning. An order
-    above the numerical rank #{σ > n ε σ₁} gives that rank, because the other states have no effect.
+    fold=False (the paper's arithmetic), to those of the system itself; so do both Gramians of a `pair`. Modes get the
+    mean ratio of ‖b‖ to ‖c‖ of the old system and the phase closest to that of the old modes: stored values keep their
+    size and their meaning. An order above the numerical rank #{σ > n ε σ₁} gives that rank, because the other states
+    have no effect.
     """
     system = system.detach()
     balanced = fold_modes(system) if fold else system
-    truncation = balanced_truncation(balanced, order, states=states, P=P).diagonalise()
+    both = gramian_pair(balanced, P) if pair is None else pair
+    bounded = not both.P_is_measured
+    truncation = truncated(balanced, order, states, lambda _, kept: balance(both, kept), bounded=bounded).diagonalise()
     nothing = torch.zeros_like(system.poles, dtype=torch.bool)
     phase = _turn(truncation.right)
     right, left = truncation.right * phase, truncation.left * phase

@@ -9,18 +9,20 @@ xᵢ the squares are E[(Re x')²] = Σ (Re zᵢ)² E[(Re xᵢ)²] + (Im zᵢ)² 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias, final
 
 import torch
 from jaxtyping import Bool, Complex, Float
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from compressm.adapters import SSMAdapter, state_axes
-from compressm.adapters.base import parameter_of, read_with
+from compressm.adapters.base import encode_with, parameter_of, read_with, stacked_parameters, stacking_key
 from compressm.control import DiagonalSystem
+from compressm.control.validation import values_unread
 from compressm.families.base import Change, Values, Writing
 from compressm.families.linear.reduction import BasisChange, Triple
 
@@ -150,26 +152,14 @@ def _or_zeros(part: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if part is None else part.detach()
 
 
-def _encoding_at(adapter: SSMAdapter[Any], module: nn.Module, system: DiagonalSystem | Triple) -> Jacobian:
-    """The Jacobian of s → θ at a system."""
-    with torch.enable_grad():
-        parts = {name: part.clone().requires_grad_() for name, part in vars(Triple.of(system)).items()}
-        return Jacobian(parts, adapter.encode(module, DiagonalSystem(*parts.values())))
-
-
-def _reading_at(adapter: SSMAdapter[Any], module: nn.Module, values: Values) -> Jacobian:
-    """The Jacobian of θ → s at parameter values, whose order may differ from the module's."""
-    with torch.enable_grad():
-        leaves = {name: value.detach().double().clone().requires_grad_() for name, value in values.items()}
-        system = read_with(adapter, module, leaves)
-        parts = {"poles": system.poles, "B": system.B, "C": system.C}
-        return Jacobian(leaves, {name: part.to(torch.complex128) for name, part in parts.items()})
-
-
 @final
 @dataclass(frozen=True)
 class ModuleChange(Change):
-    """A module before the cut, its old and new system, and the parameter values of the new one."""
+    """A module before the cut, its old and new system, and the parameter values of the new one.
+
+    Several modules whose cuts have the same shapes can be stacked: `present` then holds all their parameters, and
+    these, the systems and the new values have one more axis, the first.
+    """
 
     module: nn.Module
     adapter: SSMAdapter[Any]
@@ -177,6 +167,39 @@ class ModuleChange(Change):
     new: DiagonalSystem
     basis: BasisChange
     writing: Writing
+    present: Values | None = None
+
+    @property
+    def stacking_key(self) -> Hashable | None:
+        # An order that stays leaves no trace in the shapes.
+        return None if self.new.order == self.old.order else stacking_key(self.module, self.adapter)
+
+    @classmethod
+    def together(cls, changes: Sequence[ModuleChange]) -> ModuleChange:
+        order = max(change.new.order for change in changes)
+        filled = [change._filled(order) for change in changes]
+        first, present = filled[0], stacked_parameters([change.module for change in filled])
+        values = {name: torch.stack([change.values[name] for change in filled]) for name in first.values}
+        old, new = (DiagonalSystem.stack([getattr(change, which) for change in filled]) for which in ("old", "new"))
+        basis = BasisChange.stack([change.basis for change in filled])
+        return cls(first.module, first.adapter, old, new, basis, replace(first.writing, values=values), present)
+
+    def _filled(self, order: int) -> ModuleChange:
+        """The same change to a higher order: its last mode is repeated, and the copies take nothing from old modes.
+
+        No mode depends on others, so the first ones are carried as without the copies.
+        """
+        if (more := order - self.new.order) == 0:
+            return self
+        poles, B, C = (_repeated(getattr(self.new, part), axis, more) for part, axis in _STATE_AXES.items())
+        values = dict(self.values)
+        for name in self.resized:
+            values[name] = _repeated(values[name], self.axes[name], more)
+        right, left = (pad(columns, (0, more)) for columns in (self.basis.right, self.basis.left))
+        conjugated = _repeated(self.basis.new_conjugated, -1, more)
+        basis = BasisChange(right, left, self.basis.old_conjugated, conjugated)
+        new = DiagonalSystem._unchecked(poles, None, B, C)
+        return replace(self, new=new, basis=basis, writing=replace(self.writing, values=values))
 
     @property
     def resized(self) -> Sequence[str]:
@@ -219,7 +242,7 @@ class ModuleChange(Change):
             given = {self.parts[name][0] for name in squares if self.parts[name] and name not in self.redundant}
             for name in self.redundant & squares.keys():
                 if not given.issuperset(sources[name]):
-                    results[name] = torch.full_like(results[name], float(squares[name].mean()))
+                    results[name] = self._means(squares[name], results[name])
         return results
 
     def _sources_of(self, name: str) -> list[str]:
@@ -236,8 +259,13 @@ class ModuleChange(Change):
                 for name in squares:
                     results[name] += moved[name] * moved[name] if self.parts[name][:1] == [part] else 0
         for name in self.redundant & squares.keys():
-            results[name] = torch.full_like(results[name], float(squares[name].mean()))
+            results[name] = self._means(squares[name], results[name])
         return results
+
+    def _means(self, squares: Tensor, like: Tensor) -> Tensor:
+        """The mean of the squares of every module, in the shape of `like`."""
+        means = squares.flatten(self._leading).mean(-1)
+        return means.reshape(*means.shape, *[1] * (like.ndim - self._leading)).expand_as(like).clone()
 
     def _spreads(self, squares: Values, carry: Carry, basis: BasisChange) -> dict[str, Spread]:
         """The spreads of poles, B and C of the new system; a part without a parameter is left out."""
@@ -267,31 +295,55 @@ class ModuleChange(Change):
     def axes(self) -> dict[str, int]:
         """The axis of the states in every parameter that has one."""
         if self.new.order == self.old.order:  # no axis changes its size, so the adapter has to tell
-            return state_axes(self.module, self.adapter)
-        shapes = {name: (parameter_of(self.module, name).shape, value.shape) for name, value in self.values.items()}
+            return {name: axis + self._leading for name, axis in state_axes(self.module, self.adapter).items()}
+        shapes = {name: (self._present[name].shape, value.shape) for name, value in self.values.items()}
         changed = {name: [a != b for a, b in zip(*pair, strict=True)] for name, pair in shapes.items()}
         return {name: axes.index(True) for name, axes in changed.items() if any(axes)}
+
+    @property
+    def _leading(self) -> int:
+        """The number of axes of the stack."""
+        return 0 if self.present is None else 1
+
+    @cached_property
+    def _present(self) -> Values:
+        return {name: parameter_of(self.module, name) for name in self.values} if self.present is None else self.present
 
     @cached_property
     def encoding(self) -> Jacobian:
         """s → θ at the old system, where it gives the present values."""
-        return _encoding_at(self.adapter, self.module, self.old)
+        return self._encoding_at(self.old)
 
     @cached_property
     def reading(self) -> Jacobian:
         """θ → s at the new values."""
-        return _reading_at(self.adapter, self.module, self.values)
+        return self._reading_at(self.values)
 
     @cached_property
     def old_reading(self) -> Jacobian:
         """θ → s at the present values."""
-        present = {name: parameter_of(self.module, name) for name in self.values}
-        return _reading_at(self.adapter, self.module, present)
+        return self._reading_at({name: self._present[name] for name in self.values})
 
     @cached_property
     def new_encoding(self) -> Jacobian:
         """s → θ at the new system as the module stores it."""
-        return _encoding_at(self.adapter, self.module, self.stored)
+        return self._encoding_at(self.stored)
+
+    def _encoding_at(self, system: DiagonalSystem | Triple) -> Jacobian:
+        """The Jacobian of s → θ at a system."""
+        # Its values were read when the cut was planned.
+        with torch.enable_grad(), values_unread():
+            parts = {name: part.clone().requires_grad_() for name, part in vars(Triple.of(system)).items()}
+            leaf = DiagonalSystem(*parts.values())
+            return Jacobian(parts, encode_with(self.adapter, self.module, self.present or {}, leaf))
+
+    def _reading_at(self, values: Values) -> Jacobian:
+        """The Jacobian of θ → s at parameter values, whose order may differ from the module's."""
+        with torch.enable_grad(), values_unread():
+            leaves = {name: value.detach().double().clone().requires_grad_() for name, value in values.items()}
+            system = read_with(self.adapter, self.module, {**(self.present or {}), **leaves})
+            parts = {"poles": system.poles, "B": system.B, "C": system.C}
+            return Jacobian(leaves, {name: part.to(torch.complex128) for name, part in parts.items()})
 
     @cached_property
     def stored(self) -> Triple:
@@ -316,7 +368,17 @@ class ModuleChange(Change):
 
     def _is_redundant(self, name: str) -> bool:
         gradient = self.encoding.pullback({name: torch.ones_like(self.encoding.outputs[name])})
-        return not any(bool(part.any()) for part in gradient.values())
+        return not bool(torch.stack([part.any() for part in gradient.values()]).any())
+
+
+# The axis of the states in each part of a system.
+_STATE_AXES = {"poles": -1, "B": -2, "C": -1}
+
+
+def _repeated(tensor: Tensor, axis: int, more: int) -> Tensor:
+    """The tensor with `more` copies of its last entry along an axis."""
+    last = tensor.narrow(axis, tensor.shape[axis] - 1, 1)
+    return torch.cat([tensor, *[last] * more], dim=axis)
 
 
 def _modes_first(part: str, entries: Tensor) -> Tensor:
