@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import compressm as cs
+from compressm.errors import CompressionError
+from compressm.layers.parameters import Kept
 from compressm_lab.bench.timing import capture
 from compressm_lab.bench.train_step import StepCase, build_batch, build_model, eager_step, make_optimizer
 
@@ -120,3 +122,40 @@ def test_a_cut_of_selective_layers_on_a_gpu_is_that_on_the_cpu(method):
         found[device] = errors, model.eval()(there)[0].detach().cpu()
     assert found["cuda"][0] == pytest.approx(found["cpu"][0], rel=0.02)
     torch.testing.assert_close(found["cuda"][1], found["cpu"][1], rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize("room", [True, False], ids=["on the GPU", "on the CPU"])
+def test_weights_that_a_calibration_changes_are_put_back(room, monkeypatch):
+    if not room:
+        monkeypatch.setattr("compressm.layers.parameters._SHARE", 10**12)
+    model, optimizer, x, _ = trained("cuda")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def writes(model):
+        model(x)
+        model.head.weight.data.mul_(2)
+        model.blocks[1].ssm.D.data = model.blocks[1].ssm.D.data.clone()
+
+    with pytest.raises(CompressionError, match=r"calibrate changed head\.weight;"):
+        cs.compress_(model, optimizer=optimizer, keep=cs.TargetOrder(12), calibrate=writes)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_copies_of_weights_stay_on_the_gpu():
+    model, *_ = trained("cuda")
+    assert all(kept.copy.is_cuda for kept in Kept(model)._tensors.values())
+
+
+@pytest.mark.parametrize("ranks", [(12, 12, 12), (12, 9, 5)], ids=str)
+def test_measured_errors_on_a_gpu_are_those_on_the_cpu(ranks):
+    errors = {}
+    for device in ("cpu", "cuda"):
+        model, optimizer, x, _ = trained(device)
+        events = cs.compress_(
+            model,
+            optimizer=optimizer,
+            keep=lambda spectra: dict(zip(spectra, ranks, strict=True)),
+            calibrate=lambda model, x=x: model(x),
+        )
+        errors[device] = [event.measured_error for event in events]
+    assert errors["cuda"] == pytest.approx(errors["cpu"], rel=1e-2)

@@ -49,7 +49,7 @@ class Kept:
     """The tensors of a model as they are now, which `restore_` puts back: objects, shapes, flags, gradients, values.
 
     Without `values` nothing is copied: a tensor that was written in its own memory keeps the new values. Copies are on
-    the CPU.
+    the CPU, or on the GPU of their tensors if they take at most an eighth of its free memory.
     """
 
     def __init__(self, model: nn.Module, *, values: bool = True) -> None:
@@ -59,9 +59,13 @@ class Kept:
             for table in ("_parameters", "_buffers", "_modules")
         ]
         values_held = (value for *_, before in self._held for value in before.values())
-        tensors = {id(value): value for value in values_held if isinstance(value, Tensor)}
+        tensors = {id(value): value for value in values_held if isinstance(value, Tensor) and _is_made(value)}
+        beside = _with_memory(tensors.values()) if values else set()
         with torch.no_grad():
-            self._tensors = {number: _KeptTensor(value, values) for number, value in tensors.items() if _is_made(value)}
+            self._tensors = {
+                number: _KeptTensor(value, (value.device if value.device in beside else _CPU) if values else None)
+                for number, value in tensors.items()
+            }
 
     def hide_gradients_(self) -> None:
         """Set all gradients to None until `restore_`; a backward pass would add to them in place."""
@@ -72,7 +76,8 @@ class Kept:
     def restore_(self) -> list[str]:
         """Put everything back; return the names of parameters that had other values, and of replaced parts."""
         with torch.no_grad():
-            changed = {number for number, kept in self._tensors.items() if kept.restore_()}
+            same = _same_bits_each({number: kept.pair for number, kept in self._tensors.items() if kept.pair})
+            changed = {number for number, kept in self._tensors.items() if kept.restore_(same.get(number))}
         names = []
         for path, owner, table, held, before in self._held:
             present = owner[table]  # a ModuleList makes a new one if an item is deleted
@@ -89,20 +94,31 @@ class Kept:
 
 
 class _KeptTensor:
-    def __init__(self, tensor: Tensor, values: bool) -> None:
+    def __init__(self, tensor: Tensor, device: torch.device | None) -> None:
+        """Keep a tensor, with a copy of its values on `device` if one is given."""
         self.tensor, self.data = tensor, tensor.data
         self.gradient, self.requires_grad = (tensor.grad if tensor.is_leaf else None), tensor.requires_grad
-        self.copy = tensor.detach().to("cpu", copy=True) if values and not tensor.is_meta else None
+        self.copy = tensor.detach().to(device, copy=True) if device is not None and not tensor.is_meta else None
 
-    def restore_(self) -> bool:
-        """Put the tensor back; True if its shape, dtype, device or a bit of its values had changed."""
+    @property
+    def pair(self) -> tuple[Tensor, Tensor] | None:
+        """The tensor and its copy, if both are on a GPU and the tensor is where it was."""
+        tensor, copy = self.tensor, self.copy
+        there = copy is not None and copy.device.type != "cpu" and _place(tensor) == _place(self.data)
+        return (tensor.detach(), copy) if there and copy is not None else None
+
+    def restore_(self, same: bool | None) -> bool:
+        """Put the tensor back; True if its shape, dtype, device or a bit of its values had changed.
+
+        `same` is True if all bits of tensor and copy are the same, None if nobody has compared them.
+        """
         tensor = self.tensor
         is_changed = _kind(tensor) != _kind(self.data)
         if _place(tensor) != _place(self.data):
             # Other memory may hold the same values.
             is_changed = is_changed or (self.copy is not None and not _same_bits(tensor, self.copy))
             replace_data(tensor, self.data)
-        if self.copy is not None and not _same_bits(tensor, self.copy):
+        if self.copy is not None and not (_same_bits(tensor, self.copy) if same is None else same):
             is_changed = True
             # `.data` keeps the version that autograd checks: the values are those of the earlier forward pass.
             with torch.inference_mode(tensor.is_inference()):
@@ -133,16 +149,53 @@ def _place(tensor: Tensor) -> tuple[object, ...]:
 
 def _same_bits(tensor: Tensor, copy: Tensor) -> bool:
     """True if all bits are the same; NaN equals itself."""
-    now = tensor.detach().cpu()
+    now = tensor.detach().to(copy.device)
     if now.shape != copy.shape or now.dtype != copy.dtype:
         return False
-    if now.layout is not torch.strided or now.is_quantized:
+    if not _has_bits(now):
         return torch.equal(now, copy)
-    bits = _INTEGERS.get(now.itemsize, torch.uint8)
-    return torch.equal(*(value.resolve_conj().resolve_neg().reshape(-1).view(bits) for value in (now, copy)))
+    return torch.equal(_bits(now), _bits(copy))
+
+
+def _same_bits_each(pairs: Mapping[int, tuple[Tensor, Tensor]]) -> dict[int, bool]:
+    """The same for tensors and copies of equal shapes on GPUs, each of which is waited for once."""
+    flags: dict[torch.device, dict[int, Tensor]] = {}
+    for number, (tensor, copy) in pairs.items():
+        if _has_bits(tensor):
+            flags.setdefault(tensor.device, {})[number] = (_bits(tensor) == _bits(copy)).all()
+    return {
+        number: same
+        for there in flags.values()
+        for number, same in zip(there, torch.stack(list(there.values())).tolist(), strict=True)
+    }
+
+
+def _has_bits(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.resolve_conj().resolve_neg().reshape(-1).view(_INTEGERS.get(tensor.itemsize, torch.uint8))
 
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CPU = torch.device("cpu")
+_SHARE = 8
+
+
+def _with_memory(tensors: Iterable[Tensor]) -> set[torch.device]:
+    """The GPUs on which copies of their tensors take at most an eighth of the free memory."""
+    needed: dict[torch.device, int] = {}
+    for tensor in tensors:
+        if tensor.is_cuda:
+            needed[tensor.device] = needed.get(tensor.device, 0) + tensor.numel() * tensor.element_size()
+    return {device for device, size in needed.items() if _SHARE * size <= _free(device)}
+
+
+def _free(device: torch.device) -> int:
+    """The free memory of a GPU, with that which torch keeps for tensors."""
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
 
 
 # Carries a state of a layer, as its `step` takes it, through a cut; leading axes are sequences.
@@ -228,6 +281,11 @@ def begin_work_(model: nn.Module, call: str, undo: ExitStack) -> object:
 def end_work_(mark: object) -> None:
     """Let the model be cut again."""
     _at_work.pop(mark, None)
+
+
+def is_idle() -> bool:
+    """True if no call works on any model."""
+    return not _at_work
 
 
 def require_idle(model: nn.Module, call: str) -> None:
