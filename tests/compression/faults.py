@@ -114,6 +114,10 @@ SCENARIOS = {
         lambda run: run.compressor.step(5),
     ),
     "compress_": (lambda folder: Run(folder).train(1, 3), Run.once),
+    "a step between cuts": (
+        lambda folder: Run(folder, [1.0] * 3, when=(5,)).train(1, 3),
+        lambda run: run.compressor.step(3),
+    ),
 }
 
 

@@ -13,7 +13,7 @@ from compressm.compression.record import Cut, Restored
 from compressm.compression.rollback import Rollback
 from compressm.errors import CompressionError
 from compressm.families.choices import Random, Smallest
-from compressm.layers import LRU, S4D, S5
+from compressm.layers import LRU, S4D, S5, Mamba
 from compressm.models import SequenceClassifier
 
 
@@ -29,18 +29,26 @@ def batches(count, seed=7):
     ]
 
 
-def test_where_libraries_load_late_a_cut_is_rehearsed_that_changes_nothing(monkeypatch):
+@pytest.mark.parametrize("with_data", [False, True])
+@pytest.mark.parametrize("kind", [LRU, S5, S4D, Mamba])
+def test_where_libraries_load_late_a_cut_is_rehearsed_that_changes_nothing(kind, with_data, monkeypatch):
     from compressm.compression import planning as rehearsal
 
-    planned, plan = [], rehearsal._planned
+    if kind is Mamba and not with_data:
+        pytest.skip("Mamba needs data")
+    carried, carry = [], rehearsal.rehearse_moments
     monkeypatch.setattr(rehearsal, "_SLOW_TO_LOAD", ("cpu",))
-    monkeypatch.setattr(rehearsal, "_planned", lambda *args, **kwargs: planned.append(plan(*args, **kwargs)))
-    model, calls = make(), []
+    monkeypatch.setattr(
+        rehearsal, "rehearse_moments", lambda changes, *args: carried.append(changes) or carry(changes, *args)
+    )
+    model, calls = make(kind), []
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     optimizer = torch.optim.AdamW(model.parameters())
-    Compressor(model, optimizer, when=[1], keep=TargetOrder(12), calibrate=calls.append)
-    assert [cut.system.order for cut in planned[0]] == [6, 6]
+    data = {"calibrate": calls.append} if with_data else {}
+    Compressor(model, optimizer, when=[1], keep=TargetOrder(12), **data)
+    assert [change.module for change in carried[0]] == [block.ssm for block in model.blocks]
     assert not calls
+    assert not optimizer.state
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -403,3 +411,41 @@ def test_policies_that_cut_no_model_are_refused():
         Compressor(model, when=[1], keep=KeepFraction(1.0), overrides={"blocks.0.*": KeepFraction(1.0)})
     Compressor(model, when=[1], keep=KeepFraction(1.0), overrides={"blocks.0.*": KeepFraction(0.5)})
     assert compress_(model, keep=KeepFraction(1.0)) == []
+
+
+def test_between_cuts_a_step_does_nothing_and_later_ones_are_still_made(monkeypatch):
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters())
+    compressor = Compressor(model, optimizer, when=[3, 10, 20], keep=KeepFraction(0.5), gate=1.0)
+    acted, act = [], Compressor._act_
+    monkeypatch.setattr(Compressor, "_act_", lambda self, now, undo: acted.append(now) or act(self, now, undo))
+    for step in range(1, 22):
+        assert bool(compressor.step(step)) == (step in (3, 10, 20)), step
+    assert acted == [1, 3, 10, 20]
+    assert compressor.state_dict()["seen"] == 21
+
+
+def test_a_skipped_cut_is_made_and_a_step_that_is_passed_again_is_not_after_quiet_steps():
+    model = make()
+    compressor = Compressor(model, when=[3, 10], keep=KeepFraction(0.5), gate=1.0)
+    for step in (1, 2, 3, 4, 5, 3):
+        compressor.step(step)
+    assert [event.step for event in compressor.history] == [3, 3]
+    assert compressor.step(4) == []
+    assert len(compressor.step(np.int64(12))) == 2
+    saved = compressor.state_dict()
+    other = Compressor(model, when=[3, 10, 13], keep=KeepFraction(0.5), gate=1.0)
+    other.step(1)
+    other.load_state_dict({**saved, "schedule": [3, 10, 13]})
+    assert len(other.step(13)) == 2
+
+
+def test_a_guard_judges_after_quiet_steps():
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters())
+    scores = [1.0, 0.1]
+    guard = Rollback(lambda: scores.pop(0), settle=3)
+    compressor = Compressor(model, optimizer, when=[2], keep=KeepFraction(0.5), gate=1.0, guard=guard)
+    events = {step: compressor.step(step) for step in range(1, 9)}
+    assert [step for step, found in events.items() if found] == [2, 5]
+    assert isinstance(events[5][0], Restored)

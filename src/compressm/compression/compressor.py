@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import warnings
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any, SupportsIndex
@@ -24,7 +26,7 @@ from compressm.families import Layer
 from compressm.families.choices import Gramian, Largest, Selection, WhiteNoise, require_count
 from compressm.families.observing import Calibrate
 from compressm.families.selective.methods import Baked, SelectiveMethod
-from compressm.layers.parameters import begin_work_, end_work_, hold_, holders_beside, require_idle
+from compressm.layers.parameters import begin_work_, end_work_, hold_, holders_beside, is_idle, require_idle
 
 # The options of the paper's own arithmetic.
 PAPER: Mapping[str, Any] = {"gramian": WhiteNoise(), "fold": False, "moments": Slice()}
@@ -82,7 +84,7 @@ class Compressor:
             layers = self._cutter.check()
             if never_cuts(keep, overrides):
                 raise CompressionError(f"keep is {keep}, with which no layer of any order is cut: expected rho below 1")
-            rehearse(layers, options)
+            rehearse(layers, options, None if trainer is None else moments)
         if guard is not None:
             self._watch = Watch(guard, self._cutter.inner, trainer, rates, follow, processes)
         # The orders before the first call; None once it came, or a state was loaded.
@@ -91,6 +93,8 @@ class Compressor:
             hold_(self._cutter.inner, self, parts_of(trainer))
         self._ended = False
         self._seen: int | None = None
+        # Nothing is due before this step; 0 if that is not known.
+        self._until: float = 0
         self.history: list[Event] = []
 
     @property
@@ -114,7 +118,12 @@ class Compressor:
         A step of the schedule counts once, even if it is passed again; a skipped step counts at the next call. After an
         error nothing has changed. An interruption in the very last moment may come after the cut: then it is recorded.
         """
+        # Between cuts a call takes less than a microsecond.
+        if type(step) is int and self._seen is not None and self._seen < step < self._until and is_idle():
+            self._seen = step
+            return []
         now = require_count("step", step, low=0)
+        self._until = 0
         require_idle(self._cutter.inner, f"Compressor.step({now})")
         if self._first_orders is not None:
             self._warn(now, self._first_orders)
@@ -128,6 +137,7 @@ class Compressor:
             raise
         if self._watch is not None:
             self._watch.tidy()
+        self._until = self._next()
         return events
 
     def _warn(self, now: int, orders: Mapping[str, int]) -> None:
@@ -189,6 +199,13 @@ class Compressor:
         earlier = step - 1 if self._seen is None else self._seen
         return any(earlier < due <= step for due in self._schedule)
 
+    def _next(self) -> float:
+        """The first step at which something may be due."""
+        seen = -1 if self._seen is None else self._seen
+        cuts = [] if self._ended else self._schedule[bisect_right(self._schedule, seen) :][:1]
+        judging = [] if self._watch is None or self._watch.snapshot is None else [self._watch.due]
+        return min([*cuts, *judging], default=math.inf)
+
     def _meet(self, call: str) -> None:
         guard = self._guard
         limits = None if guard is None else (guard.drop, guard.settle, guard.lower_is_better)
@@ -196,6 +213,7 @@ class Compressor:
 
     def accept(self) -> None:
         """Keep the cuts that the guard has not judged yet; they cannot be undone then. All processes must call it."""
+        self._until = 0
         if self._watch is not None:
             self._watch.accept()
 
@@ -223,7 +241,7 @@ class Compressor:
                 f"the state has cuts that a guard was to judge at step {watch.get('due')}; this compressor has no guard"
                 " and keeps them: to have them judged, make it with the same guard=Rollback(...)"
             )
-        self._first_orders = None
+        self._first_orders, self._until = None, 0
         self._ended = bool(state["ended"])
         self._seen = state.get("seen")
         self.history = [event_of(stored) for stored in state["history"]]
