@@ -41,6 +41,8 @@ class CutCase:
     gramian: str = "white noise"
     moments: str = "Transport"
     unequal: bool = False
+    # Batches of a calibration, and the sequences of each; 2 to 10 sequences are enough for a good Gramian.
+    calibration: tuple[int, int] = (1, 8)
 
     @property
     def ranks(self) -> list[int]:
@@ -58,6 +60,20 @@ def cut_cases(models: Iterable[StepCase], rank: int | None = None) -> tuple[CutC
     return tuple(cases)
 
 
+# A bank of S4D, as large as a small model has it, measured on as many batches as a compressor takes by default.
+_BANK = StepCase(
+    task="bank", layer="S4D", depth=1, width=16, order=64, batch=50, length=250, inputs=1, classes=10, dropout=0.0
+)
+BANK_CASES = tuple(
+    CutCase(model=_BANK, rank=32, gramian=gramian, calibration=(4, 50)) for gramian in ("white noise", "measured")
+)
+
+
+def default_cases(device: str) -> tuple[CutCase, ...]:
+    """Cuts of the default models; on a CPU also of a bank."""
+    return cut_cases(default_models(device)) + (BANK_CASES if device == "cpu" else ())
+
+
 def default_rank(model: StepCase) -> int:
     """The order that the paper cuts this model to, elsewhere a quarter."""
     return min(RANKS.get(model.task, max(1, model.order // 4)), model.order)
@@ -71,7 +87,7 @@ def default_models(device: str) -> tuple[StepCase, ...]:
 
 _MOMENTS = {"Transport": Transport(), "Restart": Restart()}
 _STEPS_BEFORE = 3
-_CALIBRATION = 8  # sequences; 2 to 10 are enough for a good Gramian
+_DUE, _CALLS = 1_000_000, 1000  # the step of the cut, and the calls of `step` before it
 
 
 def measure_cuts(
@@ -79,7 +95,7 @@ def measure_cuts(
 ) -> Measurement:
     """Time one cold and `repeats` warm cuts of each case; on the CPU with one thread."""
     rows: list[Row] = []
-    for case in cases if cases is not None else cut_cases(default_models(device)):
+    for case in cases if cases is not None else default_cases(device):
         progress(f"{case.model.task}, n = {case.model.order} → {case.rank}, {case.gramian}, {case.moments}")
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
             rows += process.submit(measure_cut, case, device, repeats).result()
@@ -97,6 +113,7 @@ def measure_cut(case: CutCase, device: str, repeats: int) -> list[Row]:
     model = case.model
     named: Row = {"task": model.task, "layers": model.depth, "order": model.order, "rank": case.rank}
     named |= {**columns(model, "width", "precision"), **columns(case, "gramian", "moments")}
+    named |= columns(model, "layer") if model.layer != StepCase.layer else {}
     named |= {"ranks": "unequal" if case.unequal else "equal", "device": where.type}
     return [{**named, "run": run, **times} for run, times in (("cold", cold), ("warm", warm))]
 
@@ -112,13 +129,15 @@ def cut_once(case: CutCase, device: torch.device) -> dict[str, float]:
     options: dict[str, Any] = {"gate": 1.0, "moments": _MOMENTS[case.moments]}
     options["keep"] = lambda spectra: dict(zip(spectra, case.ranks, strict=True))
     if case.gramian == "measured":
-        options["calibrate"] = partial(_calibrate, x=x[:_CALIBRATION], half=case.model.precision == "bfloat16")
-    compressor = Compressor(model, optimizer, when=[1], **options)
+        batches, sequences = case.calibration
+        data = [x[:sequences].roll(k, 1) for k in range(batches)]
+        options["calibrate"] = partial(_calibrate, batches=data, half=case.model.precision == "bfloat16")
+    compressor = Compressor(model, optimizer, when=[_DUE], **options)
     training = _train(step, device, _STEPS_BEFORE)
-    times = {"step_before_s": median_seconds(training, repeats=3, device=device)}
+    times = {"step_before_s": median_seconds(training, repeats=3, device=device), "between_s": _between(compressor)}
     watch = Stopwatch(device)
     with watch("cut"), watching(watch):
-        events = compressor.step(1)
+        events = compressor.step(_DUE)
     assert [event.rank for event in events if isinstance(event, Cut)] == case.ranks
     with watch("first_step"):
         del training  # a graph keeps its memory, and what it would replay has gone
@@ -130,10 +149,20 @@ def cut_once(case: CutCase, device: torch.device) -> dict[str, float]:
     return times | {"step_after_s": median_seconds(training, repeats=3, device=device)}
 
 
-def _calibrate(model: nn.Module, x: Tensor, half: bool) -> None:
-    """Run a model on a few sequences, in the precision of the training."""
-    with torch.autocast(x.device.type, torch.bfloat16, enabled=half):
-        model(x)
+def _calibrate(model: nn.Module, batches: Iterable[Tensor], half: bool) -> None:
+    """Run a model on some batches, in the precision of the training."""
+    for x in batches:
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=half):
+            model(x)
+
+
+def _between(compressor: Compressor) -> float:
+    """Seconds of a call of `step` when nothing is due."""
+    compressor.step(1)
+    start = time.perf_counter()
+    for step in range(2, 2 + _CALLS):
+        compressor.step(step)
+    return (time.perf_counter() - start) / _CALLS
 
 
 def _train(step: Callable[[], None], device: torch.device, count: int) -> Callable[[], object]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from compressm.layers import LRU
+from compressm import layers
 from compressm.models import OneMask, SequenceClassifier
 from compressm.ops import Path
 from compressm_lab.bench.timing import (
@@ -33,7 +33,7 @@ from compressm_lab.training.building import DTYPES, largest_first, products_in
 
 @dataclass(frozen=True, kw_only=True)
 class StepCase:
-    """An LRU classifier, its batch, and how a step of it runs."""
+    """A classifier of LRUs or of other linear layers, its batch, and how a step of it runs."""
 
     task: str
     depth: int
@@ -49,6 +49,7 @@ class StepCase:
     precision: str = "float32"
     path: Path | None = None
     compiled: bool = False
+    layer: str = "LRU"
 
     @property
     def sequences(self) -> int:
@@ -228,8 +229,9 @@ def build_model(case: StepCase, **layer_options: Any) -> SequenceClassifier:
     """The model of a case; where it is compiled, block by block: the regions around the SSM layers."""
     names = ("depth", "width", "order", "classes", "inputs", "vocabulary", "towers")
     sizes: dict[str, Any] = {name: getattr(case, name) for name in names}
-    options = {"path": case.path, **layer_options}
-    model = SequenceClassifier(LRU, dropout=OneMask(case.dropout), layer_options=options, **sizes)
+    options = layer_options if case.path is None else {"path": case.path, **layer_options}
+    kind = getattr(layers, case.layer)
+    model = SequenceClassifier(kind, dropout=OneMask(case.dropout), layer_options=options, **sizes)
     if case.compiled:
         for block in model.blocks:
             block.compile()

@@ -163,13 +163,13 @@ def cut(
     context: typer.Context = None,  # type: ignore[assignment]
 ) -> None:
     """Measure a whole cut in the middle of training: read, balance, truncate, encode, moments, and the next step."""
-    from compressm_lab.bench.cut import cut_cases, default_models, measure_cuts  # brings in torch's compiler
+    from compressm_lab.bench.cut import cut_cases, default_cases, default_models, measure_cuts  # brings in a compiler
     from compressm_lab.bench.train_step import paper_case
 
     if not task:
         require_unused(context, "it is for --task", "precision")
     chosen = [paper_case(name.value, precision=precision.value) for name in task or ()]
-    cases = cut_cases(chosen or default_models(device), rank)
+    cases = default_cases(device) if not chosen and rank is None else cut_cases(chosen or default_models(device), rank)
     _measure("cut", measure_cuts, device, out, cases=cases, repeats=repeats)
 
 

@@ -23,18 +23,24 @@ _STAGES = {
     "moments": ("optimizer_s",),
     "first step": ("first_step_s",),
     "all": ("total_s",),
+    "step between cuts": ("between_s",),
 }
-_CUT_COLUMNS = tuple(column for columns in _STAGES.values() for column in columns)
+_CUT_COLUMNS = tuple(column for columns in _STAGES.values() for column in columns if column != "between_s")
 _CUT_WORDS = ("task", "precision", "gramian", "moments", "ranks", "device", "run")
 _MODEL = ("layers", "order", "rank", "width")
-_CUT_CAPTION = "medians of warm cuts, in brackets the first cut of a process; on a GPU the first step is recorded anew"
+_CUT_CAPTION = (
+    "medians of warm cuts, in brackets the first cut of a process; on a GPU the first step is recorded anew;"
+    " `Compressor.step` between cuts is called every step"
+)
 
 
 def cut_grids(measurement: Measurement) -> list[Grid]:
     """Times of one cut: a table a model, a row a stage, a column for every choice of P and moments."""
-    measurement.require("cut", needed=(*_MODEL, *_CUT_WORDS, *_CUT_COLUMNS), words=_CUT_WORDS)
+    measurement.require("cut", needed=(*_MODEL, *_CUT_WORDS, *_CUT_COLUMNS), words=(*_CUT_WORDS, "layer"))
     title = "One cut: {layers} layer(s) of {width} channels, {order} → {rank} states"
-    models = grouped(measurement.rows, lambda row: title.format(**row))
+    models = grouped(
+        measurement.rows, lambda row: title.format(**row) + (f", {row['layer']}" if "layer" in row else "")
+    )
     return [_cut_grid(title, rows) for title, rows in models.items()]
 
 
@@ -44,13 +50,15 @@ def _cut_grid(title: str, rows: list[Row]) -> Grid:
         name = str(row["moments"]) + (", measured P" if row["gramian"] == "measured" else "")
         name += ", unequal" if row["ranks"] == "unequal" else ""
         variants.setdefault(name, {})[str(row["run"])] = row
-    used = [stage for stage, names in _STAGES.items() if any(float(row[name]) > 0 for row in rows for name in names)]
+    used = [
+        stage for stage, names in _STAGES.items() if any(float(row.get(name, 0)) > 0 for row in rows for name in names)
+    ]
     cells = tuple((stage, *(_cut_cell(stage, runs) for runs in variants.values())) for stage in used)
     return Grid(title, ("stage", *variants), cells, _CUT_CAPTION)
 
 
 def _cut_cell(stage: str, runs: dict[str, Row]) -> str:
-    times = {run: sum(float(row[name]) for name in _STAGES[stage]) for run, row in runs.items()}
+    times = {run: sum(float(row.get(name, 0)) for name in _STAGES[stage]) for run, row in runs.items()}
     if not any(times.values()):
         return ""
     cold = f" ({duration(times['cold'])})" if "cold" in times else ""

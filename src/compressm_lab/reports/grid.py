@@ -53,7 +53,12 @@ def column(head: str, name: str = "", show: Callable[[Any], str] = str) -> tuple
 
 
 def duration(seconds: float) -> str:
-    """A time with three digits, in milliseconds below a second: all times of a table compare at a glance."""
+    """A time with three digits, in milliseconds below a second: all times of a table compare at a glance.
+
+    Only what takes less than a microsecond is in nanoseconds.
+    """
+    if 0 < seconds < 1e-6:
+        return f"{1e9 * seconds:.3g} ns"
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 

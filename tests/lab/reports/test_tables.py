@@ -14,7 +14,7 @@ def growth(*points):
 
 
 def test_times_and_bytes_are_readable():
-    assert [duration(s) for s in (2.5, 0.0123456, 6e-6)] == ["2.5 s", "12.3 ms", "0.006 ms"]
+    assert [duration(s) for s in (2.5, 0.0123456, 6e-6, 1.2e-7)] == ["2.5 s", "12.3 ms", "0.006 ms", "120 ns"]
     assert [amount(b) for b in (12.0, 3.1e3, 4e6, 1.25e10)] == ["12 B", "3.1 kB", "4 MB", "12.5 GB"]
 
 
