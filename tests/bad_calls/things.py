@@ -43,6 +43,12 @@ run = lambda model: model(x)
 layer, stack = LRU(4, 8), nn.ModuleList([LRU(4, 8), S5(4, 8)])
 every_layer = [LRU(4, 8), S5(4, 8), S4D(4, 8), Mamba(4, 8)]
 
+def with_nan(module):
+    module = copy.deepcopy(module)
+    next(value for name, value in module.named_parameters() if name.endswith("nu_log")).data[0] = nan
+    return module
+
+
 poles = torch.tensor([0.9 + 0.1j, 0.5 - 0.2j, 0.1 + 0j], dtype=torch.complex128)
 B, C = randn(3, 2, dtype=torch.complex128), randn(2, 3, dtype=torch.complex128)
 system = DiagonalSystem(poles, B, C)

@@ -37,7 +37,7 @@ CASES = {
     "another device": ("layer(x.to('meta'))", "meta", "cpu"),
     "a step without a state": ("layer.step(x[:, 0], None)", "NoneType", "order 5"),
     "a step in another precision": ("layer.step(x[:, 0].double(), layer.initial_state(3))", "float64", "float32"),
-    "a parameter that is not finite": ("broken(layer)(x)", "not finite", "1 entries"),
+    "a parameter that is not finite": ("check_finite(broken(layer))", "not finite", "1 entries"),
     "order 0": ("type(layer)(6, order=0)", "order is 0", "at least 1"),
     "order True": ("type(layer)(6, order=True)", "order is True", "integer"),
     "width 0": ("type(layer)(0, order=5)", "width is 0", "at least 1"),

@@ -135,9 +135,8 @@ def test_a_link_takes_the_gradient_of_the_skip():
 def test_a_second_derivative_is_refused():
     (y, x, weight, bias, _, _), _ = given(8, 2, 6, None)
     out = gated_residual(y.requires_grad_(), x, weight, bias)
-    (dy,) = torch.autograd.grad(out.square().sum(), y, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dy.sum().backward()
+    with pytest.raises(RuntimeError, match=r"create_graph=True.*torch\.func"):
+        torch.autograd.grad(out.square().sum(), y, create_graph=True)
 
 
 def test_other_precisions_are_left_to_the_definition(monkeypatch):

@@ -319,9 +319,8 @@ def test_what_does_not_fit_is_refused(case, outcomes):
 def test_gradients_have_first_derivatives_only():
     u, delta, A, B, C, *_ = (x if x is None else x.requires_grad_() for x in inputs(Case()))
     y = selective_scan(u, delta, A, B, C, path=ScanPath.BLOCKED)[0]
-    (du,) = torch.autograd.grad(y.square().sum(), u, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        du.sum().backward()
+    with pytest.raises(RuntimeError, match=r"create_graph=True.*torch\.func"):
+        torch.autograd.grad(y.square().sum(), u, create_graph=True)
 
 
 def test_sequences_longer_than_a_tile_keep_six_digits():

@@ -14,7 +14,7 @@ from torch import nn
 
 from compressm import layers, load_model, save_model
 from compressm.adapters import SSMAdapter, adapts, write
-from compressm.compression import SavingError, savable
+from compressm.compression import SavingError, load_checkpoint, savable, save_checkpoint
 from compressm.control import DiagonalSystem
 from compressm.layers import LRU, S4D
 from compressm.layers.discretisation import Discretisation
@@ -158,6 +158,21 @@ def test_what_could_not_be_loaded_is_not_written(make, said, tmp_path):
     with pytest.raises(SavingError, match=said):
         save_model(make(), tmp_path / "model")
     assert not (tmp_path / "model").exists()
+
+
+def test_a_model_that_is_not_finite_replaces_no_good_one(tmp_path):
+    model = classifier()
+    save_model(model, tmp_path / "model")
+    save_checkpoint(tmp_path / "point", model=model, step=1)
+    model.blocks[0].ssm.theta_log.data[1] = torch.inf
+    said = r"blocks\.0\.ssm\.theta_log holds 1 entries that are not finite"
+    with pytest.raises(SavingError, match=said):
+        save_model(model, tmp_path / "model")
+    with pytest.raises(SavingError, match=said):
+        save_checkpoint(tmp_path / "point", model=model)
+    layers.check_finite(load_model(tmp_path / "model"))
+    assert load_checkpoint(tmp_path / "point", model=model).step == 1
+    layers.check_finite(model)
 
 
 PLAIN = {

@@ -17,6 +17,7 @@ from compressm.compression.trial import are_weights, state_after_a_step
 from compressm.control.validation import are_finite, is_finite
 from compressm.errors import CompressionError
 from compressm.families.base import Change, Values
+from compressm.layers.parameters import is_plain
 
 
 class Role(Enum):
@@ -376,7 +377,7 @@ def _require_plain(kind: str, name: str, parameter: nn.Parameter, key: str, valu
     said = f"{kind}'s {key!r} of {name}"
     if value is None or isinstance(value, int | float | str):
         return
-    if type(value) is not Tensor and type(value) is not nn.Parameter:
+    if not is_plain(value):
         raise CompressionError(f"{said} is a {type(value).__name__}, expected a number or a plain tensor")
     assert isinstance(value, Tensor)
     if is_scalar(value, parameter):

@@ -4,7 +4,7 @@ Each maps (batch, length, width) to the same shape: `forward(x, state, lengths) 
 `step(x, state) -> (y, state)` for streams. `.order` is the number of states.
 """
 
-from compressm.layers.base import LTILayer, SSMLayer
+from compressm.layers.base import LTILayer, SSMLayer, check_finite
 from compressm.layers.discretisation import ZOH, Bilinear, Discretisation
 from compressm.layers.initialisation import Initialisation, Inv, Legs, Lin
 from compressm.layers.lru import LRU
@@ -28,4 +28,5 @@ __all__ = [
     "Mamba",
     "SSMLayer",
     "SequenceError",
+    "check_finite",
 ]

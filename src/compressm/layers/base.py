@@ -130,6 +130,8 @@ class SSMLayer(Remembered, ABC):
 
     def _check(self, x: Tensor, state: Tensor | None, *, axes: str) -> None:
         """Check `x` against its axes, and the state against this layer's order."""
+        if torch.compiler.is_compiling():
+            self.mark_states_()
         shape = (*axes.split(), "width")
         if not isinstance(x, Tensor) or x.ndim != len(shape) or x.shape[-1] != self.width:
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
@@ -138,9 +140,6 @@ class SSMLayer(Remembered, ABC):
             raise SequenceError(f"x has shape {tuple(x.shape)}, expected batch and length of at least 1")
         if state is not None:
             self._check_state(state, x.shape[0])
-        reference = next(self.parameters())
-        if not reference.is_cuda:  # on a GPU this would wait for the device, which a captured graph cannot do
-            require_finite_parameters(self)
 
     def _check_state(self, state: object, batch: int) -> None:
         expected = tuple(self.initial_state(batch).shape)
@@ -156,7 +155,10 @@ class SSMLayer(Remembered, ABC):
 
     def _check_kind(self, x: Tensor, cast: tuple[torch.dtype, ...]) -> None:
         """Require the device and dtype of the parameters, or, under autocast, a dtype from `cast`."""
-        reference = next(self.parameters())
+        # Not by `self.parameters()`, whose sizes torch.compile takes as constants.
+        own = (parameter for parameter in self.__dict__["_parameters"].values() if parameter is not None)
+        reference = next(own, None)
+        reference = next(self.parameters()) if reference is None else reference
         castable = x.dtype in cast and torch.is_autocast_enabled(reference.device.type)
         if (x.dtype != reference.dtype and not castable) or x.device != reference.device:
             raise SequenceError(f"x is {x.dtype} on {x.device}, expected {reference.dtype} on {reference.device}")
@@ -285,25 +287,22 @@ def require_switches(**given: bool) -> None:
             raise SequenceError(f"{name} is {value!r:.100}, expected True or False")
 
 
-def require_finite_parameters(layer: nn.Module) -> None:
-    """Refuse NaN and infinity; the error names the first parameter that holds one."""
-    with torch.no_grad():
-        # NaN and infinity survive a sum: one sum over all small parameters takes a third of the time of one for each.
-        small = [parameter.flatten() for parameter in layer.parameters() if parameter.numel() < 2**16]
-        large = [parameter.sum() for parameter in layer.parameters() if parameter.numel() >= 2**16]
-        if torch.stack([*large, torch.cat(small).sum() if small else large[0]]).sum().isfinite():
-            return
-    for name, parameter in layer.named_parameters():
-        if not bool(torch.isfinite(parameter).all()):
-            raise SequenceError(f"{name} holds {int((~torch.isfinite(parameter)).sum())} entries that are not finite")
+def check_finite(module: nn.Module) -> None:
+    """Refuse NaN and infinity in the parameters of a module; the error names the first parameter that holds one.
+
+    A cut and saving check this by themselves; `forward` and `step` do not, as they would have to wait for the device.
+    """
+    if not isinstance(module, nn.Module):
+        raise SequenceError(f"module is {module!r:.80}, expected an nn.Module")
+    for name, parameter in module.named_parameters():
+        if not is_lazy(parameter) and (bad := int((~torch.isfinite(parameter.detach())).sum())):
+            raise SequenceError(f"{name} holds {bad} entries that are not finite, expected none")
 
 
 class LTILayer(SSMLayer):
     """A linear recurrence over time with `width` input and output channels."""
 
     needs_gate = True
-    # The axis of the states in every parameter that grows with the order.
-    STATE_AXES: ClassVar[Mapping[str, int]]
     D: nn.Parameter
 
     @property
@@ -339,6 +338,7 @@ class LTILayer(SSMLayer):
         """
         # On a CPU D is added to the first response, which costs nothing; in padding D·x stays as it was.
         inside = skip and lengths is None and isinstance(x, Tensor) and not x.is_cuda
+        inside = inside and not torch.compiler.is_compiling()
         # A hook may have changed x: then its gradient takes the ordinary path.
         drive = drive if drive is not None and drive.u is x else None
         y, state = self._mix(x, state, lengths, keep_state, self.D if inside else None, drive)
@@ -358,8 +358,4 @@ class LTILayer(SSMLayer):
         D: Tensor | None,
         drive: Link | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The recurrence, plus the skip D·x if D is given.
-
-        All code whose shapes contain the order is in here, behind `torch.compiler.disable`: the compiled code around it
-        is not compiled again after a cut.
-        """
+        """The recurrence, plus the skip D·x if D is given."""

@@ -81,7 +81,6 @@ class LRU(LTILayer):
         single = all(parameter.dtype is torch.float32 for parameter in parameters)
         return parameters if self.path is None and single else None
 
-    @torch.compiler.disable
     def _mix(
         self,
         x: Tensor,

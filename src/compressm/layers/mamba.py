@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import NamedTuple, final
+from typing import ClassVar, NamedTuple, final
 
 import torch
 from jaxtyping import Float, Int
@@ -14,13 +14,13 @@ from torch.nn.functional import linear, silu
 
 from compressm.layers.base import SSMLayer, keeps_arguments, require_batch, require_sizes, require_switches
 from compressm.layers.discretisation import random_log_steps
-from compressm.layers.parameters import refuse_to_train_, replace_data
+from compressm.layers.parameters import Ordered, refuse_to_train_, replace_data
 from compressm.layers.streaming import EagerStepper, SelectiveStepper, Stepper
 from compressm.ops import SequenceError
 from compressm.ops.block.pooling import valid_rows
 from compressm.ops.dispatch import is_watched, kernels_serve, require_lengths, require_path
 from compressm.ops.selective import ScanPath, selective_scan, selective_step
-from compressm.ops.selective.conv_and_gate import causal_conv
+from compressm.ops.selective.conv_and_gate import causal_conv, sum_of_shifts
 
 # Tensors that only a layer with maps has; A_imag only with complex rates.
 OF_MAPS = ("B_map", "C_map", "orders", "A_imag")
@@ -103,6 +103,8 @@ class Mamba(SSMLayer):
 
     After `keep_maps_` every channel has its own states, and rates may be complex.
     """
+
+    STATE_AXES: ClassVar[Mapping[str, int]] = {"A_log": 1, "A_imag": 1, "B_map": -2, "C_map": -1}
 
     # Set only if every channel has its own states; otherwise None.
     B_map: Tensor | None
@@ -290,8 +292,6 @@ class Mamba(SSMLayer):
             return delta, B, C
         return delta, mapped(self.B_map, B), mapped(self.C_map.mT, C)
 
-    # All code whose shapes contain the order is in here: the compiled code around it is not compiled again after a cut.
-    @torch.compiler.disable
     def _mix(
         self, vz: Tensor, state: Tensor | None, lengths: Tensor | None, keep_state: bool
     ) -> tuple[Tensor, Tensor | None]:
@@ -313,6 +313,8 @@ class Mamba(SSMLayer):
         self, v: Float[Tensor, "batch length inner"], before: Float[Tensor, "batch inner past"] | None
     ) -> Float[Tensor, "batch length inner"]:
         """u = silu(conv1d(v)), where `before` holds the inputs before v."""
+        if torch.compiler.is_compiling():
+            return sum_of_shifts(v, self.conv1d.weight, self.conv1d.bias, None if before is None else before.mT)
         if not kernels_serve(v):
             before = v.new_zeros(v.shape[0], self.inner, self.conv_width - 1) if before is None else before.to(v.dtype)
             return silu(self.conv1d(torch.cat([before, v.mT], dim=-1))).mT
@@ -338,8 +340,6 @@ class Mamba(SSMLayer):
         h = h if self.A_imag is None else h.movedim(1, -2).flatten(-2)
         return torch.cat([last.to(h.dtype), h], dim=-1)
 
-    # This reads values from the device, which no compiler can trace.
-    @torch.compiler.disable
     def _check_sequence(self, x: Tensor, state: Tensor | None, lengths: Tensor | None) -> None:
         self._check(x, state, axes="batch length")
         self._check_kind(x, (torch.bfloat16, torch.float16, torch.float32))
@@ -387,8 +387,10 @@ class Mamba(SSMLayer):
 
 
 @final
-class RowsAsStored(nn.Linear):
+class RowsAsStored(Ordered, nn.Linear):
     """A linear map whose `out_features` follow its weight: a cut or a checkpoint changes the number of rows."""
+
+    STATE_AXES: ClassVar[Mapping[str, int]] = {"weight": 0}
 
     @property
     def out_features(self) -> int:

@@ -17,8 +17,79 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import _foreach_supported_types
 
 from compressm.errors import CompressionError
+
+
+class StateParameter(nn.Parameter):
+    """A parameter with an axis of states in a compiled model.
+
+    torch.compile takes the sizes of parameters that are just `nn.Parameter` as constants: it would compile again after
+    every cut. `Ordered.mark_states_` changes the class of a parameter; its identity, values and hooks stay.
+    """
+
+
+@final
+class StateRows(StateParameter):
+    """A parameter whose first axis counts states."""
+
+    _dynamo_weak_dynamic_indices: ClassVar = {0}  # what torch._dynamo.maybe_mark_dynamic writes into a tensor
+
+
+@final
+class StateColumns(StateParameter):
+    """A parameter whose second axis counts states."""
+
+    _dynamo_weak_dynamic_indices: ClassVar = {1}
+
+
+_KINDS = (StateRows, StateColumns)
+# An optimizer of torch updates its parameters one by one if the class of one is not in this list.
+_foreach_supported_types.extend(_KINDS)
+
+
+def is_plain(tensor: object) -> bool:
+    """True for a tensor or parameter that is not sharded, quantised or else of another package."""
+    return type(tensor) in (Tensor, nn.Parameter, *_KINDS)
+
+
+class Ordered(nn.Module):
+    """A module with parameters and buffers whose sizes depend on an order that may change."""
+
+    # The axis of the states in every such tensor.
+    STATE_AXES: ClassVar[Mapping[str, int]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        """Look up a parameter, then what else torch finds.
+
+        torch.compile takes the sizes of all that torch's own function finds as constants; this one it traces.
+        """
+        if "_parameters" in self.__dict__:
+            parameters = self.__dict__["_parameters"]
+            if name in parameters:
+                return parameters[name]
+        return super().__getattr__(name)
+
+    def mark_states_(self) -> bool:
+        """Let torch.compile take the sizes along axes of states as dynamic, here and in all modules inside."""
+        if not torch.compiler.is_dynamo_compiling():
+            for module in self.modules():
+                if isinstance(module, Ordered):
+                    module._mark_own_states_()
+        return True
+
+    # As torch.compiler.assume_constant_result, which would load the compiler: this runs while a model is traced.
+    mark_states_._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def _mark_own_states_(self) -> None:
+        for name, axis in self.STATE_AXES.items():
+            tensor = self._parameters.get(name, self._buffers.get(name))
+            if type(tensor) is nn.Parameter:
+                tensor.__class__ = _KINDS[axis]
+            elif type(tensor) is Tensor:
+                vars(tensor)["_dynamo_weak_dynamic_indices"] = {axis % tensor.ndim}
+
 
 _form_changes = 0
 
@@ -400,7 +471,7 @@ def _updates(kind: type[nn.Module]) -> list[str]:
     return [name for name in names if callable(getattr(kind, name, None))]
 
 
-class Remembered(nn.Module):
+class Remembered(Ordered):
     """A module whose copies are remembered while they live: if there are none, no average needs to be searched."""
 
     copies: ClassVar[WeakSet[nn.Module]] = WeakSet()

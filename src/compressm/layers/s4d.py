@@ -78,7 +78,6 @@ class S4D(LTILayer):
         """s and 2 C, as real pairs."""
         return self.discrete()[1:]
 
-    @torch.compiler.disable
     def _mix(
         self,
         x: Tensor,

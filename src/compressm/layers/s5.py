@@ -88,7 +88,6 @@ class S5(LTILayer):
         """s B and 2 C, as real pairs."""
         return self.discrete()[1:]
 
-    @torch.compiler.disable
     def _mix(
         self,
         x: Tensor,

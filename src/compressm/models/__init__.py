@@ -1,7 +1,4 @@
-"""Models built on the SSM layers: a residual block, a sequence classifier and a small language model.
-
-No shape outside an SSM layer depends on its order: the compiled code around the layers stays valid after a cut.
-"""
+"""Models built on the SSM layers: a residual block, a sequence classifier and a small language model."""
 
 from compressm.models.block import Block, Blocks, Dropout, MixerBlock, OneMask, PerElement, ResidualBlock
 from compressm.models.classifier import ClassifierState, SequenceClassifier

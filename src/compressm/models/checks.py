@@ -8,6 +8,7 @@ from torch import Tensor
 
 from compressm.layers import SequenceError
 from compressm.ops.block.pooling import valid_rows
+from compressm.ops.dispatch import can_read
 
 
 def require_counts(*, at_least: int = 1, **given: int) -> None:
@@ -54,11 +55,9 @@ def require_lengths(lengths: Tensor | None, x: Tensor, axes: tuple[str | int, ..
     require_within("lengths", lengths, 1, length)
 
 
-# This reads values from the device, which no compiler can trace.
-@torch.compiler.disable
 def require_within(name: str, values: Tensor, low: int, high: int) -> None:
-    """Require all values from `low` to `high`; not checked while a CUDA graph is recorded, which cannot read values."""
-    if values.is_cuda and torch.cuda.is_current_stream_capturing():
+    """Require all values from `low` to `high`, where values can be read."""
+    if not can_read(values):
         return
     least, most = torch.stack(torch.aminmax(values)).tolist()
     if least < low or most > high:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,6 +13,7 @@ from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 
 class SequenceError(ValueError):
@@ -29,8 +31,42 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def kernels_serve(x: Tensor) -> bool:
-    """True on a GPU with Triton, up to float32, outside `torch.compile`, which fuses plain torch by itself."""
-    return not torch.compiler.is_compiling() and x.device.type in _DEVICES and x.dtype in _DTYPES and has_triton()
+    """True on a GPU with Triton, up to float32, outside torch.compile and torch.func, which take plain torch."""
+    if torch.compiler.is_compiling() or x.device.type not in _DEVICES or x.dtype not in _DTYPES:
+        return False
+    return has_triton() and not is_transformed()
+
+
+def is_transformed() -> bool:
+    """True inside torch.func and forward-mode derivatives, which need nothing but operations of torch."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse `create_graph` for the gradient of a Function: a second derivative would miss what it computes."""
+
+    @functools.wraps(backward)
+    def alone(ctx: Any, *grads: Any) -> Any:
+        require_last_derivative()
+        return backward(ctx, *grads)
+
+    return alone
+
+
+def require_last_derivative() -> None:
+    """Refuse to compute a gradient that is to be differentiated again."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "create_graph=True: gradients of layers and models cannot be differentiated again here; take second"
+            " derivatives by torch.func, such as torch.func.grad of torch.func.grad, which runs them in plain torch"
+        )
+
+
+def can_read(values: Tensor) -> bool:
+    """False where no value can be read: in torch.compile and torch.func, and while a CUDA graph is recorded."""
+    if torch.compiler.is_compiling() or is_transformed():
+        return False
+    return not (values.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def is_watched(module: nn.Module) -> bool:
@@ -174,8 +210,8 @@ def require_lengths(lengths: Tensor | None, batch: int, length: int) -> None:
     if not isinstance(lengths, Tensor) or lengths.shape != (batch,) or lengths.dtype not in (torch.int32, torch.int64):
         got = f"{lengths.dtype} {tuple(lengths.shape)}" if isinstance(lengths, Tensor) else repr(lengths)
         raise SequenceError(f"lengths are {got}, expected an integer tensor of shape ({batch},)")
-    if lengths.is_cuda and torch.cuda.is_current_stream_capturing():
-        return  # values cannot be read while a CUDA graph is being recorded
+    if not can_read(lengths):
+        return
     low, high = torch.stack(lengths.aminmax()).tolist()
     if low < 1 or high > length:
         raise SequenceError(f"lengths range from {low} to {high}, expected 1 to {length}")

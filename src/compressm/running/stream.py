@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from compressm.compression.distributed import unwrapped
 from compressm.errors import warn_caller
-from compressm.layers import SequenceError, SSMLayer
-from compressm.layers.base import require_batch, require_finite_parameters, require_switches
+from compressm.layers import SequenceError, SSMLayer, check_finite
+from compressm.layers.base import require_batch, require_switches
 from compressm.layers.parameters import StateHolder, StateMap, form_changes, hold_states_
 from compressm.layers.streaming import Stepper
 from compressm.models import Block, Blocks, ClassifierState, LanguageModel, MixerBlock, SequenceClassifier
@@ -293,7 +293,7 @@ class _Program:
             self._decode = self._answering(model)
 
     def _stepper(self, layer: SSMLayer, *, gain: float = 1.0, scaled: bool = False) -> Stepper:
-        require_finite_parameters(layer)
+        check_finite(layer)
         stepper = layer.stepper(self.wide, gain=gain, scaled=scaled)
         self.layers.append(layer)
         self.steppers.append(stepper)

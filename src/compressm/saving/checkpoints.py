@@ -30,7 +30,7 @@ from compressm.compression.surgery import take_orders_
 from compressm.errors import CompressionError, NoSuchFileError, SavingError
 from compressm.families.observing import random_state, set_random_state
 from compressm.files import replacing
-from compressm.layers.parameters import Kept, replace_data, require_idle
+from compressm.layers.parameters import Kept, is_plain, replace_data, require_idle
 from compressm.saving.fitting import (
     followers_in,
     require_contents,
@@ -44,7 +44,15 @@ from compressm.saving.fitting import (
     resized,
 )
 from compressm.saving.kinds import as_path, require_model, require_state
-from compressm.saving.rebuilding import by_forms, keyed_state, module_versions, orders_of, plain_state, take_forms_
+from compressm.saving.rebuilding import (
+    by_forms,
+    keyed_state,
+    module_versions,
+    orders_of,
+    plain_state,
+    require_finite_layers,
+    take_forms_,
+)
 
 _LEAVES = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
 _ALLOWED = "tensors, numbers, text, None, and dicts, lists, tuples and sets of them"
@@ -72,7 +80,7 @@ def plain(value: Any, where: str) -> Any:
 
 
 def _stored(value: Tensor, where: str) -> Tensor:
-    if type(value) not in (Tensor, torch.nn.Parameter):
+    if not is_plain(value):
         raise SavingError(f"{where} is a {type(value).__name__}, expected a plain tensor: gather what is sharded")
     if value.layout is not torch.strided:
         raise SavingError(f"{where} is a tensor of the layout {value.layout}, expected a dense one: use to_dense()")
@@ -219,6 +227,7 @@ def save_checkpoint(
         "step": step,
         "extra": extra,
     }
+    require_finite_layers(model)
     try:
         _write(path, contents)
     except RecursionError:

@@ -20,7 +20,16 @@ from compressm.compression.cutting import ordinary_tensors
 from compressm.errors import NoSuchFileError, SavingError
 from compressm.files import replacing
 from compressm.saving.kinds import as_path, require_model
-from compressm.saving.rebuilding import Description, build, describe, first_names, plain_modules, plain_state, rebuild
+from compressm.saving.rebuilding import (
+    Description,
+    build,
+    describe,
+    first_names,
+    plain_modules,
+    plain_state,
+    rebuild,
+    require_finite_layers,
+)
 
 FORMAT_VERSION = 1
 
@@ -39,6 +48,7 @@ def save_model(model: nn.Module, path: str | os.PathLike[str]) -> None:
     target = _to_write(path)
     core = plain_modules(model)[""]
     description, tensors = describe(core), _tensors(core)
+    require_finite_layers(core)
     rebuild(description, tensors)  # a model that could not be loaded is not written
     config = {"version": FORMAT_VERSION, **asdict(description)}
     config["sha256"] = _digest(config, tensors)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from compressm.adapters import adapter_for, find
 from compressm.adapters.base import plain_name
 from compressm.errors import SavingError
-from compressm.layers import SSMLayer
+from compressm.layers import SSMLayer, check_finite
+from compressm.layers.parameters import is_plain
 from compressm.ops import SequenceError
 from compressm.saving.kinds import Stored, decode, encode, is_known_by_arguments
 
@@ -35,12 +36,22 @@ def plain_state(model: nn.Module) -> dict[str, Tensor]:
     state = model.state_dict(keep_vars=True)
     named = {name: state[key] for name, key in state_names(model).items()}
     for name, value in named.items():
-        if type(value) not in (Tensor, nn.Parameter):
+        if not is_plain(value):
             raise SavingError(
                 f"{name} is a {type(value).__name__}, expected a plain tensor: gather what is sharded, and remove "
                 "what is not a tensor from the state dict"
             )
     return named
+
+
+def require_finite_layers(model: nn.Module) -> None:
+    """Refuse to save SSM layers with NaN or infinity: the file that is there may be the last good one."""
+    for name, module in plain_modules(model).items():
+        if isinstance(module, SSMLayer):
+            try:
+                check_finite(module)
+            except SequenceError as error:
+                raise SavingError(f"{name}.{error}" if name else str(error)) from error
 
 
 def module_versions(model: nn.Module) -> dict[str, Any]:

@@ -226,7 +226,7 @@ def measure_step(
 
 
 def build_model(case: StepCase, **layer_options: Any) -> SequenceClassifier:
-    """The model of a case; where it is compiled, block by block: the regions around the SSM layers."""
+    """The model of a case; where it is compiled, block by block."""
     names = ("depth", "width", "order", "classes", "inputs", "vocabulary", "towers")
     sizes: dict[str, Any] = {name: getattr(case, name) for name in names}
     options = layer_options if case.path is None else {"path": case.path, **layer_options}

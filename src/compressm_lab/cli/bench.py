@@ -37,9 +37,7 @@ LoopWay = StrEnum("LoopWay", "eager compiled captured laboratory plain plain_com
 
 DeviceOption = Annotated[Device, typer.Option(help="Where to measure.")]
 RepeatsOption = Annotated[int, integer_option("Repeats; the median counts.")]
-CompileOption = Annotated[
-    bool, typer.Option("--compile/--no-compile", help="Compile the regions around the SSM layers first.")
-]
+CompileOption = Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the blocks of the model first.")]
 OutOption = Annotated[Path, typer.Option(help="Folder for the result file.")]
 PicturedOutOption = Annotated[Path, typer.Option(help="Folder for the result file and the picture.")]
 OUT = Path("out/bench")

@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from compressm.ops.dispatch import once_differentiable
 from compressm.ops.launching_triton import launched
 from compressm.ops.memory import Launch, cdiv, next_power_of_2
 from compressm.ops.sums_triton import column_sums

@@ -7,12 +7,18 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.functional import gelu
 
 from compressm.ops.block.norm import Link, leave_moments
-from compressm.ops.dispatch import SequenceError, kernels_serve, require_floats_on_one_device, require_shapes
+from compressm.ops.dispatch import (
+    SequenceError,
+    is_transformed,
+    kernels_serve,
+    once_differentiable,
+    require_floats_on_one_device,
+    require_shapes,
+)
 from compressm.ops.memory import MANY, packed_row, packed_weight, steps_a_row
 
 
@@ -174,7 +180,7 @@ def gated_residual(
     D ⊙ u goes to the link instead of u. Under autocast the product has its dtype. If `measured`, moments may be
     attached to the result for a batch norm that reads it next (`moments_of`).
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_transformed():
         return plain_gated_residual(y, x, weight, bias, u, D, link, keep, rate)
     _check(y, x, weight, bias, u, D, link, keep, rate)
     if not kernels_serve(y):

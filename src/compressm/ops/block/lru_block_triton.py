@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from compressm.ops.block.gated_residual_triton import NarrowGatedResidual, WideGatedResidual
 from compressm.ops.block.norm import RunningStatistics, leave_moments, moments_of
 from compressm.ops.block.norm_triton import FusedBatchNorm
-from compressm.ops.dispatch import full_precision
+from compressm.ops.dispatch import full_precision, once_differentiable
 from compressm.ops.lti.cost import FEW_STATES, NARROW
 from compressm.ops.lti.layer_triton import ChunkedLayer, NarrowLayer
 from compressm.ops.lti.lru_system_triton import LRUSystem

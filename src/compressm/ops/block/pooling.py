@@ -8,12 +8,12 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from compressm.ops.dispatch import kernels_serve
+from compressm.ops.dispatch import is_transformed, kernels_serve
 
 
 def time_mean(x: Float[Tensor, "batch length width"]) -> Float[Tensor, "batch width"]:
     """The mean over time, summed in float32 at least."""
-    return x.mean(dim=1) if torch.compiler.is_compiling() else TimeMean.apply(x)
+    return x.mean(dim=1) if torch.compiler.is_compiling() or is_transformed() else TimeMean.apply(x)
 
 
 class TimeMean(torch.autograd.Function):

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Complex, Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+from compressm.ops.dispatch import once_differentiable
 from compressm.ops.lti.recurrence import (
     accumulate_,
     from_interleaved,

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from jaxtyping import Complex, Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+from compressm.ops.dispatch import once_differentiable
 from compressm.ops.lti.cost import best_chunk, fast_length, walks_pairs
 from compressm.ops.lti.recurrence import (
     complex_dtype,
@@ -21,6 +21,7 @@ from compressm.ops.lti.recurrence import (
     to_complex,
     to_pair,
 )
+from compressm.ops.opaque import define_recomputed
 
 
 def impulse_response(
@@ -146,7 +147,6 @@ def padded_order(
     B: Float[Tensor, "2 n p"],
     C: Float[Tensor, "2 q n"],
     state: Float[Tensor, "batch 2 n"] | None,
-    *,
     multiple: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Add idle modes up to the next multiple: matrices of other sizes miss the fast kernels of a GPU."""
@@ -155,6 +155,23 @@ def padded_order(
         return log_poles, B, C, state
     idle = None if state is None else pad(state, (0, missing))
     return pad(log_poles, (0, missing), value=-1.0), pad(B, (0, 0, 0, missing)), pad(C, (0, missing)), idle
+
+
+def _fake_padded_order(
+    log_poles: Tensor, B: Tensor, C: Tensor, state: Tensor | None, multiple: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    m = (B.shape[1] + multiple - 1) // multiple * multiple
+    idle = None if state is None else state.new_empty(state.shape[0], 2, m)
+    return log_poles.new_empty(2, m), B.new_empty(2, m, B.shape[2]), C.new_empty(2, C.shape[1], m), idle
+
+
+# As an op, because torch.compile would compile once for orders that are multiples and once for others.
+define_recomputed(
+    "padded_order",
+    "Tensor log_poles, Tensor B, Tensor C, Tensor? state, int multiple",
+    padded_order,
+    _fake_padded_order,
+)
 
 
 def convolution(

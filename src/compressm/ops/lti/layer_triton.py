@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
+from compressm.ops.dispatch import once_differentiable
 from compressm.ops.launching_triton import launched
 from compressm.ops.lti.scan_triton import Walk, _carried, _next_span, _poles, _power, _powers, _rows, _times
 from compressm.ops.memory import cdiv
@@ -244,6 +245,7 @@ class NarrowLayer(torch.autograd.Function):
         return _multiplied(h, C.flatten(1).mT, u.new_empty(batch, length, C.shape[0]))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         u, B, C, h, table, state = ctx.saved_tensors
         dy, (segments, segment, log_dtype) = grads[0].contiguous(), ctx.walk
@@ -412,6 +414,7 @@ class ChunkedLayer(torch.autograd.Function):
         return y.view(batch, -1, q)[:, :length]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         blocks, logs, B, C, collect, collect_t, emit, emit_t, own, before, state = ctx.saved_tensors
         (_, n, p), q, sizes = B.shape, C.shape[0], ctx.sizes

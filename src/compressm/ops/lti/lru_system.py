@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from compressm.ops.dispatch import has_triton
+from compressm.ops.dispatch import kernels_serve
 
 
 def plain_system(
@@ -40,7 +40,7 @@ def lru_system(
     On a GPU idle modes round n up to m, a multiple of 8: products of other sizes miss its fast kernels.
     """
     parameters = (nu_log, theta_log, gamma_log, B_re, B_im, C_re, C_im)
-    if nu_log.is_cuda and has_triton() and all(tensor.dtype == torch.float32 for tensor in parameters):
+    if kernels_serve(nu_log) and all(tensor.dtype == torch.float32 for tensor in parameters):
         from compressm.ops.lti.lru_system_triton import LRUSystem
 
         return LRUSystem.apply(*parameters, dtype)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from compressm.ops.dispatch import once_differentiable
 from compressm.ops.launching_triton import launched
 from compressm.ops.memory import cdiv
 
@@ -105,6 +106,7 @@ class LRUSystem(torch.autograd.Function):
         return logs, B, C.transpose(0, 1)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved, (n, m, p, q) = ctx.saved_tensors, ctx.sizes
         arriving = (grads[0].contiguous(), grads[1].contiguous(), grads[2].transpose(0, 1).contiguous())

@@ -8,10 +8,10 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Complex, Float
+from jaxtyping import Complex, Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from compressm.ops.dispatch import once_differentiable
 from compressm.ops.lti.cost import WIDE
 from compressm.ops.memory import empty_in_large_pages
 
@@ -91,6 +91,38 @@ def recurrence(
     return history
 
 
+def by_doublings(
+    x: Float[Tensor, "batch length 2 n"],
+    log_poles: Float[Tensor, "2 n"],
+    state: Float[Tensor, "batch 2 n"] | None,
+    lengths: Int[Tensor, " batch"] | None = None,
+) -> tuple[Float[Tensor, "batch length 2 n"], Float[Tensor, "batch 2 n"]]:
+    """Return every h and the one at each sequence's end, by log₂ L sums h[t] + λˢ h[t − s] with s = 1, 2, 4, …
+
+    These are operations on real numbers, which torch.func can transform in every way.
+    """
+    h = x
+    if state is not None:
+        h = torch.cat([x[:, :1] + _times_power(log_poles, 1, state.to(x.dtype))[:, None], x[:, 1:]], dim=1)
+    shift = 1
+    while shift < x.shape[1]:
+        h = torch.cat([h[:, :shift], h[:, shift:] + _times_power(log_poles, shift, h[:, :-shift])], dim=1)
+        shift *= 2
+    if lengths is None:
+        return h, h[:, -1]
+    ends = (lengths - 1)[:, None, None, None].expand(-1, 1, *h.shape[2:])
+    return h, h.gather(1, ends)[:, 0]
+
+
+def _times_power(
+    log_poles: Float[Tensor, "2 n"], exponent: int, h: Float[Tensor, "*rest 2 n"]
+) -> Float[Tensor, "*rest 2 n"]:
+    decay, phase = exponent * log_poles.double()
+    a, b = ((torch.exp(decay) * part).to(h.dtype) for part in (torch.cos(phase), torch.sin(phase)))
+    re, im = h.unbind(-2)
+    return torch.stack([a * re - b * im, b * re + a * im], dim=-2)
+
+
 class TwoLevelRecurrence(torch.autograd.Function):
     """Every h; g[t] = ∂L/∂h[t] + λ̄ g[t+1] gives ∂L/∂x = g, ∂L/∂h₀ = λ̄ g[1], ∂L/∂log λ = Σ conj(g[t]) λ h[t−1]."""
 
@@ -105,12 +137,36 @@ class TwoLevelRecurrence(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        h, log_poles, state = ctx.saved_tensors
-        poles = powers(log_poles, 1, first=1, dtype=h.dtype)[0]
-        g = grads[0].clone(memory_format=torch.contiguous_format)
-        accumulate_(g, short_powers(log_poles, g.shape[1]).conj_physical(), backwards=True)
-        pull = (g[:, 1:].conj() * h[:, :-1]).sum((0, 1)) + (g[:, 0].conj() * state).sum(0)
-        return g, logarithmic(pull * poles).to(log_poles.dtype), poles.conj() * g[:, 0]
+        return _gradient_(grads[0].clone(memory_format=torch.contiguous_format), *ctx.saved_tensors)
+
+
+def _gradient_(
+    g: Complex[Tensor, "batch length n"],
+    h: Complex[Tensor, "batch length n"],
+    log_poles: Float[Tensor, "2 n"],
+    state: Complex[Tensor, "batch n"],
+) -> tuple[Complex[Tensor, "batch length n"], Float[Tensor, "2 n"], Complex[Tensor, "batch n"]]:
+    """∂L/∂x, which replaces ∂L/∂h in g, ∂L/∂log λ and ∂L/∂h₀."""
+    poles = powers(log_poles, 1, first=1, dtype=h.dtype)[0]
+    accumulate_(g, short_powers(log_poles, g.shape[1]).conj_physical(), backwards=True)
+    pull = (g[:, 1:].conj() * h[:, :-1]).sum((0, 1)) + (g[:, 0].conj() * state).sum(0)
+    return g, logarithmic(pull * poles).to(log_poles.dtype), poles.conj() * g[:, 0]
+
+
+def two_level_gradient(
+    dh: Float[Tensor, "batch length 2 n"],
+    dlast: Float[Tensor, "batch 2 n"] | None,
+    h: Float[Tensor, "batch length 2 n"],
+    log_poles: Float[Tensor, "2 n"],
+    state: Float[Tensor, "batch 2 n"] | None,
+) -> tuple[Float[Tensor, "batch length 2 n"], Float[Tensor, "2 n"], Float[Tensor, "batch 2 n"]]:
+    """∂L/∂x, ∂L/∂log λ and ∂L/∂h₀ from the gradients of what `two_level_recurrence` returns."""
+    g, every = to_complex(dh, -2), to_complex(h, -2)
+    if dlast is not None:
+        g[:, -1] += to_complex(dlast, -2)
+    start = torch.zeros_like(g[:, 0]) if state is None else to_complex(state, -2).to(g.dtype)
+    dx, dlog, dstate = _gradient_(g, every, log_poles, start)
+    return to_pair(dx, -2), dlog, to_pair(dstate, -2)
 
 
 def short_powers(log_poles: Float[Tensor, "2 n"], length: int) -> Complex[Tensor, "size n"]:
@@ -341,17 +397,30 @@ class PairRecurrence(torch.autograd.Function):
         if dh is None and dlast is None:
             return None, None, None
         dh = h.new_zeros(()).expand_as(h) if dh is None else dh
-        g = empty_in_large_pages(tuple(h.shape), h.dtype)
-        pull = torch.zeros(2, h.shape[-1], dtype=torch.float64)
-        for times in _walk(h)(dh, g, log_poles, dlast, backwards=True):
-            if ctx.needs_input_grad[1]:
-                later = slice(max(times.start, 1), times.stop)
-                pull += _pull(g[:, later], h[:, later.start - 1 : later.stop - 1])
-        if state is not None:
-            pull += _pull(g[:, :1], state[:, None].to(h.dtype))
-        pole, first = _pole(log_poles), to_complex(g[:, 0].double(), 1)
-        dstate = None if state is None else to_pair(pole.conj() * first, 1).to(state.dtype)
-        return g, logarithmic(to_complex(pull, 0) * pole).to(log_poles.dtype), dstate
+        return pair_gradient(dh, dlast, h, log_poles, state, of_poles=ctx.needs_input_grad[1])
+
+
+def pair_gradient(
+    dh: Float[Tensor, "batch length 2 n"],
+    dlast: Float[Tensor, "batch 2 n"] | None,
+    h: Float[Tensor, "batch length 2 n"],
+    log_poles: Float[Tensor, "2 n"],
+    state: Float[Tensor, "batch 2 n"] | None,
+    *,
+    of_poles: bool = True,
+) -> tuple[Float[Tensor, "batch length 2 n"], Float[Tensor, "2 n"], Float[Tensor, "batch 2 n"] | None]:
+    """∂L/∂x, ∂L/∂log λ (0 if not `of_poles`) and ∂L/∂h₀ from the gradients of what `pair_recurrence` returns."""
+    g = empty_in_large_pages(tuple(h.shape), h.dtype)
+    pull = torch.zeros(2, h.shape[-1], dtype=torch.float64)
+    for times in _walk(h)(dh, g, log_poles, dlast, backwards=True):
+        if of_poles:
+            later = slice(max(times.start, 1), times.stop)
+            pull += _pull(g[:, later], h[:, later.start - 1 : later.stop - 1])
+    if state is not None:
+        pull += _pull(g[:, :1], state[:, None].to(h.dtype))
+    pole, first = _pole(log_poles), to_complex(g[:, 0].double(), 1)
+    dstate = None if state is None else to_pair(pole.conj() * first, 1).to(state.dtype)
+    return g, logarithmic(to_complex(pull, 0) * pole).to(log_poles.dtype), dstate
 
 
 def _walk(x: Float[Tensor, "batch length 2 n"]) -> Callable[..., Iterator[slice]]:

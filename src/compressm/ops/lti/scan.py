@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -9,7 +12,7 @@ from torch import Tensor
 from compressm.ops.block.norm import Link
 from compressm.ops.dispatch import (
     full_precision,
-    has_triton,
+    is_transformed,
     require_floats_on_one_device,
     require_given,
     require_lengths,
@@ -19,9 +22,13 @@ from compressm.ops.dispatch import (
 from compressm.ops.lti import forms as bank_forms
 from compressm.ops.lti import forms as layer_forms
 from compressm.ops.lti.chunked import chunked
-from compressm.ops.lti.cost import FEW_STATES, NARROW, Path, cheapest_path, layer_chunk, walks_pairs
-from compressm.ops.lti.recurrence import complex_dtype, pair_recurrence, to_complex, to_pair, two_level_recurrence
+from compressm.ops.lti.cost import FEW_STATES, NARROW, Path, cheapest_path, layer_chunk
+from compressm.ops.lti.recurrence import by_doublings, complex_dtype, to_complex, to_pair
+from compressm.ops.lti.states import every_state, raised, runs_kernels, scan
 from compressm.ops.memory import keep_freed_memory
+from compressm.ops.opaque import define_recomputed, recomputed
+
+Recurrence = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 
 def recurrence_loop(
@@ -45,10 +52,11 @@ def lti_loop(
     B: Float[Tensor, "2 n p"],
     C: Float[Tensor, "2 q n"],
     state: Float[Tensor, "batch 2 n"] | None = None,
+    recurrence: Recurrence = recurrence_loop,
 ) -> tuple[Float[Tensor, "batch length q"], Float[Tensor, "batch 2 n"]]:
     """Compute y[t] = Re(C h[t]) in a loop, with h driven by B u."""
     x = torch.einsum("blp,rnp->blrn", u, B)
-    h, last = recurrence_loop(x, log_poles, state)
+    h, last = recurrence(x, log_poles, state)
     return torch.einsum("bln,qn->blq", h[:, :, 0], C[0]) - torch.einsum("bln,qn->blq", h[:, :, 1], C[1]), last
 
 
@@ -58,17 +66,17 @@ def bank_loop(
     B: Float[Tensor, "2 width n"],
     C: Float[Tensor, "2 width n"],
     state: Float[Tensor, "batch 2 width n"] | None = None,
+    recurrence: Recurrence = recurrence_loop,
 ) -> tuple[Float[Tensor, "batch length width"], Float[Tensor, "batch 2 width n"]]:
     """Compute one system a channel in a loop: y[t, i] = Re(Cᵢ hᵢ[t]), hᵢ driven by Bᵢ uᵢ."""
     x = torch.einsum("blw,rwn->blrwn", u, B).flatten(-2)
-    h, last = recurrence_loop(x, log_poles.flatten(-2), None if state is None else state.flatten(-2))
+    h, last = recurrence(x, log_poles.flatten(-2), None if state is None else state.flatten(-2))
     shape = (*h.shape[:-1], *B.shape[-2:])
     h = h.reshape(shape)
     y = (h[:, :, 0] * C[0] - h[:, :, 1] * C[1]).sum(-1)
     return y, last.reshape(len(u), *B.shape)
 
 
-@torch.compiler.disable
 def linear_recurrence(
     x: Float[Tensor, "batch length 2 n"],
     log_poles: Float[Tensor, "2 n"],
@@ -85,11 +93,17 @@ def linear_recurrence(
     require_floats_on_one_device(x=x, log_poles=log_poles, state=state)
     if path is Path.LOOP:
         return recurrence_loop(x, log_poles, state)
+    if is_transformed():
+        h, last = by_doublings(raised(x), log_poles, None if state is None else raised(state))
+        return h.to(x.dtype), last
+    if torch.compiler.is_compiling():
+        return scan(x, log_poles, None if state is None else raised(state), True, x.shape[3])
     with full_precision(x):
-        return _recurrence(x, log_poles, None if state is None else _raised(state))
+        h, end = every_state(x, log_poles, None if state is None else raised(state))
+    assert end is not None
+    return h, end
 
 
-@torch.compiler.disable
 def lti_layer(
     u: Float[Tensor, "batch length p"],
     log_poles: Float[Tensor, "2 n"],
@@ -118,19 +132,106 @@ def lti_layer(
         state=(state, ("batch", 2, "n")),
         D=(D, ("p",)),
     )
-    sizes["q"] = C.shape[1]
     require_floats_on_one_device(u=u, log_poles=log_poles, B=B, C=C, state=state, D=D)
     require_lengths(lengths, sizes["batch"], sizes["length"])
-    path = path or cheapest_path(*(sizes[axis] for axis in ("batch", "length", "n", "p", "q")), gpu=u.is_cuda)
-    wanted = layer_dtype(u, sizes["n"], sizes["q"], path)
+    if is_transformed():
+        return _transformed(lti_loop, u, log_poles, B, C, state, lengths, D, keep_state)
+    if torch.compiler.is_compiling():
+        return _compiled_layer(u, log_poles, B, C, state, lengths, D, keep_state, path)
+    return _any_layer(u, log_poles, B, C, state, lengths, D, keep_state, path, drive)
+
+
+def _any_layer(
+    u: Tensor,
+    log_poles: Tensor,
+    B: Tensor,
+    C: Tensor,
+    state: Tensor | None,
+    lengths: Tensor | None,
+    D: Tensor | None,
+    keep_state: bool,
+    path: Path | None,
+    drive: Link | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    (batch, length, p), (_, q, n) = u.shape, C.shape
+    path = path or cheapest_path(batch, length, n, p, q, gpu=u.is_cuda)
+    wanted = layer_dtype(u, n, q, path)
     with full_precision(u):
-        work = _masked(u if _fits_narrow_kernels(u, sizes["q"], path) else u.to(wanted), lengths)
-        B, C, state = B.to(wanted), C.to(wanted), None if state is None else _raised(state)
+        work = _masked(u if _fits_narrow_kernels(u, q, path) else u.to(wanted), lengths)
+        B, C, state = B.to(wanted), C.to(wanted), None if state is None else raised(state)
         drive, D = None if lengths is not None else drive, None if D is None else D.to(wanted)
         y, last = _layer(path, work, log_poles, B, C, state, D, drive, keep_state and lengths is None)
         if keep_state and (last is None or lengths is not None):
-            last = layer_forms.final_state(_raised(work), log_poles, _raised(B), state, lengths)
+            last = layer_forms.final_state(raised(work), log_poles, raised(B), state, lengths)
         return _masked(y, lengths).to(u.dtype), last if keep_state else None
+
+
+def _transformed(
+    definition: Callable[..., tuple[Tensor, Tensor]],
+    u: Tensor,
+    log_poles: Tensor,
+    B: Tensor,
+    C: Tensor,
+    state: Tensor | None,
+    lengths: Tensor | None,
+    D: Tensor | None,
+    keep_state: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute a layer or bank inside torch.func, by operations of torch alone."""
+    with full_precision(u):
+        work = _masked(raised(u), lengths)
+        B, C, state = B.to(work.dtype), C.to(work.dtype), None if state is None else raised(state)
+        y, last = definition(work, log_poles, B, C, state, partial(by_doublings, lengths=lengths))
+        y = y if D is None else torch.addcmul(y, D.to(y.dtype), work)
+        return _masked(y, lengths).to(u.dtype), last if keep_state else None
+
+
+def _compiled_layer(
+    u: Tensor,
+    log_poles: Tensor,
+    B: Tensor,
+    C: Tensor,
+    state: Tensor | None,
+    lengths: Tensor | None,
+    D: Tensor | None,
+    keep_state: bool,
+    path: Path | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute `lti_layer` inside torch.compile, by decisions that hold for every order."""
+    wide = u.is_cuda and max(u.shape[2], C.shape[1]) > NARROW
+    if (path is Path.SCAN or (wide and path is None)) and (lengths is None or not keep_state):
+        y, last = _compiled_scan(u, log_poles, B, C, state, lengths, keep_state, multiple=8 if u.is_cuda else 1)
+    else:
+        given = (u, log_poles, B, C, state, lengths)
+        y, last = recomputed("lti_layer", given, keep_state, "" if path is None else path.name)
+    y = y if D is None else torch.addcmul(y, D.to(u.dtype), _masked(u, lengths))
+    return y, last if keep_state else None
+
+
+def _compiled_scan(
+    u: Tensor,
+    log_poles: Tensor,
+    B: Tensor,
+    C: Tensor,
+    state: Tensor | None,
+    lengths: Tensor | None,
+    keep_state: bool,
+    *,
+    multiple: int,
+) -> tuple[Tensor, Tensor]:
+    """Compute B u, scan and multiply by C; only the scan is hidden from the compiler."""
+    n, dtype = B.shape[1], raised(u).dtype
+    if u.is_cuda:
+        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else u.dtype
+    if multiple > 1:
+        log_poles, B, C, padded = recomputed("padded_order", (log_poles, B, C, state), multiple)
+        state = None if state is None else padded
+    with full_precision(u):
+        B, C, state = B.to(dtype), C.to(dtype), None if state is None else raised(state)
+        x = (_masked(u.to(dtype), lengths) @ B.flatten(0, 1).mT).reshape(*u.shape[:2], *B.shape[:2])
+        h, last = scan(x, log_poles, state, keep_state, n)
+        y = h.flatten(-2) @ torch.cat([C[0], -C[1]], dim=1).mT
+        return _masked(y, lengths).to(u.dtype), last
 
 
 def _layer(
@@ -151,7 +252,7 @@ def _layer(
     if path is Path.CHUNKED and not _fits_narrow_kernels(u, C.shape[1], path):
         chunk = layer_chunk(*u.shape[:2], B.shape[1], B.shape[2], C.shape[1])
         return chunked(u, log_poles, B, C, state, D, chunk), None
-    if path is Path.SCAN and _runs_kernels(u):
+    if path is Path.SCAN and runs_kernels(u):
         y, last = _scan_on_gpu(u, log_poles, B, C, state, drive, keep)
     else:
         y, last = _without_skip(path, u, log_poles, B, C, state)
@@ -186,7 +287,7 @@ def _scan_on_gpu(
     from compressm.ops.lti.scan_triton import driven_recurrence, triton_recurrence
 
     n = B.shape[1]
-    log_poles, B, C, state = layer_forms.padded_order(log_poles, B, C, state, multiple=8)
+    log_poles, B, C, state = layer_forms.padded_order(log_poles, B, C, state, 8)
     if drive is None:
         x = (u @ B.flatten(0, 1).mT).reshape(*u.shape[:2], 2, -1)
         h, last = triton_recurrence(x, log_poles, state, conjugate=True, keep_last=keep)
@@ -199,7 +300,6 @@ def _scan_on_gpu(
 BANK_PATHS = (Path.LOOP, Path.CONVOLUTION)
 
 
-@torch.compiler.disable
 def lti_bank(
     u: Float[Tensor, "batch length width"],
     log_poles: Float[Tensor, "2 width n"],
@@ -226,9 +326,29 @@ def lti_bank(
     )
     require_floats_on_one_device(u=u, log_poles=log_poles, B=B, C=C, state=state, D=D)
     require_lengths(lengths, sizes["batch"], sizes["length"])
+    if is_transformed():
+        return _transformed(bank_loop, u, log_poles, B, C, state, lengths, D, keep_state)
+    if not torch.compiler.is_compiling():
+        return _any_bank(u, log_poles, B, C, state, lengths, D, keep_state, path)
+    given = (u, log_poles, B, C, state, lengths)
+    y, last = recomputed("lti_bank", given, keep_state, "" if path is None else path.name)
+    return y if D is None else torch.addcmul(y, D.to(u.dtype), _masked(u, lengths)), last if keep_state else None
+
+
+def _any_bank(
+    u: Tensor,
+    log_poles: Tensor,
+    B: Tensor,
+    C: Tensor,
+    state: Tensor | None,
+    lengths: Tensor | None,
+    D: Tensor | None,
+    keep_state: bool,
+    path: Path | None,
+) -> tuple[Tensor, Tensor | None]:
     with full_precision(u):
-        work = _masked(_raised(u), lengths)
-        B, C, state = B.to(work.dtype), C.to(work.dtype), None if state is None else _raised(state)
+        work = _masked(raised(u), lengths)
+        B, C, state = B.to(work.dtype), C.to(work.dtype), None if state is None else raised(state)
         if path is Path.LOOP:
             y = bank_loop(work, log_poles, B, C, state)[0]
             y = y if D is None else y + D * work
@@ -238,42 +358,56 @@ def lti_bank(
         return _masked(y, lengths).to(u.dtype), last
 
 
-def _recurrence(x: Tensor, log_poles: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute the recurrence by Triton on a GPU; by plain torch elsewhere and for float64."""
-    if _runs_kernels(x):
-        from compressm.ops.lti.scan_triton import triton_recurrence
+def _opaque(function: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The function of a layer or bank as an op takes it: without D, with the name of a path."""
 
-        h, last = triton_recurrence(x, log_poles, state)
-        assert last is not None
-        return h, last
-    if not x.is_cuda:
-        keep_freed_memory()
-    batch, length, _, n = x.shape
-    on_pairs = not x.is_cuda and walks_pairs(batch, length, n, driven=False)
-    h, last = (pair_recurrence if on_pairs else two_level_recurrence)(_raised(x), log_poles, state)
-    return h.to(x.dtype), last
+    def op(
+        u: Tensor,
+        log_poles: Tensor,
+        B: Tensor,
+        C: Tensor,
+        state: Tensor | None,
+        lengths: Tensor | None,
+        keep_state: bool,
+        path: str,
+    ) -> tuple[Tensor, Tensor | None]:
+        return function(u, log_poles, B, C, state, lengths, None, keep_state, Path[path] if path else None)
+
+    return op
+
+
+def _fake(
+    u: Tensor,
+    log_poles: Tensor,
+    B: Tensor,
+    C: Tensor,
+    state: Tensor | None,
+    lengths: Tensor | None,
+    keep_state: bool,
+    path: str,
+) -> tuple[Tensor, Tensor | None]:
+    y = u.new_empty(*u.shape[:2], C.shape[1])
+    return y, u.new_empty(u.shape[0], *log_poles.shape, dtype=raised(u).dtype) if keep_state else None
+
+
+_ARGUMENTS = "Tensor u, Tensor log_poles, Tensor B, Tensor C, Tensor? state, Tensor? lengths, bool keep_state, str path"
+define_recomputed("lti_layer", _ARGUMENTS, _opaque(_any_layer), _fake)
+define_recomputed("lti_bank", _ARGUMENTS, _opaque(_any_bank), _fake)
 
 
 def layer_dtype(u: Tensor, n: int, q: int, path: Path | None = None) -> torch.dtype:
     """The dtype in which `lti_layer` multiplies by B and C: half precision only in a GPU scan, with float32 sums."""
+    if torch.compiler.is_compiling():
+        return raised(u).dtype
     batch, length, p = u.shape
     path = path or cheapest_path(batch, length, n, p, q, gpu=u.is_cuda)
-    if not (path is Path.SCAN and _runs_kernels(u)):
-        return _raised(u).dtype
+    if not (path is Path.SCAN and runs_kernels(u)):
+        return raised(u).dtype
     return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else u.dtype
 
 
-def _runs_kernels(u: Tensor) -> bool:
-    return u.is_cuda and u.dtype != torch.float64 and has_triton()
-
-
 def _fits_narrow_kernels(u: Tensor, q: int, path: Path) -> bool:
-    return path is Path.CHUNKED and _runs_kernels(u) and max(u.shape[2], q) <= NARROW
-
-
-def _raised(tensor: Tensor) -> Tensor:
-    """Raise half precision to float32."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+    return path is Path.CHUNKED and runs_kernels(u) and max(u.shape[2], q) <= NARROW
 
 
 def _masked(sequence: Tensor, lengths: Tensor | None) -> Tensor:

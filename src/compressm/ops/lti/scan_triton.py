@@ -16,9 +16,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from compressm.ops.block.norm import Link
+from compressm.ops.dispatch import once_differentiable
 from compressm.ops.launching_triton import launched
 from compressm.ops.memory import cdiv, product_in
 from compressm.ops.sums_triton import column_sums
@@ -302,6 +302,7 @@ class TritonRecurrence(torch.autograd.Function):
         return h, last
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         h, _, state = ctx.saved_tensors
         dh = torch.zeros_like(h) if grads[0] is None else grads[0].contiguous()

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import hardshrink
 
+from compressm.ops.dispatch import once_differentiable
 from compressm.ops.memory import empty_in_large_pages, keep_freed_memory
 from compressm.ops.selective.conv_and_gate import plain_steps
 from compressm.ops.selective.reference import Selective, finish, there

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+from compressm.ops.dispatch import once_differentiable
 from compressm.ops.memory import rows
 from compressm.ops.selective import scan_triton as kernels
 from compressm.ops.selective.conv_and_gate import gated, step_sizes

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from compressm.ops.block.lru_block_triton import Stage
-from compressm.ops.dispatch import full_precision
+from compressm.ops.dispatch import full_precision, once_differentiable
 from compressm.ops.memory import product_in
 from compressm.ops.selective.conv_and_gate_triton import CausalConv, Gate
 from compressm.ops.selective.gpu import Scan

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from compressm.ops.dispatch import SequenceError, kernels_serve, require_floats_on_one_device, require_path
+from compressm.ops.dispatch import (
+    SequenceError,
+    is_transformed,
+    kernels_serve,
+    require_floats_on_one_device,
+    require_path,
+)
+from compressm.ops.opaque import define_recomputed, recomputed
 from compressm.ops.selective import cpu as blocked
+from compressm.ops.selective.conv_and_gate import plain_gate
 from compressm.ops.selective.reference import Selective, check, loop_scan
 
 # Steps up to which the loop is faster than tiles on one core: 8, or 24 if each step has many states.
@@ -25,7 +34,6 @@ class ScanPath(Enum):
     TRITON = "triton"
 
 
-@torch.compiler.disable
 def selective_scan(
     u: Float[Tensor, "batch length channels"],
     delta: Float[Tensor, "batch length channels"],
@@ -54,8 +62,48 @@ def selective_scan(
     check(given, state, lengths, orders)
     require_floats_on_one_device(u=u, delta=delta, A=A, B=B, C=C, D=D, z=z, state=state, delta_bias=delta_bias)
     require_path(path, *ScanPath)
-    y, last = _along(path or fastest_path(given), given, state, lengths, orders, keep_state)
+    if is_transformed() or not torch.compiler.is_compiling():
+        y, last = _along(path or fastest_path(given), given, state, lengths, orders, keep_state)
+        return y, last if keep_state else None
+    tensors = (u, delta, A, B, C, D, state, lengths, delta_bias, orders)
+    y, last = recomputed("selective_scan", tensors, softplus, keep_state, "" if path is None else path.name)
+    return y if z is None else plain_gate(y, z).to(y.dtype), last if keep_state else None
+
+
+def _opaque(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    state: Tensor | None,
+    lengths: Tensor | None,
+    delta_bias: Tensor | None,
+    orders: Tensor | None,
+    softplus: bool,
+    keep_state: bool,
+    path: str,
+) -> tuple[Tensor, Tensor | None]:
+    given = Selective(u, delta, A, B, C, D, None, delta_bias, softplus)
+    with torch.autocast(u.device.type, enabled=False):
+        y, last = _along(ScanPath[path] if path else fastest_path(given), given, state, lengths, orders, keep_state)
     return y, last if keep_state else None
+
+
+def _fake(u: Tensor, delta: Tensor, A: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
+    wide = torch.promote_types(u.dtype, torch.float32)
+    last = u.new_empty(u.shape[0], *A.shape, dtype=wide) if rest[-2] else None
+    return u.new_empty(u.shape), last
+
+
+define_recomputed(
+    "selective_scan",
+    "Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? state, Tensor? lengths,"
+    " Tensor? delta_bias, Tensor? orders, bool softplus, bool keep_state, str path",
+    _opaque,
+    _fake,
+)
 
 
 def _along(
@@ -66,7 +114,7 @@ def _along(
     orders: Tensor | None,
     keep_state: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    if path is ScanPath.LOOP:
+    if path is ScanPath.LOOP or is_transformed():
         return loop_scan(given, state, lengths, orders)
     if path is ScanPath.BLOCKED:
         return blocked.scan(given, state, lengths, orders)

@@ -1,0 +1,108 @@
+"""Functions as ops that torch.compile does not look into: inside, the code of eager mode chooses its path by shapes.
+
+Sizes may then change, as the order does in a cut, without another compilation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Kept here: the ops are gone when it is.
+_LIBRARY = torch.library.Library("compressm", "DEF")
+
+# Takes tensors or None, then flags; returns several tensors, or None for some.
+Function = Callable[..., Sequence[Tensor | None]]
+
+
+def define(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Define an op of the namespace `compressm` for all devices; `fake` gives tensors of the shapes of its results."""
+    _LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
+    name = schema.partition("(")[0]
+    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"compressm::{name}", fake, lib=_LIBRARY)
+
+
+def define_recomputed(name: str, arguments: str, function: Function, fake: Function) -> None:
+    """Define an op that `recomputed` calls, and one for its gradient, which computes `function` again.
+
+    Nothing is kept for the gradient, as its shape would depend on the path that is chosen inside. The op returns an
+    empty tensor for None.
+    """
+
+    def op(*given: Any) -> list[Tensor]:
+        with torch.no_grad():
+            return _apart(_filled(function(*given)), given)
+
+    def fake_op(*given: Any) -> list[Tensor]:
+        return _filled(fake(*given))
+
+    def back(grads: list[Tensor], *given: Any) -> list[Tensor]:
+        with _recording(), torch.enable_grad():
+            given = tuple(value.detach().requires_grad_() if _is_real(value) else value for value in given)
+            leaves = [value for value in given if _is_real(value)]
+            results = [(value, grad) for value, grad in zip(function(*given), grads, strict=True) if value is not None]
+            values, pulls = zip(*results, strict=True)
+            found = torch.autograd.grad(values, leaves, pulls, allow_unused=True, materialize_grads=True)
+        return _apart(found, grads)
+
+    def fake_back(grads: list[Tensor], *given: Any) -> list[Tensor]:
+        return [value.new_empty(value.shape) for value in given if _is_real(value)]
+
+    define(f"{name}({arguments}) -> Tensor[]", op, fake_op)
+    define(f"{name}_back(Tensor[] grads, {arguments}) -> Tensor[]", back, fake_back)
+
+
+def _filled(results: Sequence[Tensor | None]) -> list[Tensor]:
+    first = next(value for value in results if value is not None)
+    return [first.new_empty(0) if value is None else value for value in results]
+
+
+def _apart(results: Sequence[Tensor], given: Sequence[Any]) -> list[Tensor]:
+    """The results in one piece, and none in the memory of what was given, as torch.compile expects of an op."""
+    places = {value.data_ptr() for value in given if isinstance(value, Tensor)}
+    return [
+        value.clone(memory_format=torch.contiguous_format) if value.data_ptr() in places else value.contiguous()
+        for value in results
+    ]
+
+
+def _recording() -> AbstractContextManager[None]:
+    """Let autograd record what an op does, also inside dispatch modes such as counters of flops, which turn it off."""
+    keys = ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView")
+    off = torch._C._dispatch_tls_local_exclude_set()
+    for key in keys:
+        off = off.remove(getattr(torch._C.DispatchKey, key))
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), off)
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def recomputed(name: str, given: Sequence[Tensor | None], *flags: Any) -> tuple[Tensor, ...]:
+    """Call the op of this name; its gradient is the other op."""
+    if torch.is_grad_enabled() and any(value.requires_grad for value in given if value is not None):
+        return _Recomputed.apply(name, flags, *given)
+    return tuple(getattr(torch.ops.compressm, name)(*given, *flags))
+
+
+class _Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(name: str, flags: tuple[Any, ...], *given: Tensor | None) -> tuple[Tensor, ...]:
+        return tuple(getattr(torch.ops.compressm, name)(*given, *flags))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.name, ctx.flags, *given = inputs
+        ctx.save_for_backward(*given)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        given = ctx.saved_tensors
+        found = list(getattr(torch.ops.compressm, f"{ctx.name}_back")(list(grads), *given, *ctx.flags))
+        return None, None, *(found.pop(0) if _is_real(value) else None for value in given)
