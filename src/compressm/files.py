@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import platform
@@ -145,6 +146,9 @@ def _removed(scratch: Path | None) -> int:
     return size
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
 def _unwritable(target: Path, written: int, size: int | None, error: OSError) -> UnwritableFileError:
     """The error with the path, the bytes needed, and the bytes free where the system tells."""
     needed = f"about {size:,} bytes" if size is not None else f"more than {written:,} bytes"
@@ -154,9 +158,16 @@ def _unwritable(target: Path, written: int, size: int | None, error: OSError) ->
         if found is not None:
             free = f", and {shutil.disk_usage(found).free:,} bytes are free in {found}"
     reason = error.strerror or str(error)
+    if error.errno in _FULL:
+        needed, advice = f"{needed}{free}", "free some space, or write to another folder"
+    elif error.errno == errno.EFBIG:
+        advice = "raise the limit of file sizes (ulimit -f)"
+    elif error.errno == errno.ENAMETOOLONG:
+        advice = "choose a shorter name"
+    else:
+        advice = "make the folder writable, or write to another one"
     said = UnwritableFileError(
-        f"{target} cannot be written: {reason}. It needs {needed}{free}: free some space, or write to another folder;"
-        " a file that was there is as before"
+        f"{target} cannot be written: {reason}. It needs {needed}: {advice}; a file that was there is as before"
     )
     said.errno = error.errno
     return said

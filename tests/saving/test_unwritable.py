@@ -258,3 +258,17 @@ def test_a_write_leaves_hidden_files_of_others_alone(tmp_path):
 
 def test_a_folder_that_is_not_there_has_no_scratch(tmp_path):
     assert remove_scratch(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.ENOSPC, "It needs about 9 bytes, and .* are free in .*: free some space, or write to another folder"),
+        (errno.EROFS, "It needs about 9 bytes: make the folder writable, or write to another one"),
+        (errno.EFBIG, r"It needs about 9 bytes: raise the limit of file sizes \(ulimit -f\)"),
+        (errno.ENAMETOOLONG, "It needs about 9 bytes: choose a shorter name"),
+    ],
+)
+def test_the_advice_fits_the_reason(tmp_path, number, advice):
+    with pytest.raises(UnwritableFileError, match=advice), replacing(tmp_path / "a", 9):
+        raise OSError(number, os.strerror(number))
