@@ -52,6 +52,8 @@ def _options(given: list[str]) -> dict[str, Any]:
         option, equals, value = text.partition("=")
         if not equals or not option:
             raise typer.BadParameter(f"{text!r}, expected OPTION=VALUE", param_hint="--set")
+        if option in options:
+            raise typer.BadParameter(f"{option} is there twice: leave one of them out", param_hint="--set")
         try:
             options[option] = ast.literal_eval(value.title() if value.lower() in ("true", "false", "none") else value)
         except (ValueError, SyntaxError):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -151,6 +153,7 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float | Tensor) -> None:
 def build_model(config: recipes.ModelConfig, task: Task | Form) -> models.SequenceClassifier:
     """A new model with random weights from torch's generator, of the sizes that the task has."""
     require_fit(config, task.kind)
+    _require_memory(config)
     try:
         return models.SequenceClassifier(
             layer_class(config.layer),
@@ -168,6 +171,18 @@ def build_model(config: recipes.ModelConfig, task: Task | Form) -> models.Sequen
         )
     except (TypeError, ValueError) as error:
         raise ConfigError(f"model: {error}") from error
+
+
+def _require_memory(config: recipes.ModelConfig) -> None:
+    """Refuse a model that surely is too large for this machine: torch would be killed without a word."""
+    # No layer has fewer numbers than a pair of real ones for each channel and state.
+    least = 4 * config.depth * config.width * (2 * config.order + config.width)
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
+    if least > there:
+        sizes = f"depth {config.depth}, width {config.width} and order {config.order}"
+        raise ConfigError(
+            f"model: {sizes} need at least {least:,} bytes, and this machine has {there:,}: set smaller ones"
+        )
 
 
 def require_fit(config: recipes.ModelConfig, kind: TaskKind) -> None:

@@ -27,6 +27,10 @@ GramianName = Literal["white_noise", "measured", "modal"]
 LAYERS: dict[str, type[SSMLayer]] = {"LRU": LRU, "S5": S5, "S4D": S4D, "Mamba": Mamba}
 
 
+_MOST_STEPS = 10**9
+_MOST_EVENTS = 10**7  # evaluations, records or cuts of one kind in a run
+
+
 class ConfigError(ValueError):
     """A recipe that cannot be run."""
 
@@ -77,6 +81,12 @@ class Config:
                 finite = "" if math.isfinite(value) else "a finite number, "
                 raise ConfigError(f"{name} is {value}, expected {finite}at least {low}")
 
+    def _at_most(self, high: int, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and value > high:
+                raise ConfigError(f"{name} is {value:.6g}, expected at most {high:,}")
+
     def _share(self, *names: str, above: bool = False, up_to_one: bool = False) -> None:
         for name in names:
             value = getattr(self, name)
@@ -126,6 +136,8 @@ class ModelConfig(Config):
 
     def __post_init__(self) -> None:
         self._at_least(1, "depth", "width", "order")
+        self._at_most(10_000, "depth")
+        self._at_most(10_000_000, "width", "order")
         self._share("dropout")
         try:
             layer_class(self.layer)
@@ -160,7 +172,12 @@ class TrainingConfig(Config):
         self._at_least(
             1, "steps", "batch", "evaluate_every", "checkpoint_every", "evaluation_batch", "keep_checkpoints"
         )
+        self._at_most(_MOST_STEPS, "steps", "batch", "evaluation_batch", "keep_checkpoints")
         self._at_least(0, "learning_rate", "ssm_factor", "weight_decay", "lowest_rate", "clip")
+        if self.schedule == "cosine" and self.lowest_rate > self.learning_rate > 0:
+            raise ConfigError(
+                f"lowest_rate is {self.lowest_rate}, expected at most learning_rate, {self.learning_rate}"
+            )
         if self.clip == 0:
             raise ConfigError("clip is 0, with which no weight moves: expected a norm above 0, or null for no clipping")
         self._share("warmup")
@@ -494,7 +511,10 @@ def cut_steps(recipe: Recipe) -> list[int]:
         if when.warmup_cuts is not None:
             return during_warmup(training.steps, when.warmup_cuts, training.warmup)
         if when.every is not None:
-            return list(every(when.every, start=when.first, until=when.last or last))
+            tried = every(when.every, start=when.first, until=when.last or last)
+            if len(tried) > _MOST_EVENTS:
+                raise ConfigError(f"compression.when: {len(tried):,} cuts, expected at most {_MOST_EVENTS:,}")
+            return list(tried)
     except CompressionError as error:
         raise ConfigError(f"compression.when: {error}") from None
     return sorted(set(when.steps or ()))
@@ -509,6 +529,8 @@ def settle_steps(recipe: Recipe) -> int | None:
 
 
 def _multiples(interval: int, steps: int) -> list[int]:
+    if steps // interval > _MOST_EVENTS:
+        raise ConfigError(f"{steps} steps with something every {interval}: expected at most {_MOST_EVENTS:,} times")
     return sorted({*range(interval, steps + 1, interval), steps})
 
 

@@ -42,6 +42,8 @@ def make_recipe(contents: Mapping[str, Any], *, source: str = "recipe") -> Recip
 
 
 def _contents(path: Path) -> dict[str, Any]:
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is not a file; expected a recipe, a YAML file")  # a pipe would be waited for
     try:
         contents = _parsed(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -69,10 +71,11 @@ def _parsed_once(text: str) -> Any:
             _require_level(depth, event)
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
-        for number, mapping in enumerate(_nodes(node)):
+        for number, inner in enumerate(_nodes(node)):
             if number == _VALUES:
                 raise ValueError(f"more than {_VALUES} values, with aliases written out; a recipe has a hundred")
-            _require_keys_once(mapping)
+            _require_keys_once(inner)
+            _require_plain_integer(inner)
         return None if node is None else loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         place = f" at {_line(error.problem_mark)}" if error.problem_mark else ""
@@ -111,6 +114,16 @@ def _require_keys_once(node: Any) -> None:
             raise ValueError(
                 f"{key.value} is there twice, at {_place(before)} and {_place(key)}: leave one of them out"
             )
+
+
+def _require_plain_integer(node: Any) -> None:
+    """Refuse 050, which YAML reads as 40, and 1:30, which it reads as 90."""
+    if (
+        node is not None
+        and node.tag == "tag:yaml.org,2002:int"
+        and not re.fullmatch(r"[-+]?(0|[1-9][0-9_]*)", node.value)
+    ):
+        raise ValueError(f"{node.value} at {_place(node)}, expected an integer in decimal digits, without a leading 0")
 
 
 def _place(node: Any) -> str:

@@ -73,3 +73,9 @@ def test_a_bad_value_says_what_is_allowed_and_exits_2(tmp_path, arguments, said)
     done = run(*arguments, "--data", tmp_path)
     assert done.exit_code == 2
     assert said in plain(done)
+
+
+def test_an_option_that_is_set_twice_is_refused(tmp_path):
+    done = run("digits", "--data", tmp_path, "--set", "side=4", "--set", "side=5")
+    assert done.exit_code == 2
+    assert "side is there twice: leave one of them out" in plain(done)

@@ -53,6 +53,8 @@ def test_a_value_that_was_read_before_is_read_as_it_stands():
             "model={width: 3, width: 4}",
             "is not a value: width is there twice, at line 1, column 2 and line 1, column 12",
         ),
+        ("training.batch=050", "050 at line 1, column 1, expected an integer in decimal digits, without a leading 0"),
+        ("training.batch=1:30", "1:30 at line 1, column 1, expected an integer in decimal digits"),
         ("model=" + "[" * 3000 + "]" * 3000, "is not a value: more than 20 levels at line 1, column 21"),
     ],
 )
@@ -108,6 +110,13 @@ BAD_VALUES = [
     ("spectra={}", "spectra.every is missing"),
     ("task=smnist", "task is 'smnist'"),
     ("task={side: 8}", "task is {'side': 8}, expected its name and options"),
+    ("training.steps=99999999999999999999", "training: steps is 1e+20, expected at most 1,000,000,000"),
+    ("model.depth=100000000", "model: depth is 1e+08, expected at most 10,000"),
+    ("model.order=1000000000", "model: order is 1e+09, expected at most 10,000,000"),
+    (
+        "training={steps: 5, batch: 2, learning_rate: 0.1, lowest_rate: 5, schedule: cosine}",
+        "training: lowest_rate is 5.0, expected at most learning_rate, 0.1",
+    ),
     ("seed=-1", "seed is -1, expected an integer from 0"),
     ("seed=2147483648", "seed is 2147483648, expected an integer from 0"),
 ]

@@ -1,7 +1,9 @@
 import pytest
 
+from compressm_lab.data import Digits
 from compressm_lab.experiments.recipes import find_recipe
 from compressm_lab.training import ConfigError, Plan
+from compressm_lab.training.building import build_model
 from tests.lab.training.tiny import CUTS, SPECTRA, recipe
 
 
@@ -101,3 +103,14 @@ def test_the_plan_can_be_read():
     assert "cuts tried: 2, at 5, 11" in said
     assert "Hankel spectra: 7, at 0, 3, 6, …, 16" in said
     assert "judged" not in said
+
+
+@pytest.mark.parametrize("setting", ["training.evaluate_every=1", "spectra={every: 1}", "compression.when={every: 1}"])
+def test_a_plan_of_too_many_events_is_refused_before_it_fills_the_memory(setting):
+    with pytest.raises(ConfigError, match="expected at most 10,000,000"):
+        Plan.of(recipe(CUTS, "training.steps=1000000000", setting))
+
+
+def test_a_model_that_no_memory_holds_is_refused_before_it_is_built():
+    with pytest.raises(ConfigError, match=r"order 10000000 need at least \d.* bytes, and this machine has"):
+        build_model(recipe("model.order=10000000", "model.width=1000000").model, Digits().form)
