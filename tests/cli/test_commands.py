@@ -185,4 +185,4 @@ app.app = refused
 main()
 """
     done = unhooked.finished(script, code=2)
-    assert done.stderr == "compressm: run/config.json: Permission denied; expected what can be read\n"
+    assert done.stderr == "compressm: run/config.json: Permission denied; expected what can be read and written\n"

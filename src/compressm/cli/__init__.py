@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import warnings
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TextIO
 
@@ -40,21 +41,40 @@ def main() -> None:
     if "" in sys.argv[1:]:
         print("compressm: an argument is empty, expected text: is a shell variable not set?", file=sys.stderr)
         sys.exit(2)
-    # Recipes may name the user's own layers and tasks, often modules in the current folder.
-    if not {"", os.getcwd()} & set(sys.path):
-        sys.path.append(os.getcwd())
+    _bear_surroundings()
     show_warnings_plainly()
     try:
+        # Recipes may name the user's own layers and tasks, often modules in the current folder.
+        if not {"", os.getcwd()} & set(sys.path):
+            sys.path.append(os.getcwd())
         _run()
     except KeyboardInterrupt:
         _end_interrupted()
-    except PermissionError as error:
-        print(f"compressm: {error.filename}: {error.strerror}; expected what can be read", file=sys.stderr)
+    except OSError as error:
+        print(f"compressm: {_in_short(error)}", file=sys.stderr)
         sys.exit(2)
     except SystemExit as end:
         if end.code == INTERRUPTED:  # Typer exits so after Ctrl-C, without a message
             _end_interrupted()
         raise
+
+
+def _bear_surroundings() -> None:
+    """Write letters that a terminal does not have as ?, and forget settings with which nothing can be shown."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    os.environ["MPLBACKEND"] = "agg"  # figures go to files
+    if not (os.environ.get("COLUMNS") or "1").strip("0").isdecimal():
+        del os.environ["COLUMNS"]
+
+
+def _in_short(error: OSError) -> str:
+    reason = error.strerror or str(error)
+    if error.filename is None:
+        # The folder in which a command was started may be gone.
+        return f"{reason}; is the current folder still there?" if isinstance(error, FileNotFoundError) else reason
+    return f"{error.filename!s:.200}: {reason}; expected what can be read and written"
 
 
 def _avoid_broken_kernels() -> None:

@@ -26,7 +26,7 @@ from compressm.errors import CompressionError, SavingError
 
 
 def command(
-    path: Annotated[Path, typer.Argument(help="The folder of a saved model, or of a run.")],
+    path: Annotated[Path, typer.Argument(help="The folder of a saved model, its .safetensors file, or a run.")],
     out: Annotated[Path, typer.Option(help="Folder for the smaller model.")],
     tau: Annotated[
         float | None, typer.Option(parser=number, metavar="NUMBER", help="Share of the Hankel energy that may go.")

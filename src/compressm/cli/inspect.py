@@ -26,7 +26,7 @@ def say(line: str) -> None:
 
 
 def command(
-    path: Annotated[Path, typer.Argument(help="The folder of a saved model, or of a run.")],
+    path: Annotated[Path, typer.Argument(help="The folder of a saved model, its .safetensors file, or a run.")],
     measured: MeasuredOption = False,
     data: DataOption = None,
     offline: OfflineOption = False,

@@ -155,7 +155,7 @@ def _read(source: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise SavingError(f"{said}{_about_config(source.with_name(_CONFIG))}")
     try:
         config = json.loads(metadata[_KEY])
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SavingError(f"{source}: the config in its header is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise SavingError(f"{source}: the config in its header is {config!r:.80}, expected an object")
@@ -168,7 +168,7 @@ def _about_config(path: Path) -> str:
         json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return ""
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return f"; {path.name} beside it cannot be read: {error}"
     return ""
 

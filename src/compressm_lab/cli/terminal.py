@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any
 
 import typer
@@ -22,16 +22,18 @@ class _Console(Console):
         try:
             super().print(*objects, **options)
         except OSError as error:
-            if error.errno != errno.EIO:
-                raise
-            self._fall_silent()  # a terminal that was closed: a SIGHUP comes too
+            self._fall_silent()
+            if error.errno != errno.EIO:  # a terminal that was closed: a SIGHUP comes too
+                with suppress(OSError):
+                    os.write(
+                        2, f"compressm: the output cannot be written ({error.strerror}): nothing more is\n".encode()
+                    )
 
     def on_broken_pipe(self) -> None:
-        """Stop as by SIGTERM, on which trainings save; a command that does not hear it exits."""
+        """Stop as by SIGTERM, on which trainings save; a command that does not hear it goes on in silence."""
         self._fall_silent()
-        if not callable(signal.getsignal(signal.SIGTERM)):
-            raise SystemExit(1)
-        signal.raise_signal(signal.SIGTERM)
+        if callable(signal.getsignal(signal.SIGTERM)):
+            signal.raise_signal(signal.SIGTERM)
 
     def _fall_silent(self) -> None:
         self.quiet = True

@@ -41,7 +41,7 @@ from compressm_lab.training import ConfigError, CutError, Diverged, Interrupted,
 from compressm_lab.training.loggers import Several, TensorBoard
 from compressm_lab.training.loop import checkpoints, is_finished
 from compressm_lab.training.reading import make_recipe
-from compressm_lab.training.steps import process_group
+from compressm_lab.training.steps import is_launched, process_group
 
 _NARROW = 64
 _REFUSED = (ConfigError, CompressionError, DataError, PathError, RunError, SavingError)
@@ -95,7 +95,8 @@ def command(
     Ctrl-C saves a checkpoint; --resume goes on from it. `torchrun --nproc-per-node 2 -m compressm.cli train ...` trains
     on several processes.
     """
-    console.quiet = not _is_first()
+    with _exit_codes():
+        console.quiet = not _is_first()
     if listed:
         _list()
         return
@@ -229,7 +230,7 @@ def _folder(recipe: Recipe, name: str, out: Path | None, resume: bool, take_over
 
 def _is_first() -> bool:
     """True in the first of the processes that torchrun started."""
-    return os.environ.get("RANK", "0") == "0"
+    return not is_launched() or os.environ["RANK"] == "0"
 
 
 def _list() -> None:

@@ -245,10 +245,28 @@ class GraphSteps(Steps):
 # Data-parallel processes, started by torchrun: each learns from its share of every batch, the first one writes.
 
 
+_OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def is_launched() -> bool:
+    """True in a process of torchrun; variables that only some launcher set for several processes are refused."""
+    given = {name: os.environ[name] for name in _OF_TORCHRUN if name in os.environ}
+    if strange := [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if not given.get(name, "0").isdecimal()]:
+        raise ConfigError(f"the variable {strange[0]} is {given[strange[0]]!r:.40}, expected an integer")
+    missing = [name for name in _OF_TORCHRUN if name not in given]
+    alone = int(given.get("WORLD_SIZE", "1")) == 1 and int(given.get("RANK", "0")) == 0
+    if missing and not alone:
+        raise ConfigError(
+            f"{' and '.join(given)} say that several processes train, but {', '.join(missing)} are not set: start them"
+            " with torchrun, or unset these variables"
+        )
+    return not missing
+
+
 @contextmanager
 def process_group(device: torch.device) -> Iterator[torch.device]:
     """A context that joins the processes of torchrun, each on a GPU of its own; without torchrun it does nothing."""
-    if "LOCAL_RANK" not in os.environ or dist.is_initialized():
+    if not is_launched() or dist.is_initialized():
         yield device
         return
     if device.type == "cuda":
