@@ -40,6 +40,8 @@ if TYPE_CHECKING:
         every,
         inspect,
         load_model,
+        pad_orders_,
+        powers_of_two,
         rewrap_,
         save_model,
     )
@@ -84,6 +86,8 @@ __all__ = [
     "layers",
     "load_model",
     "models",
+    "pad_orders_",
+    "powers_of_two",
     "rewrap_",
     "save_model",
 ]

@@ -39,6 +39,8 @@ SHORT_NAMES = {
     "during_warmup",
     "every",
     "load_model",
+    "pad_orders_",
+    "powers_of_two",
     "rewrap_",
     "save_model",
 }
@@ -121,6 +123,7 @@ ADAPTER_NAMES = {
 }
 
 COMPRESSION_NAMES = SHORT_NAMES | {
+    "AllowedOrders",
     "Gramian",
     "Moments",
     "Checkpoint",
