@@ -46,7 +46,9 @@ SHORT_NAMES = {
 }
 
 RUNNING_NAMES = {"CapturedStep", "Stream"}
-NAMES = {"__version__", "adapters", "compression", "control", "layers", "models"} | SHORT_NAMES | RUNNING_NAMES
+NAMES = (
+    {"__version__", "adapters", "compression", "control", "deploy", "layers", "models"} | SHORT_NAMES | RUNNING_NAMES
+)
 
 CONTROL_NAMES = {
     "ControlError",

@@ -154,7 +154,7 @@ class Compressor:
         limits = (options.keep, options.overrides, options.gate, self._cutter.allowed(), options.at_least)
         if held := obstacles(orders, *limits):
             held |= {"round_to": options.round_to} if "round_to" in held else {}
-            said = ", ".join(f"{name}={value}" for name, value in held.items())
+            said = ", ".join(f"{name}={value!r}" for name, value in held.items())
             states = ", ".join(f"{name or 'the model'} {n}" for name, n in orders.items())
             warnings.warn(
                 f"nothing will be cut: with {said} every layer keeps its order ({states} states)", stacklevel=3

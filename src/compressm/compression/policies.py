@@ -184,8 +184,10 @@ class Limits:
         return found if found is not None and found < self.gate * n - _ROUNDING else n
 
     def orders(self, name: str, n: int) -> list[int]:
-        """All orders that a layer of n states may get."""
-        return sorted({self.applied(name, order, n) for order in range(1, n + 1)})
+        """All orders that a layer of n states may get; its present one only if it is allowed, or there is no other."""
+        found = sorted({self.applied(name, order, n) for order in range(1, n + 1)})
+        rule = self.allowed[name]
+        return found[:-1] if len(found) > 1 and rule.fills_up and not rule.allows(found[-1]) else found
 
     def common(self, order: int, n: int) -> int | None:
         """The order for all layers, the largest of n states, if a policy chooses `order`; None if there is none."""
