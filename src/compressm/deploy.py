@@ -20,8 +20,8 @@ from compressm.adapters.mamba import refused_in
 from compressm.compression.cutting import filled_up
 from compressm.compression.distributed import unwrapped
 from compressm.compression.surgery import write_cuts_
-from compressm.errors import AdapterError, CompressionError
-from compressm.families.choices import AllowedOrders, Multiples, OneOf, PowersOfTwo, require_count
+from compressm.errors import AdapterError, CompressionError, did_you_mean
+from compressm.families.choices import AllowedOrders, Multiples, OneOf, PowersOfTwo, powers_of_two, require_count
 
 __all__ = [
     "CANDLE",
@@ -42,6 +42,7 @@ __all__ = [
     "Runtime",
     "Verdict",
     "check",
+    "named_orders",
     "step_times",
     "table",
 ]
@@ -230,6 +231,17 @@ RUNTIMES = {
     "mlx": MLX,
     "fla": FLA,
 }
+
+
+def named_orders(word: str) -> AllowedOrders:
+    """The orders that a word in a recipe or on the command line means: powers-of-two, or the name of a runtime."""
+    known = {"powers-of-two": powers_of_two, **RUNTIMES}
+    if word not in known:
+        raise CompressionError(
+            f"round_to is {word!r:.100}, expected an integer, orders such as 16,32, or one of {', '.join(known)}"
+            f"{did_you_mean(word, known)}"
+        )
+    return known[word]
 
 
 def table() -> str:

@@ -154,7 +154,8 @@ OPTIONS = {
     },
     "inspect": {"path", "--measured", "--data", "--offline"},
     "compress": {
-        *("path", "--out", "--tau", "--rho", "--order", "--bound", "--total-states"),
+        *("path", "--out", "--tau", "--rho", "--order", "--bound", "--total-states", "--state-bytes", "--parameters"),
+        *("--round-to", "--uniform"),
         *("--measured", "--fold", "--no-fold", "--data", "--offline"),
     },
     "data": {"name", "--offline", "--data", "--root", "--set"},
