@@ -58,7 +58,7 @@ class Growth:
     def resized(self, value: Tensor, order: int, fill: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """The tensor at another order: its first states, or all of them and then idle ones, or `fill(block)`."""
         n = self.order(value)
-        rest, *blocks = value.split([self.first, *[n] * self.blocks], self.axis)
+        rest, *blocks = torch.split(value, [self.first, *[n] * self.blocks], dim=self.axis)
         if order <= n:
             return torch.cat([rest, *(block.narrow(self.axis, 0, order) for block in blocks)], self.axis)
         parts = [rest]

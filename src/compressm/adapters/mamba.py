@@ -73,7 +73,9 @@ class SelectiveAdapter(Adapter[Module, SelectiveSystem]):
     def state_bytes(self, module: Module, order: int) -> int:
         """The last inputs of the convolution, and the states of every channel."""
         channels, _, window = parameter_of(module, "conv1d.weight").shape
-        return channels * (window - 1 + order) * torch.promote_types(module.A_log.dtype, torch.float32).itemsize
+        parts = 1 if getattr(module, IMAGINARY, None) is None else 2
+        wide = torch.promote_types(parameter_of(module, RATES).dtype, torch.float32)
+        return channels * (window - 1 + parts * order) * wide.itemsize
 
     def read(self, module: Module) -> SelectiveSystem:
         """The system, in float64; a module with other parameters is refused, and the error names them."""

@@ -77,7 +77,7 @@ def command(
         saved = open_saved(path, with_data=measured, data=data, offline=offline)
         saved.require_data()
         before, missing = _tested(saved)
-        options = {"calibrate": saved.calibrate, "selective": saved.selective()}
+        options: dict[str, Any] = {"calibrate": saved.calibrate, "selective": saved.selective()}
         # A runtime says itself if it needs one order for all layers.
         cuts = compress_(saved.model, keep=keep, fold=fold, round_to=round_to, uniform=uniform or None, **options)
         after, _ = _tested(saved)
@@ -146,4 +146,5 @@ def _policy(
 
 
 def _budget(unit: str, limit: int) -> Policy:
-    return Budget(**{unit: limit})
+    given: dict[str, Any] = {unit: limit}
+    return Budget(**given)
