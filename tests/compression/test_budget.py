@@ -127,7 +127,7 @@ def test_no_allocation_within_a_budget_of_bytes_loses_less(spectra, slopes, limi
     price = {name: linear(slope) for name, slope in zip(spectra, slopes, strict=False)}
     allowed = {name: Limits.of([name], gate, step, 1).orders(name, s.shape[-1]) for name, s in spectra.items()}
     least = cheapest_of_all(spectra, allowed, price, limit)
-    budget = Budget(state_bytes=limit).priced(Prices(price))
+    budget = Budget(state_bytes=limit).priced(lambda names: Prices(price))
     if least is None:
         with (
             pytest.warns(UserWarning, match="cannot be met")
@@ -237,6 +237,15 @@ def test_a_hundred_layers_of_different_widths_are_done_in_seconds():
     }
     price = {name: linear(259 + 4 * k) for k, name in enumerate(spectra)}
     start = time.perf_counter()
-    orders = Budget(parameters=6_000_000).priced(Prices(price))(spectra)
+    orders = Budget(parameters=6_000_000).priced(lambda names: Prices(price))(spectra)
     assert 5_990_000 < sum(price[name](r) for name, r in orders.items()) <= 6_000_000
     assert time.perf_counter() - start < 20
+
+
+def test_one_budget_may_be_shared_by_two_groups_of_layers():
+    """Each counts the other's layers as they are."""
+    model = model_of()
+    budget = Budget(state_bytes=bytes_of(model) - 80)
+    cs.compress_(model, keep=budget, overrides={"blocks.0.*": budget})
+    assert model.blocks[0].ssm.order == 6
+    assert sum(block.ssm.order for block in model.blocks) == 28

@@ -246,3 +246,33 @@ def test_a_cut_that_is_filled_up_carries_the_moments_of_its_states():
         found = optimizer.state[layer.B_re]["exp_avg"]
         assert torch.equal(found[:3], cut.states["B_re"]["exp_avg"])
         assert not found[3:].any()
+
+
+@pytest.mark.parametrize("layer", [LRU, S4D, Mamba])
+def test_a_stream_goes_on_through_a_cut_that_fills_layers_up(layer):
+    model, other = (model_of(layer, pooling=cs.models.EveryStep()) for _ in range(2))
+    other.blocks[0], model.blocks[0] = (model_of(layer, 4).blocks[0] for _ in range(2))
+    streams = [cs.Stream(one, batch=3) for one in (model, other)]
+    for k in range(5):
+        for stream in streams:
+            stream(X[:, k])
+    options = {"calibrate": lambda model: model(X)} if layer is Mamba else {}
+    cs.compress_(model, keep=cs.TargetOrder(6), uniform=True, **options)
+    cs.compress_(other, keep=cs.TargetOrder(6), **options)
+    assert (orders_of(model), orders_of(other)) == ([6, 6], [4, 6])
+    for k in range(5, 12):
+        torch.testing.assert_close(streams[0](X[:, k]), streams[1](X[:, k]), rtol=1e-4, atol=1e-5)
+
+
+def test_a_guard_restores_what_was_before_the_cut_even_if_zero_states_were_added_since():
+    model, optimizer = trained(model_of())
+    scores = iter([1.0, 0.0])
+    guard = cs.Rollback(lambda: next(scores), drop=0.1, settle=2)
+    compressor = cs.Compressor(model, optimizer, when=[1], keep=cs.TargetOrder(4), guard=guard)
+    compressor.step(1)
+    cs.pad_orders_(model, 6, optimizer=optimizer)
+    assert orders_of(model) == [6, 6]
+    (event,) = compressor.step(3)
+    assert isinstance(event, cs.Restored)
+    assert orders_of(model) == [8, 8]
+    step(model, optimizer)

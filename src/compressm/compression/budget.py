@@ -82,6 +82,10 @@ class Prices:
         return self.rest + sum(self.of_layer[name](order) for name, order in orders.items())
 
 
+# Gives the prices of the layers with these names.
+Pricing: TypeAlias = Callable[[Sequence[str]], Prices]
+
+
 @final
 @dataclass(frozen=True, repr=False)
 class Budget:
@@ -106,7 +110,7 @@ class Budget:
     parameters: int | None = None
     milliseconds: float | None = None
     measure: Mapping[int, float] | Callable[[int], float] | None = field(default=None, hash=False)
-    _prices: Prices | None = field(default=None, init=False, compare=False)
+    _pricing: Pricing | None = field(default=None, init=False, compare=False)
 
     def __post_init__(self) -> None:
         given = [name for name in _UNITS if getattr(self, name) is not None]
@@ -143,10 +147,10 @@ class Budget:
         """How much of it there is."""
         return float(getattr(self, self.unit))
 
-    def priced(self, prices: Prices) -> Budget:
+    def priced(self, pricing: Pricing) -> Budget:
         """The same budget with the prices of a model's layers; bytes and parameters need them."""
         found = replace(self)
-        object.__setattr__(found, "_prices", prices)
+        object.__setattr__(found, "_pricing", pricing)
         return found
 
     def __call__(self, spectra: Spectra) -> dict[str, int]:
@@ -190,9 +194,9 @@ class Budget:
         return max(fitting)
 
     def _prices_of(self, names: Iterable[str]) -> Prices:
-        if self._prices is not None:
-            return self._prices
         layers = list(names)
+        if self._pricing is not None:
+            return self._pricing(layers)
         if self.total_states is not None:
             return Prices(dict.fromkeys(layers, float))
         if self.measure is not None:

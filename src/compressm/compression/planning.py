@@ -376,44 +376,40 @@ def unfit(layers: Mapping[str, Layer], chosen: ChosenCuts, options: Options) -> 
 
 def priced(model: nn.Module, layers: Mapping[str, Layer], options: Options) -> Options:
     """The options with the prices of this model in every `Budget` of bytes or parameters."""
-    limits = (options.gate, options.round_to, options.at_least)
-    shares = require_choices(layers, options.keep, options.overrides, *limits)
-    own = {id(policy): names for policy, names in shares if isinstance(policy, Budget)}
 
     def with_prices(policy: Policy) -> Policy:
-        if not isinstance(policy, Budget) or policy.unit not in _PRICES or id(policy) not in own:
+        if not isinstance(policy, Budget) or policy.unit not in _PRICES:
             return policy
-        return policy.priced(_PRICES[policy.unit](model, {name: layers[name] for name in own[id(policy)]}))
+        return policy.priced(partial(_PRICES[policy.unit], model, layers))
 
     overrides = {pattern: with_prices(policy) for pattern, policy in (options.overrides or {}).items()}
     return replace(options, keep=with_prices(options.keep), overrides=overrides or None)
 
 
-def _bytes(model: nn.Module, layers: Mapping[str, Layer]) -> Prices:
+def _bytes(model: nn.Module, layers: Mapping[str, Layer], names: Sequence[str]) -> Prices:
     """The bytes of a stream's states, for one sequence; other layers of the model count as they are."""
-    rest = [(adapter, module) for name, (module, adapter) in find(model).items() if name not in layers]
+    rest = [(adapter, module) for name, (module, adapter) in find(model).items() if name not in names]
     try:
-        price = {
-            name: partial(_line, *(layer.adapter.state_bytes(layer.module, order) for order in (0, 1)))
-            for name, layer in layers.items()
+        ends = {
+            name: [layers[name].adapter.state_bytes(layers[name].module, order) for order in (0, 1)] for name in names
         }
         others = sum(adapter.state_bytes(module, adapter.order(module)) for adapter, module in rest)
-        return Prices(price, float(others))
     except AdapterError as error:
         raise CompressionError(f"Budget: state_bytes: {error}") from error
+    return Prices({name: partial(_line, *pair) for name, pair in ends.items()}, float(others))
 
 
-def _parameters(model: nn.Module, layers: Mapping[str, Layer]) -> Prices:
+def _parameters(model: nn.Module, layers: Mapping[str, Layer], names: Sequence[str]) -> Prices:
     """The number of parameters of the whole model."""
     price, rest = {}, sum(parameter.numel() for parameter in model.parameters())
-    for name, layer in layers.items():
+    for layer in (layers[name] for name in names):
         try:
             growth = layer.adapter.growth(layer.module)
         except AdapterError as error:
             raise CompressionError(f"{layer.said}: {error}") from error
         sizes = ((layer.module.get_parameter(entry), own) for entry, own in growth.items())
         each = sum(own.blocks * parameter.numel() // parameter.shape[own.axis] for parameter, own in sizes)
-        price[name] = partial(_line, 0, each)
+        price[layer.name] = partial(_line, 0, each)
         rest -= each * layer.order
     return Prices(price, float(rest))
 

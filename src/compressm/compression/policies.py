@@ -249,8 +249,9 @@ def require_uniform(uniform: object, overrides: Mapping[str, Policy] | None) -> 
         raise CompressionError(f"uniform is {uniform!r:.100}, expected True or False")
     if uniform and overrides:
         raise CompressionError(
-            f"uniform with overrides for {', '.join(map(repr, overrides))}: one order for all layers leaves nothing to"
-            " choose for single ones; leave one of the two out, or filter_fn the other layers away"
+            f"uniform with overrides for {', '.join(map(repr, overrides))}: one order for all layers, as runtimes in"
+            " round_to need it, leaves nothing to choose for single ones; leave the overrides out, or pass"
+            " uniform=False"
         )
 
 

@@ -39,8 +39,8 @@ class Cut(_Record):
     largest over the channels of a bank, or None without a bound (measured Gramians, selective layers).
     `measured_error` is ‖y_new − y_old‖ / ‖y_old‖ of the layer's output without its skip D·u, on a sample of the
     calibration data of all processes, or None without data. `energy_lost` is the share of Σσ that was dropped. `rank`
-    is at most the numerical rank of the layer, #{σ > n ε σ₁}, and may thus be below the requested order. It is the
-    largest if channels of a selective layer have their own orders.
+    is at most the numerical rank of the layer, #{σ > n ε σ₁}, and may thus be below the requested order; if zero states
+    fill the layer up, they count. It is the largest if channels of a selective layer have their own orders.
     """
 
     step: int
