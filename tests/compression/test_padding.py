@@ -276,3 +276,15 @@ def test_a_guard_restores_what_was_before_the_cut_even_if_zero_states_were_added
     assert isinstance(event, cs.Restored)
     assert orders_of(model) == [8, 8]
     step(model, optimizer)
+
+
+def test_a_checkpoint_of_a_padded_model_loads_without_a_word_and_of_an_uncut_one_with_a_warning():
+    model, optimizer = trained(model_of())
+    compressor = cs.Compressor(model, optimizer, when=[1], keep=cs.TargetOrder(3))
+    compressor.step(1)
+    cs.pad_orders_(model, 5, optimizer=optimizer)
+    state = compressor.state_dict()
+    compressor.load_state_dict(state)
+    other, its = trained(model_of())
+    with pytest.warns(UserWarning, match="has 8, cut to 3"):
+        cs.Compressor(other, its, when=[1], keep=cs.TargetOrder(3)).load_state_dict(state)

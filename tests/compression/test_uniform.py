@@ -93,6 +93,17 @@ def test_layers_with_fewer_states_are_filled_up_and_the_output_stays():
     optimizer.step()
 
 
+def test_no_layer_gets_states_that_none_of_them_needs():
+    model = two_orders(16, 16)
+    for block, rank in zip(model.blocks, (3, 5), strict=True):
+        block.ssm.B_re.data[rank:] = block.ssm.B_im.data[rank:] = 0
+    cs.compress_(model, keep=cs.TargetOrder(10), uniform=True)
+    assert orders_of(model) == [5, 5]
+    cs.pad_orders_(model, 16)
+    cs.compress_(model, keep=cs.TargetOrder(10), uniform=True, round_to=(2, 7, 12))
+    assert orders_of(model) == [7, 7]
+
+
 def test_without_a_cut_nothing_is_filled_up_and_a_warning_says_so():
     model = two_orders()
     with pytest.warns(UserWarning, match=r"the orders are 16, 6, not one for all layers\. .*pad_orders_"):

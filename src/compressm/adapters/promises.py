@@ -512,7 +512,8 @@ def selective_zero_states(trial: SelectiveTrial) -> Iterator[Finding]:
     attributes = trial.adapter.attributes(module, n + 3)
     write(module, values)
     for path, value in attributes.items():
-        setattr(*trial.adapter.place(module, path), value)
+        owner, leaf = trial.adapter.place(module, path)
+        setattr(owner, leaf, value)
     yield Finding("three zero states keep the output", difference(before, trial.output(module)), trial.tolerance)
     yield Finding(f"with them the order is {n + 3}", float(abs(trial.adapter.order(module) - n - 3)), 0.0)
 

@@ -182,31 +182,21 @@ class Cutter:
 
     def _prepared(self, plan: CutPlan) -> tuple[list[PreparedCut], list[PreparedCut]]:
         """The prepared cuts of the model, and those of its followers."""
-        modules = {
-            name: module
-            for name, (module, _) in find(self.inner, self.options.filter_fn).items()
-            if name in plan.filled or any(cut.layer.name == name for cut in plan.cuts)
-        }
+        found = find(self.inner, self.options.filter_fn) if plan.filled else {}
+        modules = {cut.layer.name: cut.layer.module for cut in plan.cuts}
+        modules |= {name: found[name][0] for name in plan.filled}
         copies = [require_alike(f"follow[{k}]", model, modules) for k, model in enumerate(self.follow)]
         with stage("encode"):
             changes = changes_of(plan.cuts)
         with stage("optimizer"):
             prepared = prepare_cuts(changes, self.optimizer, self.moments)
         prepared = [_for_streams(one, cut, cut.layer.adapter) for one, cut in zip(prepared, plan.cuts, strict=True)]
-        following = {
-            (k, cut.layer.name): _following(f"follow[{k}]", cut, *found[cut.layer.name])
-            for k, found in enumerate(copies)
-            for cut in plan.cuts
-        }
-        found = find(self.inner, self.options.filter_fn)
         own = filled_up({cut.name: cut for cut in prepared}, found, plan.filled, self.optimizer)
-        return own, [
-            cut
-            for k, others in enumerate(copies)
-            for cut in filled_up(
-                {name: cut for (which, name), cut in following.items() if which == k}, others, plan.filled
-            )
-        ]
+        following: list[PreparedCut] = []
+        for k, others in enumerate(copies):
+            cuts = {cut.layer.name: _following(f"follow[{k}]", cut, *others[cut.layer.name]) for cut in plan.cuts}
+            following += filled_up(cuts, others, plan.filled)
+        return own, following
 
 
 def filled_up(

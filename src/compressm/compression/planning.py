@@ -53,6 +53,7 @@ from compressm.families.choices import (
     Selection,
     WhiteNoise,
     as_allowed_orders,
+    next_common,
     orders_by_name,
 )
 from compressm.families.observing import Calibrate, observe, require_calibrate
@@ -337,17 +338,19 @@ def _planned(layers: Mapping[str, Layer], values: Mapping[str, Tensor], options:
 def _filled(
     layers: Mapping[str, Layer], chosen: Mapping[str, int], ranks: Mapping[str, int], options: Options
 ) -> dict[str, int]:
-    """The orders of layers that get zero states: to have one of all, or an allowed one, after a cut to the rank."""
-    filled = {}
-    for name, allowed in orders_by_name(options.round_to, chosen).items():
-        now = ranks.get(name, layers[name].order)
-        wanted = chosen[name] if options.uniform else now
-        if not options.uniform and name in ranks and allowed.fills_up:
-            # Of the order that was chosen at most: that one is allowed.
-            wanted = min(chosen[name], allowed.next(now) or chosen[name])
-        if wanted > now:
-            filled[name] = wanted
-    return filled
+    """The orders of layers that get zero states: an allowed one after a cut to the rank, or one for all layers."""
+    if not ranks:
+        return {}
+    allowed = orders_by_name(options.round_to, chosen)
+    now = {name: ranks.get(name, layers[name].order) for name in chosen}
+    if not options.uniform:
+        raised = {name: allowed[name].next(now[name]) for name in ranks if name in chosen and allowed[name].fills_up}
+        return {name: order for name, order in raised.items() if order is not None and order > now[name]}
+    # Of all ranks the largest counts: no layer gets states that none of them needs.
+    order = min(chosen[name] for name in ranks)
+    members = [name for name in chosen if chosen[name] == order]
+    needed = next_common(allowed.values(), max(now[name] for name in members), limit=order) or order
+    return {name: needed for name in members if needed > now[name]}
 
 
 def allowed_in(layers: Mapping[str, Layer], options: Options) -> LayerOrders:
