@@ -28,7 +28,7 @@ def writer(*orders, layer=Mamba):
 
 
 def verdicts(model, runtime):
-    return [finding.verdict.value for finding in deploy.check(model, runtime).findings]
+    return [one.verdict.value for one in deploy.check(model, runtime).verdicts]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_the_verdict_on_an_order(runtime, order, verdict):
     assert verdicts(model, runtime) == [verdict]
     assert found.fine == (verdict == "fine")
     assert verdict in str(found)
-    (finding,) = found.findings
+    (finding,) = found.verdicts
     assert (finding.why == "") == (finding.cure == "") == (verdict == "fine")
 
 
@@ -70,7 +70,7 @@ def test_mlx_loses_states_of_mamba_2_in_silence(order, verdict):
 def test_unequal_orders_are_refused_by_all_and_padding_cures_it():
     for runtime in deploy.RUNTIMES.values():
         model = writer(16, 8)
-        found = deploy.check(model, runtime).findings[-1]
+        found = deploy.check(model, runtime).verdicts[-1]
         assert (found.layer, found.order, found.verdict) == ("all layers", "8, 16", Verdict.REFUSED)
         assert "pad_orders_(model)" in found.cure
     cs.pad_orders_(model)
@@ -86,7 +86,7 @@ def test_what_is_cut_for_a_runtime_is_fine_there(runtime):
 
 def test_a_cure_that_is_followed_cures():
     model = writer(20, 20)
-    (finding, _) = deploy.check(model, deploy.VLLM).findings
+    (finding, _) = deploy.check(model, deploy.VLLM).verdicts
     assert finding.cure == "pad_orders_(model, 32) or compress_(model, keep=TargetOrder(16), ...)"
     before, _ = model(TOKENS)
     cs.pad_orders_(model, 32)
@@ -95,14 +95,14 @@ def test_a_cure_that_is_followed_cures():
 
 
 def test_layers_that_a_runtime_does_not_have_are_refused():
-    (finding,) = deploy.check(writer(16, layer=LRU), deploy.TRANSFORMERS).findings
+    (finding,) = deploy.check(writer(16, layer=LRU), deploy.TRANSFORMERS).verdicts
     assert (finding.verdict, finding.why) == (Verdict.REFUSED, "transformers has no linear layers")
 
 
 def test_channels_with_states_of_their_own_are_refused():
     model = writer(16)
     cs.compress_(model, keep=cs.TargetOrder(8), calibrate=lambda model: model(TOKENS), selective=cs.PerChannel())
-    (finding,) = deploy.check(model, deploy.TRANSFORMERS).findings
+    (finding,) = deploy.check(model, deploy.TRANSFORMERS).verdicts
     assert finding.verdict is Verdict.REFUSED
     assert "B_map" in finding.why
 

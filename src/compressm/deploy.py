@@ -37,7 +37,7 @@ __all__ = [
     "TRANSFORMERS",
     "VLLM",
     "Check",
-    "Finding",
+    "LayerVerdict",
     "Rule",
     "Runtime",
     "Verdict",
@@ -260,7 +260,7 @@ def table() -> str:
 
 @final
 @dataclass(frozen=True)
-class Finding:
+class LayerVerdict:
     """What a runtime does with one layer, why, and what to do about it."""
 
     layer: str
@@ -276,16 +276,16 @@ class Check:
     """What a runtime does with the layers of a model; a table when printed."""
 
     runtime: Runtime
-    findings: tuple[Finding, ...]
+    verdicts: tuple[LayerVerdict, ...]
 
     @property
     def fine(self) -> bool:
         """True if nothing is slow, wrong or refused."""
-        return all(finding.verdict is Verdict.FINE for finding in self.findings)
+        return all(one.verdict is Verdict.FINE for one in self.verdicts)
 
     def __str__(self) -> str:
         head = ("layer", "order", self.runtime.name, "why", "what to do")
-        rows = [head, *((f.layer, f.order, f.verdict.value, f.why, f.cure) for f in self.findings)]
+        rows = [head, *((one.layer, one.order, one.verdict.value, one.why, one.cure) for one in self.verdicts)]
         widths = [max(len(row[k]) for row in rows) for k in range(len(head))]
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
@@ -300,28 +300,28 @@ def check(model: nn.Module, runtime: Runtime) -> Check:
             f"{type(inner).__name__} has no SSM layer that an adapter reads{refused_in(inner)}; see compressm.adapters"
         )
     orders = {name: adapter.order(module) for name, (module, adapter) in found.items()}
-    findings = [_judged(runtime, name, *found[name], order) for name, order in orders.items()]
+    verdicts = [_judged(runtime, name, *found[name], order) for name, order in orders.items()]
     if runtime.one_for_all and len(set(orders.values())) > 1:
         listed = ", ".join(map(str, sorted(set(orders.values()))))
         cure = f"pad_orders_(model), or cut with uniform=True: {max(orders.values())} states in every layer"
-        findings.append(Finding("all layers", listed, Verdict.REFUSED, runtime.unequal, cure))
-    return Check(runtime, tuple(findings))
+        verdicts.append(LayerVerdict("all layers", listed, Verdict.REFUSED, runtime.unequal, cure))
+    return Check(runtime, tuple(verdicts))
 
 
-def _judged(runtime: Runtime, name: str, module: nn.Module, adapter: Adapter[Any, Any], order: int) -> Finding:
+def _judged(runtime: Runtime, name: str, module: nn.Module, adapter: Adapter[Any, Any], order: int) -> LayerVerdict:
     said, kind, rule = name or "the model", type(module).__name__, runtime.rule(adapter.RECURRENCE)
     if rule is None:
         why = f"{runtime.name} has no {adapter.RECURRENCE or kind} layers"
-        return Finding(said, str(order), Verdict.REFUSED, why, "export the model's step instead")
+        return LayerVerdict(said, str(order), Verdict.REFUSED, why, "export the model's step instead")
     added = sorted(entry for entry in adapter.OPTIONAL if getattr(module, entry, None) is not None)
     if added:
         why = f"it has {', '.join(added)} from a PerChannel cut, which only {kind} reads"
-        return Finding(said, str(order), Verdict.REFUSED, why, "cut the original with selective=Baked()")
+        return LayerVerdict(said, str(order), Verdict.REFUSED, why, "cut the original with selective=Baked()")
     verdict = rule.verdict(order)
     if verdict is Verdict.FINE:
-        return Finding(said, str(order), verdict)
+        return LayerVerdict(said, str(order), verdict)
     why = f"more than {rule.limit} states are refused" if verdict is Verdict.REFUSED and rule.limit else rule.why
-    return Finding(said, str(order), verdict, why, _cure(rule.orders, order))
+    return LayerVerdict(said, str(order), verdict, why, _cure(rule.orders, order))
 
 
 def _cure(allowed: AllowedOrders, order: int) -> str:
