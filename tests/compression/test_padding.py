@@ -285,6 +285,7 @@ def test_a_checkpoint_of_a_padded_model_loads_without_a_word_and_of_an_uncut_one
     cs.pad_orders_(model, 5, optimizer=optimizer)
     state = compressor.state_dict()
     compressor.load_state_dict(state)
+    assert (orders_of(model), [cut.rank for cut in compressor.history]) == ([5, 5], [3, 3])
     other, its = trained(model_of())
     with pytest.warns(UserWarning, match="has 8, cut to 3"):
         cs.Compressor(other, its, when=[1], keep=cs.TargetOrder(3)).load_state_dict(state)
