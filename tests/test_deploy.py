@@ -19,9 +19,9 @@ TOKENS = torch.randint(0, 7, (4, 64), generator=torch.Generator().manual_seed(0)
 DOCS = Path(__file__).parents[1] / "docs" / "runtimes.md"
 
 
-def writer(*orders, layer=Mamba):
+def writer(*orders, layer=Mamba, width=64):
     torch.manual_seed(0)
-    parts = [LanguageModel(layer, depth=len(orders), width=8, order=order, vocabulary=7) for order in orders]
+    parts = [LanguageModel(layer, depth=len(orders), width=width, order=order, vocabulary=7) for order in orders]
     for k, part in enumerate(parts):
         parts[0].blocks[k] = part.blocks[k]
     return parts[0].eval()
@@ -97,6 +97,12 @@ def test_a_cure_that_is_followed_cures():
 def test_layers_that_a_runtime_does_not_have_are_refused():
     (finding,) = deploy.check(writer(16, layer=LRU), deploy.TRANSFORMERS).verdicts
     assert (finding.verdict, finding.why) == (Verdict.REFUSED, "transformers has no linear layers")
+
+
+def test_an_inner_width_that_a_kernel_does_not_take_is_named():
+    (found,) = deploy.check(writer(16, width=24), deploy.LLAMA_CPP_CUDA).verdicts
+    assert (found.verdict, found.why) == (Verdict.SLOW, "its inner width 48 is no multiple of 128")
+    assert deploy.check(writer(16, width=24), deploy.CANDLE).fine
 
 
 def test_channels_with_states_of_their_own_are_refused():

@@ -65,7 +65,8 @@ class Verdict(Enum):
 class Rule:
     """The orders of one kind of layer that a runtime takes, what it does with others, and where that is written.
 
-    Orders above `limit` are refused. `tried` is False for what was read in the source and not run.
+    Orders above `limit` are refused. Inner widths that are no multiple of `width` are treated like other orders. What
+    was read in the source and not run is not `tried`.
     """
 
     recurrence: str
@@ -74,6 +75,7 @@ class Rule:
     why: str
     source: str
     limit: int | None = None
+    width: int = 1
     tried: bool = False
 
     def verdict(self, order: int) -> Verdict:
@@ -156,13 +158,7 @@ LLAMA_CPP_METAL = _llama_cpp("Metal", *_any_order("llama.cpp, ggml/src/ggml-meta
 _CUDA = "llama.cpp, ggml/src/ggml-cuda/ssm-scan.cu and supports_op in ggml-cuda.cu"
 LLAMA_CPP_CUDA = _llama_cpp(
     "CUDA",
-    Rule(
-        MAMBA_1,
-        OneOf((16,)),
-        Verdict.SLOW,
-        "the scan of other orders, and of inner widths that are no multiple of 128, runs on the CPU",
-        _CUDA,
-    ),
+    Rule(MAMBA_1, OneOf((16,)), Verdict.SLOW, "the scan of other orders runs on the CPU", _CUDA, width=128),
     Rule(MAMBA_2, OneOf((128, 256)), Verdict.SLOW, "the scan of other orders runs on the CPU", _CUDA),
 )
 _VULKAN = "llama.cpp, ggml/src/ggml-vulkan/ggml-vulkan.cpp"
@@ -252,6 +248,7 @@ def table() -> str:
             orders = "none" if rule.orders == _NONE else str(rule.orders)
             others = "–" if rule.orders == _ANY else f"{rule.otherwise.value}: {rule.why}"
             others += "" if rule.limit is None else f"; refused above {rule.limit}"
+            others += "" if rule.width == 1 else f"; so does that of inner widths that are no multiple of {rule.width}"
             said = (f"`{name.replace('-', '_').upper()}`", orders, others, "run" if rule.tried else "read", rule.source)
             rows.setdefault(said, []).append(rule.recurrence)
     head = ["| preset | layer | orders | other orders | known from | source |", "|---|---|---|---|---|---|"]
@@ -317,11 +314,17 @@ def _judged(runtime: Runtime, name: str, module: nn.Module, adapter: Adapter[Any
     if added:
         why = f"it has {', '.join(added)} from a PerChannel cut, which only {kind} reads"
         return LayerVerdict(said, str(order), Verdict.REFUSED, why, "cut the original with selective=Baked()")
-    verdict = rule.verdict(order)
+    verdict, width = rule.verdict(order), adapter.inner_width(module)
+    if width is not None and width % rule.width:
+        why = f"its inner width {width} is no multiple of {rule.width}"
+        return LayerVerdict(said, str(order), max(rule.otherwise, verdict, key=_BAD.index), why, "use another runtime")
     if verdict is Verdict.FINE:
         return LayerVerdict(said, str(order), verdict)
     why = f"more than {rule.limit} states are refused" if verdict is Verdict.REFUSED and rule.limit else rule.why
     return LayerVerdict(said, str(order), verdict, why, _cure(rule.orders, order))
+
+
+_BAD = list(Verdict)
 
 
 def _cure(allowed: AllowedOrders, order: int) -> str:

@@ -125,6 +125,10 @@ class Adapter(ABC, Generic[Module, System]):
         """The same for a state of the module, as its `step` takes it."""
         return Growth(axis=-1)
 
+    def inner_width(self, module: Module) -> int | None:
+        """The number of channels of the recurrence, if kernels ask for it."""
+        return None
+
     def state_bytes(self, module: Module, order: int) -> int:
         """The bytes that the state of one sequence takes at this order."""
         raise AdapterError(f"{self} does not say how large a state of {type(module).__name__} is: define state_bytes")

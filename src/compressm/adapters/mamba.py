@@ -66,6 +66,9 @@ class SelectiveAdapter(Adapter[Module, SelectiveSystem]):
         rank = parameter_of(module, "dt_proj.weight").shape[1]
         return {PROJECTION: Growth(axis=0, first=rank, blocks=2), RATES: Growth(axis=1)}
 
+    def inner_width(self, module: Module) -> int:
+        return parameter_of(module, RATES).shape[0]
+
     def state_growth(self, module: Module) -> Growth:
         """States after the last inputs of the convolution."""
         return Growth(axis=-1, first=parameter_of(module, "conv1d.weight").shape[-1] - 1)
