@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from compressm.moved import moved, refuse_moved_modules
 
 if TYPE_CHECKING:
-    from compressm import adapters, compression, control, layers, models
+    from compressm import adapters, compression, control, deploy, layers, models
     from compressm.compression import (
         PAPER,
         Baked,
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
         every,
         inspect,
         load_model,
+        pad_orders_,
+        powers_of_two,
         rewrap_,
         save_model,
     )
@@ -78,18 +80,21 @@ __all__ = [
     "compress_",
     "compression",
     "control",
+    "deploy",
     "during_warmup",
     "every",
     "inspect",
     "layers",
     "load_model",
     "models",
+    "pad_orders_",
+    "powers_of_two",
     "rewrap_",
     "save_model",
 ]
 
 # Everything is loaded when first used: torch alone takes longer to import than `compressm --help` may take.
-_PACKAGES = {"adapters", "compression", "control", "families", "layers", "models", "ops", "running", "saving"}
+_PACKAGES = {"adapters", "compression", "control", "deploy", "families", "layers", "models", "ops", "running", "saving"}
 # The other names above are those of `compressm.compression`, and of `compressm.running`.
 _OF_RUNNING = {"CapturedStep", "Stream"}
 _OF_COMPRESSION = set(__all__) - _PACKAGES - _OF_RUNNING - {"__version__"}

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import compressm as cs
+from compressm.adapters import find
 from compressm.compression import SavingError, load_checkpoint, save_checkpoint
 from tests.adapters.transformers_models import (
     IDS,
@@ -42,12 +43,60 @@ def test_equal_orders_come_back_from_transformers_own_files(options, tmp_path):
 @pytest.mark.parametrize("shard", ["1GB", "2KB"])
 def test_unequal_orders_are_read_from_transformers_files_by_us_alone(kind, shard, tmp_path):
     model = unequal(make(kind), 2, 5)
-    model.save_pretrained(tmp_path, max_shard_size=shard)
+    with pytest.warns(UserWarning, match="the layers have 2, 5 states"):
+        model.save_pretrained(tmp_path, max_shard_size=shard)
     with pytest.raises(RuntimeError, match="'state_size' is a per-layer attribute"):
         kind.from_pretrained(tmp_path)
     loaded = cs.load_model(tmp_path)
     assert said_orders(loaded) == [2, 5]
     assert same(loaded, model)
+
+
+def test_unequal_orders_are_named_when_saved_and_zero_states_make_them_an_ordinary_model(tmp_path):
+    model = unequal(make(num_hidden_layers=3), 2, 5, 6)
+    optimizer = torch.optim.AdamW(model.parameters())
+    before, text = model(IDS).logits, written(model)
+    with pytest.warns(UserWarning, match=r"2, 5, 6 states, .*compressm\.pad_orders_\(model\) gives them one order"):
+        model.save_pretrained(tmp_path / "unequal")
+    assert cs.pad_orders_(model, 16, optimizer=optimizer) == 16
+    assert said_orders(model) == [16, 16, 16]
+    assert model.config.state_size == 16
+    torch.testing.assert_close(model(IDS).logits, before, rtol=1e-6, atol=1e-6)
+    model.save_pretrained(tmp_path / "equal")
+    loaded = MambaForCausalLM.from_pretrained(tmp_path / "equal").eval()
+    assert same(loaded, model)
+    assert torch.equal(written(loaded), text)
+    assert cs.deploy.check(loaded, cs.deploy.LLAMA_CPP_CPU).fine
+    train(model, optimizer)
+
+
+@pytest.mark.parametrize("to", [16, 32])
+def test_zero_states_change_no_bit_of_a_model_of_transformers(to):
+    model = make(state_size=8)
+    before = model(IDS).logits
+    cs.pad_orders_(model, to)
+    assert float((model(IDS).logits - before).detach().abs().max()) == 0.0
+
+
+def test_one_order_for_all_layers_loads_in_plain_transformers(tmp_path):
+    model = make()
+    cut(model, keep=cs.EnergyTolerance(0.1), uniform=True)
+    model.save_pretrained(tmp_path)
+    assert same(MambaForCausalLM.from_pretrained(tmp_path).eval(), model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_budget_counts_the_bytes_of_the_cache(dtype):
+    model = make().to(dtype)
+    cache = model(IDS[:1], use_cache=True).cache_params
+    held = [
+        state
+        for layer in cache.layers
+        for table in (layer.conv_states, layer.recurrent_states)
+        for state in table.values()
+    ]
+    found = sum(adapter.state_bytes(module, adapter.order(module)) for module, adapter in find(model).values())
+    assert found == sum(state.nbytes for state in held)
 
 
 @pytest.mark.parametrize("kind", [MambaForCausalLM, transformers.MambaModel])

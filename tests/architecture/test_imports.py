@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 ROOMS = {
     "compressm": (
         *("moved", "errors", "files", "control", "ops", "layers", "models", "adapters"),
-        *("families", "compression", "saving", "running", "exporting", "integrations", "cli"),
+        *("families", "compression", "saving", "running", "deploy", "exporting", "integrations", "cli"),
     ),
     "compressm_lab": ("data", "runs", "baselines", "training", "experiments", "reports", "bench", "cli"),
 }

@@ -6,7 +6,7 @@ import pytest
 import typer
 
 import compressm
-from compressm import adapters, compression, control, running
+from compressm import adapters, compression, control, deploy, running
 from compressm.cli.app import app
 
 # Of `compressm.compression`, without its name in front.
@@ -39,12 +39,16 @@ SHORT_NAMES = {
     "during_warmup",
     "every",
     "load_model",
+    "pad_orders_",
+    "powers_of_two",
     "rewrap_",
     "save_model",
 }
 
 RUNNING_NAMES = {"CapturedStep", "Stream"}
-NAMES = {"__version__", "adapters", "compression", "control", "layers", "models"} | SHORT_NAMES | RUNNING_NAMES
+NAMES = (
+    {"__version__", "adapters", "compression", "control", "deploy", "layers", "models"} | SHORT_NAMES | RUNNING_NAMES
+)
 
 CONTROL_NAMES = {
     "ControlError",
@@ -121,6 +125,7 @@ ADAPTER_NAMES = {
 }
 
 COMPRESSION_NAMES = SHORT_NAMES | {
+    "AllowedOrders",
     "Gramian",
     "Moments",
     "Checkpoint",
@@ -140,6 +145,12 @@ COMPRESSION_NAMES = SHORT_NAMES | {
     "save_checkpoint",
 }
 
+DEPLOY_NAMES = {
+    *("CANDLE", "FLA", "LLAMA_CPP_CPU", "LLAMA_CPP_CUDA", "LLAMA_CPP_METAL", "LLAMA_CPP_VULKAN", "MAMBA_SSM", "MLX"),
+    *("RUNTIMES", "SGLANG", "TRANSFORMERS", "VLLM", "Check", "LayerVerdict", "Rule", "Runtime", "Verdict"),
+    *("check", "named_orders", "step_times", "table"),
+}
+
 OPTIONS = {
     "": {"--version", "--install-completion", "--show-completion"},
     "train": {
@@ -149,7 +160,8 @@ OPTIONS = {
     },
     "inspect": {"path", "--measured", "--data", "--offline"},
     "compress": {
-        *("path", "--out", "--tau", "--rho", "--order", "--bound", "--total-states"),
+        *("path", "--out", "--tau", "--rho", "--order", "--bound", "--total-states", "--state-bytes", "--parameters"),
+        *("--round-to", "--uniform"),
         *("--measured", "--fold", "--no-fold", "--data", "--offline"),
     },
     "data": {"name", "--offline", "--data", "--root", "--set"},
@@ -196,6 +208,11 @@ def test_the_adapters_have_these_names():
 def test_compression_has_these_names():
     assert set(compression.__all__) == COMPRESSION_NAMES
     assert len(compression.__all__) == len(COMPRESSION_NAMES)
+
+
+def test_what_is_known_of_runtimes_has_these_names():
+    assert set(deploy.__all__) == DEPLOY_NAMES
+    assert all(inspect.getdoc(getattr(deploy, name)) for name in DEPLOY_NAMES)
 
 
 @pytest.mark.parametrize("name", sorted(SHORT_NAMES))

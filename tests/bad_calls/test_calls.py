@@ -44,6 +44,7 @@ def test_a_bad_call_is_refused_by_name_and_changes_nothing(call, outcomes):
 # Nothing but an argument too many could be wrong with these, or they are results and base classes, not made by users.
 WITHOUT_ARGUMENTS = {
     *("Largest", "Modal", "PAPER", "Restart", "Slice", "Smallest", "Transport", "WhiteNoise", "__version__"),
+    "powers_of_two",
     *("ZOH", "Bilinear", "Inv", "Legs", "Lin", "EveryStep", "LastStep", "MeanPooling", "NoNorm"),
 }
 NOT_MADE = {
@@ -51,7 +52,7 @@ NOT_MADE = {
     *("ClassifierState", "Dropout", "Encoder", "Norm", "Pooling", "ResidualBlock", "Discretisation", "Initialisation"),
     *("LTILayer", "SSMLayer", "Finding", "MambaMixerAdapter", "SSMAdapter", "SelectiveAdapter"),
 }
-PACKAGES = ("adapters", "compression", "control", "layers", "models")
+PACKAGES = ("adapters", "compression", "control", "deploy", "layers", "models")
 
 
 def test_every_public_name_is_called_badly():

@@ -52,6 +52,34 @@ def files(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.parametrize(
+    ("options", "order"),
+    [
+        (("--order", "3", "--round-to", "2"), 4),
+        (("--order", "3", "--round-to", "4,5"), 4),
+        (("--order", "3", "--round-to", "powers-of-two"), 4),
+        (("--order", "3", "--uniform", "--round-to", "5"), 5),
+        (("--state-bytes", "24"), 3),
+        (("--tau", "0.5", "--uniform", "--round-to", "2,4"), (2, 4)),
+    ],
+    ids=str,
+)
+def test_allowed_orders_and_budgets_on_the_command_line(finished, tmp_path, options, order):
+    done = run("compress", finished / "model", *options, "--out", "small")
+    assert done.exit_code == 0, done.output
+    found = load_model(tmp_path / "small").blocks[0].ssm.order
+    assert found == order or found in (order if isinstance(order, tuple) else ())
+
+
+def test_a_budget_of_parameters_holds_for_the_whole_model(finished, tmp_path):
+    whole = sum(parameter.numel() for parameter in load_model(finished / "model").parameters())
+    done = run("compress", finished / "model", "--parameters", whole - 30, "--out", "small")
+    assert done.exit_code == 0, done.output
+    assert (
+        whole - 90 < sum(parameter.numel() for parameter in load_model(tmp_path / "small").parameters()) <= whole - 30
+    )
+
+
 def test_a_saved_model_is_cut_and_saved(finished, tmp_path):
     done = run("compress", finished / "model", "--order", "3", "--out", "small")
     assert done.exit_code == 0, done.output

@@ -222,6 +222,34 @@ def a_policy_that_differs(rank, path):
 
 
 @case
+def allowed_orders_that_differ(rank, path):
+    run = Training(rank)
+    options = {"when": [2], "keep": cs.TargetOrder(4), "round_to": (4, 6 + rank)}
+    error = refused(lambda: cs.Compressor(run.model, run.optimizer, **options))
+    return outcome(run, error=error, padded=refused(lambda: cs.pad_orders_(run.model, 16 + rank)))
+
+
+@case
+def one_allowed_order_for_all_layers(rank, path):
+    run = Training(rank)
+    for block in run.inner.blocks:
+        block.ssm.B_re.data[5:] = block.ssm.B_im.data[5:] = 0
+    compressor = cs.Compressor(
+        run.model, run.optimizer, when=[1], keep=cs.TargetOrder(6), uniform=True, round_to={11, 7}, gate=1.0
+    )
+    return outcome(run, events=run.train(4, compressor))
+
+
+@case
+def zero_states_in_all_processes(rank, path):
+    run = Training(rank)
+    run.train(2)
+    padded = cs.pad_orders_(run.model, 16, optimizer=run.optimizer)
+    run.train(2)
+    return outcome(run, padded=padded)
+
+
+@case
 def a_schedule_that_differs(rank, path):
     run = Training(rank)
     error = refused(lambda: cs.Compressor(run.model, run.optimizer, when=[2, 3 + rank], keep=cs.TargetOrder(4)))

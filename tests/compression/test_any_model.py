@@ -1,5 +1,7 @@
 """Whatever a model is made of and whatever is asked for: orders only fall, nothing breaks, and bits repeat."""
 
+import warnings
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -126,7 +128,9 @@ def train(model, optimizer, x):
 def check_cut(model, optimizer, keep, options):
     """One cut, with what every cut promises."""
     before = orders(model)
-    cuts = compress_(model, keep=keep, optimizer=optimizer, **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Budget.* cannot be met")
+        cuts = compress_(model, keep=keep, optimizer=optimizer, **options)
     after = orders(model)
     assert all(1 <= new <= old for new, old in zip(after, before, strict=True))
     changed = [(old, new) for old, new in zip(before, after, strict=True) if new != old]

@@ -1,6 +1,7 @@
 """Budget against every allocation there is."""
 
 import itertools
+import pickle
 import time
 
 import pytest
@@ -8,7 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import compressm as cs
 from compressm.compression import Budget, CompressionError
+from compressm.compression.budget import Prices
+from compressm.compression.policies import Limits
+from compressm.layers import LRU, S4D, S5, Mamba, SSMLayer
+from compressm.models import SequenceClassifier
 from tests.compression.spectra import bound_of, spectra_of_a_model
 
 
@@ -90,3 +96,156 @@ def test_the_order_of_layers_decides_only_ties():
 def test_layers_of_one_state_are_allowed():
     assert Budget(2)({"a": torch.ones(1).double(), "b": torch.ones(1).double()}) == {"a": 1, "b": 1}
     assert Budget(3)({"a": torch.ones(1).double(), "b": torch.ones(3).double()}) == {"a": 1, "b": 2}
+
+
+UNITS = ("state_bytes", "parameters", "milliseconds")
+
+
+def cheapest_of_all(spectra, allowed, price, limit):
+    """The smallest summed bound of all allocations within the limit; None if there is none."""
+    found = [
+        summed_bound(spectra, orders)
+        for orders in itertools.product(*allowed.values())
+        if sum(price[name](r) for name, r in zip(spectra, orders, strict=True)) <= limit
+    ]
+    return min(found, default=None)
+
+
+def linear(slope):
+    return lambda order: float(3 + slope * order)
+
+
+@given(
+    spectra_of_a_model(max_layers=4, max_order=6, max_channels=2),
+    st.lists(st.integers(1, 9), min_size=4, max_size=4),
+    st.integers(10, 150),
+    st.integers(1, 6),
+    st.sampled_from([0.5, 0.95, 1.0]),
+)
+def test_no_allocation_within_a_budget_of_bytes_loses_less(spectra, slopes, limit, step, gate):
+    """Costs of a state differ between layers, and orders are rounded and gated."""
+    price = {name: linear(slope) for name, slope in zip(spectra, slopes, strict=False)}
+    allowed = {name: Limits.of([name], gate, step, 1).orders(name, s.shape[-1]) for name, s in spectra.items()}
+    least = cheapest_of_all(spectra, allowed, price, limit)
+    budget = Budget(state_bytes=limit).priced(lambda names: Prices(price))
+    if least is None:
+        with (
+            pytest.warns(UserWarning, match="cannot be met")
+            if sum(p(1) for p in price.values()) <= limit
+            else (pytest.raises(CompressionError, match="one state in every layer takes"))
+        ):
+            budget.allocated(spectra, allowed)
+        return
+    orders = budget.allocated(spectra, allowed)
+    assert sum(price[name](r) for name, r in orders.items()) <= limit
+    assert all(r in allowed[name] for name, r in orders.items())
+    assert summed_bound(spectra, tuple(orders.values())) == least
+
+
+@given(
+    spectra_of_a_model(max_layers=4, max_order=6, max_channels=2),
+    st.dictionaries(st.integers(1, 6), st.integers(1, 20).map(lambda k: k / 4), min_size=1),
+    st.integers(1, 20).map(lambda k: k / 4),
+)
+def test_no_allocation_within_a_budget_of_time_loses_less(spectra, times, limit):
+    """Times need not rise with the order."""
+    longest = max(sigma.shape[-1] for sigma in spectra.values())
+    times = {**times, longest: times.get(longest, 5.0)}
+
+    def price(order):
+        return times[min(known for known in times if known >= order)] / len(spectra)
+
+    allowed = {name: range(1, sigma.shape[-1] + 1) for name, sigma in spectra.items()}
+    prices = dict.fromkeys(spectra, price)
+    least = cheapest_of_all(spectra, allowed, prices, limit * (1 + 1e-12))
+    budget = Budget(milliseconds=limit, measure=times)
+    if least is None:
+        return
+    orders = budget(spectra)
+    assert summed_bound(spectra, tuple(orders.values())) == least
+    assert orders == Budget(milliseconds=limit, measure=lambda order: price(order) * len(spectra))(spectra)
+
+
+def model_of(layer=LRU, **options):
+    torch.manual_seed(0)
+    sizes = {"depth": 3, "width": 6, "order": 16, "inputs": 3, "classes": 5}
+    return SequenceClassifier(layer, **{**sizes, **options}).eval()
+
+
+def bytes_of(model):
+    return sum(module.initial_state(1).nbytes for module in model.modules() if isinstance(module, SSMLayer))
+
+
+def count_of(model):
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+X = torch.randn(4, 20, 3, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("layer", [LRU, S5, S4D, Mamba])
+@pytest.mark.parametrize(
+    "options", [{}, {"gate": 0.7}, {"round_to": 4}, {"round_to": (2, 6, 9)}, {"uniform": True}], ids=str
+)
+def test_a_model_keeps_within_its_bytes_and_parameters(layer, options):
+    calibrate = {"calibrate": lambda model: model(X)} if layer is Mamba else {}
+    for unit, measured, share in (("state_bytes", bytes_of, 0.6), ("parameters", count_of, 0.9)):
+        model = model_of(layer)
+        limit = int(share * measured(model))
+        cs.compress_(model, keep=Budget(**{unit: limit}), **options, **calibrate)
+        assert 0.5 * limit < measured(model) <= limit
+        # One state more in one layer does not fit, unless the options do not allow it.
+        if not options and layer is not Mamba:
+            smallest = min(
+                module.initial_state(1).nbytes // module.order
+                for module in model.modules()
+                if isinstance(module, SSMLayer)
+            )
+            assert unit != "state_bytes" or measured(model) + smallest > limit
+
+
+def test_the_whole_model_counts_though_only_some_layers_share_the_budget():
+    model = model_of()
+    limit = bytes_of(model) - 20 * 8
+    cs.compress_(model, keep=Budget(state_bytes=limit), filter_fn=lambda module, name: "blocks.2" not in name)
+    assert bytes_of(model) == limit
+    assert model.blocks[2].ssm.order == 16
+
+
+def test_a_budget_that_options_keep_from_being_met_says_so():
+    model = model_of()
+    with pytest.warns(UserWarning, match=r"Budget\(total_states=20\) cannot be met: .*blocks\.0\.ssm 8.* take 24"):
+        cs.compress_(model, keep=Budget(20), round_to=(8, 12))
+    assert [block.ssm.order for block in model.blocks] == [8, 8, 8]
+
+
+def test_budgets_print_compare_and_pickle():
+    for budget in (Budget(8), Budget(state_bytes=64), Budget(parameters=9), Budget(milliseconds=2.0, measure={8: 1.0})):
+        again = pickle.loads(pickle.dumps(budget))
+        assert again == budget
+        assert hash(again) == hash(budget)
+        assert eval(repr(budget), {"Budget": Budget}) == budget
+    assert repr(Budget(milliseconds=2.0, measure=bytes_of)) == "Budget(milliseconds=2.0, measure=bytes_of)"
+    assert Budget(8) != Budget(state_bytes=8)
+
+
+def test_a_hundred_layers_of_different_widths_are_done_in_seconds():
+    generator = torch.Generator().manual_seed(0)
+    spectra = {
+        str(k): torch.exp(-8 * torch.rand(256, generator=generator, dtype=torch.float64)).sort(descending=True).values
+        for k in range(100)
+    }
+    price = {name: linear(259 + 4 * k) for k, name in enumerate(spectra)}
+    start = time.perf_counter()
+    orders = Budget(parameters=6_000_000).priced(lambda names: Prices(price))(spectra)
+    assert 5_990_000 < sum(price[name](r) for name, r in orders.items()) <= 6_000_000
+    assert time.perf_counter() - start < 20
+
+
+def test_one_budget_may_be_shared_by_two_groups_of_layers():
+    """Each counts the other's layers as they are."""
+    model = model_of()
+    budget = Budget(state_bytes=bytes_of(model) - 80)
+    cs.compress_(model, keep=budget, overrides={"blocks.0.*": budget})
+    assert model.blocks[0].ssm.order == 6
+    assert sum(block.ssm.order for block in model.blocks) == 28

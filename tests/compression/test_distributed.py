@@ -53,6 +53,14 @@ def test_a_wrapper_that_is_given_is_made_anew_by_each_cut(found):
     assert all(order < 12 for order in first["orders"])
 
 
+def test_all_processes_fill_up_layers_to_the_same_orders(found):
+    assert {tuple(one["orders"]) for one in found["one_allowed_order_for_all_layers"]} == {(7, 7)}
+    assert {tuple(one["orders"]) for one in found["zero_states_in_all_processes"]} == {(16, 16)}
+    for rank, one in enumerate(found["allowed_orders_that_differ"]):
+        assert one["orders"] == [12, 12]
+        assert f"to is {16 + rank} here" in one["padded"][1]
+
+
 def test_several_optimizers_stay_in_step_and_an_average_is_named_in_every_process(found):
     for one in found["several_optimizers"]:
         assert len(one["events"]) == 4
@@ -142,6 +150,10 @@ FAILURES = {
     "a_policy_that_differs": (
         "keep is TargetOrder(n=4) here, TargetOrder(n=5) in process 1",
         "keep is TargetOrder(n=5)",
+    ),
+    "allowed_orders_that_differ": (
+        "round_to is OneOf(orders=(4, 6)) here, OneOf(orders=(4, 7)) in process 1",
+        "round_to is OneOf(orders=(4, 7))",
     ),
     "a_schedule_that_differs": ("when is [2, 3] here, [2, 4] in process 1", "when is [2, 4] here"),
     "a_model_that_one_refuses": ("process 1 failed while making a Compressor: CompressionError", "is also"),

@@ -29,7 +29,7 @@ def one(n, keep, **options):
     return choose_orders(layers(n), keep, **options)["blocks.0.ssm"]
 
 
-ANY_POLICY = st.sampled_from([EnergyTolerance(0.2), ErrorBound(0.5), KeepFraction(0.6), TargetOrder(4), Budget(9)])
+ANY_POLICY = st.sampled_from([EnergyTolerance(0.2), ErrorBound(0.5), KeepFraction(0.6), TargetOrder(4)])
 
 
 @given(spectra_of_a_model(), ANY_POLICY, st.integers(1, 8), st.integers(1, 100))
@@ -37,6 +37,8 @@ def test_the_gate_and_rounding_only_keep_more(spectra, keep, round_to, gate):
     orders = choose_orders(spectra, keep, round_to=round_to, gate=gate / 100)
     for name, wanted in keep(spectra).items():
         n = spectra[name].shape[-1]
+        if not bool(spectra[name].any()):
+            wanted = n  # nothing distinguishes its states
         multiple = min(n, math.ceil(Fraction(wanted, round_to)) * round_to)
         assert orders[name] == (multiple if multiple < Fraction(gate, 100) * n else n)
     assert list(orders) == list(spectra)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from functools import reduce
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, final
 
 import numpy as np
 import torch
@@ -37,6 +38,38 @@ class Basis(Enum):
     SELECTED = "a selection of its states"
 
 
+@final
+@dataclass(frozen=True)
+class Growth:
+    """How a tensor grows with the order: `blocks` with one entry a state along `axis`, after `first` other entries.
+
+    `idle` is the entry of a state without effect.
+    """
+
+    axis: int
+    first: int = 0
+    blocks: int = 1
+    idle: Tensor | float = 0.0
+
+    def order(self, value: Tensor) -> int:
+        """The number of states in a tensor."""
+        return (value.shape[self.axis] - self.first) // self.blocks
+
+    def resized(self, value: Tensor, order: int, fill: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """The tensor at another order: its first states, or all of them and then idle ones, or `fill(block)`."""
+        n = self.order(value)
+        rest, *blocks = torch.split(value, [self.first, *[n] * self.blocks], dim=self.axis)
+        if order <= n:
+            return torch.cat([rest, *(block.narrow(self.axis, 0, order) for block in blocks)], self.axis)
+        parts = [rest]
+        for block in blocks:
+            new = torch.as_tensor(self.idle).to(block) if fill is None else fill(block)
+            shape = list(block.shape)
+            shape[self.axis] = order - n
+            parts += [block, new.expand(shape)]
+        return torch.cat(parts, self.axis)
+
+
 class Adapter(ABC, Generic[Module, System]):
     """A class that reads a kind of module as a recurrence and encodes it back: `SSMAdapter` or `SelectiveAdapter`."""
 
@@ -48,6 +81,8 @@ class Adapter(ABC, Generic[Module, System]):
     JOINS: ClassVar[Mapping[str, str]] = {}
     # Attributes in objects that modules share, such as a config: `renewed` writes them.
     SHARED: ClassVar[frozenset[str]] = frozenset()
+    # The name of the recurrence in tables of runtimes, such as "Mamba-1".
+    RECURRENCE: ClassVar[str] = ""
 
     @abstractmethod
     def read(self, module: Module) -> System:
@@ -82,6 +117,22 @@ class Adapter(ABC, Generic[Module, System]):
         """
         return []
 
+    def growth(self, module: Module) -> dict[str, Growth]:
+        """How every parameter that depends on the order grows with it, and what a state without effect is there."""
+        raise AdapterError(f"{self} does not say how {type(module).__name__} grows: define growth(module)")
+
+    def state_growth(self, module: Module) -> Growth:
+        """The same for a state of the module, as its `step` takes it."""
+        return Growth(axis=-1)
+
+    def inner_width(self, module: Module) -> int | None:
+        """The number of channels of the recurrence, if kernels ask for it."""
+        return None
+
+    def state_bytes(self, module: Module, order: int) -> int:
+        """The bytes that the state of one sequence takes at this order."""
+        raise AdapterError(f"{self} does not say how large a state of {type(module).__name__} is: define state_bytes")
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
@@ -95,6 +146,7 @@ class SSMAdapter(Adapter[Module, DiagonalSystem]):
     """
 
     STORES = frozenset({Basis.ANY, Basis.SELECTED})
+    RECURRENCE = "linear"
 
     @abstractmethod
     def read(self, module: Module) -> DiagonalSystem:
@@ -121,6 +173,20 @@ class SSMAdapter(Adapter[Module, DiagonalSystem]):
         parameters may depend on other modes.
         """
         return None
+
+    @torch.no_grad()
+    def growth(self, module: Module) -> dict[str, Growth]:
+        """The axes that grow if a mode with B = 0 and C = 0 is added to the system, and the entries that it gets."""
+        system = self.read(module)
+        values, n = self.encode(module, _with_an_idle_mode(system)), system.order
+        axes = {name: _grown_axis(module, name, value) for name, value in values.items()}
+        return {
+            name: Growth(axis, idle=values[name].narrow(axis, n, 1)) for name, axis in axes.items() if axis is not None
+        }
+
+    def state_bytes(self, module: Module, order: int) -> int:
+        """Those of complex numbers in the dtype of the parameters."""
+        return 2 * order * self.read(module).bank.numel() * next(module.parameters()).element_size()
 
     def order(self, module: Module) -> int:
         return self.read(module).order
@@ -259,11 +325,8 @@ def state_axes(module: nn.Module, adapter: SSMAdapter[Any] | None = None) -> dic
     adapter = linear_adapter(module, adapter)
     with torch.no_grad():
         values = adapter.encode(module, _with_a_mode_twice(adapter.read(module)))
-    axes = {name: _grown_axes(module, name, value) for name, value in values.items()}
-    several = [name for name, grown in axes.items() if len(grown) > 1]
-    if several:
-        raise AdapterError(f"{', '.join(several)}: axes {axes[several[0]]} grow with the order, expected one axis")
-    return {name: grown[0] for name, grown in axes.items() if grown}
+    axes = {name: _grown_axis(module, name, value) for name, value in values.items()}
+    return {name: axis for name, axis in axes.items() if axis is not None}
 
 
 def read_with(adapter: SSMAdapter[Any], module: nn.Module, values: Mapping[str, Tensor]) -> DiagonalSystem:
@@ -331,11 +394,20 @@ def parameter_of(module: nn.Module, name: str) -> nn.Parameter:
     return parameters[name]
 
 
-def _grown_axes(module: nn.Module, name: str, value: Tensor) -> list[int]:
+def _grown_axis(module: nn.Module, name: str, value: Tensor) -> int | None:
     shape = parameter_of(module, name).shape
     if len(shape) != value.ndim:
         raise AdapterError(f"encode gives {name} the shape {tuple(value.shape)}, expected the axes of {tuple(shape)}")
-    return [axis for axis, (old, new) in enumerate(zip(shape, value.shape, strict=True)) if old != new]
+    grown = [axis for axis, (old, new) in enumerate(zip(shape, value.shape, strict=True)) if old != new]
+    if len(grown) > 1:
+        raise AdapterError(f"{name}: axes {grown} grow with the order, expected one axis")
+    return grown[0] if grown else None
+
+
+def _with_an_idle_mode(system: DiagonalSystem) -> DiagonalSystem:
+    """The system with one more mode, λ = ½, that has neither input nor output."""
+    pad = torch.nn.functional.pad
+    return DiagonalSystem(pad(system.poles, (0, 1), value=0.5), pad(system.B, (0, 0, 0, 1)), pad(system.C, (0, 1)))
 
 
 def _with_a_mode_twice(system: DiagonalSystem) -> DiagonalSystem:

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 
-from compressm.adapters.base import Adapter, Basis, Module, adapter_for, adapts, finite_doubles, parameter_of
+from compressm.adapters.base import Adapter, Basis, Growth, Module, adapter_for, adapts, finite_doubles, parameter_of
 from compressm.control.selective import ChannelMaps, SelectiveSystem, require_negative_rates
 from compressm.errors import AdapterError
 from compressm.layers import Mamba
@@ -32,6 +32,7 @@ class SelectiveAdapter(Adapter[Module, SelectiveSystem]):
     """
 
     STORES = frozenset({Basis.AVERAGED, Basis.SELECTED})
+    RECURRENCE = "Mamba-1"
     JOINS: ClassVar[Mapping[str, str]] = {IMAGINARY: RATES}
 
     @abstractmethod
@@ -54,6 +55,30 @@ class SelectiveAdapter(Adapter[Module, SelectiveSystem]):
 
     def order(self, module: Module) -> int:
         return parameter_of(module, RATES).shape[-1]
+
+    def growth(self, module: Module) -> dict[str, Growth]:
+        """Rows of B and of C in x_proj, after those of the steps, and rates; an idle state has the rate −1."""
+        if self.maps(module) is not None:
+            raise AdapterError(
+                f"an earlier PerChannel cut gave every channel of this {type(module).__name__} its own states, to which"
+                " none can be added"
+            )
+        rank = parameter_of(module, "dt_proj.weight").shape[1]
+        return {PROJECTION: Growth(axis=0, first=rank, blocks=2), RATES: Growth(axis=1)}
+
+    def inner_width(self, module: Module) -> int:
+        return parameter_of(module, RATES).shape[0]
+
+    def state_growth(self, module: Module) -> Growth:
+        """States after the last inputs of the convolution."""
+        return Growth(axis=-1, first=parameter_of(module, "conv1d.weight").shape[-1] - 1)
+
+    def state_bytes(self, module: Module, order: int) -> int:
+        """The last inputs of the convolution, and the states of every channel."""
+        channels, _, window = parameter_of(module, "conv1d.weight").shape
+        parts = 1 if getattr(module, IMAGINARY, None) is None else 2
+        wide = torch.promote_types(parameter_of(module, RATES).dtype, torch.float32)
+        return channels * (window - 1 + parts * order) * wide.itemsize
 
     def read(self, module: Module) -> SelectiveSystem:
         """The system, in float64; a module with other parameters is refused, and the error names them."""

@@ -217,6 +217,21 @@ def dead_states(trial: Trial) -> Iterator[Finding]:
     )
 
 
+def zero_states(trial: Trial) -> Iterator[Finding]:
+    """Adding states that have neither input nor output keeps the output."""
+    module = trial.module()
+    n, u = trial.order(module), trial.noise(module)
+    before = trial.output(module, u)
+    write(module, _with_idle_states(trial, module, n + 3))
+    yield Finding("three zero states keep the output", difference(before, trial.output(module, u)), trial.tolerance)
+    yield Finding(f"with them the order is {n + 3}", float(abs(trial.order(module) - n - 3)), 0.0)
+
+
+def _with_idle_states(trial: _Trial, module: nn.Module, order: int) -> dict[str, Tensor]:
+    growth = trial.adapter.growth(module)
+    return {name: own.resized(parameter_of(module, name).detach(), order) for name, own in growth.items()}
+
+
 def bound(trial: Trial) -> Iterator[Finding]:
     """‖y − y_r‖₂ ≤ 2 Σ σ of the dropped states ‖u‖₂, measured on the module's own output."""
     for order in sorted({1, trial.half(trial.module())}):
@@ -406,6 +421,7 @@ PROMISES: tuple[Callable[[Trial], Iterator[Finding]], ...] = (
     reading,
     encoding,
     dead_states,
+    zero_states,
     bound,
     parameters,
     training,
@@ -488,6 +504,20 @@ def selective_dead_states(trial: SelectiveTrial) -> Iterator[Finding]:
     yield Finding.none_of(["others"] if others else [], "parameters stay the same objects")
 
 
+def selective_zero_states(trial: SelectiveTrial) -> Iterator[Finding]:
+    """Adding states that have neither input nor output keeps the output."""
+    module = trial.module()
+    n, before = trial.adapter.order(module), trial.output(module)
+    values = _with_idle_states(trial, module, n + 3)
+    attributes = trial.adapter.attributes(module, n + 3)
+    write(module, values)
+    for path, value in attributes.items():
+        owner, leaf = trial.adapter.place(module, path)
+        setattr(owner, leaf, value)
+    yield Finding("three zero states keep the output", difference(before, trial.output(module)), trial.tolerance)
+    yield Finding(f"with them the order is {n + 3}", float(abs(trial.adapter.order(module) - n - 3)), 0.0)
+
+
 def selective_training(trial: SelectiveTrial) -> Iterator[Finding]:
     """A training step after a cut moves every weight that is trained."""
     module = trial.module().train()
@@ -501,5 +531,6 @@ SELECTIVE_PROMISES: tuple[Callable[[SelectiveTrial], Iterator[Finding]], ...] = 
     selective_reading,
     renaming,
     selective_dead_states,
+    selective_zero_states,
     selective_training,
 )

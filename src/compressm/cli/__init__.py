@@ -30,8 +30,8 @@ _CHOICES = {
     "PerChannel": "per-channel",
     "SharedIndex": "shared-index",
 }
-_POLICY = re.compile(rf"(?:keep(=| is ))?\b({'|'.join(_POLICIES)})\((?:\w+=)?([^,()]*)[^()]*\)")
-_FIELD = re.compile(rf"\b({'|'.join(_POLICIES)}): \w+ is ")
+_POLICY = re.compile(rf"(?:keep(=| is ))?\b({'|'.join(_POLICIES)})\((?:(\w+)=)?([^,()]*)[^()]*\)")
+_FIELD = re.compile(rf"\b({'|'.join(_POLICIES)}): (\w+) is ")
 _CHOICE = re.compile(rf"\b({'|'.join(_CHOICES)})\([^()]*\)|\b(PerChannel)\b")
 
 
@@ -106,12 +106,12 @@ def _end_interrupted() -> None:
 def in_words(message: object, *, options: bool = False) -> str:
     """The message with `rho 0.5` in the place of `KeepFraction(rho=0.5)`; with `options`, `--rho 0.5`."""
 
-    def named(policy: str) -> str:
-        key = _POLICIES[policy]
+    def named(policy: str, field: str | None) -> str:
+        key = field if policy == "Budget" and field else _POLICIES[policy]
         return f"--{key.replace('_', '-')}" if options else key
 
-    text = _POLICY.sub(lambda found: f"{named(found[2])}{found[1] or ' '}{found[3]}", str(message))
-    text = _FIELD.sub(lambda found: f"{named(found[1])} is ", text)
+    text = _POLICY.sub(lambda found: f"{named(found[2], found[3])}{found[1] or ' '}{found[4]}", str(message))
+    text = _FIELD.sub(lambda found: f"{named(found[1], found[2])} is ", text)
     return _CHOICE.sub(lambda found: _CHOICES[found[1] or found[2]], text)
 
 

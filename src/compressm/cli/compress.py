@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,12 +18,28 @@ from compressm.cli.options import (
     PathError,
     integer,
     number,
+    orders,
     require_writable,
 )
 from compressm.cli.saved import SavedModel, open_saved
 from compressm.compression import Budget, EnergyTolerance, ErrorBound, KeepFraction, TargetOrder, compress_, save_model
 from compressm.compression.policies import Policy
 from compressm.errors import CompressionError, SavingError
+
+BytesOption = Annotated[
+    int | None, typer.Option(parser=integer, metavar="INTEGER", help="Bytes of a stream's states, for one sequence.")
+]
+ParametersOption = Annotated[
+    int | None, typer.Option(parser=integer, metavar="INTEGER", help="Parameters of the whole model.")
+]
+RoundToOption = Annotated[
+    Any,
+    typer.Option(
+        parser=orders,
+        metavar="ORDERS",
+        help="Allowed orders: 8 for its multiples, 16,32, powers-of-two, or a runtime such as llama-cpp-cuda.",
+    ),
+]
 
 
 def command(
@@ -43,6 +60,10 @@ def command(
     total_states: Annotated[
         int | None, typer.Option(parser=integer, metavar="INTEGER", help="States of the whole model.")
     ] = None,
+    state_bytes: BytesOption = None,
+    parameters: ParametersOption = None,
+    round_to: RoundToOption = 1,
+    uniform: Annotated[bool, typer.Option("--uniform", help="One order for all layers.")] = False,
     measured: MeasuredOption = False,
     fold: Annotated[bool, typer.Option(help="Fold conjugate poles first.")] = True,
     data: DataOption = None,
@@ -51,11 +72,14 @@ def command(
     """Cut a trained model once and save the smaller one; of a run, show its test accuracy before and after."""
     _require_new(out)
     try:
-        keep = _policy(tau=tau, rho=rho, order=order, bound=bound, total_states=total_states, measured=measured)
+        budgets = {"total_states": total_states, "state_bytes": state_bytes, "parameters": parameters}
+        keep = _policy(tau=tau, rho=rho, order=order, bound=bound, budgets=budgets, measured=measured)
         saved = open_saved(path, with_data=measured, data=data, offline=offline)
         saved.require_data()
         before, missing = _tested(saved)
-        cuts = compress_(saved.model, keep=keep, fold=fold, calibrate=saved.calibrate, selective=saved.selective())
+        options: dict[str, Any] = {"calibrate": saved.calibrate, "selective": saved.selective()}
+        # A runtime says itself if it needs one order for all layers.
+        cuts = compress_(saved.model, keep=keep, fold=fold, round_to=round_to, uniform=uniform or None, **options)
         after, _ = _tested(saved)
     except BAD_INPUT as error:
         raise typer.BadParameter(in_words(error, options=True)) from error
@@ -99,7 +123,7 @@ def _policy(
     rho: float | None,
     order: int | None,
     bound: float | None,
-    total_states: int | None,
+    budgets: Mapping[str, int | None],
     measured: bool,
 ) -> Policy:
     given: dict[str, tuple[Callable[[Any], Policy], float | None]] = {
@@ -107,7 +131,7 @@ def _policy(
         "--rho": (KeepFraction, rho),
         "--order": (TargetOrder, order),
         "--bound": (ErrorBound, bound),
-        "--total-states": (Budget, total_states),
+        **{f"--{unit.replace('_', '-')}": (partial(_budget, unit), limit) for unit, limit in budgets.items()},
     }
     chosen = [name for name, (_, value) in given.items() if value is not None]
     if len(chosen) != 1:
@@ -119,3 +143,8 @@ def _policy(
         return make(value)
     except CompressionError as error:
         raise typer.BadParameter(in_words(error, options=True), param_hint=chosen[0]) from None
+
+
+def _budget(unit: str, limit: int) -> Policy:
+    given: dict[str, Any] = {unit: limit}
+    return Budget(**given)

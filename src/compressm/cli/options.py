@@ -9,6 +9,10 @@ from typing import Annotated, Literal
 import torch
 import typer
 
+from compressm.deploy import named_orders
+from compressm.errors import CompressionError
+from compressm.families.choices import RoundTo, as_allowed_orders
+
 DeviceChoice = Annotated[
     Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute; auto is a GPU where there is one.")
 ]
@@ -42,6 +46,20 @@ def count(text: str | int) -> int:
     if (found := integer(text)) < 1:
         raise typer.BadParameter(f"{found} is too small, expected at least 1")
     return found
+
+
+def orders(text: str | int) -> RoundTo:
+    """Parse what `round_to` takes: 8, or 16,32, or powers-of-two, or the name of a runtime."""
+    words = str(text).split(",")
+    try:
+        if all(word.strip().lstrip("-").isdigit() for word in words):
+            found = [int(word) for word in words]
+            round_to: RoundTo = found[0] if len(found) == 1 else found
+            as_allowed_orders(round_to)
+            return round_to
+        return named_orders(str(text))
+    except CompressionError as error:
+        raise typer.BadParameter(str(error).replace("round_to is", "--round-to is")) from None
 
 
 def chosen_device(choice: str) -> torch.device:

@@ -3,12 +3,12 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from compressm.compression.compressor import PAPER, Compressor, compress_
+from compressm.compression.budget import Budget
+from compressm.compression.compressor import PAPER, Compressor, compress_, pad_orders_
 from compressm.compression.distributed import rewrap_
 from compressm.compression.inspection import HankelTracker, Inspection, inspect
 from compressm.compression.optimizer import Moments, Restart, Slice, Transport
 from compressm.compression.policies import (
-    Budget,
     EnergyTolerance,
     ErrorBound,
     KeepFraction,
@@ -20,7 +20,18 @@ from compressm.compression.record import Cut, Restored
 from compressm.compression.rollback import Rollback
 from compressm.compression.schedule import as_schedule, during_warmup, every, plan_text
 from compressm.errors import CompressionError, LostProcessError, SavingError, StaleWrapperError
-from compressm.families.choices import Gramian, Largest, Measured, Modal, Random, Selection, Smallest, WhiteNoise
+from compressm.families.choices import (
+    AllowedOrders,
+    Gramian,
+    Largest,
+    Measured,
+    Modal,
+    Random,
+    Selection,
+    Smallest,
+    WhiteNoise,
+    powers_of_two,
+)
 from compressm.families.selective.methods import Baked, PerChannel, SelectiveMethod, SharedIndex
 
 if TYPE_CHECKING:
@@ -28,6 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PAPER",
+    "AllowedOrders",
     "Baked",
     "Budget",
     "Checkpoint",
@@ -69,7 +81,9 @@ __all__ = [
     "inspect",
     "load_checkpoint",
     "load_model",
+    "pad_orders_",
     "plan_text",
+    "powers_of_two",
     "rewrap_",
     "savable",
     "save_checkpoint",

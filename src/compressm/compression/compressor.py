@@ -13,17 +13,19 @@ from torch import nn
 from torch.optim import Optimizer
 
 from compressm.adapters import find
-from compressm.compression.cutting import Cutter, PreparedPlan, followers, ordinary_tensors
+from compressm.adapters.mamba import refused_in
+from compressm.compression.cutting import Cutter, PreparedPlan, filled_up, followers, ordinary_tensors, require_alike
+from compressm.compression.distributed import require_rewrappable, wrappers_in
 from compressm.compression.optimizer import Moments, Slice, Transport
-from compressm.compression.planning import Options, rehearse
-from compressm.compression.policies import GATE, Policy, never_cuts, obstacles
+from compressm.compression.planning import Options, rehearse, require_suitable
+from compressm.compression.policies import GATE, KeepFraction, Policy, never_cuts, obstacles
 from compressm.compression.record import Cut, Event, event_of, past_of, warn_uncut
 from compressm.compression.rollback import NOTHING_TO_JUDGE, Rollback, Watch
 from compressm.compression.schedule import as_schedule, plan_text, require_same_past
 from compressm.compression.several import as_optimizer, as_scheduler, parts_of, require_own
 from compressm.errors import CompressionError, warn_caller
-from compressm.families import Layer
-from compressm.families.choices import Gramian, Largest, Selection, WhiteNoise, require_count
+from compressm.families import Layer, read_layer
+from compressm.families.choices import Gramian, Largest, RoundTo, Selection, WhiteNoise, require_count
 from compressm.families.observing import Calibrate
 from compressm.families.selective.methods import Baked, SelectiveMethod
 from compressm.layers.parameters import begin_work_, end_work_, hold_, holders_beside, is_idle, require_idle
@@ -56,8 +58,9 @@ class Compressor:
         fold: bool = True,
         select: Selection = Largest(),
         gate: float = GATE,
-        round_to: int = 1,
+        round_to: RoundTo = 1,
         at_least: int = 1,
+        uniform: bool | None = None,
         moments: Moments = Transport(),
         guard: Rollback | None = None,
         filter_fn: Callable[[nn.Module, str], bool] | None = None,
@@ -69,9 +72,8 @@ class Compressor:
         self._schedule = as_schedule(when)
         if guard is not None and not isinstance(guard, Rollback):
             raise CompressionError(f"guard is {guard!r:.100}, expected Rollback(evaluate, ...) or None")
-        options = Options(
-            keep, calibrate, gramian, fold, select, gate, round_to, at_least, filter_fn, overrides, selective
-        )
+        given = (keep, calibrate, gramian, fold, select, gate, round_to, at_least, filter_fn, overrides, selective)
+        options = Options(*given, uniform=uniform)
         trainer, rates = as_optimizer(optimizer), as_scheduler(scheduler)
         require_own(rates, trainer)
         if rates is not None and guard is None:
@@ -149,9 +151,10 @@ class Compressor:
                 stacklevel=3,
             )
         options = self._cutter.options
-        limits = (options.keep, options.overrides, options.gate, options.round_to, options.at_least)
+        limits = (options.keep, options.overrides, options.gate, self._cutter.allowed(), options.at_least)
         if held := obstacles(orders, *limits):
-            said = ", ".join(f"{name}={value}" for name, value in held.items())
+            held |= {"round_to": options.round_to} if "round_to" in held else {}
+            said = ", ".join(f"{name}={value!r}" for name, value in held.items())
             states = ", ".join(f"{name or 'the model'} {n}" for name, n in orders.items())
             warnings.warn(
                 f"nothing will be cut: with {said} every layer keeps its order ({states} states)", stacklevel=3
@@ -186,6 +189,8 @@ class Compressor:
     def _prepared(self, now: int, undo: ExitStack) -> PreparedPlan:
         """The cuts of this step; a guard keeps a snapshot first."""
         plan = self._cutter.plan(salt=now)
+        if plan.unfit and now >= self._schedule[-1]:
+            warn_caller(plan.unfit)
         if plan.cuts and self._watch is not None:
             self._watch.begin(now, undo)
         return self._cutter.prepare(plan, now)
@@ -276,8 +281,9 @@ def compress_(
     fold: bool = True,
     select: Selection = Largest(),
     gate: float = 1.0,
-    round_to: int = 1,
+    round_to: RoundTo = 1,
     at_least: int = 1,
+    uniform: bool | None = None,
     moments: Moments = Transport(),
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     overrides: Mapping[str, Policy] | None = None,
@@ -288,7 +294,8 @@ def compress_(
 
     All processes of torch.distributed must call it.
     """
-    options = Options(keep, calibrate, gramian, fold, select, gate, round_to, at_least, filter_fn, overrides, selective)
+    given = (keep, calibrate, gramian, fold, select, gate, round_to, at_least, filter_fn, overrides, selective)
+    options = Options(*given, uniform=uniform)
     cutter = Cutter(model, as_optimizer(optimizer), options, moments, followers(follow))
     undo = ExitStack()
     try:
@@ -298,12 +305,87 @@ def compress_(
             with cutter.processes.together("checking the model"):
                 layers = cutter.check()
                 _warn_of_holders(layers.values(), () if optimizer is None else parts_of(cutter.optimizer))
-            prepared = cutter.prepare(cutter.plan(salt=0, layers=layers), step=0)
+            plan = cutter.plan(salt=0, layers=layers)
+            prepared = cutter.prepare(plan, step=0)
             with cutter.processes.together("writing the cut") if prepared.cuts else nullcontext():
                 cutter.write_(prepared, undo)
         end_work_(working)
+        if plan.unfit:
+            warn_caller(plan.unfit)
         # Inside: whoever gets no records has an unchanged model.
         return prepared.records
     except BaseException:
         undo.close()
         raise
+
+
+def pad_orders_(
+    model: nn.Module,
+    to: int | None = None,
+    *,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    follow: Sequence[nn.Module] = (),
+) -> int:
+    """Fill up every SSM layer with zero states to the order `to`, by default that of the largest; return that order.
+
+    A zero state has neither input nor output, so outputs stay the same. Parameters stay the same objects. Moments of
+    the optimizer follow: first moments of zero states are 0, second ones the mean over the other states. A zero state
+    gets no gradient and stays without effect in training; only S4D, whose input matrix is 1, trains it. Streams of the
+    model go on. All processes of torch.distributed must call it.
+    """
+    cutter = Cutter(model, as_optimizer(optimizer), Options(KeepFraction(1.0)), Transport(), followers(follow))
+    undo = ExitStack()
+    try:
+        with ordinary_tensors():
+            working = begin_work_(cutter.inner, "pad_orders_(...)", undo)
+            cutter.meet("pad_orders_(...)", to=to)
+            with cutter.processes.together("padding the model"):
+                layers = _layers(cutter)
+                order = _order(layers, to)
+                _warn_of_holders(layers.values(), () if optimizer is None else parts_of(cutter.optimizer))
+                wanted = {name: order for name, layer in layers.items() if layer.order < order}
+                prepared = _prepared(cutter, layers, wanted)
+            with cutter.processes.together("writing zero states"):
+                cutter.write_(prepared, undo)
+        end_work_(working)
+        return order
+    except BaseException:
+        undo.close()
+        raise
+
+
+def _layers(cutter: Cutter) -> dict[str, Layer]:
+    """The layers of the model; all that a cut of them would refuse is refused."""
+    if not (found := find(cutter.inner)):
+        kind = type(cutter.inner).__name__
+        raise CompressionError(
+            f"{kind} has no SSM layer that an adapter reads{refused_in(cutter.inner)}; see compressm.adapters"
+        )
+    choices = cutter.options.choices
+    layers = {name: read_layer(name, module, adapter, choices) for name, (module, adapter) in found.items()}
+    for wrapper in wrappers_in(cutter.model):
+        require_rewrappable(wrapper)
+    require_suitable(cutter.inner, layers, cutter.optimizer, cutter.moments)
+    return layers
+
+
+def _order(layers: dict[str, Layer], to: int | None) -> int:
+    largest = max(layers.values(), key=lambda layer: layer.order)
+    if to is None:
+        return largest.order
+    order = require_count("to", to)
+    if order < largest.order:
+        raise CompressionError(
+            f"to is {order}, but {largest.said} has {largest.order} states: expected at least {largest.order}; to drop"
+            " states, call compress_"
+        )
+    return order
+
+
+def _prepared(cutter: Cutter, layers: dict[str, Layer], wanted: dict[str, int]) -> PreparedPlan:
+    found: Any = find(cutter.inner)
+    cuts = filled_up({}, found, wanted, cutter.optimizer)
+    modules = {name: layers[name].module for name in wanted}
+    for k, model in enumerate(cutter.follow):
+        cuts += filled_up({}, require_alike(f"follow[{k}]", model, modules), wanted)
+    return PreparedPlan(cuts, [])

@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -15,24 +15,28 @@ from torch import Tensor, nn
 from compressm.adapters import Adapter, find
 from compressm.adapters.mamba import refused_in
 from compressm.compression.distributed import Processes, renew_wrappers_, require_rewrappable, unwrapped, wrappers_in
-from compressm.compression.optimizer import Moments
+from compressm.compression.optimizer import Moments, require_supported
 from compressm.compression.planning import (
+    ChosenCuts,
     Options,
     changes_of,
+    choose_cuts,
     found_layers,
     has_functions,
-    plan_cuts,
+    priced,
     read_layers,
     require_suitable,
     stage,
+    unfit,
     unused_options,
 )
 from compressm.compression.record import Cut
 from compressm.compression.several import kind_of
-from compressm.compression.surgery import PreparedCut, prepare_cuts, write_cuts_
+from compressm.compression.surgery import PreparedCut, padded, prepare_cuts, require_plain_parameters, write_cuts_
 from compressm.control import ControlError
 from compressm.errors import AdapterError, CompressionError
 from compressm.families import Layer, PlannedCut
+from compressm.families.choices import LayerOrders, RoundTo, as_allowed_orders
 from compressm.families.observing import ratio_of, untouched
 from compressm.layers.parameters import refuse_to_average_, state_holders
 
@@ -43,10 +47,15 @@ Found: TypeAlias = Mapping[str, tuple[nn.Module, Adapter[Any, Any]]]
 
 @dataclass(frozen=True)
 class CutPlan:
-    """The cuts of one step, and the time that planning took."""
+    """The cuts of one step, the orders to which zero states fill up layers, and the time that planning took.
+
+    `unfit` is the text of a warning about orders that the options do not allow.
+    """
 
     cuts: list[PlannedCut]
     seconds: float
+    filled: Mapping[str, int] = field(default_factory=dict)
+    unfit: str = ""
 
 
 @dataclass(frozen=True)
@@ -87,6 +96,14 @@ class Cutter:
         trainer = None if self.optimizer is None else kind_of(self.optimizer)
         self.processes.meet(call, **said, **options, moments=self.moments, optimizer=trainer)
 
+    def allowed(self) -> RoundTo:
+        """The allowed orders, those of each layer if `round_to` is not a number."""
+        found, round_to = find(self.inner, self.options.filter_fn), self.options.round_to
+        if isinstance(round_to, int):
+            return round_to
+        allowed = as_allowed_orders(round_to)
+        return LayerOrders({name: allowed.of(adapter.RECURRENCE) for name, (_, adapter) in found.items()})
+
     def check(self) -> dict[str, Layer]:
         """The layers as they are now; everything that the first cut would refuse is refused now."""
         if not isinstance(self.moments, Moments):
@@ -100,7 +117,7 @@ class Cutter:
         if said := unused_options(self.inner, self.options):
             warnings.warn(said, stacklevel=3)
         for k, model in enumerate(self.follow):
-            _require_alike(f"follow[{k}]", model, {name: layer.module for name, layer in layers.items()})
+            require_alike(f"follow[{k}]", model, {name: layer.module for name, layer in layers.items()})
         return layers
 
     def plan(self, *, salt: int, layers: dict[str, Layer] | None = None) -> CutPlan:
@@ -111,15 +128,19 @@ class Cutter:
                 layers = read_layers(self.inner, self.options, layers)
             layers = _over(processes, layers)
             choosing = untouched(self.inner, "a policy") if has_functions(self.options) else nullcontext()
+            chosen, said = ChosenCuts([], {}), ""
             with processes.together("planning the cut"), choosing:
-                cuts = plan_cuts(layers, self.options, salt=salt) if processes.is_first else []
-            cuts = _as_first(processes, cuts, layers)
-        return CutPlan(cuts, time.perf_counter() - start)
+                if processes.is_first:
+                    chosen = choose_cuts(layers, priced(self.inner, layers, self.options), salt=salt)
+                    said = unfit(layers, chosen, self.options)
+            cuts = _as_first(processes, chosen.cuts, layers)
+            filled, said = processes.as_first((chosen.filled, said), _SENDING)
+        return CutPlan(cuts, time.perf_counter() - start, filled, said)
 
     def prepare(self, plan: CutPlan, step: int) -> PreparedPlan:
         """Everything that a plan writes, and its records, the same in all processes; nothing is changed."""
         if not plan.cuts:
-            return PreparedPlan([], [])
+            return PreparedPlan([], [])  # nothing is filled up without a cut
         start, processes = time.perf_counter(), self.processes
         with processes.together("preparing the cut"):
             prepared, following = self._prepared(plan)
@@ -150,7 +171,7 @@ class Cutter:
                 step=step,
                 module=cut.layer.name,
                 order=cut.layer.order,
-                rank=cut.rank,
+                rank=plan.filled.get(cut.layer.name, cut.rank),
                 error_bound=cut.error_bound,
                 measured_error=cut.measured_error,
                 energy_lost=cut.energy_lost,
@@ -161,19 +182,46 @@ class Cutter:
 
     def _prepared(self, plan: CutPlan) -> tuple[list[PreparedCut], list[PreparedCut]]:
         """The prepared cuts of the model, and those of its followers."""
+        found = find(self.inner, self.options.filter_fn) if plan.filled else {}
         modules = {cut.layer.name: cut.layer.module for cut in plan.cuts}
-        copies = [_require_alike(f"follow[{k}]", model, modules) for k, model in enumerate(self.follow)]
+        modules |= {name: found[name][0] for name in plan.filled}
+        copies = [require_alike(f"follow[{k}]", model, modules) for k, model in enumerate(self.follow)]
         with stage("encode"):
             changes = changes_of(plan.cuts)
         with stage("optimizer"):
             prepared = prepare_cuts(changes, self.optimizer, self.moments)
         prepared = [_for_streams(one, cut, cut.layer.adapter) for one, cut in zip(prepared, plan.cuts, strict=True)]
-        following = [
-            _following(f"follow[{k}]", cut, *found[cut.layer.name])
-            for k, found in enumerate(copies)
-            for cut in plan.cuts
-        ]
-        return prepared, following
+        own = filled_up({cut.name: cut for cut in prepared}, found, plan.filled, self.optimizer)
+        following: list[PreparedCut] = []
+        for k, others in enumerate(copies):
+            cuts = {cut.layer.name: _following(f"follow[{k}]", cut, *others[cut.layer.name]) for cut in plan.cuts}
+            following += filled_up(cuts, others, plan.filled)
+        return own, following
+
+
+def filled_up(
+    cuts: Mapping[str, PreparedCut], found: Found, orders: Mapping[str, int], optimizer: Any | None = None
+) -> list[PreparedCut]:
+    """The prepared cuts, and layers that are not cut, with zero states up to these orders."""
+    whole = {name: _uncut(name, *found[name], optimizer) for name in orders if name not in cuts}
+    return [
+        padded(cut, found[name][1], orders[name]) if name in orders else cut for name, cut in {**cuts, **whole}.items()
+    ]
+
+
+def _uncut(name: str, module: nn.Module, adapter: Adapter[Any, Any], optimizer: Any | None) -> PreparedCut:
+    """A layer as it is, as if it had been cut to its present order."""
+    require_plain_parameters(name, module)
+    try:
+        grown = {entry: module.get_parameter(entry) for entry in adapter.growth(module)}
+    except AdapterError as error:
+        raise CompressionError(f"{name or 'the model'}: {error}") from error
+    states: dict[str, Mapping[str, Any]] = {}
+    if optimizer is not None:
+        require_supported(optimizer, {entry: p for entry, p in grown.items() if p.requires_grad})
+        states = {entry: dict(state) for entry, p in grown.items() if (state := optimizer.state.get(p))}
+    values = {entry: parameter.detach() for entry, parameter in grown.items()}
+    return PreparedCut(name, module, values, states, state_map=lambda state: state)
 
 
 def _following(which: str, cut: PlannedCut, module: nn.Module, adapter: Adapter[Any, Any]) -> PreparedCut:
@@ -201,7 +249,7 @@ def followers(follow: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
     return tuple(follow)
 
 
-def _require_alike(which: str, model: object, modules: Mapping[str, nn.Module]) -> Found:
+def require_alike(which: str, model: object, modules: Mapping[str, nn.Module]) -> Found:
     """The layers of a follower; they must be its own, with the names, classes and shapes of the model's."""
     if not isinstance(model, nn.Module):
         raise CompressionError(f"{which} is a {type(model).__name__}, expected a model with the layers of the first")

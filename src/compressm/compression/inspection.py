@@ -11,9 +11,10 @@ from typing import Any, SupportsIndex, final
 import torch
 from torch import Tensor, nn
 
+from compressm.compression.budget import Spectra, checked_spectra, largest_bounds
 from compressm.compression.distributed import unwrapped
 from compressm.compression.planning import Options, found_layers, read_layers, spectra, unused_options
-from compressm.compression.policies import EnergyTolerance, KeepFraction, Spectra, checked_spectra, largest_bounds
+from compressm.compression.policies import EnergyTolerance, KeepFraction
 from compressm.compression.record import require_entries
 from compressm.control import DiagonalSystem, Trajectories, hankel_change, trajectories
 from compressm.errors import CompressionError

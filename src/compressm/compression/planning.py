@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -16,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from compressm.adapters import find
 from compressm.adapters.base import plain_name
 from compressm.adapters.mamba import refused_in
+from compressm.compression.budget import Budget, Prices
 from compressm.compression.distributed import unwrapped
 from compressm.compression.optimizer import (
     Moments,
@@ -26,7 +28,6 @@ from compressm.compression.optimizer import (
 )
 from compressm.compression.policies import (
     GATE,
-    Budget,
     ErrorBound,
     KeepFraction,
     Policy,
@@ -34,16 +35,31 @@ from compressm.compression.policies import (
     choose_orders,
     require_choices,
     require_reachable,
+    require_uniform,
     restricted,
 )
 from compressm.compression.surgery import require_plain_parameters
 from compressm.control import ControlError, numerical_rank
-from compressm.errors import CompressionError, warn_caller
+from compressm.errors import AdapterError, CompressionError, warn_caller
 from compressm.families import Family, Layer, PlannedCut, family_of, read_layer
 from compressm.families.base import Change
-from compressm.families.choices import Choices, Gramian, Largest, Measured, Selection, WhiteNoise
+from compressm.families.choices import (
+    Choices,
+    Gramian,
+    Largest,
+    LayerOrders,
+    Measured,
+    RoundTo,
+    Selection,
+    WhiteNoise,
+    as_allowed_orders,
+    next_common,
+    orders_by_name,
+)
 from compressm.families.observing import Calibrate, observe, require_calibrate
 from compressm.families.selective.methods import Baked, SelectiveMethod
+
+Item = TypeVar("Item", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -56,13 +72,20 @@ class Options:
     fold: bool = True
     select: Selection = Largest()
     gate: float = GATE
-    round_to: int = 1
+    round_to: RoundTo = 1
     at_least: int = 1
     filter_fn: Callable[[nn.Module, str], bool] | None = None
     overrides: Mapping[str, Policy] | None = None
     selective: SelectiveMethod = Baked()
+    uniform: bool | None = None
 
     def __post_init__(self) -> None:
+        allowed = as_allowed_orders(self.round_to)
+        if not isinstance(self.round_to, int):
+            object.__setattr__(self, "round_to", allowed)  # printed in the same way by every process
+        if self.uniform is None:
+            object.__setattr__(self, "uniform", allowed.one_for_all)
+        require_uniform(self.uniform, self.overrides)
         if isinstance(self.gramian, Measured) and self.calibrate is None:
             raise CompressionError(
                 f"gramian is {self.gramian} without calibrate: pass calibrate=lambda model: model(inputs)"
@@ -130,6 +153,7 @@ def found_layers(model: nn.Module, options: Options) -> dict[str, Layer]:
     for family, names in _by_family(families).items():
         family.require_choices(names, options.choices)
     _require_policies(families, options)
+    _require_orders(families, {name: adapter.RECURRENCE for name, (_, adapter) in found.items()}, options)
     require_reachable(families, options.overrides)
     layers = {}
     with stage("read"), torch.no_grad():
@@ -151,6 +175,22 @@ def _require_policies(families: Mapping[str, Family], options: Options) -> None:
                     f"{said}: {policy} distributes states over layers, but {options.selective} gives every channel its"
                     " own order; expected another policy, such as EnergyTolerance(0.05)"
                 )
+
+
+def _require_orders(families: Mapping[str, Family], recurrences: Mapping[str, str], options: Options) -> None:
+    """Refuse a runtime that cannot run a layer, and one order for all layers if each channel gets its own."""
+    allowed = as_allowed_orders(options.round_to)
+    for recurrence, names in _by_value(recurrences).items():
+        try:
+            allowed.of(recurrence)
+        except CompressionError as error:
+            raise CompressionError(f"{', '.join(name or 'the model' for name in names)}: {error}") from None
+    apart = [name for name, family in families.items() if family.is_by_channel(options.choices)]
+    if options.uniform and apart:
+        raise CompressionError(
+            f"{', '.join(name or 'the model' for name in apart)}: {options.selective} gives every channel its own"
+            " order, so layers cannot have one for all (uniform); expected Baked() or SharedIndex()"
+        )
 
 
 def _require_bounds(families: Mapping[str, Family], options: Options) -> None:
@@ -180,7 +220,7 @@ def _require_bounds(families: Mapping[str, Family], options: Options) -> None:
 def has_functions(options: Options) -> bool:
     """True if a policy is not one of ours, and so may do anything."""
     policies = [options.keep, *(options.overrides or {}).values()]
-    return any(type(policy).__module__ != Budget.__module__ for policy in policies)
+    return any(type(policy).__module__.split(".")[0] != "compressm" for policy in policies)
 
 
 def unused_options(model: nn.Module, options: Options) -> str:
@@ -205,9 +245,13 @@ def unused_options(model: nn.Module, options: Options) -> str:
 
 
 def _by_family(families: Mapping[str, Family]) -> dict[Family, list[str]]:
-    names: dict[Family, list[str]] = {}
-    for name, family in families.items():
-        names.setdefault(family, []).append(name)
+    return _by_value(families)
+
+
+def _by_value(values: Mapping[str, Item]) -> dict[Item, list[str]]:
+    names: dict[Item, list[str]] = {}
+    for name, value in values.items():
+        names.setdefault(value, []).append(name)
     return names
 
 
@@ -238,8 +282,26 @@ def spectra(
     return {name: found[name].cpu() for name in layers}
 
 
+@dataclass(frozen=True)
+class ChosenCuts:
+    """Planned cuts in the order of the layers, and the orders to which layers are filled up with zero states."""
+
+    cuts: list[PlannedCut]
+    filled: dict[str, int]
+
+    def order(self, layer: Layer) -> int:
+        """The order of a layer after all this."""
+        ranks = {cut.layer.name: cut.rank for cut in self.cuts}
+        return self.filled.get(layer.name, ranks.get(layer.name, layer.order))
+
+
 def plan_cuts(layers: Mapping[str, Layer], options: Options, *, salt: int = 0) -> list[PlannedCut]:
-    """The cuts that the policy chooses, in the order of the layers; layers that the gate keeps are left out.
+    """The cuts that the policy chooses, in the order of the layers; layers that the gate keeps are left out."""
+    return choose_cuts(layers, options, salt=salt).cuts
+
+
+def choose_cuts(layers: Mapping[str, Layer], options: Options, *, salt: int = 0) -> ChosenCuts:
+    """The cuts that the policy chooses, and the layers that get zero states.
 
     A warning names layers whose values are all zero, which no policy can cut.
     """
@@ -252,28 +314,122 @@ def plan_cuts(layers: Mapping[str, Layer], options: Options, *, salt: int = 0) -
     return _planned(layers, values, options, salt)
 
 
-def _planned(
-    layers: Mapping[str, Layer], values: Mapping[str, Tensor], options: Options, salt: int
-) -> list[PlannedCut]:
+def _planned(layers: Mapping[str, Layer], values: Mapping[str, Tensor], options: Options, salt: int) -> ChosenCuts:
     """The cuts that the policy chooses for these spectra."""
+    options = replace(options, round_to=allowed_in(layers, options))
     families = _by_family({name: family_of(layer.adapter) for name, layer in layers.items()})
     apart = [name for family, names in families.items() if family.is_by_channel(options.choices) for name in names]
     together = [name for name in layers if name not in apart]
     orders: dict[str, Any] = _chosen(choose_channel_orders, values, apart, options) if apart else {}
-    orders |= _fewer(_chosen(choose_orders, values, together, options), values, options) if together else {}
+    chosen = _chosen(choose_orders, values, together, options, uniform=options.uniform) if together else {}
+    orders |= _fewer(chosen, values, options)
     planned: dict[str, PlannedCut] = {}
     with stage("reduce"):
         for family, names in families.items():
-            chosen = [layers[name] for name in names if name in orders]
-            planned |= family.plan(chosen, orders, values, options.choices, salt) if chosen else {}
+            own = [layers[name] for name in names if name in orders]
+            planned |= family.plan(own, orders, values, options.choices, salt) if own else {}
     for name, cut in planned.items():
         if isinstance(wanted := orders[name], int) and cut.rank > wanted:
             raise CompressionError(f"{name or 'the model'}: the cut keeps {cut.rank} states, expected at most {wanted}")
-    return [planned[name] for name in layers if name in planned]
+    cuts = [planned[name] for name in layers if name in planned]
+    return ChosenCuts(cuts, _filled(layers, chosen, {name: cut.rank for name, cut in planned.items()}, options))
+
+
+def _filled(
+    layers: Mapping[str, Layer], chosen: Mapping[str, int], ranks: Mapping[str, int], options: Options
+) -> dict[str, int]:
+    """The orders of layers that get zero states: an allowed one after a cut to the rank, or one for all layers."""
+    if not ranks:
+        return {}
+    allowed = orders_by_name(options.round_to, chosen)
+    now = {name: ranks.get(name, layers[name].order) for name in chosen}
+    if not options.uniform:
+        raised = {name: allowed[name].next(now[name]) for name in ranks if name in chosen and allowed[name].fills_up}
+        return {name: order for name, order in raised.items() if order is not None and order > now[name]}
+    # Of all ranks the largest counts: no layer gets states that none of them needs.
+    order = min(chosen[name] for name in ranks)
+    members = [name for name in chosen if chosen[name] == order]
+    needed = next_common(allowed.values(), max(now[name] for name in members), limit=order) or order
+    return {name: needed for name in members if needed > now[name]}
+
+
+def allowed_in(layers: Mapping[str, Layer], options: Options) -> LayerOrders:
+    """The allowed orders of every layer."""
+    allowed = as_allowed_orders(options.round_to)
+    if isinstance(allowed, LayerOrders):
+        return allowed
+    return LayerOrders({name: allowed.of(layer.adapter.RECURRENCE) for name, layer in layers.items()})
+
+
+def unfit(layers: Mapping[str, Layer], chosen: ChosenCuts, options: Options) -> str:
+    """The text of a warning about orders that `round_to` does not allow, or that `uniform` does not; else empty."""
+    orders = {name: chosen.order(layer) for name, layer in layers.items()}
+    rules = orders_by_name(allowed_in(layers, options), orders)
+    odd = [name for name, n in orders.items() if rules[name].fills_up and not rules[name].allows(n)]
+    said = [f"{layers[name].said} has {orders[name]} states, allowed: {rules[name]}" for name in odd]
+    if options.uniform and len(set(orders.values())) > 1:
+        said.append(f"the orders are {', '.join(map(str, orders.values()))}, not one for all layers")
+    if not said:
+        return ""
+    return (
+        f"{'; '.join(said)}. The policy kept more than the next allowed order: choose a smaller one by keep, such as"
+        " TargetOrder(n), or fill layers up with zero states by pad_orders_(model, order), which changes no output"
+    )
+
+
+def priced(model: nn.Module, layers: Mapping[str, Layer], options: Options) -> Options:
+    """The options with the prices of this model in every `Budget` of bytes or parameters."""
+
+    def with_prices(policy: Policy) -> Policy:
+        if not isinstance(policy, Budget) or policy.unit not in _PRICES:
+            return policy
+        return policy.priced(partial(_PRICES[policy.unit], model, layers))
+
+    overrides = {pattern: with_prices(policy) for pattern, policy in (options.overrides or {}).items()}
+    return replace(options, keep=with_prices(options.keep), overrides=overrides or None)
+
+
+def _bytes(model: nn.Module, layers: Mapping[str, Layer], names: Sequence[str]) -> Prices:
+    """The bytes of a stream's states, for one sequence; other layers of the model count as they are."""
+    rest = [(adapter, module) for name, (module, adapter) in find(model).items() if name not in names]
+    try:
+        ends = {
+            name: [layers[name].adapter.state_bytes(layers[name].module, order) for order in (0, 1)] for name in names
+        }
+        others = sum(adapter.state_bytes(module, adapter.order(module)) for adapter, module in rest)
+    except AdapterError as error:
+        raise CompressionError(f"Budget: state_bytes: {error}") from error
+    return Prices({name: partial(_line, *pair) for name, pair in ends.items()}, float(others))
+
+
+def _parameters(model: nn.Module, layers: Mapping[str, Layer], names: Sequence[str]) -> Prices:
+    """The number of parameters of the whole model."""
+    price, rest = {}, sum(parameter.numel() for parameter in model.parameters())
+    for layer in (layers[name] for name in names):
+        try:
+            growth = layer.adapter.growth(layer.module)
+        except AdapterError as error:
+            raise CompressionError(f"{layer.said}: {error}") from error
+        sizes = ((layer.module.get_parameter(entry), own) for entry, own in growth.items())
+        each = sum(own.blocks * parameter.numel() // parameter.shape[own.axis] for parameter, own in sizes)
+        price[layer.name] = partial(_line, 0, each)
+        rest -= each * layer.order
+    return Prices(price, float(rest))
+
+
+_PRICES = {"state_bytes": _bytes, "parameters": _parameters}
+
+
+def _line(at_zero: int, at_one: int, order: int) -> float:
+    return float(at_zero + (at_one - at_zero) * order)
 
 
 def _chosen(
-    choose: Callable[..., dict[str, Any]], values: Mapping[str, Tensor], names: Sequence[str], options: Options
+    choose: Callable[..., dict[str, Any]],
+    values: Mapping[str, Tensor],
+    names: Sequence[str],
+    options: Options,
+    **more: Any,
 ) -> dict[str, Any]:
     """The orders that the policies choose for these layers."""
     return choose(
@@ -283,6 +439,7 @@ def _chosen(
         gate=options.gate,
         round_to=options.round_to,
         at_least=options.at_least,
+        **more,
     )
 
 
@@ -381,7 +538,7 @@ def rehearse(layers: Mapping[str, Layer], options: Options, moments: Moments | N
     """
     if not any(p.device.type in _SLOW_TO_LOAD for layer in layers.values() for p in layer.module.parameters()):
         return
-    blind = replace(options, keep=KeepFraction(0.5), overrides=None, gate=1.0, round_to=1, at_least=1)
+    blind = replace(options, keep=KeepFraction(0.5), overrides=None, gate=1.0, round_to=1, at_least=1, uniform=False)
     unseen = replace(blind, calibrate=None, gramian=None)
     with suppress(CompressionError, ControlError), torch.no_grad():
         seen = {name: layer.observing_noise(options.choices) for name, layer in layers.items() if options.calibrate}
@@ -395,4 +552,4 @@ def rehearse(layers: Mapping[str, Layer], options: Options, moments: Moments | N
 def _rehearsed(layers: Mapping[str, Layer], options: Options) -> list[PlannedCut]:
     with stage("spectra"):
         values = spectra(layers, options, cutting=True)
-    return _planned(layers, values, options, salt=0)
+    return _planned(layers, values, options, salt=0).cuts

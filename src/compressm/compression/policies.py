@@ -1,4 +1,4 @@
-"""Policies: they choose the orders of the next cut from spectra, with overrides by name, a gate and rounding."""
+"""Policies: they choose the orders of the next cut from spectra, with overrides by name, a gate and allowed orders."""
 
 from __future__ import annotations
 
@@ -7,58 +7,26 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import final
+from typing import Any, final
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from compressm.adapters.base import require_call
-from compressm.control import ControlError, error_bounds, validation
+from compressm.compression.budget import Budget, Spectra, checked_spectra, largest_bounds, pooled, summed_tails
 from compressm.errors import AdapterError, CompressionError, did_you_mean
-from compressm.families.choices import require_count, require_number
-
-Spectra = Mapping[str, Tensor]
+from compressm.families.choices import (
+    AllowedOrders,
+    RoundTo,
+    as_allowed_orders,
+    next_common,
+    orders_by_name,
+    require_count,
+    require_number,
+)
 
 # A layer is cut only if it keeps less than this share of its states (the paper's rule).
 GATE = 0.95
-
-
-def checked_spectra(spectra: Spectra) -> dict[str, Tensor]:
-    """The spectra in float64 on the CPU; each must have a value, be finite, >= 0 and fall on the last axis."""
-    if not isinstance(spectra, Mapping) or not spectra:
-        raise CompressionError(
-            f"spectra are {spectra!r:.100}, expected {{module name: tensor (*channels, n)}}, not empty"
-        )
-    return {name: _checked(name, sigma) for name, sigma in spectra.items()}
-
-
-def _checked(name: object, sigma: Tensor) -> Tensor:
-    if not isinstance(name, str):
-        raise CompressionError(f"a spectrum is named {name!r}, expected the name of a module")
-    try:
-        validation.require_one_precision(sigma=validation.require_tensor("sigma", sigma, "n"))
-        validation.require_real("sigma", sigma)
-        validation.require_finite("sigma", sigma)
-        values = sigma.detach().to("cpu", torch.float64)
-        total = summed_tails(values)[0].item()
-    except ControlError as error:
-        raise CompressionError(f"the spectrum of {name!r}: {error}") from error
-    if not math.isfinite(2 * total):
-        largest = values.amax().item()
-        raise CompressionError(f"the spectrum of {name!r}: values up to {largest:.3g}, whose sum is not finite")
-    return values
-
-
-def summed_tails(sigma: Float[Tensor, "*channels n"]) -> Float[Tensor, "n+1"]:
-    """tails[r] = Σ_channels Σ_{i>r} σᵢ, the energy that all channels together lose if each keeps r states."""
-    return error_bounds(sigma).reshape(-1, sigma.shape[-1] + 1).sum(0) / 2
-
-
-def largest_bounds(sigma: Float[Tensor, "*channels n"]) -> Float[Tensor, "n+1"]:
-    """bounds[r] = max_channels 2 Σ_{i>r} σᵢ."""
-    return error_bounds(sigma).reshape(-1, sigma.shape[-1] + 1).amax(0)
-
 
 Policy = Callable[[Mapping[str, Tensor]], Mapping[str, int]]
 
@@ -79,6 +47,10 @@ class LayerPolicy(ABC):
     def least(self, n: int) -> int:
         """The smallest order that this policy can choose for any layer of n states."""
         return 1
+
+    def common_order(self, spectra: Spectra) -> int:
+        """One order for all layers: that of a bank with all their channels, whose tails are the sums of theirs."""
+        return self.order(pooled(spectra))
 
 
 @final
@@ -118,6 +90,10 @@ class ErrorBound(LayerPolicy):
         """The smallest r that meets the bound in every channel."""
         scale = float(sigma.max()) if self.relative else 1.0
         return _first_within(largest_bounds(sigma), self.eps * scale)
+
+    def common_order(self, spectra: Spectra) -> int:
+        """The smallest r that meets the bound of every layer, each relative to its own σ₁."""
+        return max(self.order(sigma) for sigma in spectra.values())
 
 
 @final
@@ -180,34 +156,6 @@ class TargetOrder(LayerPolicy):
         return min(self.n, n)
 
 
-@final
-@dataclass(frozen=True)
-class Budget:
-    """A budget of `total_states` for all layers, distributed so that the sum of their tails 2 Σ_{i>r} σᵢ is smallest.
-
-    With exact Gramians the tails are error bounds; with measured ones they weigh the states by their effect on the
-    data. The whole budget is distributed, but a layer of smaller numerical rank does not use all of its part. A layer
-    whose σ are all zero is not changed and may exceed the budget. A bank counts its shared order once, with the tail of
-    its worst channel. Of equally good allocations, the one with most states in the first layers is taken.
-    """
-
-    total_states: int
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "total_states", require_count("Budget: total_states", self.total_states))
-
-    def __call__(self, spectra: Spectra) -> dict[str, int]:
-        """The order of every layer, at least 1; a budget above the present number of states keeps all of them."""
-        spectra = checked_spectra(spectra)
-        if self.total_states < len(spectra):
-            raise CompressionError(
-                f"Budget: total_states is {self.total_states} for {len(spectra)} layers, expected at least one for each"
-            )
-        costs = [largest_bounds(sigma)[1:] for sigma in spectra.values()]
-        total = min(self.total_states, sum(len(cost) for cost in costs))
-        return dict(zip(spectra, _allocate(costs, total), strict=True))
-
-
 def _first_within(losses: Float[Tensor, " m"], allowed: float) -> int:
     """The smallest r >= 1 with losses[r] <= allowed, of losses that fall with r; n if all losses are 0."""
     n = len(losses) - 1
@@ -216,18 +164,35 @@ def _first_within(losses: Float[Tensor, " m"], allowed: float) -> int:
     return min(max(1, int((losses > allowed).sum())), n)
 
 
-def _allocate(costs: Sequence[Float[Tensor, " _"]], total: int) -> list[int]:
-    """Orders r with Σ r = total and the smallest Σ costs[layer][r − 1].
+@final
+@dataclass(frozen=True)
+class Limits:
+    """What may be made of the orders that policies choose: gate, allowed orders by layer, and the least order."""
 
-    The costs of one channel are convex in r because σ falls, and so is their maximum over the channels of a bank. For
-    convex costs, the state with the largest gain is always the next to keep (Fox 1966).
-    """
-    # Costs are convex up to rounding; the running minimum makes them convex, so states are taken in order.
-    gains = [(cost[:-1] - cost[1:]).cummin(0).values for cost in costs]
-    layers = torch.cat([torch.full_like(gain, layer, dtype=torch.int64) for layer, gain in enumerate(gains)])
-    best_first = torch.cat(gains).argsort(descending=True, stable=True)
-    taken = layers[best_first[: total - len(costs)]]
-    return [1 + count for count in torch.bincount(taken, minlength=len(costs)).tolist()]
+    gate: float
+    allowed: Mapping[str, AllowedOrders]
+    at_least: int
+
+    @classmethod
+    def of(cls, names: Iterable[str], gate: float, round_to: RoundTo, at_least: int) -> Limits:
+        """The limits that these options set."""
+        return cls(float(gate), orders_by_name(round_to, names), int(at_least))
+
+    def applied(self, name: str, order: int, n: int) -> int:
+        """The order that a layer of n states gets if a policy chooses `order`."""
+        found = self.allowed[name].next(max(order, self.at_least))
+        return found if found is not None and found < self.gate * n - _ROUNDING else n
+
+    def orders(self, name: str, n: int) -> list[int]:
+        """All orders that a layer of n states may get; its present one only if it is allowed, or there is no other."""
+        found = sorted({self.applied(name, order, n) for order in range(1, n + 1)})
+        rule = self.allowed[name]
+        return found[:-1] if len(found) > 1 and rule.fills_up and not rule.allows(found[-1]) else found
+
+    def common(self, order: int, n: int) -> int | None:
+        """The order for all layers, the largest of n states, if a policy chooses `order`; None if there is none."""
+        found = next_common(self.allowed.values(), max(order, self.at_least), limit=n)
+        return found if found is not None and found < self.gate * n - _ROUNDING else None
 
 
 def choose_orders(
@@ -236,28 +201,76 @@ def choose_orders(
     *,
     overrides: Mapping[str, Policy] | None = None,
     gate: float = GATE,
-    round_to: int = 1,
+    round_to: RoundTo = 1,
     at_least: int = 1,
+    uniform: bool = False,
 ) -> dict[str, int]:
     """The new order r of each layer; n, its present order, if the layer is not cut.
 
     `overrides` maps patterns of module names ("blocks.0.*", as in `fnmatch`) to policies. The first pattern that
     matches a name decides. A policy is called once, with all its layers, which alone share a `Budget`. Orders below
-    `at_least` are raised to it, then rounded up to a multiple of `round_to`, and a layer is cut only if r < gate·n (the
-    paper: 95 %). A layer whose σ are all zero, for example with C = 0 or after inputs of zeros only, is not cut:
-    nothing distinguishes its states, and a compressor warns. All of these rules can only keep more states than the
-    policy chose.
+    `at_least` are raised to it, then to the next one that `round_to` allows (a multiple of an integer, a member of a
+    collection, a power of two), and a layer is cut only if r < gate·n (the paper: 95 %). A layer keeps its states if
+    no allowed order is left: the result then need not be an allowed one, and `compress_` warns. A layer whose σ are all
+    zero, for example with C = 0 or after inputs of zeros only, is not cut: nothing distinguishes its states, and a
+    compressor warns. All of these rules can only keep more states than the policy chose; a `Budget` chooses among the
+    orders that they leave.
+
+    With `uniform` all layers get one order, which may be above n: they are then filled up with zero states. It is
+    chosen from the summed tails of all layers; `ErrorBound` and a function take the largest order of any layer. If no
+    layer is cut, nothing changes.
 
     A balanced layer cannot have more states than its numerical rank #{σ > n ε σ₁}. If the order of a layer that is cut
-    exceeds it, the compressor cuts to the rank, which need not be a multiple of `round_to`.
+    exceeds it, the compressor cuts to the rank. It fills up the layer with zero states to the next allowed order, or to
+    the one of all layers, unless `round_to` is an integer.
     """
     spectra = checked_spectra(spectra)
     shares = require_choices(spectra, keep, overrides, gate, round_to, at_least)
+    limits = Limits.of(spectra, gate, round_to, at_least)
+    if uniform:
+        require_uniform(uniform, overrides)
+        return _one_order(spectra, keep, limits)
     orders: dict[str, int] = {}
     for policy, names in shares:
-        orders |= _asked(policy, {name: spectra[name] for name in names})
-    limits = (float(gate), int(round_to), int(at_least))
-    return {name: _gated(orders[name], sigma, *limits) for name, sigma in spectra.items()}
+        own = {name: spectra[name] for name in names}
+        if isinstance(policy, Budget):
+            orders |= policy.allocated(own, {name: limits.orders(name, own[name].shape[-1]) for name in own})
+        else:
+            orders |= _asked(policy, own)
+    return {
+        name: limits.applied(name, orders[name], sigma.shape[-1]) if bool(sigma.any()) else sigma.shape[-1]
+        for name, sigma in spectra.items()
+    }
+
+
+def require_uniform(uniform: object, overrides: Mapping[str, Policy] | None) -> None:
+    """Refuse a `uniform` that is neither True nor False, and policies of single layers beside it."""
+    if not isinstance(uniform, bool):
+        raise CompressionError(f"uniform is {uniform!r:.100}, expected True or False")
+    if uniform and overrides:
+        raise CompressionError(
+            f"uniform with overrides for {', '.join(map(repr, overrides))}: one order for all layers, as runtimes in"
+            " round_to need it, leaves nothing to choose for single ones; leave the overrides out, or pass"
+            " uniform=False"
+        )
+
+
+def _one_order(spectra: dict[str, Tensor], keep: Policy, limits: Limits) -> dict[str, int]:
+    """The same order for all layers with values; all present orders if none would be cut."""
+    present = {name: sigma.shape[-1] for name, sigma in spectra.items()}
+    seen = {name: sigma for name, sigma in spectra.items() if bool(sigma.any())}
+    if not seen:
+        return present
+    n = max(present[name] for name in seen)
+    if isinstance(keep, Budget):
+        allowed = sorted({found for r in range(1, n + 1) if (found := limits.common(r, n)) is not None})
+        wanted = keep.common_order({name: present[name] for name in seen}, allowed)
+    elif isinstance(keep, LayerPolicy):
+        wanted = keep.common_order(seen)
+    else:
+        wanted = max(_asked(keep, seen).values())
+    order = limits.common(wanted, n)
+    return present if order is None else present | dict.fromkeys(seen, order)
 
 
 def require_choices(
@@ -265,12 +278,12 @@ def require_choices(
     keep: Policy,
     overrides: Mapping[str, Policy] | None,
     gate: float,
-    round_to: int,
+    round_to: RoundTo,
     at_least: int,
 ) -> list[tuple[Policy, list[str]]]:
     """Each policy with the names of its layers; invalid choices are refused, a policy without layers is left out."""
     require_number("gate", gate, 0, 1, above=True)
-    require_count("round_to", round_to)
+    as_allowed_orders(round_to)
     require_count("at_least", at_least)
     layers, overrides = list(names), {} if overrides is None else overrides
     if not isinstance(overrides, Mapping):
@@ -302,16 +315,6 @@ def require_reachable(names: Iterable[str], overrides: Mapping[str, Policy] | No
         free = [name for name in free if not fnmatchcase(name, pattern)]
 
 
-def _gated(order: int, sigma: Tensor, gate: float, round_to: int, at_least: int) -> int:
-    n = sigma.shape[-1]
-    return _limited(order, n, gate, round_to, at_least) if bool(sigma.any()) else n
-
-
-def _limited(order: int, n: int, gate: float, round_to: int, at_least: int) -> int:
-    rounded = min(n, math.ceil(max(order, at_least) / round_to) * round_to)
-    return rounded if rounded < gate * n - _ROUNDING else n
-
-
 def never_cuts(keep: Policy, overrides: Mapping[str, Policy] | None) -> bool:
     """True if these policies keep all states of every model."""
     return all(policy == KeepFraction(1.0) for policy in (keep, *(overrides or {}).values()))
@@ -322,23 +325,24 @@ def obstacles(
     keep: Policy,
     overrides: Mapping[str, Policy] | None,
     gate: float,
-    round_to: int,
+    round_to: RoundTo,
     at_least: int,
 ) -> dict[str, object]:
     """The options, with their values, that keep every layer at its present order; empty if one could be cut."""
     shares = require_choices(orders, keep, overrides, gate, round_to, at_least)
+    limits = {"gate": gate, "round_to": round_to, "at_least": at_least}
 
-    def can_cut(free: bool = False, gate: float = gate, round_to: int = round_to, at_least: int = at_least) -> bool:
+    def can_cut(free: bool = False, **other: Any) -> bool:
+        rules = Limits.of(orders, **limits | other)
         return any(
-            _limited(1 if free else least, orders[name], gate, round_to, at_least) < orders[name]
+            rules.applied(name, 1 if free else least, orders[name]) < orders[name]
             for policy, names in shares
             for name, least in _least_orders(policy, {name: orders[name] for name in names}).items()
         )
 
     if can_cut():
         return {}
-    policies = keep if not overrides else (keep, *overrides.values())
-    options: dict[str, object] = {"keep": policies, "gate": gate, "round_to": round_to, "at_least": at_least}
+    options: dict[str, object] = {"keep": keep if not overrides else (keep, *overrides.values()), **limits}
     alone = {
         "keep": can_cut(free=True),
         "gate": can_cut(gate=1.0),
@@ -352,7 +356,7 @@ def _least_orders(policy: Policy, orders: Mapping[str, int]) -> Mapping[str, int
     """The smallest order that a policy could choose for every layer."""
     if isinstance(policy, LayerPolicy):
         return {name: policy.least(n) for name, n in orders.items()}
-    if isinstance(policy, Budget) and policy.total_states >= sum(orders.values()):
+    if isinstance(policy, Budget) and policy.total_states is not None and policy.total_states >= sum(orders.values()):
         return orders
     return dict.fromkeys(orders, 1)
 
@@ -390,18 +394,20 @@ def choose_channel_orders(
     *,
     overrides: Mapping[str, Policy] | None = None,
     gate: float = GATE,
-    round_to: int = 1,
+    round_to: RoundTo = 1,
     at_least: int = 1,
 ) -> dict[str, list[int]]:
     """The order of every channel of every layer: a policy gets each channel as if it were a layer."""
     spectra = checked_spectra(spectra)
     shares = require_choices(spectra, keep, overrides, gate, round_to, at_least)
-    limits = (float(gate), int(round_to), int(at_least))
+    limits = Limits.of(spectra, gate, round_to, at_least)
     policies = {name: policy for policy, names in shares for name in names}
-    return {
-        name: [_gated(_asked_of_one(policies[name], name, sigma), sigma, *limits) for sigma in channels]
-        for name, channels in spectra.items()
-    }
+
+    def chosen(name: str, sigma: Tensor) -> int:
+        n = sigma.shape[-1]
+        return limits.applied(name, _asked_of_one(policies[name], name, sigma), n) if bool(sigma.any()) else n
+
+    return {name: [chosen(name, sigma) for sigma in channels] for name, channels in spectra.items()}
 
 
 def _asked_of_one(policy: Policy, name: str, sigma: Tensor) -> int:

@@ -39,8 +39,8 @@ class Cut(_Record):
     largest over the channels of a bank, or None without a bound (measured Gramians, selective layers).
     `measured_error` is ‖y_new − y_old‖ / ‖y_old‖ of the layer's output without its skip D·u, on a sample of the
     calibration data of all processes, or None without data. `energy_lost` is the share of Σσ that was dropped. `rank`
-    is at most the numerical rank of the layer, #{σ > n ε σ₁}, and may thus be below the requested order. It is the
-    largest if channels of a selective layer have their own orders.
+    is at most the numerical rank of the layer, #{σ > n ε σ₁}, and may thus be below the requested order; if zero states
+    fill the layer up, they count. It is the largest if channels of a selective layer have their own orders.
     """
 
     step: int
@@ -130,11 +130,17 @@ def past_of(state: Mapping[str, Any]) -> tuple[list[int], int]:
 
 
 def warn_uncut(history: Sequence[Event], orders: Mapping[str, int]) -> None:
-    """Warn if layers have more states than after the last event of a loaded history; `compress_` may leave fewer."""
+    """Warn if layers have as many states as before the last event of a loaded history, or more.
+
+    `compress_` may leave fewer than after it, and `pad_orders_` adds some.
+    """
     after: dict[str, int] = {}
+    before: dict[str, int] = {}
     for event in history:
         after |= {event.module: event.rank} if isinstance(event, Cut) else event.orders
-    uncut = {name: order for name, order in orders.items() if order > after.get(name, order)}
+        more = {event.module: event.order} if isinstance(event, Cut) else {k: n + 1 for k, n in event.orders.items()}
+        before |= more
+    uncut = {name: order for name, order in orders.items() if order >= before.get(name, order + 1)}
     if uncut:
         said = ", ".join(f"{_label(name)} has {order}, cut to {after[name]}" for name, order in uncut.items())
         warn_caller(

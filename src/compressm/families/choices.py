@@ -1,13 +1,17 @@
-"""Choices of a user as small frozen objects: how states are valued (Gramians) and which of them stay (selections)."""
+"""Choices of a user as small frozen objects: how states are valued, which of them stay, and which orders are allowed.
+
+These are Gramians, selections and allowed orders.
+"""
 
 from __future__ import annotations
 
 import math
 import random
 from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, TypeAlias, final
 
 import torch
 from jaxtyping import Float, Int
@@ -163,3 +167,130 @@ class Choices:
     def is_measured(self) -> bool:
         """True if P is measured on data: by choice, or by default if there is data."""
         return self.calibrated if self.gramian is None else isinstance(self.gramian, Measured)
+
+
+class AllowedOrders(ABC):
+    """The orders that layers may have after a cut; `round_to` takes it."""
+
+    # True if all layers of a model must have the same order.
+    one_for_all: bool = False
+
+    @abstractmethod
+    def next(self, order: int) -> int | None:
+        """The smallest allowed order that is not below `order`; None if there is none."""
+
+    def of(self, recurrence: str) -> AllowedOrders:
+        """The orders for this kind of layer, an adapter's `RECURRENCE`."""
+        return self
+
+    def allows(self, order: int) -> bool:
+        """True if a layer may have this order."""
+        return self.next(order) == order
+
+    @property
+    def fills_up(self) -> bool:
+        """True if a layer that is cut to its numerical rank gets zero states up to an allowed order."""
+        return True
+
+
+@final
+@dataclass(frozen=True)
+class Multiples(AllowedOrders):
+    """The multiples of `step` up to `at_most`."""
+
+    step: int
+    at_most: int | None = None
+    fills: bool = True
+
+    def next(self, order: int) -> int | None:
+        found = -(-order // self.step) * self.step
+        return found if self.at_most is None or found <= self.at_most else None
+
+    @property
+    def fills_up(self) -> bool:
+        return self.fills
+
+    def __str__(self) -> str:
+        said = "any" if self.step == 1 else f"multiples of {self.step}"
+        return said if self.at_most is None else f"{said} up to {self.at_most}".removeprefix("any ")
+
+
+@final
+@dataclass(frozen=True)
+class OneOf(AllowedOrders):
+    """These orders and no others."""
+
+    orders: tuple[int, ...]
+
+    def next(self, order: int) -> int | None:
+        return next((found for found in self.orders if found >= order), None)
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.orders))
+
+
+@final
+@dataclass(frozen=True)
+class PowersOfTwo(AllowedOrders):
+    """1, 2, 4, 8 and so on, up to `at_most`."""
+
+    at_most: int | None = None
+
+    def next(self, order: int) -> int | None:
+        found = 1 << max(0, order - 1).bit_length()
+        return found if self.at_most is None or found <= self.at_most else None
+
+    def __str__(self) -> str:
+        return "powers of two" if self.at_most is None else f"powers of two up to {self.at_most}"
+
+
+powers_of_two = PowersOfTwo()
+
+RoundTo: TypeAlias = int | Collection[int] | AllowedOrders
+
+
+def as_allowed_orders(round_to: object) -> AllowedOrders:
+    """The allowed orders that `round_to` means: a number's multiples, a collection's members, or its own."""
+    if isinstance(round_to, AllowedOrders):
+        return round_to
+    number = validation.as_integer(round_to)
+    if number is not None and number >= 1:
+        return Multiples(number, fills=False)
+    if number is None and isinstance(round_to, Collection) and not isinstance(round_to, Mapping | str | bytes):
+        orders = sorted({require_count("round_to: an order", order) for order in round_to})
+        if orders:
+            return OneOf(tuple(orders))
+    raise CompressionError(
+        f"round_to is {round_to!r:.100}, expected an integer of at least 1, a collection of orders such as (16, 32),"
+        " powers_of_two, or a runtime such as deploy.LLAMA_CPP_CUDA"
+    )
+
+
+@final
+@dataclass(frozen=True)
+class LayerOrders(AllowedOrders):
+    """The allowed orders of each layer, by name."""
+
+    by_name: Mapping[str, AllowedOrders]
+
+    def next(self, order: int) -> int | None:
+        return next_common(self.by_name.values(), order, limit=order)
+
+
+def orders_by_name(round_to: object, names: Iterable[str]) -> dict[str, AllowedOrders]:
+    """The allowed orders of these layers."""
+    found = as_allowed_orders(round_to)
+    return {name: found.by_name[name] if isinstance(found, LayerOrders) else found for name in names}
+
+
+def next_common(allowed: Iterable[AllowedOrders], order: int, limit: int) -> int | None:
+    """The smallest order from `order` to `limit` that all of them allow; None if there is none."""
+    rules = list(dict.fromkeys(allowed))
+    while order <= limit:
+        following = [rule.next(order) for rule in rules]
+        if None in following:
+            return None
+        if (largest := max(found for found in following if found is not None)) == order:
+            return order
+        order = largest
+    return None

@@ -261,7 +261,7 @@ def _recapture(bench: Bench) -> float:
 def _cut_seconds(recipe: Recipe, task: Task, order: int, rank: int, device: torch.device) -> float:
     """The time of one cut, as the recipe cuts, of a model that has trained a little."""
     options = recipe.compression or CompressionConfig(rho=1.0, when=WhenConfig(steps=(1,)))
-    plain = dict.fromkeys(("tau", "rho", "bound", "total_states", "fewer"), None)
+    plain = dict.fromkeys(("tau", "rho", "bound", "total_states", "state_bytes", "parameters", "fewer"), None)
     cut = replace(options, **plain, order=rank, gate=1.0, rollback=None, when=WhenConfig(steps=(1,)))  # type: ignore[arg-type]
     bench = Bench.of(replace(recipe, compression=cut), task, order, device)
     bench.run(2)

@@ -63,6 +63,8 @@ _POLICIES: dict[str, Callable[[Any], Policy]] = {
     "bound": compression.ErrorBound,
     "fewer": FewerStates,
     "total_states": compression.Budget,
+    "state_bytes": lambda limit: compression.Budget(state_bytes=limit),
+    "parameters": lambda limit: compression.Budget(parameters=limit),
 }
 _CALIBRATION_SEED = 2**31 - 1
 
@@ -237,8 +239,9 @@ def build_compressor(
         selective=build_method(config.selective),
         select=selections[config.select],
         gate=config.gate,
-        round_to=config.round_to,
+        round_to=config.allowed_orders,
         at_least=config.at_least,
+        uniform=config.uniform,
         moments=_MOMENTS[config.moments],
         guard=guard,
     )

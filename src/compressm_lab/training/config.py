@@ -14,8 +14,10 @@ from typing import Annotated, Any, ClassVar, Literal, final
 from compressm.adapters.base import adapter_of
 from compressm.compression import CompressionError, Measured, Rollback, during_warmup, every, savable
 from compressm.compression.policies import GATE
+from compressm.deploy import named_orders
 from compressm.errors import did_you_mean
 from compressm.families import family_of
+from compressm.families.choices import RoundTo, as_allowed_orders
 from compressm.layers import LRU, S4D, S5, Mamba, SSMLayer
 from compressm.saving.kinds import is_known
 from compressm_lab.baselines import ALPHA, TEMPERATURE, HankelNuclearNorm
@@ -256,7 +258,7 @@ class SelectiveConfig(Config):
         return {name: value for name, value in vars(self).items() if name != "kind" and value is not None}
 
 
-_POLICIES = ("tau", "rho", "order", "bound", "total_states", "fewer")
+_POLICIES = ("tau", "rho", "order", "bound", "total_states", "state_bytes", "parameters", "fewer")
 
 
 @final
@@ -270,6 +272,8 @@ class CompressionConfig(Config):
     order: int | None = None
     bound: float | None = None
     total_states: int | None = None
+    state_bytes: int | None = None
+    parameters: int | None = None
     fewer: int | None = None
     gramian: GramianName = "white_noise"
     calibration_batches: int = Measured.batches
@@ -277,8 +281,9 @@ class CompressionConfig(Config):
     moments: Literal["transport", "restart", "slice"] = "transport"
     select: Literal["largest", "smallest", "random"] = "largest"
     gate: float = GATE
-    round_to: int = 1
+    round_to: int | tuple[int, ...] | str = 1
     at_least: int = 1
+    uniform: bool | None = None
     rollback: RollbackConfig | None = None
     selective: SelectiveConfig | None = None
 
@@ -290,7 +295,12 @@ class CompressionConfig(Config):
             )
         self._share("tau")
         self._share("rho", "gate", above=True, up_to_one=True)
-        self._at_least(1, "order", "total_states", "fewer", "round_to", "at_least", "calibration_batches")
+        budgets = ("total_states", "state_bytes", "parameters")
+        self._at_least(1, "order", *budgets, "fewer", "at_least", "calibration_batches")
+        try:
+            as_allowed_orders(self.allowed_orders)
+        except CompressionError as error:
+            raise ConfigError(str(error)) from None
         self._at_least(0, "bound")
         if self.bound is not None and self.gramian == "measured":
             raise ConfigError(
@@ -298,15 +308,21 @@ class CompressionConfig(Config):
                 " or another policy, such as tau"
             )
 
+    @property
+    def allowed_orders(self) -> RoundTo:
+        """What `round_to` means to a compressor; a word is powers-of-two, or the name of a runtime."""
+        return named_orders(self.round_to) if isinstance(self.round_to, str) else self.round_to
+
     def refusals(self, depth: int) -> Iterator[str]:
         """Policies with which no layer, or no model of this depth, can be cut."""
         if self.rho == 1:
             yield f"compression: rho is {self.rho}, with which nothing is ever cut: expected a number below 1"
         if self.total_states is not None and self.total_states < depth:
             yield f"compression: total_states is {self.total_states} for {depth} layers, expected at least one for each"
-        if self.total_states is not None and self.selective is not None and self.selective.kind == "per-channel":
+        shared = [name for name in ("total_states", "state_bytes", "parameters") if getattr(self, name) is not None]
+        if shared and self.selective is not None and self.selective.kind == "per-channel":
             yield (
-                f"compression: total_states is {self.total_states} with selective per-channel, which gives every"
+                f"compression: {shared[0]} is {getattr(self, shared[0])} with selective per-channel, which gives every"
                 " channel its own order: expected another policy, such as tau"
             )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import inspect
 import sys
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from compressm.adapters.base import adapter_for, adapts_named
 from compressm.adapters.mamba import SelectiveAdapter
 from compressm.control.selective import SelectiveSystem
-from compressm.errors import AdapterError
+from compressm.errors import AdapterError, warn_caller
 
 _SIZE = "state_size"
 
@@ -61,6 +62,28 @@ def set_state_sizes_(config: Any, orders: Sequence[int]) -> None:
     config.state_size = common
     if any(own != {_SIZE: common} for own in layers.values()):
         config.per_layer_config = layers
+        _warn_when_saved_(type(config))
+
+
+def _warn_when_saved_(kind: Any) -> None:
+    """Make `save_pretrained` of these configs warn of unequal orders: transformers writes what it cannot load."""
+    save = kind.save_pretrained
+    if getattr(save, "_warns_of_orders", False):
+        return
+
+    @functools.wraps(save)
+    def save_pretrained(self: Any, *args: Any, **options: Any) -> Any:
+        orders = state_sizes(self)
+        if len(set(orders)) > 1:
+            warn_caller(
+                f"the layers have {', '.join(map(str, orders))} states, and from_pretrained of {PACKAGE} reads one"
+                " state_size for all: only compressm.load_model can load this. compressm.pad_orders_(model) gives them"
+                " one order, and changes no output"
+            )
+        return save(self, *args, **options)
+
+    save_pretrained._warns_of_orders = True  # type: ignore[attr-defined]
+    kind.save_pretrained = save_pretrained
 
 
 def _overrides(config: Any) -> dict[int, dict[str, Any]]:
@@ -104,6 +127,12 @@ class MambaMixerAdapter(SelectiveAdapter[nn.Module]):
 
     def attributes(self, module: nn.Module, order: int) -> dict[str, Any]:
         return super().attributes(module, order) | {"ssm_state_size": order, "config.state_size": order}
+
+    def state_bytes(self, module: nn.Module, order: int) -> int:
+        """A whole window of the convolution in the dtype of the model, and states in float32."""
+        weight = module.get_parameter("conv1d.weight")
+        channels, _, window = weight.shape
+        return channels * (window * weight.element_size() + 4 * order)
 
     def place(self, module: nn.Module, path: str) -> tuple[Any, str]:
         if path not in self.SHARED:
