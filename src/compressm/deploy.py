@@ -155,11 +155,11 @@ TRANSFORMERS = Runtime(
 )
 LLAMA_CPP_CPU = _llama_cpp("CPU", *_any_order("llama.cpp, ggml/src/ggml-cpu/ops.cpp", MAMBA_1))
 LLAMA_CPP_METAL = _llama_cpp("Metal", *_any_order("llama.cpp, ggml/src/ggml-metal"))
-_CUDA = "llama.cpp, ggml/src/ggml-cuda/ssm-scan.cu and supports_op in ggml-cuda.cu"
+_CUDA = "llama.cpp of llama-cpp-python 0.3.36, ggml/src/ggml-cuda/ggml-cuda.cu and ssm-scan.cu"
 LLAMA_CPP_CUDA = _llama_cpp(
     "CUDA",
     Rule(MAMBA_1, OneOf((16,)), Verdict.SLOW, "the scan of other orders runs on the CPU", _CUDA, width=128),
-    Rule(MAMBA_2, OneOf((128, 256)), Verdict.SLOW, "the scan of other orders runs on the CPU", _CUDA),
+    Rule(MAMBA_2, OneOf((96, 128, 256)), Verdict.SLOW, "the scan of other orders runs on the CPU", _CUDA),
 )
 _VULKAN = "llama.cpp, ggml/src/ggml-vulkan/ggml-vulkan.cpp"
 LLAMA_CPP_VULKAN = _llama_cpp(
