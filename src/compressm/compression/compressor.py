@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any, SupportsIndex
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -130,6 +131,8 @@ class Compressor:
             self._first_orders = None
         undo = ExitStack()
         try:
+            # An interruption inside `no_grad` itself would leave gradients switched off.
+            undo.callback(torch.set_grad_enabled, torch.is_grad_enabled())
             with ordinary_tensors():
                 events = self._act_(now, undo)
         except BaseException:
@@ -292,6 +295,7 @@ def compress_(
     cutter = Cutter(model, as_optimizer(optimizer), options, moments, followers(follow))
     undo = ExitStack()
     try:
+        undo.callback(torch.set_grad_enabled, torch.is_grad_enabled())
         with ordinary_tensors():
             working = begin_work_(cutter.inner, "compress_(...)", undo)
             cutter.meet("compress_(...)")
