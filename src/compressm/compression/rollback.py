@@ -7,6 +7,7 @@ import hashlib
 import math
 import os
 import re
+import uuid
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -204,7 +205,9 @@ class Snapshot:
                 raise UnreadableSnapshotError(
                     f"the snapshot {self.tensors} is damaged: its bytes are not those that were written"
                 )
-            loaded: dict[str, Tensor] = torch.load(self.tensors, map_location="cpu", weights_only=True)
+            # An open file: torch would choose its reader by the ending of a path.
+            with self.tensors.open("rb") as file:
+                loaded: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
             raise UnreadableSnapshotError(f"the snapshot {self.tensors} cannot be read: {error}") from error
         return loaded
@@ -422,8 +425,11 @@ class Rollback:
         return f"{self.measures} {way}{by}, from {before:.6g} to {value:.6g} after the cut; {allowed}"
 
     def path(self, step: int) -> Path | None:
-        """The file of the snapshot before that step, a different one for each process; None for memory."""
-        return None if self.folder is None else Path(self.folder) / f"before-step-{step}-{process_name()}.pt"
+        """A new name for the file of a snapshot before that step, with that of the process; None for memory."""
+        if self.folder is None:
+            return None
+        # Guards of several compressors may share a folder.
+        return Path(self.folder) / f"before-step-{step}-{process_name()}-{uuid.uuid4().hex}.pt"
 
 
 def _number(value: Any) -> float:
@@ -435,7 +441,7 @@ def _number(value: Any) -> float:
         raise CompressionError(f"Rollback: evaluate returned {value!r:.100}, expected a number") from None
 
 
-_FILE = re.compile(r"before-step-\d+-(?P<process>\d+-[0-9a-f]+)\.pt")
+_FILE = re.compile(r"before-step-\d+-(?P<process>\d+-[0-9a-f]+)(-[0-9a-f]{32})?\.pt")
 
 
 def _remove_left(folder: Path) -> None:
