@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from compressm.control import DeviceError, DiagonalSystem, PrecisionError, ShapeError, UnstableSystemError
 from compressm.control.linear_algebra import modulus
-from compressm.control.validation import are_finite, require_all_finite, require_kind, values_are_read
+from compressm.control.validation import are_finite, require_all_finite, require_kind, values_are_read, values_unread
 from compressm.errors import AdapterError
 from compressm.layers import LTILayer, SSMLayer
 from compressm.layers.parameters import replace_data
@@ -40,6 +40,8 @@ class Basis(Enum):
 class Adapter(ABC, Generic[Module, System]):
     """A class that reads a kind of module as a recurrence and encodes it back: `SSMAdapter` or `SelectiveAdapter`."""
 
+    # The class of the systems that `read` gives.
+    SYSTEM: ClassVar[type[Any]] = object
     # The changes of basis that the module can store; a family refuses cuts that need another.
     STORES: ClassVar[frozenset[Basis]] = frozenset({Basis.SELECTED})
     # Parameters and buffers that a module may get from a cut.
@@ -94,6 +96,7 @@ class SSMAdapter(Adapter[Module, DiagonalSystem]):
     H systems with one input and one output each. The order counts stored complex modes.
     """
 
+    SYSTEM = DiagonalSystem
     STORES = frozenset({Basis.ANY, Basis.SELECTED})
 
     @abstractmethod
@@ -123,7 +126,7 @@ class SSMAdapter(Adapter[Module, DiagonalSystem]):
         return None
 
     def order(self, module: Module) -> int:
-        return self.read(module).order
+        return read_with(self, module).order
 
 
 _ADAPTERS: dict[type[nn.Module], Adapter[Any, Any]] = {}
@@ -258,7 +261,7 @@ def state_axes(module: nn.Module, adapter: SSMAdapter[Any] | None = None) -> dic
     """
     adapter = linear_adapter(module, adapter)
     with torch.no_grad():
-        values = adapter.encode(module, _with_a_mode_twice(adapter.read(module)))
+        values = encode_with(adapter, module, {}, _with_a_mode_twice(read_with(adapter, module)))
     axes = {name: _grown_axes(module, name, value) for name, value in values.items()}
     several = [name for name, grown in axes.items() if len(grown) > 1]
     if several:
@@ -266,18 +269,93 @@ def state_axes(module: nn.Module, adapter: SSMAdapter[Any] | None = None) -> dic
     return {name: grown[0] for name, grown in axes.items() if grown}
 
 
-def read_with(adapter: SSMAdapter[Any], module: nn.Module, values: Mapping[str, Tensor]) -> DiagonalSystem:
-    """The system that the module would compute with these parameter values; differentiable."""
-    system: DiagonalSystem = _with(module, values, adapter.read)
+def read_with(adapter: Adapter[Any, System], module: nn.Module, values: Mapping[str, Tensor] = {}) -> System:
+    """The system that the module would compute with these parameter values, by default its own; differentiable.
+
+    An adapter that reads anything else is refused by name.
+    """
+    system: System = _with(module, values, adapter.read)
+    if not isinstance(system, adapter.SYSTEM):
+        raise AdapterError(f"{adapter}.read gives {system!r:.80}, expected a {adapter.SYSTEM.__name__}")
     return system
 
 
 def encode_with(
-    adapter: SSMAdapter[Any], module: nn.Module, values: Mapping[str, Tensor], system: DiagonalSystem
+    adapter: Adapter[Any, System], module: nn.Module, values: Mapping[str, Tensor], system: System
 ) -> dict[str, Tensor]:
-    """The values that encode a system, if the module's present parameters had these values; differentiable."""
+    """The values that encode a system, if the module's present parameters had these values; differentiable.
+
+    An adapter that encodes no values of parameters is refused by name.
+    """
     encoded: dict[str, Tensor] = _with(module, values, lambda swapped: adapter.encode(swapped, system))
+    if not isinstance(encoded, Mapping) or not all(isinstance(name, str) for name in encoded):
+        raise AdapterError(f"{adapter}.encode gives {encoded!r:.80}, expected {{parameter name: tensor}}")
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for name, value in encoded.items():
+        _require_value(f"{adapter}.encode gives {name}", value, parameters.get(name), stacked=bool(values))
     return encoded
+
+
+def _require_value(said: str, value: object, parameter: Tensor | None, *, stacked: bool) -> None:
+    """Require a tensor that a parameter, or one that a cut adds, can take."""
+    if not isinstance(value, Tensor):
+        raise AdapterError(f"{said} as {value!r:.80}, expected a tensor")
+    may_be_complex = parameter is not None and parameter.is_complex()
+    if not (value.is_floating_point() or (value.is_complex() and may_be_complex)):
+        raise AdapterError(f"{said} as {value.dtype}, expected {'complex128' if may_be_complex else 'float64'}")
+    if value.is_meta or value.layout is not torch.strided:
+        raise AdapterError(
+            f"{said} on {value.device} with the layout {value.layout}, expected a dense tensor of values"
+        )
+    if parameter is not None and not stacked and value.ndim != parameter.ndim:
+        raise AdapterError(f"{said} the shape {tuple(value.shape)}, expected the axes of {tuple(parameter.shape)}")
+
+
+def encode_present(adapter: Adapter[Any, System], module: nn.Module, system: System) -> dict[str, Tensor]:
+    """The values that encode the system that was read; `read` and `encode` must agree on all shapes."""
+    values = encode_with(adapter, module, {}, system)
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for name, value in values.items():
+        if name in parameters and value.shape != parameters[name].shape:
+            raise AdapterError(
+                f"{adapter}.encode gives {name} the shape {tuple(value.shape)} for the system that {adapter}.read"
+                f" gives, expected the present {tuple(parameters[name].shape)}: both must have the same order and bank"
+            )
+    return values
+
+
+def require_differentiable(adapter: Adapter[Any, Any], module: nn.Module, names: Iterable[str]) -> None:
+    """Require that `read` carries gradients to these parameters, and `encode` back: moments go along both."""
+    if not isinstance(adapter, SSMAdapter):
+        return
+    cure = "compute it without detach, no_grad or NumPy, or pass moments=Restart()"
+    with torch.enable_grad(), values_unread():
+        leaves = {name: parameter_of(module, name).detach().double().requires_grad_() for name in names}
+        system = read_with(adapter, module, leaves)
+        parts = {"poles": system.poles, "B": system.B, "C": system.C}
+        reached = {part: _reached([value], leaves) for part, value in parts.items()}
+        if lost := leaves.keys() - set().union(*reached.values()):
+            raise AdapterError(
+                f"{adapter}.read gives a system that carries no gradient to {', '.join(sorted(lost))}: the optimizer's"
+                f" moments would be lost; {cure}"
+            )
+        copies = {part: value.detach().clone().requires_grad_() for part, value in parts.items()}
+        back = _reached(encode_with(adapter, module, {}, DiagonalSystem(*copies.values())).values(), copies)
+        if lost := {part for part, found in reached.items() if found} - back:
+            raise AdapterError(
+                f"{adapter}.encode gives values that carry no gradient to {', '.join(sorted(lost))} of the system: the"
+                f" optimizer's moments would be lost; {cure}"
+            )
+
+
+def _reached(outputs: Iterable[Tensor], inputs: Mapping[str, Tensor]) -> set[str]:
+    """The names of the inputs that gradients of the outputs reach."""
+    moving = [output for output in outputs if output.requires_grad]
+    if not moving:
+        return set()
+    ones = [torch.ones_like(output) for output in moving]
+    gradients = torch.autograd.grad(moving, list(inputs.values()), ones, retain_graph=True, allow_unused=True)
+    return {name for name, gradient in zip(inputs, gradients, strict=True) if gradient is not None}
 
 
 def stacking_key(module: nn.Module, adapter: SSMAdapter[Any]) -> Hashable | None:

@@ -72,7 +72,7 @@ class _Trial:
         return self.original().to(dtype or self.dtype).eval()
 
     def read(self, module: nn.Module) -> Any:
-        return self.adapter.read(module).detach()
+        return read_with(self.adapter, module).detach()
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from compressm.adapters import Adapter, AdapterError
+from compressm.adapters.base import encode_with
 from compressm.control import ControlError, DiagonalSystem, validation
 from compressm.errors import CompressionError
 from compressm.families.choices import Choices
@@ -295,7 +296,7 @@ class Writing:
         cls, module: nn.Module, adapter: Adapter[Any, Any], system: Any, order: int, values: Values | None = None
     ) -> Writing:
         """Everything that makes the module compute this system; `values`, if given, are those that encode it."""
-        values = adapter.encode(module, system) if values is None else values
+        values = encode_with(adapter, module, {}, system) if values is None else values
         parameters = dict(module.named_parameters(remove_duplicate=False))
         added = {name: adapter.JOINS[name] for name in values if name in adapter.JOINS and name not in parameters}
         return cls(values, adapter.buffers(module, system), adapter.attributes(module, order), added)

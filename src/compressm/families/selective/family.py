@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from compressm.adapters import SelectiveAdapter
+from compressm.adapters.base import read_with
 from compressm.control import ControlError, StateCovariance, numerical_rank
 from compressm.control.linear_algebra import each
 from compressm.control.selective import SelectiveSystem
@@ -116,7 +117,7 @@ class SelectiveCut(PlannedCut):
         return self.reduction.change(self.layer.module, self.layer.adapter, self.layer.system)
 
     def following(self, module: nn.Module, adapter: SelectiveAdapter[Any]) -> Writing:
-        return self.reduction.change(module, adapter, adapter.read(module).detach()).writing
+        return self.reduction.change(module, adapter, read_with(adapter, module).detach()).writing
 
     def state_map(self, module: nn.Module, adapter: SelectiveAdapter[Any], values: Values) -> StateMap | None:
         if not isinstance(module, Mamba):
@@ -162,7 +163,7 @@ class SelectiveFamily(Family):
             )
 
     def read(self, name: str, module: nn.Module, adapter: SelectiveAdapter[Any], choices: Choices) -> SelectiveLayer:
-        return SelectiveLayer(name, module, adapter, adapter.read(module).detach(), choices.selective)
+        return SelectiveLayer(name, module, adapter, read_with(adapter, module).detach(), choices.selective)
 
     def require_layer(self, layer: SelectiveLayer, choices: Choices) -> None:
         layer.method.require(layer.said, layer.module, layer.adapter, layer.system)
