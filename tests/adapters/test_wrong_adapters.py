@@ -70,6 +70,10 @@ WRONG_READS = {
 }
 
 
+def _dense(module):
+    return DenseSystem(module.a.double().diag(), module.B.double(), module.C.double())
+
+
 def _first_modes(module, n):
     return DiagonalSystem(module.a.double()[:n], module.B.double()[:n], module.C.double()[:, :n])
 

@@ -340,4 +340,4 @@ def test_saving_because_of_an_interruption_names_the_error_of_the_disk(tmp_path)
         with pytest.raises(UnwritableFileError, match="is a directory"), replacing(tmp_path / "c.pt"):
             pass
         with pytest.raises(UnwritableFileError, match="No space"), replacing(tmp_path / "t.txt"):
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise OSError(errno.ENOSPC, "No space left on device")  # noqa: B904

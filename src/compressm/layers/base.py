@@ -258,19 +258,23 @@ def _is_alike(model: nn.Module, state_dict: object) -> bool:
 nn.Module.load_state_dict = _all_or_nothing(nn.Module.load_state_dict)  # type: ignore[method-assign]
 
 
+# The largest size of one axis: larger ones overflow the sizes of matrices, or are a mistake.
+MOST = 2**24
+
+
 def require_sizes(**given: int) -> None:
-    """Require integers of at least 1."""
+    """Require integers from 1 to `MOST`."""
     for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise SequenceError(f"{name} is {value!r}, expected an integer of at least 1")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
+            raise SequenceError(f"{name} is {value!r:.100}, expected an integer from 1 to {MOST}")
 
 
 def require_batch(batch: object) -> None:
     """Require a number of sequences; compilers and tracers have their own kinds of integers."""
     if isinstance(batch, torch.SymInt) or (isinstance(batch, Tensor) and torch.jit.is_tracing()):
         return
-    if isinstance(batch, bool) or not isinstance(batch, Integral) or batch < 1:
-        raise SequenceError(f"batch is {batch!r:.100}, expected an integer of at least 1")
+    if isinstance(batch, bool) or not isinstance(batch, Integral) or not 1 <= batch <= MOST:
+        raise SequenceError(f"batch is {batch!r:.100}, expected an integer from 1 to {MOST}")
 
 
 def require_numbers(**given: float) -> None:

@@ -7,15 +7,18 @@ from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from compressm.layers import SequenceError
+from compressm.layers.base import MOST
 from compressm.ops.block.pooling import valid_rows
 from compressm.ops.dispatch import can_read
 
 
-def require_counts(*, at_least: int = 1, **given: int) -> None:
-    """Require integers, none smaller than `at_least`."""
+def require_counts(*, at_least: int = 1, at_most: int = MOST, **given: int) -> None:
+    """Require integers from `at_least` to `at_most`."""
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-            raise SequenceError(f"{name} is {value!r}, expected an integer of at least {at_least}")
+            raise SequenceError(f"{name} is {value!r:.100}, expected an integer of at least {at_least}")
+        if value > at_most:
+            raise SequenceError(f"{name} is {value!r:.100}, expected at most {at_most}")
 
 
 def require_choice(name: str, value: object, kind: type, known: tuple[type, ...]) -> None:
