@@ -179,6 +179,8 @@ class Compressor:
                 self._cutter.renew_wrappers_()
             if prepared.cuts:
                 self._cutter.write_(prepared, undo)
+                if self._watch is not None:
+                    self._watch.made()
             self._ended = self._ended or bool(events)
             self._seen = now if self._seen is None else max(now, self._seen)
             events += prepared.records

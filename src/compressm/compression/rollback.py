@@ -484,6 +484,7 @@ class Watch:
         self.due = -1
         self.latest: tuple[int, float] | None = None  # a step, and the result of `evaluate` there
         self.spent: list[Snapshot] = []  # snapshots of judged cuts, whose files may go
+        self.orders: dict[str, int] | None = None  # those after the last cut, if that is known
 
     def is_due(self, step: int) -> bool:
         """True if there are cuts to judge at this step."""
@@ -499,6 +500,13 @@ class Watch:
                 raise CompressionError(f"Rollback: evaluate returned {before} before a cut, expected a finite number")
             self.before, self.snapshot = before, self._kept(step, undo)
         self.due = step + self.guard.settle
+
+    def made(self) -> None:
+        """Remember the orders after a cut: what somebody else cuts later is not undone with it."""
+        self.orders = self._orders()
+
+    def _orders(self) -> dict[str, int]:
+        return {name: adapter.order(module) for name, (module, adapter) in find(self.model).items()}
 
     def _kept(self, step: int, undo: ExitStack) -> Snapshot:
         path = self.guard.path(step)
@@ -522,14 +530,20 @@ class Watch:
         self.spent, self.snapshot = [*self.spent, self.snapshot], None
         if harmless:
             return None
-        orders = {name: adapter.order(module) for name, (module, adapter) in find(self.model).items()}
-        return Restored(step, orders, self.guard.verdict(value, self.before))
+        return Restored(step, self._orders(), self.guard.verdict(value, self.before))
 
     def _value(self) -> float:
         return self.guard.value(self.model, self.processes)
 
     def _restore_(self, snapshot: Snapshot, verdict: str, undo: ExitStack) -> None:
+        now = self._orders()
+        then = now if self.orders is None else self.orders
         try:
+            if odd := [name for name in now if now[name] != then.get(name)]:
+                raise CompressionError(
+                    f"{odd[0] or 'the model'} has order {now[odd[0]]} and had {then.get(odd[0])} after that cut:"
+                    " another compressor, or compress_, has cut the model since, and would lose its cut"
+                )
             snapshot.restore_(self.subject, undo)
         except CompressionError as error:
             raise CompressionError(
@@ -579,5 +593,5 @@ class Watch:
         loaded = None if state["snapshot"] is None else Snapshot.from_state_dict(state["snapshot"])
         due, before = int(state["due"]), float(state["before"])
         self.spent += [] if self.snapshot is None else [self.snapshot]
-        self.snapshot, self.before, self.due, self.latest = loaded, before, due, None
+        self.snapshot, self.before, self.due, self.latest, self.orders = loaded, before, due, None, None
         self.tidy()
