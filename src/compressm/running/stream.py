@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial, reduce
 from typing import Any, TypeAlias, final
 
@@ -54,6 +54,13 @@ class Stream(StateHolder):
             raise SequenceError(f"model is a {type(model).__name__}, expected {_KINDS}")
         self.model, self.batch, self.record = inner, batch, record
         self._take_(_Program(inner, batch, record))
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Refuse copies and pickles: constants, memory and CUDA graph belong to the model here."""
+        raise SequenceError(
+            "a Stream cannot be copied or pickled: make another by Stream(model, batch), and go on by"
+            " load_state(stream.state)"
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """Read one step, (batch,) tokens or (batch, inputs) numbers, and give its output."""
@@ -108,6 +115,7 @@ class Stream(StateHolder):
         program = _Program(self.model, self.batch, self.record)
         kept = [self._kept(place, shape) for place, (shape, _) in enumerate(program.kinds)]
         program.write_(kept)
+        program.repeat_(self._program, self._carried)
         if self._program.pooled is not None and self._program.steps is not None:
             program.load_pooling_(self._program.pooled.to(program.device), self._program.steps.to(program.device))
         self._take_(program)
@@ -239,6 +247,14 @@ class _Program:
             for stepper, state in zip(self.steppers, states, strict=True):
                 if state is not None:
                     stepper.write_(state.to(self.device))
+
+    def repeat_(self, earlier: _Program, moved: Collection[int]) -> None:
+        """Take states bit for bit where an earlier program has the same coordinates, except `moved` ones."""
+        with self.inference:
+            for place, (now, then) in enumerate(zip(self.steppers, earlier.steppers, strict=False)):
+                if place not in moved and now.basis is not None and then.basis is not None:
+                    if now.basis.device == then.basis.device and torch.equal(now.basis, then.basis):
+                        now.state.copy_(then.state)
 
     def load_pooling_(self, pooled: Tensor, steps: Tensor) -> None:
         """Take what a classifier has pooled."""
