@@ -534,6 +534,8 @@ def finite_doubles(module: nn.Module, names: Iterable[str]) -> list[Tensor]:
             value: Tensor = reduce(getattr, name.split("."), module)  # type: ignore[assignment]
         except AttributeError:
             raise AdapterError(f"{type(module).__name__} has no {name}: its adapter is another one") from None
+        if not isinstance(value, Tensor):
+            raise AdapterError(f"{type(module).__name__}.{name} is {value!r:.80}, expected a parameter")
         found[f"{type(module).__name__}.{name}"] = value
     require_all_finite(found)
     return [value.double() for value in found.values()]

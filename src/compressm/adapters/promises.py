@@ -88,7 +88,9 @@ class Trial(_Trial):
     def noise(self, module: nn.Module, dtype: torch.dtype | None = None) -> Float[Tensor, "batch length channels"]:
         """White noise, and its running sums, which have much power at low frequencies, where slow modes respond."""
         shape = (2, self.length, channels(self.read(module)))
-        white = torch.randn(shape, generator=torch.Generator().manual_seed(self.seed), dtype=torch.float64)
+        white = torch.randn(
+            shape, generator=torch.Generator().manual_seed(self.seed), dtype=torch.float64, device="cpu"
+        )
         slow = white.cumsum(1) / white.shape[1] ** 0.5
         device = next(module.parameters()).device
         return torch.cat([white, slow]).to(device, dtype or self.dtype)
@@ -153,7 +155,8 @@ def reading(trial: Trial) -> Iterator[Finding]:
     system, u = trial.read(module), trial.noise(module)
     count = channels(system)
     impulses = u.new_zeros(count, trial.length, count)
-    impulses[torch.arange(count), 0, torch.arange(count)] = 1
+    each = torch.arange(count, device=u.device)
+    impulses[each, 0, each] = 1
     y = trial.output(module, impulses)
     response = simulated(system, impulses)
     if y.shape != response.shape:
@@ -423,7 +426,7 @@ class SelectiveTrial(_Trial):
     def noise(self, module: nn.Module) -> Tensor:
         """White noise as the module's input."""
         shape = (2, self.length, parameter_of(module, "in_proj.weight").shape[1])
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(self.seed), dtype=torch.float64)
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(self.seed), dtype=torch.float64, device="cpu")
         return x.to(next(module.parameters()).device, self.dtype)
 
     def output(self, module: nn.Module) -> Tensor:

@@ -261,6 +261,13 @@ def read_layer(name: str, module: nn.Module, adapter: Adapter[Any, Any], choices
         return family_of(adapter).read(name, module, adapter, choices)
     except (ControlError, AdapterError) as error:
         raise CompressionError(f"{name or 'the model'}: {error}") from error
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # shapes that do not fit, a dtype that torch cannot compute with
+        held = ", ".join(
+            f"{key} {str(p.dtype).split('.')[-1]} {tuple(p.shape)}" for key, p in module.named_parameters()
+        )
+        raise CompressionError(f"{name or 'the model'}: {adapter} cannot read {held}: {error}") from error
 
 
 def energy_lost(sigma: Float[Tensor, "*channels n"], kept: Tensor) -> float:
@@ -270,7 +277,7 @@ def energy_lost(sigma: Float[Tensor, "*channels n"], kept: Tensor) -> float:
         validation.require_tensor("kept", kept, "r")
     except ControlError as error:
         raise CompressionError(f"energy_lost: {error}") from error
-    dropped = torch.ones(sigma.shape[-1], dtype=torch.bool)
+    dropped = torch.ones(sigma.shape[-1], dtype=torch.bool, device="cpu")
     dropped[kept] = False
     whole = float(sigma.sum())
     return float(sigma.cpu()[..., dropped].sum()) / whole if whole > 0 else 0.0

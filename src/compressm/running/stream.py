@@ -98,10 +98,10 @@ class Stream(StateHolder):
 
     def reset(self, rows: int | slice | Sequence[int] | Tensor | None = None) -> None:
         """Begin all sequences anew, or those at the given places of the batch."""
-        program, places = self._followed(), torch.arange(self.batch)
+        program, places = self._followed(), torch.arange(self.batch, device="cpu")
         try:
             # Of a list torch would round numbers that are not whole.
-            given = rows if rows is None or isinstance(rows, slice) else torch.as_tensor(rows).cpu()
+            given = rows if rows is None or isinstance(rows, slice) else torch.as_tensor(rows, device="cpu")
             places = places[given].reshape(-1)
         except (IndexError, TypeError, ValueError, RuntimeError) as error:
             raise SequenceError(f"rows are {rows!r:.80}, expected places from 0 to {self.batch - 1}") from error
@@ -252,9 +252,10 @@ class _Program:
         """Take states bit for bit where an earlier program has the same coordinates, except `moved` ones."""
         with self.inference:
             for place, (now, then) in enumerate(zip(self.steppers, earlier.steppers, strict=False)):
-                if place not in moved and now.basis is not None and then.basis is not None:
-                    if now.basis.device == then.basis.device and torch.equal(now.basis, then.basis):
-                        now.state.copy_(then.state)
+                if place in moved or now.basis is None or then.basis is None or now.basis.device != then.basis.device:
+                    continue
+                if torch.equal(now.basis, then.basis):
+                    now.state.copy_(then.state)
 
     def load_pooling_(self, pooled: Tensor, steps: Tensor) -> None:
         """Take what a classifier has pooled."""
@@ -369,7 +370,10 @@ class _Program:
             return lambda x: torch.rms_norm(x, shape, weight, eps)
         # √H x / √(Σ x² + H ε): four operations, where torch makes ten on a CPU.
         width = math.prod(shape)
-        factor, least = math.sqrt(width) * weight, torch.tensor(math.sqrt(width * eps), dtype=self.wide)
+        factor, least = (
+            math.sqrt(width) * weight,
+            torch.tensor(math.sqrt(width * eps), dtype=self.wide, device=self.device),
+        )
         return lambda x: (x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), least)).mul_(factor)
 
     def _product(self, first: Tensor, *others: Tensor | None) -> Tensor:

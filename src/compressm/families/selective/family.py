@@ -197,11 +197,11 @@ def _plan_channels(
     layer: SelectiveLayer, orders: Sequence[int], sigma: Tensor, choices: Choices, salt: int
 ) -> SelectiveCut | None:
     """A cut that gives every channel its own order; None if no channel gets fewer states."""
-    sigma, wanted, maps = sigma.cpu(), torch.tensor(orders), layer.system.maps
+    sigma, wanted, maps = sigma.cpu(), torch.tensor(orders, device="cpu"), layer.system.maps
     # A channel that is cut keeps at most its numerical rank; a channel of rank 0 keeps its order.
     rank = numerical_rank(sigma)
     wanted = torch.where((wanted < sigma.shape[-1]) & (rank > 0), torch.minimum(wanted, rank), wanted)
-    present = torch.full((layer.system.channels,), layer.order) if maps is None else maps.orders.cpu()
+    present = torch.full((layer.system.channels,), layer.order, device="cpu") if maps is None else maps.orders.cpu()
     wanted = torch.where(wanted < present, wanted, layer.order)
     if not bool((wanted < layer.order).any()):
         return None
