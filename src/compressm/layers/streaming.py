@@ -120,6 +120,8 @@ class SystemStepper(LTIStepper):
 class BankStepper(LTIStepper):
     """One system for each channel: B and C are width × n. States are stored divided by B: an input adds to all."""
 
+    basis: Tensor
+
     def __init__(
         self,
         log_poles: Float[Tensor, "2 width n"],

@@ -315,7 +315,7 @@ def _carried(
 ) -> Float[Tensor, "batch one_more 2 n"]:
     """The float64 states between spans, from `carry` on: each is the previous one times `leap` plus a span's end."""
     batch, count, _, n = ends.shape
-    states = torch.empty(batch, count + 1, 2, n, dtype=torch.float64, device=h.device)
+    states = torch.empty(batch, count + 1, 2, n, dtype=torch.float64, device=ends.device)
     (states[:, :-1] if backwards else states[:, 1:]).copy_(ends)
     states[:, -1 if backwards else 0] = carry
     for before, after in pairwise(states.unbind(1)[_order(backwards)]):
