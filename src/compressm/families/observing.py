@@ -203,8 +203,8 @@ Calibrate = Callable[[nn.Module], object]
 def require_calibrate(calibrate: object) -> None:
     """Refuse what cannot be called with the model alone."""
     said = f"calibrate is {calibrate!r:.100}, expected a function of the model, such as lambda model: model(inputs)"
-    # A class or a function of C, such as int or len, makes something of the model but does not run it.
-    if not callable(calibrate) or isinstance(calibrate, type) or inspect.isbuiltin(calibrate):
+    # A class, such as int, makes something of the model but does not run it.
+    if not callable(calibrate) or isinstance(calibrate, type):
         raise CompressionError(said)
     try:
         signature = inspect.signature(calibrate)
