@@ -55,7 +55,7 @@ if os.fork() == 0:
     for line in os.fdopen(asked):
         os.write(answer, f"{forked(line)}\\n".encode())
     os._exit(0)
-os.close(asked)
+os.close(asked), os.close(answer)  # so that an answer ends where the other process does
 gc.freeze()
 answers = os.fdopen(answered)
 for line in sys.stdin:

@@ -8,6 +8,8 @@ import os
 import platform
 import re
 import shutil
+import stat
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -23,20 +25,29 @@ def replacing(path: Path | str, size: int | None = None) -> Iterator[Path]:
     """Yield a scratch path next to `path`; its file replaces `path` only if the block ends without an error.
 
     A full disk, a read-only folder and the like are an `UnwritableFileError`, with the number of bytes that the block
-    writes if `size` says it. The first write of a process into a folder removes what killed processes left there.
+    writes if `size` says it; so is a `path` that is a pipe, a device or a folder. A file that is replaced keeps its
+    mode. The first write of a process into a folder removes what killed processes left there.
     """
     target = Path(path)
     scratch: Path | None = None
+    handled = sys.exception()  # the caller may save because of a Ctrl-C
     try:
+        mode = _mode_of(target)
         target = target.resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
         _tidy(target.parent)
         scratch = target.with_name(_scratch_name(target))
+        if mode is not None:
+            scratch.touch(mode=0o600)  # nobody else reads a private file while it is written
         yield scratch
         _to_disk(scratch)
+        if mode is not None:
+            scratch.chmod(mode)
         os.replace(scratch, target)
         _to_disk(target.parent)
     except (OSError, RuntimeError) as error:
+        if (stopped := _interruption(error, handled)) is not None:
+            raise stopped from None
         cause = _from_system(error)
         if cause is None or isinstance(error, SavingError):
             raise
@@ -127,6 +138,37 @@ def _is_alive(process: int) -> bool:
     except (PermissionError, OverflowError):
         pass
     return True
+
+
+def _mode_of(target: Path) -> int | None:
+    """The mode of the file that a path or link names, None if there is none; anything but a file is refused."""
+    try:
+        mode = target.stat().st_mode
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(mode):
+        kind = next((name for is_one, name in _OTHERS if is_one(mode)), "no ordinary file")
+        raise UnwritableFileError(f"{target} is {kind}, expected a file, or a name that is free; it is as before")
+    return stat.S_IMODE(mode)
+
+
+_OTHERS = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+def _interruption(error: BaseException, handled: BaseException | None) -> BaseException | None:
+    """The Ctrl-C or exit behind an error: torch.save says "unexpected pos" when one stops it."""
+    behind = error.__context__
+    while behind is not None and behind is not handled:
+        if isinstance(behind, KeyboardInterrupt | SystemExit):
+            return behind
+        behind = behind.__context__
+    return None
 
 
 def _from_system(error: OSError | RuntimeError) -> OSError | None:

@@ -12,7 +12,7 @@ from types import ModuleType
 
 # New names and old names of modules, both below compressm.
 _IN_THE_LIBRARY = {
-    "adapters.base": "adapters.validation adapters.writing",
+    "adapters.base": "adapters.validation",
     "adapters.mamba": "adapters.selective",
     "adapters.promises": "adapters.selective_promises adapters.trial",
     "adapters.transformers": "adapters.foreign",

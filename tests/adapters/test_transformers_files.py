@@ -1,6 +1,8 @@
 """Models of transformers on disk, with equal and with unequal orders, in its files and in ours."""
 
+import json
 import sys
+import time
 
 import pytest
 import torch
@@ -209,4 +211,23 @@ def test_a_folder_that_cannot_be_read_is_refused_by_name(bad, tmp_path):
     name, contents = BAD_FOLDERS[bad]
     (tmp_path / name).write_text(contents)
     with pytest.raises(SavingError, match=rf"(?s){SAID[bad]}"):
+        cs.load_model(tmp_path)
+
+
+@pytest.mark.parametrize("layers", [3000, 10**9, 10**30])
+def test_a_config_with_far_more_layers_than_tensors_is_refused_at_once(layers, tmp_path):
+    make().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+    start = time.perf_counter()
+    with pytest.raises(SavingError, match=r"too many for the|expected at most"):
+        cs.load_model(tmp_path)
+    assert time.perf_counter() - start < 20
+
+
+@pytest.mark.parametrize("place", [5, None, [], "", "/"])
+def test_an_index_that_names_no_files_is_refused(place, tmp_path):
+    make().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": place}}))
+    with pytest.raises(SavingError, match="in its weight_map, expected names of files"):
         cs.load_model(tmp_path)

@@ -43,6 +43,13 @@ run = lambda model: model(x)
 layer, stack = LRU(4, 8), nn.ModuleList([LRU(4, 8), S5(4, 8)])
 every_layer = [LRU(4, 8), S5(4, 8), S4D(4, 8), Mamba(4, 8)]
 
+
+def broken(name, value):
+    other = copy.deepcopy(model)
+    setattr(other.blocks[0].ssm, name, value)
+    return other
+
+
 def with_nan(module):
     module = copy.deepcopy(module)
     next(value for name, value in module.named_parameters() if name.endswith("nu_log")).data[0] = nan

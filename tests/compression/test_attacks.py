@@ -285,6 +285,7 @@ os.kill(os.getpid(), 9)
 """
     unhooked.run(writing, code=-9)
     (left,) = tmp_path.iterdir()
+    left.with_name(left.name.rpartition("-")[0] + ".pt").touch()  # a name of an earlier version
     compressor = guarded(tmp_path, give=("scheduler",))[-1]
     compressor.step(1)
     (file,) = tmp_path.iterdir()
@@ -333,3 +334,38 @@ def test_a_restoration_that_does_not_fit_says_how_to_go_on(tmp_path):
     compressor.accept()
     assert compressor.step(4) == []
     assert orders(model) == [4, 4]
+
+
+@pytest.mark.parametrize("others", ["another compressor", "compress_", "one of another layer"])
+def test_a_guard_does_not_undo_what_others_cut_later(others):
+    """The first compressor's history said 4 states while the guard of the second had put 8 back."""
+    model = make()
+    optimizer = torch.optim.Adam(model.parameters())
+    one = {"filter_fn": lambda module, name: name == "blocks.1.ssm"} if others == "one of another layer" else {}
+    rest = {"filter_fn": lambda module, name: name == "blocks.0.ssm"} if one else {}
+    values = iter([1.0, 0.1, 0.1])
+    guard = Rollback(lambda: next(values), drop=0.1, settle=1)
+    first = Compressor(model, optimizer, when=[1], keep=KeepFraction(0.5), **one)
+    second = Compressor(model, optimizer, when=[1], keep=KeepFraction(0.5), guard=guard, **rest)
+    second.step(1)
+    if others == "compress_":
+        compress_(model, keep=TargetOrder(2), optimizer=optimizer)
+    else:
+        first.step(1)
+    expected = orders(model)
+    with pytest.raises(CompressionError, match=r"fell by 90 %.*has cut the model since.*call accept\(\)"):
+        second.step(2)
+    assert orders(model) == expected
+    second.accept()
+    assert second.step(3) == []
+
+
+def test_a_compressor_made_anew_is_guarded_as_the_first_was():
+    model = make()
+    optimizer = torch.optim.Adam(model.parameters())
+    Compressor(model, optimizer, when=[1], keep=TargetOrder(6)).step(1)
+    values = iter([1.0, 0.1])
+    guard = Rollback(lambda: next(values), drop=0.1, settle=1)
+    again = Compressor(model, optimizer, when=[2], keep=TargetOrder(4), guard=guard)
+    again.step(2)
+    assert again.step(3)[0].orders == {"blocks.0.ssm": 6, "blocks.1.ssm": 6}

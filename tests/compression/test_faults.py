@@ -1,6 +1,9 @@
 """An error or Ctrl-C at any line of a cut: everything is as it was, or the cut is made, recorded and restorable."""
 
+import sys
+
 import pytest
+import torch
 
 from tests.compression.faults import SCENARIOS, inject
 
@@ -25,3 +28,30 @@ def test_a_fault_between_cuts_changes_nothing_or_is_recorded(tmp_path):
     outcomes = inject(BETWEEN, tmp_path)
     assert outcomes["unchanged"] >= 3
     assert sum(outcomes.values()) < 10  # there are few lines between cuts
+
+
+@pytest.mark.parametrize("name", ["a cut", "compress_"])
+def test_an_interruption_inside_no_grad_itself_leaves_gradients_on(tmp_path, name):
+    prepare, call = SCENARIOS[name]
+    run = prepare(tmp_path)
+
+    def entered(frame, event, arg):
+        # Gradients are off by now, and the `with` statement does not know it yet.
+        if event == "return":
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return entered
+
+    def at_call(frame, event, arg):
+        inside = frame.f_code.co_qualname == "no_grad.__enter__"
+        return entered if inside and frame.f_back.f_code.co_filename.endswith("cutting.py") else None
+
+    before = sys.gettrace()
+    sys.settrace(at_call)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            call(run)
+    finally:
+        sys.settrace(before)
+    assert torch.is_grad_enabled()
+    assert run.model.blocks[0].ssm.order == 4

@@ -300,6 +300,21 @@ def test_a_cut_that_was_not_made_is_forgotten(tmp_path):
     assert watch.settle(3, ExitStack()) is None
 
 
+def test_two_guards_with_one_folder_keep_their_own_snapshots(tmp_path):
+    (one, first), (other, second) = (watched([0.9, 0.1], settle=2, folder=tmp_path) for _ in range(2))
+    other.train(2, 3)
+    before = one.picture(), other.picture()
+    for run, watch in ((one, first), (other, second)):
+        watch.begin(3, ExitStack())
+        run.cut()
+    assert len(list(tmp_path.iterdir())) == 2
+    for watch in (second, first):
+        assert watch.settle(5, ExitStack()) is not None
+        watch.tidy()
+    assert same((one.picture(), other.picture()), before)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("folder", [False, True])
 def test_a_pending_judgement_survives_a_checkpoint(tmp_path, folder):
     run, watch = watched([0.9], settle=2, folder=tmp_path / "snapshots" if folder else None)

@@ -10,11 +10,15 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import parametrizations, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from compressm import inspect
+from compressm.adapters import check_adapter
+from compressm.compression import Random, Rollback, Smallest, load_checkpoint, save_checkpoint
 from compressm.compression.compressor import Compressor, compress_
 from compressm.compression.policies import KeepFraction, TargetOrder
 from compressm.errors import CompressionError
-from compressm.layers import LRU, S4D, S5
+from compressm.layers import LRU, S4D, S5, Mamba
 from compressm.models import SequenceClassifier
+from compressm.running import Stream
 from tests import unhooked
 
 X, TARGETS = torch.randn(4, 20, 3, generator=torch.Generator().manual_seed(1)), torch.arange(4)
@@ -264,3 +268,46 @@ def test_hooks_on_parameters_see_gradients_of_the_new_shape():
     compress_(model, keep=TargetOrder(5))
     cross_entropy(model(X), TARGETS).backward()
     assert seen == [(4, 5)]
+
+
+@pytest.mark.parametrize("kind", [LRU, S5, S4D, Mamba])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"select": Random(seed=1)}, {"select": Smallest()}, {"calibrate": lambda model: model(X)}],
+    ids=["plain", "random", "smallest", "calibrated"],
+)
+def test_a_cut_does_not_depend_on_the_default_device(kind, options, tmp_path):
+    """`torch.device("meta")` and `torch.set_default_device` say where new tensors are made."""
+    if kind is Mamba:
+        options = {"calibrate": lambda model: model(X), **options}
+    results = []
+    for default in ("cpu", "meta"):
+        model = make(kind, order=8)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        step(model, optimizer)
+        with torch.device(default):
+            inspect(model, **{key: value for key, value in options.items() if key == "calibrate"})
+            guard = Rollback(lambda: 1.0, settle=1, folder=tmp_path)
+            compressor = Compressor(model, optimizer, when=[1], keep=KeepFraction(0.5), guard=guard, **options)
+            compressor.step(1)
+            compressor.step(2)
+            compress_(model, keep=TargetOrder(3), optimizer=optimizer, **options)
+            save_checkpoint(tmp_path / "c.pt", model=model, optimizer=optimizer, compressor=compressor)
+            load_checkpoint(tmp_path / "c.pt", model=model, optimizer=optimizer, compressor=compressor)
+        step(model, optimizer)
+        results.append(model.state_dict())
+    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
+    assert results[0][next(iter(results[0]))].device.type == "cpu"
+    assert orders(model) == [3, 3]
+
+
+@pytest.mark.parametrize("kind", [LRU, S5, S4D, Mamba])
+def test_conformance_and_streams_do_not_depend_on_the_default_device(kind):
+    model = make(kind).eval()
+    with torch.device("meta"):
+        stream = Stream(model, 4)
+        for x in X.unbind(1):
+            y = stream(x)
+        stream.reset([0])
+        check_adapter(lambda: copy.deepcopy(model.blocks[0].ssm))
+    torch.testing.assert_close(y, model(X))

@@ -79,6 +79,16 @@ def test_generation_is_repeatable_with_a_generator():
     assert not torch.equal(first, other)
 
 
+@pytest.mark.parametrize("temperature", [1e-31, 1e-40, 1e-300])
+def test_the_coldest_temperatures_take_the_likeliest_token(temperature):
+    """Logits over 1e-40 are infinite in float32, and have no softmax."""
+    torch.manual_seed(0)
+    model = LanguageModel(LRU, vocabulary=9, depth=1, width=4, order=4).eval()
+    prompt = torch.tensor([[1, 2]])
+    assert torch.equal(model.generate(prompt, 4, temperature=temperature), model.generate(prompt, 4, temperature=0.0))
+    assert model.generate(prompt, 4, temperature=1e-30).shape == (1, 4)
+
+
 def test_generation_at_temperature_zero_takes_the_likeliest_token_each_time():
     model, tokens = make(), text()
     written = model.generate(tokens, 6, temperature=0.0)

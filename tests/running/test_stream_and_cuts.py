@@ -1,6 +1,7 @@
 """A running stream follows the model: through cuts with its states, through other changes with new constants."""
 
 import copy
+import pickle
 import warnings
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 import compressm as cs
 from compressm.compression import load_checkpoint, save_checkpoint, surgery
-from compressm.layers import LRU, S4D, S5, Mamba
+from compressm.layers import LRU, S4D, S5, Mamba, SequenceError
 from compressm.layers.parameters import state_holders
 from compressm.models import BatchNorm, LanguageModel, SequenceClassifier
 from compressm.running import Stream
@@ -224,3 +225,33 @@ def test_cuts_of_other_models_leave_a_stream_alone():
         warnings.simplefilter("error")
         cs.compress_(other, keep=cs.TargetOrder(3))
         check_close(streamed(stream, x[:, HALF:]), model(x)[0][:, HALF:])
+
+
+@pytest.mark.parametrize("layer", [LRU, S5, S4D, Mamba])
+def test_states_are_bit_for_bit_as_before_a_cut_that_was_taken_back(layer, monkeypatch):
+    """A stream of S4D divides its states by B, and was off by a rounding."""
+    model = language_model(layer, dtype=torch.float32)
+    stream = Stream(model, BATCH)
+    streamed(stream, tokens())
+    before = stream.state
+    calibrated = {"calibrate": calibrate} if layer is Mamba else {}
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("compressm.compression.compressor.end_work_", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        cs.compress_(model, keep=cs.TargetOrder(3), **calibrated)
+    assert all(torch.equal(now, then) for now, then in zip(stream.state, before, strict=True))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_stream_that_is_copied_or_pickled_says_how_to_go_on(copied):
+    model = language_model()
+    stream = Stream(model, BATCH)
+    streamed(stream, tokens())
+    with pytest.raises(SequenceError, match=r"make another by Stream\(model, batch\).*load_state"):
+        copied(stream)
+    other = Stream(copy.deepcopy(model), BATCH)
+    other.load_state(stream.state)
+    assert torch.equal(streamed(other, tokens()), streamed(stream, tokens()))

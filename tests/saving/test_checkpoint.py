@@ -254,6 +254,12 @@ def test_only_what_is_kept_is_written(tmp_path):
     assert (tmp_path / "slice").stat().st_size < 1.1 * (tmp_path / "small").stat().st_size
 
 
+@pytest.mark.parametrize("name", ["c.safetensors", "c.pt", "c.pth", "c.tar", "c"])
+def test_a_checkpoint_may_have_any_ending(name, tmp_path):
+    save_checkpoint(tmp_path / name, model=LRU(1, 2), step=4)
+    assert load_checkpoint(tmp_path / name, model=LRU(1, 2)).step == 4
+
+
 def test_torch_alone_reads_a_checkpoint(tmp_path):
     save_checkpoint(tmp_path / "c", model=LRU(1, 2), step=4)
     contents = torch.load(tmp_path / "c", weights_only=True)

@@ -2,6 +2,8 @@
 
 import json
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import hypothesis.strategies as st
@@ -22,6 +24,7 @@ from compressm.models import LayerNorm, SequenceClassifier
 from compressm.models.normalisation import Norm, StepNorm
 from compressm.saving import kinds
 from compressm.saving.models import _digest
+from compressm.saving.rebuilding import filled_by
 from tests import unhooked
 from tests.saving.test_saving import check_round_trip, check_same_state, classifier
 
@@ -392,3 +395,38 @@ def test_defaults_are_written_so_that_new_ones_change_no_old_file(tmp_path):
     assert stored["norm"] == {"kind": "LayerNorm", "affine": True}
     assert stored["dropout"] == {"kind": "PerElement", "rate": 0.1}
     assert stored["layer"] == {"class": "LRU"}
+
+
+@pytest.mark.parametrize("key", ["depth", "width", "order", "classes"])
+@pytest.mark.parametrize("size", [5000, 10**9, 10**30])
+def test_a_forged_size_is_refused_at_once(key, size, tmp_path):
+    """A depth of 10⁹ built blocks until somebody stopped it."""
+    model = classifier()
+    forged = forge(model, tmp_path / "m.safetensors", {key: size})
+    if key == "order" and size == 5000:
+        check_same_state(load_model(forged), model)  # layers take their orders from the tensors
+        return
+    start = time.perf_counter()
+    with pytest.raises(SavingError, match=f"{size}|too many for the"):
+        load_model(forged)
+    assert time.perf_counter() - start < 20
+
+
+def forge(model, path, changed):
+    """A saved model with other arguments and a digest that fits."""
+    save_model(model, path)
+    with safe_open(path, "pt") as opened:
+        config = json.loads(opened.metadata()["compressm"])
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    config["model"] |= changed
+    config["sha256"] = _digest(config, tensors)
+    save_file(tensors, path, {"format": "pt", "compressm": json.dumps(config)})
+    return path
+
+
+def test_other_threads_may_build_models_while_one_is_loaded(tmp_path):
+    with filled_by({}), ThreadPoolExecutor(1) as pool:
+        assert len(pool.submit(lambda: nn.Sequential(*(nn.Identity() for _ in range(2000)))).result()) == 2000
+        with pytest.raises(SavingError, match="too many"):
+            nn.Sequential(*(nn.Identity() for _ in range(2000)))
+    assert len(nn.Sequential(*(nn.Identity() for _ in range(2000)))) == 2000

@@ -3,6 +3,7 @@
 import errno
 import os
 import resource
+import stat
 import subprocess
 import sys
 import time
@@ -272,3 +273,85 @@ def test_a_folder_that_is_not_there_has_no_scratch(tmp_path):
 def test_the_advice_fits_the_reason(tmp_path, number, advice):
     with pytest.raises(UnwritableFileError, match=advice), replacing(tmp_path / "a", 9):
         raise OSError(number, os.strerror(number))
+
+
+TARGETS = {saved_checkpoint: "c.pt", saved_model: "model.safetensors", saved_file: "m.safetensors", written: "t.txt"}
+
+
+def placed(folder, name, make_target, linked):
+    """A special file, or a link to one, where a writer will write."""
+    make_target(folder / "there" if linked else folder / name)
+    if linked:
+        (folder / name).symlink_to("there")
+
+
+@pytest.mark.parametrize("linked", [False, True], ids=["itself", "linked"])
+@pytest.mark.parametrize("write", TARGETS, ids=lambda write: write.__name__)
+def test_a_named_pipe_stays_one_and_is_refused_by_name(write, linked, tmp_path):
+    placed(tmp_path, TARGETS[write], os.mkfifo, linked)
+    with pytest.raises(SavingError, match="is a named pipe, expected a file"):
+        write(tmp_path, 4)
+    assert (tmp_path / TARGETS[write]).is_fifo()
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("write", TARGETS, ids=lambda write: write.__name__)
+def test_a_link_to_itself_is_named_and_stays(write, tmp_path):
+    (tmp_path / TARGETS[write]).symlink_to(TARGETS[write])
+    with pytest.raises(UnwritableFileError, match=os.strerror(errno.ELOOP)):
+        write(tmp_path, 4)
+    assert (tmp_path / TARGETS[write]).is_symlink()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o444])
+@pytest.mark.parametrize("write", TARGETS, ids=lambda write: write.__name__)
+def test_a_file_that_is_replaced_keeps_its_mode(write, mode, tmp_path):
+    write(tmp_path, 4)
+    target = tmp_path / TARGETS[write]
+    target.chmod(mode)
+    before = target.read_bytes()
+    write(tmp_path, 5)
+    assert stat.S_IMODE(target.stat().st_mode) == mode
+    assert target.read_bytes() != before
+
+
+def test_a_private_file_is_private_while_it_is_written(tmp_path):
+    (tmp_path / "t.txt").touch(mode=0o600)
+    with replacing(tmp_path / "t.txt") as scratch:
+        scratch.write_text("a")
+        assert stat.S_IMODE(scratch.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+def test_an_interruption_inside_torch_save_comes_out_as_itself(stop, tmp_path):
+    """torch.save gives a RuntimeError "unexpected pos" when a write of its file is interrupted."""
+    saved_checkpoint(tmp_path, 4)
+    before = contents(tmp_path)
+
+    class Interrupting:
+        def __init__(self, file):
+            self.file = file
+
+        def write(self, data):
+            if self.file.tell() > 500:
+                raise stop
+            return self.file.write(data)
+
+        def flush(self):
+            self.file.flush()
+
+    with pytest.raises(stop), replacing(tmp_path / "c.pt") as scratch, scratch.open("wb") as file:
+        torch.save({"a": torch.zeros(1000)}, Interrupting(file))
+    assert contents(tmp_path) == before
+
+
+def test_saving_because_of_an_interruption_names_the_error_of_the_disk(tmp_path):
+    (tmp_path / "c.pt").mkdir()
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        with pytest.raises(UnwritableFileError, match="is a directory"), replacing(tmp_path / "c.pt"):
+            pass
+        with pytest.raises(UnwritableFileError, match="No space"), replacing(tmp_path / "t.txt"):
+            raise OSError(errno.ENOSPC, "No space left on device")  # noqa: B904

@@ -4,7 +4,7 @@
 `check_adapter` tests it.
 """
 
-from compressm.adapters.base import Adapter, Basis, SSMAdapter, adapter_for, adapts, find, state_axes, write
+from compressm.adapters.base import Adapter, Basis, SSMAdapter, adapter_for, adapts, find, state_axes
 from compressm.adapters.conformance import check_adapter
 from compressm.adapters.lru import LRUAdapter
 from compressm.adapters.mamba import MambaAdapter, SelectiveAdapter
@@ -13,6 +13,7 @@ from compressm.adapters.promises import Finding
 from compressm.adapters.s4d import S4DAdapter
 from compressm.adapters.s5 import S5Adapter
 from compressm.adapters.transformers import MambaMixerAdapter
+from compressm.adapters.writing import write
 from compressm.errors import AdapterError, ConformanceError
 
 __all__ = [

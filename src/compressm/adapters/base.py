@@ -1,4 +1,4 @@
-"""Base classes of adapters, their registration, discovery in any model, and checked writing of parameters."""
+"""Base classes of adapters, their registration, discovery in any model, and checked calls of them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim.swa_utils import AveragedModel
 
-from compressm.control import DeviceError, DiagonalSystem, PrecisionError, ShapeError, UnstableSystemError
+from compressm.control import DeviceError, DiagonalSystem, ShapeError, UnstableSystemError
 from compressm.control.linear_algebra import modulus
-from compressm.control.validation import are_finite, require_all_finite, require_kind, values_are_read
+from compressm.control.validation import require_all_finite, require_kind, values_are_read, values_unread
 from compressm.errors import AdapterError
-from compressm.layers import LTILayer, SSMLayer
-from compressm.layers.parameters import replace_data
+from compressm.layers import LTILayer
 
 Module = TypeVar("Module", bound=nn.Module)
 System = TypeVar("System")
@@ -63,7 +62,7 @@ class Growth:
             return torch.cat([rest, *(block.narrow(self.axis, 0, order) for block in blocks)], self.axis)
         parts = [rest]
         for block in blocks:
-            new = torch.as_tensor(self.idle).to(block) if fill is None else fill(block)
+            new = torch.as_tensor(self.idle, dtype=block.dtype, device=block.device) if fill is None else fill(block)
             shape = list(block.shape)
             shape[self.axis] = order - n
             parts += [block, new.expand(shape)]
@@ -73,6 +72,8 @@ class Growth:
 class Adapter(ABC, Generic[Module, System]):
     """A class that reads a kind of module as a recurrence and encodes it back: `SSMAdapter` or `SelectiveAdapter`."""
 
+    # The class of the systems that `read` gives.
+    SYSTEM: ClassVar[type[Any]] = object
     # The changes of basis that the module can store; a family refuses cuts that need another.
     STORES: ClassVar[frozenset[Basis]] = frozenset({Basis.SELECTED})
     # Parameters and buffers that a module may get from a cut.
@@ -145,6 +146,7 @@ class SSMAdapter(Adapter[Module, DiagonalSystem]):
     H systems with one input and one output each. The order counts stored complex modes.
     """
 
+    SYSTEM = DiagonalSystem
     STORES = frozenset({Basis.ANY, Basis.SELECTED})
     RECURRENCE = "linear"
 
@@ -177,8 +179,8 @@ class SSMAdapter(Adapter[Module, DiagonalSystem]):
     @torch.no_grad()
     def growth(self, module: Module) -> dict[str, Growth]:
         """The axes that grow if a mode with B = 0 and C = 0 is added to the system, and the entries that it gets."""
-        system = self.read(module)
-        values, n = self.encode(module, _with_an_idle_mode(system)), system.order
+        system = read_with(self, module)
+        values, n = encode_with(self, module, {}, _with_an_idle_mode(system)), system.order
         axes = {name: _grown_axis(module, name, value) for name, value in values.items()}
         return {
             name: Growth(axis, idle=values[name].narrow(axis, n, 1)) for name, axis in axes.items() if axis is not None
@@ -186,10 +188,10 @@ class SSMAdapter(Adapter[Module, DiagonalSystem]):
 
     def state_bytes(self, module: Module, order: int) -> int:
         """Those of complex numbers in the dtype of the parameters."""
-        return 2 * order * self.read(module).bank.numel() * next(module.parameters()).element_size()
+        return 2 * order * read_with(self, module).bank.numel() * next(module.parameters()).element_size()
 
     def order(self, module: Module) -> int:
-        return self.read(module).order
+        return read_with(self, module).order
 
 
 _ADAPTERS: dict[type[nn.Module], Adapter[Any, Any]] = {}
@@ -244,7 +246,7 @@ def adapts_named(path: str) -> Callable[[Kind], Kind]:
 
 def adapter_for(module: nn.Module) -> Adapter[Any, Any] | None:
     """The adapter of the module's class or of its nearest ancestor that has one."""
-    _require_module("adapter_for", module)
+    require_module("adapter_for", module)
     return adapter_of(type(module))
 
 
@@ -265,7 +267,7 @@ def find(
     A module used in several places is listed once. Names are those of the model inside DistributedDataParallel or
     torch.compile. Children of an adapted module are not listed. `filter_fn(module, name)` is True for modules to list.
     """
-    _require_module("find", model)
+    require_module("find", model)
     if isinstance(model, torch.jit.ScriptModule):
         raise AdapterError(COMPILED.format(model.original_name))
     if filter_fn is not None:
@@ -324,23 +326,98 @@ def state_axes(module: nn.Module, adapter: SSMAdapter[Any] | None = None) -> dic
     """
     adapter = linear_adapter(module, adapter)
     with torch.no_grad():
-        values = adapter.encode(module, _with_a_mode_twice(adapter.read(module)))
+        values = encode_with(adapter, module, {}, _with_a_mode_twice(read_with(adapter, module)))
     axes = {name: _grown_axis(module, name, value) for name, value in values.items()}
     return {name: axis for name, axis in axes.items() if axis is not None}
 
 
-def read_with(adapter: SSMAdapter[Any], module: nn.Module, values: Mapping[str, Tensor]) -> DiagonalSystem:
-    """The system that the module would compute with these parameter values; differentiable."""
-    system: DiagonalSystem = _with(module, values, adapter.read)
+def read_with(adapter: Adapter[Any, System], module: nn.Module, values: Mapping[str, Tensor] = {}) -> System:
+    """The system that the module would compute with these parameter values, by default its own; differentiable.
+
+    An adapter that reads anything else is refused by name.
+    """
+    system: System = _with(module, values, adapter.read)
+    if not isinstance(system, adapter.SYSTEM):
+        raise AdapterError(f"{adapter}.read gives {system!r:.80}, expected a {adapter.SYSTEM.__name__}")
     return system
 
 
 def encode_with(
-    adapter: SSMAdapter[Any], module: nn.Module, values: Mapping[str, Tensor], system: DiagonalSystem
+    adapter: Adapter[Any, System], module: nn.Module, values: Mapping[str, Tensor], system: System
 ) -> dict[str, Tensor]:
-    """The values that encode a system, if the module's present parameters had these values; differentiable."""
+    """The values that encode a system, if the module's present parameters had these values; differentiable.
+
+    An adapter that encodes no values of parameters is refused by name.
+    """
     encoded: dict[str, Tensor] = _with(module, values, lambda swapped: adapter.encode(swapped, system))
+    if not isinstance(encoded, Mapping) or not all(isinstance(name, str) for name in encoded):
+        raise AdapterError(f"{adapter}.encode gives {encoded!r:.80}, expected {{parameter name: tensor}}")
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for name, value in encoded.items():
+        _require_value(f"{adapter}.encode gives {name}", value, parameters.get(name), stacked=bool(values))
     return encoded
+
+
+def _require_value(said: str, value: object, parameter: Tensor | None, *, stacked: bool) -> None:
+    """Require a tensor that a parameter, or one that a cut adds, can take."""
+    if not isinstance(value, Tensor):
+        raise AdapterError(f"{said} as {value!r:.80}, expected a tensor")
+    may_be_complex = parameter is not None and parameter.is_complex()
+    if not (value.is_floating_point() or (value.is_complex() and may_be_complex)):
+        raise AdapterError(f"{said} as {value.dtype}, expected {'complex128' if may_be_complex else 'float64'}")
+    if value.is_meta or value.layout is not torch.strided:
+        raise AdapterError(
+            f"{said} on {value.device} with the layout {value.layout}, expected a dense tensor of values"
+        )
+    if parameter is not None and not stacked and value.ndim != parameter.ndim:
+        raise AdapterError(f"{said} the shape {tuple(value.shape)}, expected the axes of {tuple(parameter.shape)}")
+
+
+def encode_present(adapter: Adapter[Any, System], module: nn.Module, system: System) -> dict[str, Tensor]:
+    """The values that encode the system that was read; `read` and `encode` must agree on all shapes."""
+    values = encode_with(adapter, module, {}, system)
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for name, value in values.items():
+        if name in parameters and value.shape != parameters[name].shape:
+            raise AdapterError(
+                f"{adapter}.encode gives {name} the shape {tuple(value.shape)} for the system that {adapter}.read"
+                f" gives, expected the present {tuple(parameters[name].shape)}: both must have the same order and bank"
+            )
+    return values
+
+
+def require_differentiable(adapter: Adapter[Any, Any], module: nn.Module, names: Iterable[str]) -> None:
+    """Require that `read` carries gradients to these parameters, and `encode` back: moments go along both."""
+    if not isinstance(adapter, SSMAdapter):
+        return
+    cure = "compute it without detach, no_grad or NumPy, or pass moments=Restart()"
+    with torch.enable_grad(), values_unread():
+        leaves = {name: parameter_of(module, name).detach().double().requires_grad_() for name in names}
+        system = read_with(adapter, module, leaves)
+        parts = {"poles": system.poles, "B": system.B, "C": system.C}
+        reached = {part: _reached([value], leaves) for part, value in parts.items()}
+        if lost := leaves.keys() - set().union(*reached.values()):
+            raise AdapterError(
+                f"{adapter}.read gives a system that carries no gradient to {', '.join(sorted(lost))}: the optimizer's"
+                f" moments would be lost; {cure}"
+            )
+        copies = {part: value.detach().clone().requires_grad_() for part, value in parts.items()}
+        back = _reached(encode_with(adapter, module, {}, DiagonalSystem(*copies.values())).values(), copies)
+        if lost := {part for part, found in reached.items() if found} - back:
+            raise AdapterError(
+                f"{adapter}.encode gives values that carry no gradient to {', '.join(sorted(lost))} of the system: the"
+                f" optimizer's moments would be lost; {cure}"
+            )
+
+
+def _reached(outputs: Iterable[Tensor], inputs: Mapping[str, Tensor]) -> set[str]:
+    """The names of the inputs that gradients of the outputs reach."""
+    moving = [output for output in outputs if output.requires_grad]
+    if not moving:
+        return set()
+    ones = [torch.ones_like(output) for output in moving]
+    gradients = torch.autograd.grad(moving, list(inputs.values()), ones, retain_graph=True, allow_unused=True)
+    return {name for name, gradient in zip(inputs, gradients, strict=True) if gradient is not None}
 
 
 def stacking_key(module: nn.Module, adapter: SSMAdapter[Any]) -> Hashable | None:
@@ -387,7 +464,7 @@ def linear_adapter(module: nn.Module, adapter: Adapter[Any, Any] | None = None) 
 
 def parameter_of(module: nn.Module, name: str) -> nn.Parameter:
     """The parameter of that name; if it does not exist, the error lists all names."""
-    _require_module("an adapter", module)
+    require_module("an adapter", module)
     parameters: Mapping[str, nn.Parameter] = dict(module.named_parameters(remove_duplicate=False))
     if name not in parameters:
         raise AdapterError(f"{type(module).__name__} has no parameter {name!r}; it has {', '.join(parameters)}")
@@ -429,105 +506,23 @@ def plain_name(path: str, modules: Mapping[str, nn.Module]) -> str:
     return ".".join(kept)
 
 
-def _require_module(function: str, module: object) -> None:
+def require_module(function: str, module: object) -> None:
+    """Refuse what is not a module, in the name of a function."""
     if not isinstance(module, nn.Module):
         raise AdapterError(f"{function} takes an nn.Module, got {type(module).__name__}")
-
-
-def write(module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Give the named parameters new values; everything is checked before anything is changed.
-
-    Each parameter stays the same object with its dtype, device, `requires_grad`, hooks and attributes. Its gradient
-    belongs to the old values and is dropped.
-    """
-    _require_module("write", module)
-    if not isinstance(values, Mapping):
-        raise AdapterError(f"values are {values!r:.100}, expected {{parameter name: tensor}}")
-    for parameter, data in prepared(module, values):
-        replace_data(parameter, data)
-
-
-def prepared(
-    module: nn.Module, values: Mapping[str, Tensor], beside: Mapping[str, Tensor] | None = None
-) -> list[tuple[nn.Parameter, Tensor]]:
-    """The parameters that `write` would change, each with its new data; checks everything and changes nothing.
-
-    `beside` holds other tensors that the module gets in the same cut, such as the maps of single channels.
-    """
-    parameters = {name: parameter_of(module, name) for name in values}
-    _require_distinct(parameters)
-    copies = {name: _prepare(name, parameter, values[name]) for name, parameter in parameters.items()}
-    if not are_finite(copies.values()):
-        require_all_finite({name: values[name] for name in copies})
-        require_all_finite({f"in {copy.dtype} {name}": copy for name, copy in copies.items()})
-    if beside:
-        _require_one_form(module, {**copies, **beside})
-    else:
-        _require_one_order(module, copies)
-    return [(parameter, copies[name]) for name, parameter in parameters.items()]
-
-
-def _prepare(name: str, parameter: nn.Parameter, value: Tensor) -> Tensor:
-    """Check a value and copy it to the parameter's device and dtype."""
-    if not isinstance(value, Tensor):
-        raise AdapterError(f"the value of {name} is a {type(value).__name__}, expected a tensor")
-    if value.ndim != parameter.ndim or value.numel() == 0:
-        raise ShapeError(
-            f"the value of {name} has shape {tuple(value.shape)}, expected as many axes as the parameter's "
-            f"{tuple(parameter.shape)}, each of size at least 1"
-        )
-    if value.is_meta:
-        raise DeviceError(f"the value of {name} is on the meta device, expected a tensor that holds values")
-    if value.is_complex() and not parameter.is_complex():
-        raise PrecisionError(f"the value of {name} is {value.dtype}, expected a real dtype like {parameter.dtype}")
-    return value.detach().to(parameter.device, parameter.dtype, copy=True, memory_format=torch.contiguous_format)
-
-
-def _require_distinct(parameters: Mapping[str, nn.Parameter]) -> None:
-    names: dict[int, str] = {}
-    for name, parameter in parameters.items():
-        other = names.setdefault(id(parameter), name)
-        if other != name:
-            raise AdapterError(f"{other} and {name} are the same parameter: give it only one value")
-
-
-def _require_one_order(module: nn.Module, prepared: Mapping[str, Tensor]) -> None:
-    """Require that all tensors of one of our layers agree on the new order and change no other axis."""
-    if not isinstance(module, SSMLayer):
-        return
-    shapes = {name: prepared.get(name, value).shape for name, value in module.tensors().items()}
-    orders = {name: module.order_at(name, shape) for name, shape in shapes.items() if module.grows(name)}
-    order = next((order for order in orders.values() if order is not None), module.order)
-    for name, shape in shapes.items():
-        expected = module.shape_at(name, orders.get(name) or order)
-        if shape != expected:
-            raise ShapeError(f"the value of {name} has shape {tuple(shape)}, expected {expected}")
-    if len(set(orders.values())) > 1:
-        raise ShapeError("the orders would disagree: " + ", ".join(f"{name} {order}" for name, order in orders.items()))
-
-
-def _require_one_form(module: nn.Module, prepared: Mapping[str, Tensor]) -> None:
-    """Require that all tensors of one of our layers agree on the new order and form."""
-    if not isinstance(module, SSMLayer):
-        return
-    held = module.tensors()
-    shapes = {name: tuple(value.shape) for name, value in {**held, **prepared}.items()}
-    orders = (module.order_at(name, shapes[name]) for name in prepared if name in held and module.grows(name))
-    expected = module.shapes_at(next((order for order in orders if order is not None), module.order), shapes)
-    odd = next((name for name in shapes | expected if shapes.get(name) != expected.get(name)), None)
-    if odd is not None:
-        raise ShapeError(f"the value of {odd} has shape {shapes.get(odd)}, expected {expected.get(odd)}")
 
 
 def finite_doubles(module: nn.Module, names: Iterable[str]) -> list[Tensor]:
     """The named parameters, or plain tensors in their place, in float64; NaN and infinity are refused by name."""
     found: dict[str, Tensor] = {}
-    _require_module("read", module)
+    require_module("read", module)
     for name in names:
         try:
             value: Tensor = reduce(getattr, name.split("."), module)  # type: ignore[assignment]
         except AttributeError:
             raise AdapterError(f"{type(module).__name__} has no {name}: its adapter is another one") from None
+        if not isinstance(value, Tensor):
+            raise AdapterError(f"{type(module).__name__}.{name} is {value!r:.80}, expected a parameter")
         found[f"{type(module).__name__}.{name}"] = value
     require_all_finite(found)
     return [value.double() for value in found.values()]

@@ -31,6 +31,7 @@ class SelectiveAdapter(Adapter[Module, SelectiveSystem]):
     attributes change with the order.
     """
 
+    SYSTEM = SelectiveSystem
     STORES = frozenset({Basis.AVERAGED, Basis.SELECTED})
     RECURRENCE = "Mamba-1"
     JOINS: ClassVar[Mapping[str, str]] = {IMAGINARY: RATES}

@@ -13,15 +13,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.gradcheck import GradcheckError
 
-from compressm.adapters.base import (
-    encode_with,
-    parameter_of,
-    read_with,
-    stacked_parameters,
-    stacking_key,
-    state_axes,
-    write,
-)
+from compressm.adapters.base import encode_with, parameter_of, read_with, stacked_parameters, stacking_key, state_axes
+from compressm.adapters.writing import write
 from compressm.control import DiagonalSystem, ShapeError, Truncation, balanced_truncation, fold
 from compressm.control.selective import SelectiveSystem
 from compressm.errors import AdapterError
@@ -72,7 +65,7 @@ class _Trial:
         return self.original().to(dtype or self.dtype).eval()
 
     def read(self, module: nn.Module) -> Any:
-        return self.adapter.read(module).detach()
+        return read_with(self.adapter, module).detach()
 
 
 @dataclass(frozen=True)
@@ -88,7 +81,9 @@ class Trial(_Trial):
     def noise(self, module: nn.Module, dtype: torch.dtype | None = None) -> Float[Tensor, "batch length channels"]:
         """White noise, and its running sums, which have much power at low frequencies, where slow modes respond."""
         shape = (2, self.length, channels(self.read(module)))
-        white = torch.randn(shape, generator=torch.Generator().manual_seed(self.seed), dtype=torch.float64)
+        white = torch.randn(
+            shape, generator=torch.Generator().manual_seed(self.seed), dtype=torch.float64, device="cpu"
+        )
         slow = white.cumsum(1) / white.shape[1] ** 0.5
         device = next(module.parameters()).device
         return torch.cat([white, slow]).to(device, dtype or self.dtype)
@@ -153,7 +148,8 @@ def reading(trial: Trial) -> Iterator[Finding]:
     system, u = trial.read(module), trial.noise(module)
     count = channels(system)
     impulses = u.new_zeros(count, trial.length, count)
-    impulses[torch.arange(count), 0, torch.arange(count)] = 1
+    each = torch.arange(count, device=u.device)
+    impulses[each, 0, each] = 1
     y = trial.output(module, impulses)
     response = simulated(system, impulses)
     if y.shape != response.shape:
@@ -439,7 +435,7 @@ class SelectiveTrial(_Trial):
     def noise(self, module: nn.Module) -> Tensor:
         """White noise as the module's input."""
         shape = (2, self.length, parameter_of(module, "in_proj.weight").shape[1])
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(self.seed), dtype=torch.float64)
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(self.seed), dtype=torch.float64, device="cpu")
         return x.to(next(module.parameters()).device, self.dtype)
 
     def output(self, module: nn.Module) -> Tensor:

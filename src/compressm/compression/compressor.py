@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any, SupportsIndex
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -132,6 +133,8 @@ class Compressor:
             self._first_orders = None
         undo = ExitStack()
         try:
+            # An interruption inside `no_grad` itself would leave gradients switched off.
+            undo.callback(torch.set_grad_enabled, torch.is_grad_enabled())
             with ordinary_tensors():
                 events = self._act_(now, undo)
         except BaseException:
@@ -179,6 +182,8 @@ class Compressor:
                 self._cutter.renew_wrappers_()
             if prepared.cuts:
                 self._cutter.write_(prepared, undo)
+                if self._watch is not None:
+                    self._watch.made()
             self._ended = self._ended or bool(events)
             self._seen = now if self._seen is None else max(now, self._seen)
             events += prepared.records
@@ -299,6 +304,7 @@ def compress_(
     cutter = Cutter(model, as_optimizer(optimizer), options, moments, followers(follow))
     undo = ExitStack()
     try:
+        undo.callback(torch.set_grad_enabled, torch.is_grad_enabled())
         with ordinary_tensors():
             working = begin_work_(cutter.inner, "compress_(...)", undo)
             cutter.meet("compress_(...)")

@@ -253,6 +253,8 @@ def require_alike(which: str, model: object, modules: Mapping[str, nn.Module]) -
     """The layers of a follower; they must be its own, with the names, classes and shapes of the model's."""
     if not isinstance(model, nn.Module):
         raise CompressionError(f"{which} is a {type(model).__name__}, expected a model with the layers of the first")
+    if absent := [name for name, parameter in model.named_parameters() if parameter.is_meta]:
+        raise CompressionError(f"{which}: {absent[0]} is on the meta device, expected a copy of the model with values")
     found, kind = find(model), type(model).__name__
     for name, module in modules.items():
         if name not in found:

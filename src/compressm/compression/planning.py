@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from compressm.adapters import find
-from compressm.adapters.base import plain_name
+from compressm.adapters.base import encode_present, plain_name, require_differentiable
 from compressm.adapters.mamba import refused_in
 from compressm.compression.budget import Budget, Prices
 from compressm.compression.distributed import unwrapped
@@ -458,7 +458,7 @@ def require_suitable(model: nn.Module, layers: Mapping[str, Layer], optimizer: A
     owners = _owners(model)
     cut: dict[str, nn.Parameter] = {}
     for name, layer in layers.items():
-        for entry in _cut_parameters(layer):
+        for entry in _cut_parameters(layer, carried=optimizer is not None and moments.needs_roles):
             cut[f"{name}.{entry}" if name else entry] = layer.module.get_parameter(entry)
             others = owners[id(layer.module.get_parameter(entry))] - {f"{name}.{entry}" if name else entry}
             if others:
@@ -473,10 +473,18 @@ def require_suitable(model: nn.Module, layers: Mapping[str, Layer], optimizer: A
         require_followable(optimizer, cut, moments)
 
 
-def _cut_parameters(layer: Layer) -> Iterator[str]:
-    with torch.no_grad():
-        values = layer.adapter.encode(layer.module, layer.system)
+def _cut_parameters(layer: Layer, *, carried: bool) -> Iterator[str]:
+    """The parameters that a cut of the layer changes; moments that are `carried` need gradients of its adapter."""
     parameters = dict(layer.module.named_parameters(remove_duplicate=False))
+    try:
+        with torch.no_grad():
+            values = encode_present(layer.adapter, layer.module, layer.system)
+        if carried and values.keys() <= parameters.keys():
+            require_differentiable(
+                layer.adapter, layer.module, [key for key in values if parameters[key].requires_grad]
+            )
+    except AdapterError as error:
+        raise CompressionError(f"{layer.said}: {error}") from error
     for entry in values:
         if entry not in parameters:
             raise CompressionError(

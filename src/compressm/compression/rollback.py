@@ -7,6 +7,7 @@ import hashlib
 import math
 import os
 import re
+import uuid
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -204,7 +205,9 @@ class Snapshot:
                 raise UnreadableSnapshotError(
                     f"the snapshot {self.tensors} is damaged: its bytes are not those that were written"
                 )
-            loaded: dict[str, Tensor] = torch.load(self.tensors, map_location="cpu", weights_only=True)
+            # An open file: torch would choose its reader by the ending of a path.
+            with self.tensors.open("rb") as file:
+                loaded: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
             raise UnreadableSnapshotError(f"the snapshot {self.tensors} cannot be read: {error}") from error
         return loaded
@@ -422,8 +425,11 @@ class Rollback:
         return f"{self.measures} {way}{by}, from {before:.6g} to {value:.6g} after the cut; {allowed}"
 
     def path(self, step: int) -> Path | None:
-        """The file of the snapshot before that step, a different one for each process; None for memory."""
-        return None if self.folder is None else Path(self.folder) / f"before-step-{step}-{process_name()}.pt"
+        """A new name for the file of a snapshot before that step, with that of the process; None for memory."""
+        if self.folder is None:
+            return None
+        # Guards of several compressors may share a folder.
+        return Path(self.folder) / f"before-step-{step}-{process_name()}-{uuid.uuid4().hex}.pt"
 
 
 def _number(value: Any) -> float:
@@ -435,7 +441,7 @@ def _number(value: Any) -> float:
         raise CompressionError(f"Rollback: evaluate returned {value!r:.100}, expected a number") from None
 
 
-_FILE = re.compile(r"before-step-\d+-(?P<process>\d+-[0-9a-f]+)\.pt")
+_FILE = re.compile(r"before-step-\d+-(?P<process>\d+-[0-9a-f]+)(-[0-9a-f]{32})?\.pt")
 
 
 def _remove_left(folder: Path) -> None:
@@ -478,6 +484,7 @@ class Watch:
         self.due = -1
         self.latest: tuple[int, float] | None = None  # a step, and the result of `evaluate` there
         self.spent: list[Snapshot] = []  # snapshots of judged cuts, whose files may go
+        self.orders: dict[str, int] | None = None  # those after the last cut, if that is known
 
     def is_due(self, step: int) -> bool:
         """True if there are cuts to judge at this step."""
@@ -493,6 +500,13 @@ class Watch:
                 raise CompressionError(f"Rollback: evaluate returned {before} before a cut, expected a finite number")
             self.before, self.snapshot = before, self._kept(step, undo)
         self.due = step + self.guard.settle
+
+    def made(self) -> None:
+        """Remember the orders after a cut: what somebody else cuts later is not undone with it."""
+        self.orders = self._orders()
+
+    def _orders(self) -> dict[str, int]:
+        return {name: adapter.order(module) for name, (module, adapter) in find(self.model).items()}
 
     def _kept(self, step: int, undo: ExitStack) -> Snapshot:
         path = self.guard.path(step)
@@ -516,14 +530,21 @@ class Watch:
         self.spent, self.snapshot = [*self.spent, self.snapshot], None
         if harmless:
             return None
-        orders = {name: adapter.order(module) for name, (module, adapter) in find(self.model).items()}
-        return Restored(step, orders, self.guard.verdict(value, self.before))
+        return Restored(step, self._orders(), self.guard.verdict(value, self.before))
 
     def _value(self) -> float:
         return self.guard.value(self.model, self.processes)
 
     def _restore_(self, snapshot: Snapshot, verdict: str, undo: ExitStack) -> None:
+        now = self._orders()
+        then = now if self.orders is None else self.orders
         try:
+            # More states are zeros that somebody added: they go with the cut.
+            if odd := [name for name in now if now[name] < then.get(name, 0)]:
+                raise CompressionError(
+                    f"{odd[0] or 'the model'} has order {now[odd[0]]} and had {then.get(odd[0])} after that cut:"
+                    " another compressor, or compress_, has cut the model since, and would lose its cut"
+                )
             snapshot.restore_(self.subject, undo)
         except CompressionError as error:
             raise CompressionError(
@@ -573,5 +594,5 @@ class Watch:
         loaded = None if state["snapshot"] is None else Snapshot.from_state_dict(state["snapshot"])
         due, before = int(state["due"]), float(state["before"])
         self.spent += [] if self.snapshot is None else [self.snapshot]
-        self.snapshot, self.before, self.due, self.latest = loaded, before, due, None
+        self.snapshot, self.before, self.due, self.latest, self.orders = loaded, before, due, None, None
         self.tidy()

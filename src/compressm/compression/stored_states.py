@@ -136,7 +136,7 @@ def _require_options(optimizer: Any, said: str, group: Mapping[str, Any], presen
         pairs = {key: value for key, value in options.items() if isinstance(value, tuple | list)}
         try:
             # The constructor knows which numbers make sense; Muon takes matrices only.
-            type(optimizer)([nn.Parameter(torch.zeros(1, 1))], **numbers, **pairs)
+            type(optimizer)([nn.Parameter(torch.zeros(1, 1, device="cpu"))], **numbers, **pairs)
         except (TypeError, ValueError) as error:
             raise CompressionError(f"{said} has options that {type(optimizer).__name__} refuses: {error}") from error
 

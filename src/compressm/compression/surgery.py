@@ -10,7 +10,8 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from compressm.adapters import Adapter, adapter_for, find
-from compressm.adapters.base import Growth, parameter_of, prepared, present_attributes
+from compressm.adapters.base import Growth, parameter_of, present_attributes
+from compressm.adapters.writing import prepared
 from compressm.compression.optimizer import (
     Moments,
     Role,

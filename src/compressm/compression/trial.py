@@ -99,7 +99,7 @@ def _twin(optimizer: torch.optim.Optimizer, stand_ins: Mapping[int, nn.Parameter
     """A copy of the optimizer without state and hooks, which holds only stand-ins."""
     twin = object.__new__(type(optimizer))
     members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    memo: dict[int, Any] = {id(p): stand_ins.get(id(p), nn.Parameter(torch.empty(0))) for p in members}
+    memo: dict[int, Any] = {id(p): stand_ins.get(id(p), nn.Parameter(torch.empty(0, device="cpu"))) for p in members}
     memo[id(optimizer)] = twin
     for name, value in vars(optimizer).items():
         if name.startswith("_optimizer_") and isinstance(value, OrderedDict):  # hooks

@@ -287,6 +287,7 @@ def numerical_rank(sigma: Float[Tensor, "*bank n"]) -> Int[Tensor, "*bank"]:
     """The number of σᵢ above rounding noise, σᵢ > n ε σ₁."""
     _require_spectrum(sigma)
     # Scaled, because ε σ₁ underflows for σ₁ below 1e-308.
+    sigma = validation.to_double(sigma)
     scaled = sigma / power_of_two(sigma.amax(-1, keepdim=True))
     return (scaled > sigma.shape[-1] * torch.finfo(torch.float64).eps * scaled.amax(-1, keepdim=True)).sum(-1)
 
@@ -297,6 +298,7 @@ def _require_spectrum(sigma: Tensor) -> None:
     if sigma.ndim == 0:
         raise ShapeError("sigma has shape (), expected (*bank, n)")
     validation.require_real("sigma", sigma)
+    validation.require_values("sigma", sigma)
     if sigma.shape[-1] == 0 or not bool((sigma >= 0).all()) or not bool(torch.isfinite(sigma).all()):
         raise NonFiniteError(
             f"sigma is {sigma.detach().cpu().tolist()!r:.200}, expected at least one value, all finite and >= 0"

@@ -179,6 +179,7 @@ class StateCovariance:
         self, states: Inexact[Tensor, "*bank samples n"], mask: Bool[Tensor, "*bank samples"] | None = None
     ) -> StateCovariance:
         states = validation.require_tensor("states", states, "samples n")
+        validation.require_values("states", states)
         if mask is not None:
             validation.require_tensor("mask", mask, "samples")
         if mask is not None and mask.dtype != torch.bool:

@@ -31,7 +31,7 @@ def hankel_nuclear_norm(system: LinearSystem, *, floor: float = 0.0) -> Float[Te
     takes a tenth of the time where the Gramians are nearly singular, and only matrix products on a GPU.
     """
     require_system("hankel_nuclear_norm", system)
-    if floor is not False and floor == 0:
+    if validation.is_number(floor) and floor == 0:
         return hankel_singular_values(system).sum(-1)
     validation.require_kind("a floor", system, DiagonalSystem, hint="call diagonalise first")
     if not validation.is_number(floor) or not _LEAST_FLOOR <= floor < 1:

@@ -22,6 +22,10 @@ from compressm.control.validation import PrecisionError, ShapeError, UnstableSys
 System = TypeVar("System", bound="LinearSystem")
 
 
+# The longest impulse response.
+_MOST_STEPS = 2**24
+
+
 class LinearSystem(ABC):
     """The common base of systems with a diagonal and with a dense A; axes before the named ones form a bank."""
 
@@ -203,8 +207,8 @@ class LinearSystem(ABC):
     def impulse_response(self, length: SupportsIndex) -> Inexact[Tensor, "*bank length q p"]:
         """g[k] = C Aᵏ B for k = 0 … length − 1."""
         steps = validation.as_integer(length)
-        if steps is None or steps < 1:
-            raise ShapeError(f"length is {length!r}, expected an integer, at least 1")
+        if steps is None or not 1 <= steps <= _MOST_STEPS:
+            raise ShapeError(f"length is {length!r:.100}, expected an integer, at least 1 and at most {_MOST_STEPS}")
         blocks, power = self.B[..., None, :], self._generator()
         while blocks.shape[-2] < steps:
             later = self._propagate(power, blocks.flatten(-2)).reshape(blocks.shape)

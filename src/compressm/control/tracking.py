@@ -106,7 +106,7 @@ def trajectories(spectra: Sequence[Float[Tensor, " _"]]) -> Trajectories:
         trusted = resolved and len(spectrum) == len(alive)
         expected = (2 * current - values[-1]).clamp_min(0) if trusted else current
         values.append(current)
-    return Trajectories(torch.stack(values), torch.tensor(crossings), resolved)
+    return Trajectories(torch.stack(values), torch.tensor(crossings, device="cpu"), resolved)
 
 
 def _are_resolved(spectra: Sequence[Float[Tensor, " _"]]) -> bool:

@@ -103,7 +103,7 @@ def _kept_states(
     if states is None:
         if order is None:
             raise OrderError(f"neither order nor states given; pass order, an integer from 1 to {system.order}")
-        kept = torch.arange(validation.require_order(order, system.order))
+        kept = torch.arange(validation.require_order(order, system.order), device=system.device)
     else:
         size = None if order is None else validation.require_order(order, system.order)
         kept = _state_numbers(states, system.order)
@@ -114,7 +114,7 @@ def _kept_states(
 def _state_numbers(states: object, n: int) -> Int[Tensor, "... r"]:
     wanted = f"states must be integer indices from 0 to {n - 1}, in a list or a tensor"
     try:
-        numbers = torch.as_tensor(states)
+        numbers = states if isinstance(states, Tensor) else torch.as_tensor(states, device="cpu")
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise OrderError(f"{wanted}; got {states!r:.100}") from None
     if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool or numbers.ndim < 1:

@@ -98,7 +98,20 @@ def require_tensor(name: str, tensor: object, axes: str) -> Tensor:
         raise ShapeError(f"{name} has shape {tuple(tensor.shape)}, expected {expected}")
     if 0 in tensor.shape:
         raise ShapeError(f"{name} has shape {tuple(tensor.shape)} with an empty axis, expected all sizes >= 1")
+    _require_dense(name, tensor)
     return tensor
+
+
+def _require_dense(name: str, tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided:
+        raise ShapeError(f"{name} has the layout {tensor.layout}, expected a dense tensor: call to_dense()")
+
+
+def require_values(name: str, tensor: Tensor) -> None:
+    """Require a dense tensor that holds values."""
+    _require_dense(name, tensor)
+    if tensor.is_meta:
+        raise DeviceError(f"{name} is on the meta device, expected a tensor that holds values")
 
 
 def require_one_precision(**tensors: Tensor) -> None:
@@ -150,6 +163,9 @@ def are_finite(tensors: Iterable[Tensor]) -> bool:
 
 def require_all_finite(tensors: Mapping[str, Tensor]) -> None:
     """Refuse NaN and infinity in all of these tensors; the error names the first such entry."""
+    if values_are_read():
+        for name, tensor in tensors.items():
+            require_values(name, tensor)
     if not are_finite(tensors.values()):
         for name, tensor in tensors.items():
             require_finite(name, tensor)
@@ -157,6 +173,8 @@ def require_all_finite(tensors: Mapping[str, Tensor]) -> None:
 
 def require_finite(name: str, tensor: Tensor) -> None:
     """Refuse NaN and infinity; the error names the first such entry."""
+    if values_are_read():
+        require_values(name, tensor)
     if not is_finite(tensor):
         finite = torch.isfinite(tensor)
         where = tuple(int(i) for i in torch.nonzero(~finite)[0])

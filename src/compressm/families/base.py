@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from compressm.adapters import Adapter, AdapterError
+from compressm.adapters.base import encode_with
 from compressm.control import ControlError, DiagonalSystem, validation
 from compressm.errors import CompressionError
 from compressm.families.choices import Choices
@@ -260,6 +261,13 @@ def read_layer(name: str, module: nn.Module, adapter: Adapter[Any, Any], choices
         return family_of(adapter).read(name, module, adapter, choices)
     except (ControlError, AdapterError) as error:
         raise CompressionError(f"{name or 'the model'}: {error}") from error
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # shapes that do not fit, a dtype that torch cannot compute with
+        held = ", ".join(
+            f"{key} {str(p.dtype).split('.')[-1]} {tuple(p.shape)}" for key, p in module.named_parameters()
+        )
+        raise CompressionError(f"{name or 'the model'}: {adapter} cannot read {held}: {error}") from error
 
 
 def energy_lost(sigma: Float[Tensor, "*channels n"], kept: Tensor) -> float:
@@ -269,7 +277,7 @@ def energy_lost(sigma: Float[Tensor, "*channels n"], kept: Tensor) -> float:
         validation.require_tensor("kept", kept, "r")
     except ControlError as error:
         raise CompressionError(f"energy_lost: {error}") from error
-    dropped = torch.ones(sigma.shape[-1], dtype=torch.bool)
+    dropped = torch.ones(sigma.shape[-1], dtype=torch.bool, device="cpu")
     dropped[kept] = False
     whole = float(sigma.sum())
     return float(sigma.cpu()[..., dropped].sum()) / whole if whole > 0 else 0.0
@@ -295,7 +303,7 @@ class Writing:
         cls, module: nn.Module, adapter: Adapter[Any, Any], system: Any, order: int, values: Values | None = None
     ) -> Writing:
         """Everything that makes the module compute this system; `values`, if given, are those that encode it."""
-        values = adapter.encode(module, system) if values is None else values
+        values = encode_with(adapter, module, {}, system) if values is None else values
         parameters = dict(module.named_parameters(remove_duplicate=False))
         added = {name: adapter.JOINS[name] for name in values if name in adapter.JOINS and name not in parameters}
         return cls(values, adapter.buffers(module, system), adapter.attributes(module, order), added)

@@ -97,7 +97,9 @@ class Selection(ABC):
         if not isinstance(salt, str):
             raise CompressionError(f"salt is {salt!r:.100}, expected text that names the layer and the cut")
         n = sigma.shape[-1]
-        return torch.tensor(self.chosen(n, require_count("order", order, high=n), salt), dtype=torch.int64)
+        return torch.tensor(
+            self.chosen(n, require_count("order", order, high=n), salt), dtype=torch.int64, device="cpu"
+        )
 
     @abstractmethod
     def chosen(self, n: int, order: int, salt: str) -> list[int]:

@@ -136,6 +136,8 @@ class SSMLayer(Remembered, ABC):
         if not isinstance(x, Tensor) or x.ndim != len(shape) or x.shape[-1] != self.width:
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise SequenceError(f"x is {got}, expected ({', '.join(shape)}) with width = {self.width}")
+        if x.layout is not torch.strided:
+            raise SequenceError(f"x has the layout {x.layout}, expected a dense tensor: call to_dense()")
         if 0 in x.shape:
             raise SequenceError(f"x has shape {tuple(x.shape)}, expected batch and length of at least 1")
         if state is not None:
@@ -258,11 +260,22 @@ def _is_alike(model: nn.Module, state_dict: object) -> bool:
 nn.Module.load_state_dict = _all_or_nothing(nn.Module.load_state_dict)  # type: ignore[method-assign]
 
 
+# The largest size of one axis: larger ones overflow the sizes of matrices, or are a mistake.
+MOST = 2**24
+
+
 def require_sizes(**given: int) -> None:
-    """Require integers of at least 1."""
+    """Require integers from 1 to `MOST`."""
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise SequenceError(f"{name} is {value!r}, expected an integer of at least 1")
+            raise SequenceError(f"{name} is {value!r:.100}, expected an integer of at least 1")
+        require_at_most(name, value)
+
+
+def require_at_most(name: str, value: Any, most: int = MOST) -> None:
+    """Refuse a number above a limit."""
+    if value > most:
+        raise SequenceError(f"{name} is {value!r:.100}, expected at most {most}")
 
 
 def require_batch(batch: object) -> None:
@@ -271,6 +284,7 @@ def require_batch(batch: object) -> None:
         return
     if isinstance(batch, bool) or not isinstance(batch, Integral) or batch < 1:
         raise SequenceError(f"batch is {batch!r:.100}, expected an integer of at least 1")
+    require_at_most("batch", batch)
 
 
 def require_numbers(**given: float) -> None:

@@ -28,6 +28,7 @@ class Stepper(ABC):
     records = True  # False if a CUDA graph cannot record it
     poles: Complex[Tensor, " modes"] | None = None
     scale: Float[Tensor, " width"] | None = None
+    basis: Tensor | None = None  # what a stored state was divided by, if it was
     state: Float[Tensor, "batch size"]
 
     def __init__(self, size: int) -> None:
@@ -118,6 +119,8 @@ class SystemStepper(LTIStepper):
 @final
 class BankStepper(LTIStepper):
     """One system for each channel: B and C are width × n. States are stored divided by B: an input adds to all."""
+
+    basis: Tensor
 
     def __init__(
         self,

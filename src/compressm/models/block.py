@@ -282,6 +282,10 @@ class Blocks(nn.ModuleList):
         return state
 
 
+# Building more would take minutes.
+_MOST_BLOCKS = 10_000
+
+
 def build_blocks(
     layer: type[SSMLayer],
     depth: int,
@@ -293,7 +297,7 @@ def build_blocks(
     dropout: Dropout | float,
 ) -> Blocks:
     """Build `depth` blocks, each around its own layer; a layer without a gate gets one."""
-    require_counts(depth=depth)
+    require_counts(depth=depth, at_most=_MOST_BLOCKS)
     if not (isinstance(layer, type) and issubclass(layer, SSMLayer)) or inspect.isabstract(layer):
         raise SequenceError(f"layer is {layer!r}, expected a class of SSM layers, such as LRU")
     kind: type[ResidualBlock] = Block if layer.needs_gate else MixerBlock

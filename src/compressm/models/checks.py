@@ -7,15 +7,17 @@ from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from compressm.layers import SequenceError
+from compressm.layers.base import MOST, require_at_most
 from compressm.ops.block.pooling import valid_rows
 from compressm.ops.dispatch import can_read
 
 
-def require_counts(*, at_least: int = 1, **given: int) -> None:
-    """Require integers, none smaller than `at_least`."""
+def require_counts(*, at_least: int = 1, at_most: int = MOST, **given: int) -> None:
+    """Require integers from `at_least` to `at_most`."""
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-            raise SequenceError(f"{name} is {value!r}, expected an integer of at least {at_least}")
+            raise SequenceError(f"{name} is {value!r:.100}, expected an integer of at least {at_least}")
+        require_at_most(name, value, at_most)
 
 
 def require_choice(name: str, value: object, kind: type, known: tuple[type, ...]) -> None:
@@ -35,6 +37,8 @@ def require_tensor(name: str, tensor: Tensor, axes: tuple[str | int, ...], like:
     if not isinstance(tensor, Tensor) or tensor.ndim != len(axes):
         got = f"of shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
         raise SequenceError(f"{name} is {got}, expected a tensor of shape {expected}")
+    if tensor.layout is not torch.strided:
+        raise SequenceError(f"{name} has the layout {tensor.layout}, expected a dense tensor: call to_dense()")
     for axis, size in zip(axes, tensor.shape, strict=True):
         if isinstance(axis, int) and size != axis:
             raise SequenceError(f"{name} is of shape {tuple(tensor.shape)}, expected {expected}")

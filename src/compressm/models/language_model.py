@@ -110,9 +110,13 @@ class LanguageModel(nn.Module):
         return nn.functional.linear(features, weight)
 
 
+# Below it the quotients of logits overflow, and only ties would still be drawn.
+_COLDEST = 1e-30
+
+
 def _draw(
     logits: Float[Tensor, "batch vocabulary"], temperature: float, generator: torch.Generator | None
 ) -> Int[Tensor, " batch"]:
-    if temperature == 0:
+    if temperature < _COLDEST:
         return logits.argmax(dim=-1)
     return torch.multinomial((logits.float() / temperature).softmax(-1), 1, generator=generator).squeeze(1)

@@ -101,12 +101,12 @@ def keep_freed_memory() -> None:
     which took 3 of its 16 ms. The C library of Linux raises its limits permanently when it frees a large block;
     nothing changes if a user has set the limits, or on another system.
     """
-    torch.empty(_FRESH - _PAGE // 2, dtype=torch.uint8)
+    torch.empty(_FRESH - _PAGE // 2, dtype=torch.uint8, device="cpu")
 
 
 def empty_in_large_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Allocate like torch.empty on the CPU, in large pages if the system has some left, else in small ones."""
-    room = torch.empty(shape, dtype=dtype)
+    room = torch.empty(shape, dtype=dtype, device="cpu")
     size, advise = room.numel() * room.element_size(), _advise()
     if size < _FRESH or advise is None or type(room) is not Tensor:
         return room

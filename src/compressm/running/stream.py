@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial, reduce
 from typing import Any, TypeAlias, final
 
@@ -55,6 +55,13 @@ class Stream(StateHolder):
         self.model, self.batch, self.record = inner, batch, record
         self._take_(_Program(inner, batch, record))
 
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Refuse copies and pickles: constants, memory and CUDA graph belong to the model here."""
+        raise SequenceError(
+            "a Stream cannot be copied or pickled: make another by Stream(model, batch), and go on by"
+            " load_state(stream.state)"
+        )
+
     def __call__(self, x: Tensor) -> Tensor:
         """Read one step, (batch,) tokens or (batch, inputs) numbers, and give its output."""
         program = self._program if self._program.is_current() else self._followed()
@@ -91,10 +98,10 @@ class Stream(StateHolder):
 
     def reset(self, rows: int | slice | Sequence[int] | Tensor | None = None) -> None:
         """Begin all sequences anew, or those at the given places of the batch."""
-        program, places = self._followed(), torch.arange(self.batch)
+        program, places = self._followed(), torch.arange(self.batch, device="cpu")
         try:
             # Of a list torch would round numbers that are not whole.
-            given = rows if rows is None or isinstance(rows, slice) else torch.as_tensor(rows).cpu()
+            given = rows if rows is None or isinstance(rows, slice) else torch.as_tensor(rows, device="cpu")
             places = places[given].reshape(-1)
         except (IndexError, TypeError, ValueError, RuntimeError) as error:
             raise SequenceError(f"rows are {rows!r:.80}, expected places from 0 to {self.batch - 1}") from error
@@ -108,6 +115,7 @@ class Stream(StateHolder):
         program = _Program(self.model, self.batch, self.record)
         kept = [self._kept(place, shape) for place, (shape, _) in enumerate(program.kinds)]
         program.write_(kept)
+        program.repeat_(self._program, self._carried)
         if self._program.pooled is not None and self._program.steps is not None:
             program.load_pooling_(self._program.pooled.to(program.device), self._program.steps.to(program.device))
         self._take_(program)
@@ -240,6 +248,15 @@ class _Program:
                 if state is not None:
                     stepper.write_(state.to(self.device))
 
+    def repeat_(self, earlier: _Program, moved: Collection[int]) -> None:
+        """Take states bit for bit where an earlier program has the same coordinates, except `moved` ones."""
+        with self.inference:
+            for place, (now, then) in enumerate(zip(self.steppers, earlier.steppers, strict=False)):
+                if place in moved or now.basis is None or then.basis is None or now.basis.device != then.basis.device:
+                    continue
+                if torch.equal(now.basis, then.basis):
+                    now.state.copy_(then.state)
+
     def load_pooling_(self, pooled: Tensor, steps: Tensor) -> None:
         """Take what a classifier has pooled."""
         assert self.pooled is not None
@@ -353,7 +370,10 @@ class _Program:
             return lambda x: torch.rms_norm(x, shape, weight, eps)
         # √H x / √(Σ x² + H ε): four operations, where torch makes ten on a CPU.
         width = math.prod(shape)
-        factor, least = math.sqrt(width) * weight, torch.tensor(math.sqrt(width * eps), dtype=self.wide)
+        factor, least = (
+            math.sqrt(width) * weight,
+            torch.tensor(math.sqrt(width * eps), dtype=self.wide, device=self.device),
+        )
         return lambda x: (x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), least)).mul_(factor)
 
     def _product(self, first: Tensor, *others: Tensor | None) -> Tensor:

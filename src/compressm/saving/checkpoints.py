@@ -416,7 +416,9 @@ def _read(path: Path) -> dict[str, Any]:
         raise NoSuchFileError(f"{path} does not exist: load_checkpoint takes the file that save_checkpoint wrote")
     require_sealed(path)
     try:
-        contents = torch.load(path, map_location="cpu", weights_only=True)
+        # An open file: torch would read a path that ends in .safetensors as another format.
+        with path.open("rb") as file:
+            contents = torch.load(file, map_location="cpu", weights_only=True)
     except (RuntimeError, pickle.UnpicklingError) as error:
         # torch's own message advises to run the code in the file.
         raise SavingError(f"{path} holds more than tensors and plain values") from error

@@ -24,6 +24,7 @@ from compressm.saving.rebuilding import (
     Description,
     build,
     describe,
+    filled_by,
     first_names,
     plain_modules,
     plain_state,
@@ -231,7 +232,9 @@ def read_pretrained(folder: Path) -> tuple[Description, dict[str, Tensor]]:
     stored = {"kind": f"transformers.{names[0]}", "config": config}
     if (folder / _GENERATION).is_file():
         stored["generation_config"] = _json(folder / _GENERATION)
-    return describe(build(stored)), _pretrained_tensors(folder)
+    tensors = _pretrained_tensors(folder)
+    with filled_by(tensors):
+        return describe(build(stored)), tensors
 
 
 def _pretrained_tensors(folder: Path) -> dict[str, Tensor]:
@@ -240,6 +243,9 @@ def _pretrained_tensors(folder: Path) -> dict[str, Tensor]:
         places = _json(folder / _INDEX).get("weight_map")
         if not isinstance(places, dict):
             raise SavingError(f"{_INDEX} has no weight_map")
+        odd = [place for place in places.values() if not isinstance(place, str) or not Path(place).name]
+        if odd:
+            raise SavingError(f"{_INDEX} has {odd[0]!r:.80} in its weight_map, expected names of files")
         files = sorted(set(places.values()))
     missing = [name for name in files if not (folder / Path(name).name).is_file()]
     if missing:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
+from itertools import count
+from threading import get_ident
 from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from compressm.adapters import adapter_for, find
 from compressm.adapters.base import plain_name
@@ -249,8 +256,9 @@ def describe(model: nn.Module) -> Description:
 
 def rebuild(description: Description, tensors: Mapping[str, Tensor]) -> nn.Module:
     """Build the model of a description with these very tensors; tensors that do not fit are refused."""
-    model = build(description.model)
-    _put(model, description.replaced)
+    with filled_by(tensors):
+        model = build(description.model)
+        _put(model, description.replaced)
     _change(model, description.changed)
     _share(model, description.shared)
     orders = require_orders(model, description.orders)
@@ -265,6 +273,24 @@ def rebuild(description: Description, tensors: Mapping[str, Tensor]) -> nn.Modul
         if order != orders[name]:
             raise SavingError(f"{name!r} reads as order {order}, the config says {orders[name]}")
     return model
+
+
+@contextmanager
+def filled_by(tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Refuse to build far more parts of models than these tensors can fill: a forged depth would take all day."""
+    most, thread, built = 1000 + 50 * len(tensors), get_ident(), count(1)
+
+    def registered(*_: object) -> None:
+        if get_ident() == thread and next(built) > most:
+            raise SavingError(
+                f"it has more than {most} parameters and modules, too many for the {len(tensors)} tensors"
+            )
+
+    hooks = (register_module_parameter_registration_hook, register_module_module_registration_hook)
+    with ExitStack() as stack:
+        for hook in hooks:
+            stack.callback(hook(registered).remove)
+        yield
 
 
 def build(stored: Stored, where: str = "the model") -> nn.Module:

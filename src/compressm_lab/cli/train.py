@@ -30,7 +30,7 @@ from compressm.cli.options import (
 from compressm.compression import Cut, Restored, load_model
 from compressm.errors import CompressionError, LostProcessError, SavingError
 from compressm_lab.cli.opening import task_of
-from compressm_lab.cli.terminal import console, count, integer_option, progress_bars, say
+from compressm_lab.cli.terminal import console, count, integer_option, is_given, progress_bars, say
 from compressm_lab.data import DataError, Task
 from compressm_lab.experiments.comparisons import comparison
 from compressm_lab.experiments.recipes import BASELINE, find_recipe, recipe_names
@@ -62,6 +62,7 @@ def _threads(text: str | int) -> int:
 
 
 def command(
+    context: typer.Context,
     recipe: Annotated[
         str | None, typer.Argument(help="A recipe by name, a .yaml file, or, with --resume, the folder of a run.")
     ] = None,
@@ -98,7 +99,7 @@ def command(
     with _exit_codes():
         console.quiet = not _is_first()
     if listed:
-        _list()
+        _list(context)
         return
     if recipe is None:
         raise typer.BadParameter(f"missing; expected one of {', '.join(recipe_names())}", param_hint="RECIPE")
@@ -223,6 +224,8 @@ def _folder(recipe: Recipe, name: str, out: Path | None, resume: bool, take_over
         raise RunError(f"{folder} already holds a run: --resume goes on with it, --out takes another folder")
     if resume and not run.exists:
         raise RunError(f"{folder} holds no run to go on with")
+    if not resume and (others := run.other_files()):
+        raise RunError(f"{folder} holds other files ({', '.join(others[:3])}): --out takes a new or an empty folder")
     if take_over and not resume and _is_first() and not run.require_free(take_over=True):
         raise RunError(f"--take-over is for a run of a process that fell silent, and {folder} has none: leave it out")
     return folder
@@ -233,7 +236,10 @@ def _is_first() -> bool:
     return not is_launched() or os.environ["RANK"] == "0"
 
 
-def _list() -> None:
+def _list(context: typer.Context) -> None:
+    known = {parameter.name: parameter.opts[0] for parameter in context.command.params if parameter.name}
+    if others := [said for name, said in known.items() if name != "listed" and is_given(context, name)]:
+        raise typer.BadParameter(f"--list only shows the recipes: leave {', '.join(others)} out")
     table = Table("recipe", "layer", "depth", "width", "n", "steps", "what")
     for name in recipe_names():
         recipe = find_recipe(name)

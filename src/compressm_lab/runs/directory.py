@@ -61,6 +61,12 @@ class RunDirectory:
         """True where a run began."""
         return (self.path / "config.json").is_file()
 
+    def other_files(self) -> list[str]:
+        """The names of files and folders that do not belong to a run that is about to begin here."""
+        begun = {"lock", "environment.json"}  # of a run that was killed before it had a config
+        names = sorted(path.name for path in self.path.iterdir()) if self.path.is_dir() else []
+        return [name for name in names if name not in begun and not name.startswith(".")]
+
     @property
     def finished(self) -> bool:
         """True where it was trained to its last step, and its model is there."""

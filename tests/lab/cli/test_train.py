@@ -111,6 +111,20 @@ def test_all_recipes_are_listed():
     assert first == recipe_names()
 
 
+def test_a_list_takes_no_other_options():
+    done = run("--list", "digits", "--seed", "1")
+    assert done.exit_code == 2
+    assert "--list only shows the recipes: leave recipe, --seed out" in plain(done)
+
+
+def test_a_folder_with_other_files_is_not_filled_with_a_run(tmp_path):
+    before = sorted(tmp_path.iterdir())
+    done = run("mine.yaml", "--out", ".")
+    assert done.exit_code == 2
+    assert ". holds other files (mine.yaml): --out takes a new or an empty folder" in plain(done)
+    assert sorted(tmp_path.iterdir()) == before
+
+
 def test_a_run_is_not_trained_over_but_goes_on_when_asked_to():
     small = ("mine.yaml", "--out", "mine", "--set", "training.steps=5")
     assert run(*small).exit_code == 0

@@ -18,6 +18,9 @@ from compressm.errors import AdapterError
 
 MODELS = ("MambaModel", "MambaForCausalLM")
 
+# Building more would take minutes.
+_MOST_LAYERS = 10_000
+
 _MODULE = f"{PACKAGE}.models.mamba.modeling_mamba"
 
 
@@ -57,6 +60,9 @@ def _build(
     gradient_checkpointing: bool = False,
 ) -> nn.Module:
     """Build the model as its class does, then give each mixer its order from the config."""
+    layers = config.get("num_hidden_layers")
+    if isinstance(layers, int | float) and layers > _MOST_LAYERS:
+        raise AdapterError(f"the config has {layers} layers, expected at most {_MOST_LAYERS}")
     parsed = _parsed(kind, config)
     orders = state_sizes(parsed)
     # Constructors of transformers know one size for all layers.

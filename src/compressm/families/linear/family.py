@@ -140,12 +140,12 @@ class LinearCut(PlannedCut):
         return [found[cut.layer.name] for cut in cuts]
 
     def following(self, module: nn.Module, adapter: SSMAdapter[Any]) -> Writing:
-        moved = self.basis.vector(Triple.of(adapter.read(module)))
+        moved = self.basis.vector(Triple.of(read_with(adapter, module)))
         return Writing.of(module, adapter, DiagonalSystem(moved.poles, moved.B, moved.C), self.rank)
 
     @torch.no_grad()
     def state_map(self, module: nn.Module, adapter: SSMAdapter[Any], values: Values) -> StateMap:
-        moved = self.basis.vector(Triple.of(adapter.read(module)))
+        moved = self.basis.vector(Triple.of(read_with(adapter, module)))
         basis = self.basis.onto(moved, Triple.of(read_with(adapter, module, values)))
 
         def carried(state: Float[Tensor, "batch 2 *bank n"]) -> Float[Tensor, "batch 2 *bank r"]:
@@ -171,7 +171,7 @@ class LinearFamily(Family):
     uses = frozenset({"fold"})
 
     def read(self, name: str, module: nn.Module, adapter: SSMAdapter[Any], choices: Choices) -> LinearLayer:
-        system = adapter.read(module).detach()
+        system = read_with(adapter, module).detach()
         least = float(system.decay.min())
         if not least >= _LEAST_DECAY:
             raise CompressionError(

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from compressm.adapters import SelectiveAdapter
+from compressm.adapters.base import read_with
 from compressm.control import ControlError, StateCovariance, numerical_rank
 from compressm.control.linear_algebra import each
 from compressm.control.selective import SelectiveSystem
@@ -116,7 +117,7 @@ class SelectiveCut(PlannedCut):
         return self.reduction.change(self.layer.module, self.layer.adapter, self.layer.system)
 
     def following(self, module: nn.Module, adapter: SelectiveAdapter[Any]) -> Writing:
-        return self.reduction.change(module, adapter, adapter.read(module).detach()).writing
+        return self.reduction.change(module, adapter, read_with(adapter, module).detach()).writing
 
     def state_map(self, module: nn.Module, adapter: SelectiveAdapter[Any], values: Values) -> StateMap | None:
         if not isinstance(module, Mamba):
@@ -162,7 +163,7 @@ class SelectiveFamily(Family):
             )
 
     def read(self, name: str, module: nn.Module, adapter: SelectiveAdapter[Any], choices: Choices) -> SelectiveLayer:
-        return SelectiveLayer(name, module, adapter, adapter.read(module).detach(), choices.selective)
+        return SelectiveLayer(name, module, adapter, read_with(adapter, module).detach(), choices.selective)
 
     def require_layer(self, layer: SelectiveLayer, choices: Choices) -> None:
         layer.method.require(layer.said, layer.module, layer.adapter, layer.system)
@@ -196,11 +197,11 @@ def _plan_channels(
     layer: SelectiveLayer, orders: Sequence[int], sigma: Tensor, choices: Choices, salt: int
 ) -> SelectiveCut | None:
     """A cut that gives every channel its own order; None if no channel gets fewer states."""
-    sigma, wanted, maps = sigma.cpu(), torch.tensor(orders), layer.system.maps
+    sigma, wanted, maps = sigma.cpu(), torch.tensor(orders, device="cpu"), layer.system.maps
     # A channel that is cut keeps at most its numerical rank; a channel of rank 0 keeps its order.
     rank = numerical_rank(sigma)
     wanted = torch.where((wanted < sigma.shape[-1]) & (rank > 0), torch.minimum(wanted, rank), wanted)
-    present = torch.full((layer.system.channels,), layer.order) if maps is None else maps.orders.cpu()
+    present = torch.full((layer.system.channels,), layer.order, device="cpu") if maps is None else maps.orders.cpu()
     wanted = torch.where(wanted < present, wanted, layer.order)
     if not bool((wanted < layer.order).any()):
         return None

@@ -248,7 +248,7 @@ def walk(
     batch, length, _, n = x.shape
     order = _order(backwards)
     pole = _split_pole(powers(log_poles, 1, first=1, dtype=torch.complex128)[0], torch.float64, backwards)
-    before, after = (_pair(state) for state in torch.zeros(2, batch, 2, n, dtype=torch.float64))
+    before, after = (_pair(state) for state in torch.zeros(2, batch, 2, n, dtype=torch.float64, device=x.device))
     for times in _stretches(length, 1, -(-_STRETCH // (batch * 2 * n)), backwards):
         for source, target in zip(x[:, times].unbind(1)[order], h[:, times].unbind(1)[order], strict=True):
             after.both.copy_(source)
@@ -274,7 +274,7 @@ def walk_in_spans(
     table = powers(log_poles, _SPAN, first=1, dtype=torch.complex128)
     step, leap = (_split_pole(table[k], dtype, backwards) for k, dtype in ((0, x.dtype), (-1, torch.float64)))
     near = _tables(table, x.dtype, backwards)
-    carry = torch.zeros(batch, 2, n, dtype=torch.float64)
+    carry = torch.zeros(batch, 2, n, dtype=torch.float64, device=x.device)
     for times in _stretches(length, _SPAN, _SPAN * -(-_STEP // (batch * 2 * n)), backwards):
         size = min(_SPAN, times.stop - times.start)
         sources, spans = (z[:, times].unflatten(1, (-1, size)) for z in (x, h))
@@ -315,7 +315,7 @@ def _carried(
 ) -> Float[Tensor, "batch one_more 2 n"]:
     """The float64 states between spans, from `carry` on: each is the previous one times `leap` plus a span's end."""
     batch, count, _, n = ends.shape
-    states = torch.empty(batch, count + 1, 2, n, dtype=torch.float64)
+    states = torch.empty(batch, count + 1, 2, n, dtype=torch.float64, device=ends.device)
     (states[:, :-1] if backwards else states[:, 1:]).copy_(ends)
     states[:, -1 if backwards else 0] = carry
     for before, after in pairwise(states.unbind(1)[_order(backwards)]):
@@ -411,7 +411,7 @@ def pair_gradient(
 ) -> tuple[Float[Tensor, "batch length 2 n"], Float[Tensor, "2 n"], Float[Tensor, "batch 2 n"] | None]:
     """∂L/∂x, ∂L/∂log λ (0 if not `of_poles`) and ∂L/∂h₀ from the gradients of what `pair_recurrence` returns."""
     g = empty_in_large_pages(tuple(h.shape), h.dtype)
-    pull = torch.zeros(2, h.shape[-1], dtype=torch.float64)
+    pull = torch.zeros(2, h.shape[-1], dtype=torch.float64, device=h.device)
     for times in _walk(h)(dh, g, log_poles, dlast, backwards=True):
         if of_poles:
             later = slice(max(times.start, 1), times.stop)
