@@ -24,7 +24,7 @@ from compressm.errors import SavingError
 from compressm.files import remove_scratch, replacing
 from compressm_lab.runs import lock
 from compressm_lab.runs.measurement import Environment
-from compressm_lab.runs.records import Record, RestoredRecord, RunError, RunWriteError, why_not_json
+from compressm_lab.runs.records import Record, RestoredRecord, RunError, RunWriteError, require_kind, why_not_json
 
 RunState = Literal["running", "finished", "interrupted", "failed"]
 _Kind = TypeVar("_Kind", bound=Record)
@@ -176,14 +176,27 @@ class RunDirectory:
         return self._read("config.json")
 
     def environment(self) -> Environment:
-        return Environment(**self._read("environment.json"))
+        stored = self._read("environment.json")
+        try:
+            return Environment.from_dict(stored)
+        except TypeError as error:
+            raise RunError(f"{self.path / 'environment.json'}: {error}") from None
 
     def status(self) -> Status:
-        stored = self._read("status.json")
-        known = set(stored) == {"state", "step", "steps", "message"} and stored["state"] in get_args(RunState)
-        if not known or not all(type(stored[count]) is int for count in ("step", "steps")):
-            raise RunError(f"{self.path / 'status.json'} holds {stored!r:.80}, expected state, step, steps and message")
-        return Status(**stored)
+        path, stored = self.path / "status.json", self._read("status.json")
+        if set(stored) != {"state", "step", "steps", "message"}:
+            raise RunError(f"{path} holds {stored!r:.80}, expected state, step, steps and message")
+        try:
+            for name, kind in (("state", "str"), ("step", "Count"), ("steps", "Count"), ("message", "str")):
+                require_kind(name, stored[name], kind)
+        except RunError as error:
+            raise RunError(f"{path}: {error}") from None
+        found = Status(**stored)
+        if found.state not in get_args(RunState):
+            raise RunError(f"{path}: state is {found.state!r:.80}, expected {', '.join(get_args(RunState))}")
+        if found.step > found.steps or (found.state == "finished" and found.step < found.steps):
+            raise RunError(f"{path}: {found.state} at step {found.step} of {found.steps}, which cannot be")
+        return found
 
     def records(self, kind: type[_Kind]) -> list[_Kind]:
         """All records of one kind, in the order they were written; a last line that a crash cut short is left out."""
@@ -199,12 +212,13 @@ class RunDirectory:
             try:
                 stored = json.loads(line)
                 # Cuts and restorations share a file: each kind knows its own by the fields.
-                if kind.file != "cuts.jsonl" or ("reason" in stored) == (kind is RestoredRecord):
+                restored = isinstance(stored, dict) and "reason" in stored
+                if kind.file != "cuts.jsonl" or restored == (kind is RestoredRecord):
                     found.append(kind.from_dict(stored))
-            except (json.JSONDecodeError, RecursionError):
-                raise RunError(f"{path}, line {number}: it is not JSON") from None
-            except (TypeError, RunError) as error:
+            except RunError as error:
                 raise RunError(f"{path}, line {number}: {error}") from None
+            except (ValueError, RecursionError):
+                raise RunError(f"{path}, line {number}: it is not JSON") from None
         return found
 
     def _write(self, name: str, contents: dict[str, Any]) -> None:
