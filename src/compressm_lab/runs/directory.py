@@ -265,16 +265,17 @@ def _close_files_of(error: BaseException | None) -> None:
 
 
 def find_runs(paths: Iterable[Path | str]) -> list[RunDirectory]:
-    """Every run at or below the paths, by name; a path without any is refused."""
-    found: list[RunDirectory] = []
+    """Every run at or below the paths once, whatever paths lead to it, by name; a path without any is refused."""
+    found: dict[Path, RunDirectory] = {}
     for path in map(Path, paths):
         if not path.exists():
             raise RunError(f"{path} does not exist, expected the folder of a run or of several")
         below = sorted({file.parent for file in path.rglob("config.json") if (file.parent / "status.json").is_file()})
         if not below:
             raise RunError(f"{path} holds no run: no config.json with a status.json beside it")
-        found += [RunDirectory(folder) for folder in below if folder not in {run.path for run in found}]
-    return found
+        for folder in below:
+            found.setdefault(folder.resolve(), RunDirectory(folder))
+    return list(found.values())
 
 
 def _step(line: str) -> float:
