@@ -138,7 +138,7 @@ class RunDirectory:
         """Append one line a record."""
         by_file: dict[str, list[str]] = {}
         for record in records:
-            by_file.setdefault(record.file, []).append(json.dumps(asdict(record), allow_nan=True) + "\n")
+            by_file.setdefault(record.file, []).append(_line(record))
         for name, lines in by_file.items():
             path = self.path / name
             if not path.exists():  # so that the name is on disk too
@@ -147,6 +147,12 @@ class RunDirectory:
             with self.writing(path), path.open("a", encoding="utf-8") as file:
                 self._unsynced.add(path)
                 file.writelines(lines)
+
+    def replace(self, kind: type[Record], records: Iterable[Record]) -> None:
+        """Write the whole file of a kind of record, or leave it as it was."""
+        path = self.path / kind.file
+        with self.writing(path), replacing(path) as scratch:
+            scratch.write_text("".join(map(_line, records)), encoding="utf-8")
 
     def rewind(self, step: int) -> None:
         """Forget the lines of steps after `step`, and one that a crash cut short."""
@@ -238,6 +244,10 @@ class RunDirectory:
         if not isinstance(stored, dict):
             raise RunError(f"{path} holds {stored!r:.80}, expected an object")
         return stored
+
+
+def _line(record: Record) -> str:
+    return json.dumps(asdict(record), allow_nan=True) + "\n"
 
 
 def _json(contents: dict[str, Any]) -> str:

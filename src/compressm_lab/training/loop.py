@@ -9,7 +9,7 @@ import re
 import signal
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -346,7 +346,7 @@ class Trainer:
         for record in found:
             if isinstance(record, records.Evaluation):
                 self.logger.evaluated(record)
-            elif isinstance(record, records.PenaltyRecord | records.TruncationRecord):
+            elif isinstance(record, records.PenaltyRecord):
                 self.logger.compared(record)
 
     def _record_spectra(self) -> None:
@@ -468,19 +468,28 @@ class Trainer:
 
     def _finish(self, stop: Stop) -> None:
         """Cut and evaluate copies, unless a run that was stopped has done so, and save the model."""
-        if self.recipe.truncation is not None and not self.directory.records(records.TruncationRecord):
+        if self.recipe.truncation is not None and not self._has_truncations(self.recipe.truncation.orders):
             found = []
             with self.clock.phase("truncation"), self._allowed("truncation"):
                 for record in truncations(self.recipe, self.learner, self.step):
                     found.append(record)
                     self._end_if_signalled(stop)
-            self._log(*found)
+            if self.is_first:
+                self.directory.replace(records.TruncationRecord, found)
+                for record in found:
+                    self.logger.compared(record)
         if self.clock.peek():
             self._record_timing()  # of the last checkpoint
         if self.is_first:
             with self.directory.writing(self.directory.model):
                 save_model(unwrapped(self.learner.model), self.directory.model)
         self.write_status("finished")
+
+    def _has_truncations(self, orders: Sequence[int]) -> bool:
+        """Tell if every copy is recorded with both splits; a full disk may have cut the file off."""
+        found = self.directory.records(records.TruncationRecord)
+        wanted = {(order, split) for order in orders for split in ("validation", "test")}
+        return len(found) == len(wanted) and {(record.order, record.split) for record in found} == wanted
 
     def write_status(self, state: RunState, message: str = "") -> None:
         if self.is_first:

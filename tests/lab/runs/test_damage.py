@@ -5,7 +5,9 @@ import re
 
 import pytest
 
+from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.groups import gather
+from compressm_lab.runs.records import TruncationRecord
 from tests.lab.reports.made_runs import Made, write
 
 MADE = Made(order=16, steps=100, every=10, cuts=((20, 0.5), (40, 0.5)), best=0.99)
@@ -84,6 +86,15 @@ def test_a_record_that_cannot_be_true_is_named_and_the_others_are_reported(file,
     found = gather([folder])
     assert [one.seed for one in found.runs] == [1]
     assert re.search(rf"^{run / file}{said}", "".join(found.broken)), found.broken
+
+
+def test_a_copy_that_was_not_recorded_is_named(runs):
+    folder, run = runs
+    stored = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(stored | {"truncation": {"orders": [4, 2]}}))
+    RunDirectory(run).append(TruncationRecord(100, "modal", 4, 4.0, None, "test", 0.1, 0.9))
+    (said,) = gather([folder]).broken
+    assert said == f"{run / 'truncations.jsonl'} lacks the copies cut to 2 states: the file is damaged"
 
 
 def test_a_run_as_training_leaves_it_is_not_damaged(runs):
