@@ -204,17 +204,23 @@ class RunDirectory:
             raise RunError(f"{path}: {found.state} at step {found.step} of {found.steps}, which cannot be")
         return found
 
-    def records(self, kind: type[_Kind]) -> list[_Kind]:
-        """All records of one kind, in the order they were written; a last line that a crash cut short is left out."""
+    def records(self, kind: type[_Kind], *, up_to: int | None = None) -> list[_Kind]:
+        """All records of one kind, in the order they were written; a last line that a crash cut short is left out.
+
+        With `up_to` only those that `rewind` to this step keeps.
+        """
         path = self.path / kind.file
         try:
-            lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
+            errors = "strict" if up_to is None else "replace"
+            lines = path.read_text(encoding="utf-8", errors=errors).split("\n") if path.exists() else []
         except OSError as error:
             raise RunError(f"{path} cannot be read: {error.strerror}") from None
         except UnicodeDecodeError as error:
             raise RunError(f"{path} cannot be read: it is {why_not_json(error)}") from None
         found = []
         for number, line in enumerate(lines[:-1], start=1):
+            if up_to is not None and _step(line) > up_to:
+                continue
             try:
                 stored = json.loads(line)
                 # Cuts and restorations share a file: each kind knows its own by the fields.
@@ -291,5 +297,5 @@ def find_runs(paths: Iterable[Path | str]) -> list[RunDirectory]:
 def _step(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
-    except (json.JSONDecodeError, TypeError, KeyError, ValueError):
+    except (TypeError, KeyError, ValueError, OverflowError, RecursionError):
         return float("inf")

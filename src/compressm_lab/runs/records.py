@@ -28,6 +28,7 @@ _WORDS = {
     "SplitName": "train, validation or test",
     "HankelValue": "a number of at least 0",
     "list[HankelValue]": "numbers of at least 0",
+    "list[Order]": "integers of at least 1",
     "Mapping[str, Order]": "integers of at least 1 by name",
     "Mapping[str, Size]": "finite numbers of at least 0 by name",
 }
@@ -80,8 +81,8 @@ def _fits(value: object, kind: str) -> bool:
     if kind.startswith("Mapping[str, "):
         inner = kind.removeprefix("Mapping[str, ").removesuffix("]")
         return isinstance(value, Mapping) and all(_fits(entry, inner) for entry in value.values())
-    if kind == "list[HankelValue]":
-        return isinstance(value, list) and all(_fits(entry, "HankelValue") for entry in value)
+    if kind.startswith("list["):
+        return isinstance(value, list) and all(_fits(entry, kind[5:-1]) for entry in value)
     if kind == "SplitName":
         return value in get_args(SplitName)
     if kind == "str":

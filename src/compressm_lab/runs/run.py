@@ -134,7 +134,7 @@ class Run:
         directory = RunDirectory(self.path)
         found = directory.records(TruncationRecord)
         _require_once(directory, TruncationRecord.file, [(cut.step, f"{cut.order} {cut.split}") for cut in found])
-        wanted = (self.config.get("truncation") or {}).get("orders") or ()
+        wanted = (self.config.get("truncation") or {"orders": ()})["orders"]
         if self.finished and (missing := set(wanted) - {cut.order for cut in found if cut.split == "test"}):
             said = f"lacks the copies cut to {', '.join(map(str, sorted(missing)))} states"
             raise RunError(f"{directory.path / TruncationRecord.file} {said}: the file is damaged")
@@ -310,8 +310,8 @@ def _require_recipe(directory: RunDirectory, config: dict[str, Any]) -> None:
         for part, key in (("model", "depth"), ("model", "width"), ("training", "steps"), ("training", "batch")):
             if key in config[part]:
                 require_kind(f"{part}.{key}", config[part][key], "Order")
-        for order in (config.get("truncation") or {}).get("orders") or ():
-            require_kind("an order of truncation", order, "Order")
+        if config.get("truncation") is not None:
+            require_kind("truncation.orders", config["truncation"].get("orders"), "list[Order]")
         require_kind("compression.tau", (config["compression"] or {}).get("tau"), "Number | None")
     except RunError as error:
         raise RunError(f"{file}: {error}") from None

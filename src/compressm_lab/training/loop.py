@@ -29,12 +29,14 @@ from compressm_lab.data.task import Order, Task, TaskKind
 from compressm_lab.runs import records
 from compressm_lab.runs.directory import RunDirectory, RunState, Status
 from compressm_lab.runs.lock import LockLostError
+from compressm_lab.runs.records import RunError
 from compressm_lab.training import building
 from compressm_lab.training.clock import Clock
 from compressm_lab.training.config import ConfigError, Plan, Recipe
 from compressm_lab.training.evaluation import evaluate, truncations
 from compressm_lab.training.loggers import RunLogger, Silent
 from compressm_lab.training.penalty import HeldPenalty, Penalty
+from compressm_lab.training.resuming import require_records, warn_if_moved
 from compressm_lab.training.steps import (
     Learner,
     Objective,
@@ -73,7 +75,9 @@ def differences(stored: Any, mine: Any, key: str = "") -> Iterator[str]:
 
 
 def checkpoints(directory: RunDirectory) -> list[Path]:
-    """Checkpoints of a run, newest first."""
+    """Checkpoints of a run, newest first; a file in the place of their folder is refused."""
+    if directory.checkpoints.exists() and not directory.checkpoints.is_dir():
+        raise RunError(f"{directory.checkpoints} is a file, expected the folder of checkpoints: move it away")
     return sorted((path for path in directory.checkpoints.glob("*.pt") if _NAME.fullmatch(path.name)), reverse=True)
 
 
@@ -195,6 +199,7 @@ def train(
 
 def _enter(directory: RunDirectory, recipe: Recipe, resume: bool) -> None:
     """Begin a new run, or check the recipe of the one that resumes."""
+    checkpoints(directory)
     if resume:
         require_same_recipe(directory, recipe)
     else:
@@ -420,6 +425,7 @@ class Trainer:
             "tracker": tracker,
             "penalty": None if penalty is None else penalty.state_dict(),
             "recipe": json.dumps(self.recipe.as_dict()),
+            "processes": self.learner.processes.count,
         }
         with self.directory.writing(path):
             save_checkpoint(path, **self._parts(), step=self.step, extra=extra)
@@ -435,6 +441,11 @@ class Trainer:
                 problems[path] = str(error)
                 continue
             self._require_recipe(path, found.extra.get("recipe"))
+            history = [] if self.compressor is None else self.compressor.history
+            require_records(self.directory, self.recipe, found.step, found.extra["timed"], history)
+            if self.is_first:
+                count = self.learner.processes.count
+                warn_if_moved(self.directory, self.learner.device, count, found.extra.get("processes"))
             self.step, self.timed = found.step, found.extra["timed"]
             self._restore(found.extra)
             if self.is_first and problems:

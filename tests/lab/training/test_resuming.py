@@ -7,10 +7,10 @@ import signal
 import pytest
 import torch
 
-from compressm.compression import SavingError
+from compressm.compression import SavingError, save_checkpoint
 from compressm_lab.runs.directory import RunDirectory
-from compressm_lab.runs.records import Evaluation
-from compressm_lab.training import ConfigError, Interrupted, Silent, train
+from compressm_lab.runs.records import Evaluation, RunError
+from compressm_lab.training import ConfigError, Interrupted, Silent, loop, train
 from tests import unhooked
 from tests.lab.training.tiny import CUTS, SPECTRA, Sending, check_same_run, lines, recipe, teacher, tokens
 
@@ -263,3 +263,67 @@ def test_truncations_that_were_cut_off_are_written_again_whole(left, tmp_path):
     train(found, tokens(), tmp_path / "run", resume=True)
     check_same_run(tmp_path / "run", whole, "metrics", "truncations")
     assert len(lines(whole, "truncations")) == 4
+
+
+def lines_gone(first, last=None):
+    def spoil(path):
+        kept = path.read_text().splitlines(keepends=True)
+        del kept[first:last]
+        path.write_text("".join(kept))
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("file", "spoil", "said"),
+    [
+        ("spectra", lambda path: path.unlink(), "lacks 5 of its steps, the first 0"),
+        ("spectra", lines_gone(1, 2), "lacks 1 of its steps, the first 3"),
+        ("metrics", lambda path: path.write_text(""), "lacks 3 of its steps, the first 4"),
+        ("timings", lines_gone(0, 1), r"has the times of \d+ steps instead of 12"),
+        ("cuts", lambda path: path.write_text(""), "lacks 2 of 2 changes of order, the first of step 5"),
+        ("cuts", lines_gone(1, 2), "lacks 1 of 2 changes of order, the first of step 11"),
+    ],
+)
+def test_a_run_whose_records_were_lost_does_not_go_on_with_holes(file, spoil, said, whole, tmp_path):
+    folder = tmp_path / "run"
+    stopped(folder, 13)
+    spoil(folder / f"{file}.jsonl")
+    with pytest.raises(RunError, match=rf"{file}\.jsonl {said}.*, which the checkpoint of step 13 counts on") as lost:
+        train(FULL, tokens(), folder, resume=True)
+    assert f"put the file back, or delete {folder / 'checkpoints'}, and --resume trains the run from" in str(lost.value)
+    shutil.rmtree(folder / "checkpoints")
+    train(FULL, tokens(), folder, resume=True)
+    check_same_run(folder, whole)
+
+
+def test_a_file_in_the_place_of_the_checkpoints_is_named(tmp_path):
+    stopped(tmp_path, 2)
+    shutil.rmtree(tmp_path / "checkpoints")
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(RunError, match="checkpoints is a file, expected the folder of checkpoints: move it away"):
+        train(FULL, tokens(), tmp_path, resume=True)
+
+
+def test_another_number_of_threads_is_named(tmp_path):
+    stopped(tmp_path / "run", 2)
+    torch.set_num_threads(2)
+    try:
+        with pytest.warns(UserWarning, match="goes on with 2 instead of 1 thread: sums are rounded otherwise"):
+            train(FULL, tokens(), tmp_path / "run", resume=True)
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_a_run_of_an_earlier_version_goes_on_without_a_number_of_processes(whole, tmp_path, monkeypatch):
+    with monkeypatch.context() as earlier:
+        earlier.setattr(loop, "save_checkpoint", without_processes)
+        stopped(tmp_path / "run", 7)
+    (tmp_path / "run" / "environment.json").unlink()
+    train(FULL, tokens(), tmp_path / "run", resume=True)
+    check_same_run(tmp_path / "run", whole)
+
+
+def without_processes(path, *, extra, **parts):
+    del extra["processes"]
+    save_checkpoint(path, extra=extra, **parts)
