@@ -11,12 +11,13 @@ model/             the final model, for `load_model`       tensorboard/     even
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -32,12 +33,24 @@ _Kind = TypeVar("_Kind", bound=Record)
 
 @dataclass(frozen=True)
 class Status:
-    """State and step of a run; `message` says why where it failed."""
+    """State and step of a run; `message` says why where it failed, `recipe` is the digest of what was trained."""
 
     state: RunState
     step: int
     steps: int
     message: str = ""
+    recipe: str = field(default="", compare=False)
+
+
+def recipe_digest(config: dict[str, Any]) -> str:
+    """The digest of a recipe as plain values; keys that are not set do not count, as other versions may lack them."""
+    return hashlib.sha256(json.dumps(_set_keys(config), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _set_keys(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _set_keys(entry) for key, entry in value.items() if entry is not None}
+    return value
 
 
 class RunDirectory:
@@ -190,11 +203,13 @@ class RunDirectory:
 
     def status(self) -> Status:
         path, stored = self.path / "status.json", self._read("status.json")
-        if set(stored) != {"state", "step", "steps", "message"}:
+        kinds = {"state": "str", "step": "Count", "steps": "Count", "message": "str", "recipe": "str"}
+        # Earlier versions did not write the digest.
+        if {*stored, "recipe"} != set(kinds):
             raise RunError(f"{path} holds {stored!r:.80}, expected state, step, steps and message")
         try:
-            for name, kind in (("state", "str"), ("step", "Count"), ("steps", "Count"), ("message", "str")):
-                require_kind(name, stored[name], kind)
+            for name, value in stored.items():
+                require_kind(name, value, kinds[name])
         except RunError as error:
             raise RunError(f"{path}: {error}") from None
         found = Status(**stored)
@@ -203,6 +218,19 @@ class RunDirectory:
         if found.step > found.steps or (found.state == "finished" and found.step < found.steps):
             raise RunError(f"{path}: {found.state} at step {found.step} of {found.steps}, which cannot be")
         return found
+
+    def require_own_recipe(self) -> None:
+        """Refuse a recipe that was changed after it was trained; earlier versions did not write its digest."""
+        trained = self.status().recipe
+        if trained and trained != recipe_digest(self.config()):
+            raise RunError(
+                f"{self.path / 'config.json'} is not the recipe that was trained: it was changed afterwards, or is of "
+                "another run; put it back as it was"
+            )
+
+    def model_sizes(self) -> dict[str, Any]:
+        """The sizes of the final model, as saved beside its weights; empty without one."""
+        return self._read("model/config.json") if (self.model / "config.json").is_file() else {}
 
     def records(self, kind: type[_Kind], *, up_to: int | None = None) -> list[_Kind]:
         """All records of one kind, in the order they were written; a last line that a crash cut short is left out.

@@ -228,7 +228,8 @@ def read_run(directory: RunDirectory) -> Run:
     _require_once(directory, Evaluation.file, [(found.step, found.split) for found in run.evaluations])
     _require_once(directory, CutRecord.file, [(e.step, e.module) for e in events if isinstance(e, CutRecord)])
     _require_once(directory, CutRecord.file, [(e.step, "the guard") for e in events if isinstance(e, RestoredRecord)])
-    for why in _damages(run):
+    directory.require_own_recipe()
+    for why in (*_damages(run), *_model_damages(run, directory.model_sizes())):
         raise RunError(f"{directory.path / why}: the file is damaged; train the recipe again in a new folder")
     return run
 
@@ -292,6 +293,19 @@ def _order_damages(run: Run) -> Iterator[str]:
                     f"{CutRecord.file} does not lead {module} to {order} states,"
                     f" which it has at step {timing.step} of {Timing.file}"
                 )
+
+
+def _model_damages(run: Run, saved: Mapping[str, Any]) -> Iterator[str]:
+    """Yield sizes in which the saved model is not that of the run; its weights are not read."""
+    sizes, orders, recipe = saved.get("model"), saved.get("orders"), run.config["model"]
+    if not run.finished or not isinstance(sizes, dict) or not isinstance(orders, dict):
+        return
+    for key in ("depth", "width", "order"):
+        if key in sizes and key in recipe and sizes[key] != recipe[key]:
+            yield f"model has {key} {sizes[key]!r:.20}, and the recipe of the run {recipe[key]}"
+    ended = {module: order for module, order in run.final_orders.items() if module in orders}
+    if run.timings and ended != orders:
+        yield f"model has the orders {orders!r:.200}, and the run ended with {run.final_orders}"
 
 
 def _require_recipe(directory: RunDirectory, config: dict[str, Any]) -> None:

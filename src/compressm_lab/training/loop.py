@@ -27,9 +27,10 @@ from compressm.saving.checkpoints import load_checkpoint, save_checkpoint
 from compressm.saving.rebuilding import orders_of
 from compressm_lab.data.task import Order, Task, TaskKind
 from compressm_lab.runs import records
-from compressm_lab.runs.directory import RunDirectory, RunState, Status
+from compressm_lab.runs.directory import RunDirectory, RunState, Status, recipe_digest
 from compressm_lab.runs.lock import LockLostError
 from compressm_lab.runs.records import RunError
+from compressm_lab.runs.run import read_run
 from compressm_lab.training import building
 from compressm_lab.training.clock import Clock
 from compressm_lab.training.config import ConfigError, Plan, Recipe
@@ -52,9 +53,10 @@ _NAME = re.compile(r"step-(\d+)\.pt")
 
 
 def is_finished(directory: RunDirectory, recipe: Recipe) -> bool:
-    """Tell if the run in the folder is finished; a run of another recipe is refused."""
+    """Tell if the run in the folder is finished; a run of another recipe, and a damaged one, are refused."""
     if directory.finished:
         require_same_recipe(directory, recipe)
+        read_run(directory)
     return directory.finished
 
 
@@ -504,13 +506,16 @@ class Trainer:
 
     def write_status(self, state: RunState, message: str = "") -> None:
         if self.is_first:
-            self.directory.write_status(Status(state, self.step, self.plan.steps, message))
+            self.directory.write_status(self._status(state, message))
 
     def write_last_status(self, state: RunState, message: str) -> None:
         """Write the status of a run that ends by an error."""
         if self.is_first:
             with suppress(LockLostError):
-                self.directory.write_last_status(Status(state, self.step, self.plan.steps, message))
+                self.directory.write_last_status(self._status(state, message))
+
+    def _status(self, state: RunState, message: str) -> Status:
+        return Status(state, self.step, self.plan.steps, message, recipe_digest(self.recipe.as_dict()))
 
 
 def _all_finite(model: nn.Module) -> bool:

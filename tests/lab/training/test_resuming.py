@@ -10,7 +10,9 @@ import torch
 from compressm.compression import SavingError, save_checkpoint
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.records import Evaluation, RunError
+from compressm_lab.runs.run import read_run
 from compressm_lab.training import ConfigError, Interrupted, Silent, loop, train
+from compressm_lab.training.reading import make_recipe
 from tests import unhooked
 from tests.lab.training.tiny import CUTS, SPECTRA, Sending, check_same_run, lines, recipe, teacher, tokens
 
@@ -327,3 +329,46 @@ def test_a_run_of_an_earlier_version_goes_on_without_a_number_of_processes(whole
 def without_processes(path, *, extra, **parts):
     del extra["processes"]
     save_checkpoint(path, extra=extra, **parts)
+
+
+@pytest.mark.parametrize("change", [('"seed": 0', '"seed": 7'), ('"width": 4', '"width": 8')])
+def test_a_finished_run_whose_recipe_was_changed_is_named(change, whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    path = tmp_path / "run" / "config.json"
+    path.write_text(path.read_text().replace(*change))
+    changed = make_recipe(json.loads(path.read_text()))
+    with pytest.raises(RunError, match=r"config\.json is not the recipe that was trained: it was changed afterwards"):
+        train(changed, tokens(), tmp_path / "run", resume=True)
+    with pytest.raises(RunError, match="is not the recipe that was trained"):
+        read_run(RunDirectory(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("model.width=8", "model has width 8, and the recipe of the run 4"),
+        ("compression.rho=0.5", "model has the orders .*, and the run ended with .*"),
+    ],
+)
+def test_a_model_of_another_run_is_named(setting, said, whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    other = train(recipe(CUTS, SPECTRA, setting), tokens(), tmp_path / "other")
+    shutil.rmtree(tmp_path / "run" / "model")
+    shutil.copytree(other.model, tmp_path / "run" / "model")
+    with pytest.raises(RunError, match=said):
+        train(FULL, tokens(), tmp_path / "run", resume=True)
+    with pytest.raises(RunError, match=said):
+        read_run(RunDirectory(tmp_path / "run"))
+
+
+def test_a_run_of_a_version_that_wrote_no_digest_and_fewer_keys_stays_readable(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    path = tmp_path / "run" / "config.json"
+    fewer = {key: value for key, value in json.loads(path.read_text()).items() if value is not None}
+    path.write_text(json.dumps(fewer))
+    assert read_run(RunDirectory(tmp_path / "run")).finished
+    stored = json.loads((tmp_path / "run" / "status.json").read_text())
+    del stored["recipe"]
+    (tmp_path / "run" / "status.json").write_text(json.dumps(stored))
+    train(FULL, tokens(), tmp_path / "run", resume=True)
+    assert json.loads((tmp_path / "run" / "status.json").read_text()) == stored
