@@ -39,6 +39,7 @@ def require_records(
 def _missing(
     directory: RunDirectory, recipe: Recipe, step: int, timed: int, history: Sequence[Cut | Restored]
 ) -> Iterator[str]:
+    """Yield what each file lacks."""
     if step == 0:  # everything is written again
         return
     plan = Plan.of(recipe)
@@ -46,20 +47,20 @@ def _missing(
     if recipe.regulariser is not None:
         schedules.append((PenaltyRecord, plan.evaluations))
     for kind, schedule in schedules:
-        there = {record.step for record in directory.records(kind, up_to=step)}
-        if lost := [due for due in schedule if due <= step and due not in there]:
-            yield f"{kind.file} lacks {len(lost)} of its steps, the first {lost[0]}"
+        found = directory.records(kind, up_to=step)
+        # Of an evaluation the test split comes last.
+        steps = {record.step for record in found if not isinstance(record, Evaluation) or record.split == "test"}
+        if late := [due for due in schedule if due <= step and due not in steps]:
+            yield f"{kind.file} lacks {len(late)} of its steps, the first {late[0]}"
     counted = sum(timing.steps for timing in directory.records(Timing, up_to=step))
     if counted != timed:
         yield f"{Timing.file} has the times of {counted} steps instead of {timed}"
-    events = (*directory.records(CutRecord, up_to=step), *directory.records(RestoredRecord, up_to=step))
-    there = {(event.step, module, order) for event in events for module, order in event.orders.items()}
-    wanted = [
-        (e.step, *pair)
-        for e in history
-        for pair in (e.orders.items() if isinstance(e, Restored) else [(e.module, e.rank)])
-    ]
-    if lost := [event for event in wanted if event not in there]:
+    cuts, restored = directory.records(CutRecord, up_to=step), directory.records(RestoredRecord, up_to=step)
+    events: list[CutRecord | RestoredRecord] = [*cuts, *restored]
+    there = [(event.step, *pair) for event in events for pair in event.orders.items()]
+    orders = [(e.step, e.orders if isinstance(e, Restored) else {e.module: e.rank}) for e in history]
+    wanted = [(at, *pair) for at, by_module in orders for pair in by_module.items()]
+    if lost := [change for change in wanted if change not in there]:
         yield f"{CutRecord.file} lacks {len(lost)} of {len(wanted)} changes of order, the first of step {lost[0][0]}"
 
 

@@ -114,7 +114,8 @@ def test_another_number_of_processes_is_named(tmp_path):
     script = AS_TORCHRUN_DOES.replace("try:\n    main()\n", KILLED.replace("AT", "(Learner, 'learn', 7)"))
     unhooked.run(script, *arguments(tmp_path, FOUND), code=1)
     with pytest.warns(UserWarning, match="goes on with 1 instead of 2 processes: sums are rounded otherwise"):
-        train(FOUND, copies(), tmp_path / "run", resume=True)
+        run = train(FOUND, copies(), tmp_path / "run", resume=True)
+    assert run.status().state == "finished"
 
 
 @pytest.mark.slow

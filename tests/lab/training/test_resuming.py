@@ -312,7 +312,7 @@ def test_another_number_of_threads_is_named(tmp_path):
     torch.set_num_threads(2)
     try:
         with pytest.warns(UserWarning, match="goes on with 2 instead of 1 thread: sums are rounded otherwise"):
-            train(FULL, tokens(), tmp_path / "run", resume=True)
+            assert train(FULL, tokens(), tmp_path / "run", resume=True).finished
     finally:
         torch.set_num_threads(1)
 
