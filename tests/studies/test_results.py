@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from compressm_lab.experiments import rows
 from compressm_lab.experiments.engine import Campaign
 from compressm_lab.experiments.recipes import Arm, find_recipe
 from compressm_lab.experiments.rows import missing
+from compressm_lab.runs.directory import RunDirectory, recipe_digest
 from compressm_lab.runs.measurement import Measurement
 from compressm_lab.training import Plan, train
 from results import LINEUPS
@@ -233,9 +235,16 @@ def collected(runs, *names, seeds=1):
     return file.collect(), file.trainings
 
 
+def without_tests(folder, after=0):
+    """Take the lines of tests after a step away."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    kept = [line for line in lines if json.loads(line)["split"] != "test" or json.loads(line)["step"] <= after]
+    (folder / "metrics.jsonl").write_text("".join(kept))
+
+
 def test_a_run_that_lost_its_evaluations_is_named_and_the_others_are_collected(tmp_path, capsys, trained):
     copied, _, broken = (shutil.copytree(trained, tmp_path / "256 states" / f"seed-{seed}") for seed in range(3))
-    (copied / "metrics.jsonl").write_text("")
+    without_tests(copied)
     (broken / "environment.json").write_text("{")
     found, wanted = collected(tmp_path, "256 states", seeds=3)
     assert [row["seed"] for row in found.rows] == [1]
@@ -249,16 +258,13 @@ def test_runs_that_lost_a_part_are_named(tmp_path, capsys, trained):
     def lost(name, change):
         change(shutil.copytree(trained, tmp_path / name / "seed-0"))
 
-    def shortened(folder):
-        lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-        (folder / "metrics.jsonl").write_text("".join(lines[:3]))
-
     def cut_once(folder):
-        config = json.loads((folder / "config.json").read_text())
+        config, run = json.loads((folder / "config.json").read_text()), RunDirectory(folder)
         (folder / "config.json").write_text(json.dumps(config | {"truncation": {"orders": [2]}}))
+        run.write_status(replace(run.status(), recipe=recipe_digest(run.config())))
 
     lost("times", lambda folder: (folder / "timings.jsonl").unlink())
-    lost("end", shortened)
+    lost("end", partial(without_tests, after=4))
     lost("cuts", cut_once)
     assert collected(tmp_path, "times", "end", "cuts")[0] is None
     said = capsys.readouterr().err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from compressm_lab.cli.terminal import SetOption, console, integer_option, progr
 from compressm_lab.data import DataError
 from compressm_lab.experiments import demo
 from compressm_lab.runs.directory import find_runs
+from compressm_lab.runs.lock import RunLockedError
 from compressm_lab.runs.records import RunError
 from compressm_lab.runs.run import read_run
 
@@ -46,18 +46,20 @@ def command(
         steps = wanted.arms[0].read(0).training.steps
     except (PathError, ConfigError, DataError) as error:
         raise typer.BadParameter(str(error)) from None
-    shutil.rmtree(out / "runs", ignore_errors=True)
     try:
-        with _bars(steps, seeds) as progress:
-            demo.run(wanted, processes=processes or min(4, os.cpu_count() or 1), progress=progress)
+        with demo.alone(out):
+            with _bars(steps, seeds) as progress:
+                demo.run(wanted, processes=processes or min(4, os.cpu_count() or 1), progress=progress)
+            measurement = demo.collect(out)
+            with console.status("drawing the report"):
+                runs = [read_run(directory) for directory in find_runs([out / "runs"])]
+                page = write_report(runs, out / "report", title="Digits: large, small and compressed", formats=["png"])
+            report(measurement, out / "demo.json")
+    except RunLockedError as error:
+        raise typer.BadParameter(str(error)) from None
     except (CompressionError, ConfigError, CutError, DataError, Diverged, RunError) as error:
         say(in_words(error))
         raise typer.Exit(1) from None
-    measurement = demo.collect(out)
-    with console.status("drawing the report"):
-        runs = [read_run(directory) for directory in find_runs([out / "runs"])]
-        page = write_report(runs, out / "report", title="Digits: large, small and compressed", formats=["png"])
-    report(measurement, out / "demo.json")
     for line in demo_says(measurement):
         console.print(line, highlight=False)
     say(f"{time.perf_counter() - begin:.0f} s. Report: {page.resolve()}")

@@ -41,6 +41,7 @@ from compressm_lab.training import ConfigError, CutError, Diverged, Interrupted,
 from compressm_lab.training.loggers import Several, TensorBoard
 from compressm_lab.training.loop import checkpoints, is_finished
 from compressm_lab.training.reading import make_recipe
+from compressm_lab.training.resuming import threads_of
 from compressm_lab.training.steps import is_launched, process_group
 
 _NARROW = 64
@@ -116,8 +117,9 @@ def command(
         require_writable(folder / "config.json")
         if resume and not checkpoints(RunDirectory(folder)):
             say(f"{folder} has no checkpoint: training begins anew")
-        if threads is not None or wanted.model.width < _NARROW:
-            torch.set_num_threads(threads or 1)
+        before = threads_of(RunDirectory(folder)) if resume else None
+        if chosen := threads or before or (1 if wanted.model.width < _NARROW else None):
+            torch.set_num_threads(min(chosen, os.cpu_count() or 1))
         with process_group(chosen_device(device)) as where:
             _train(wanted, task_of(wanted, data, offline), folder, where, resume, take_over, tensorboard)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
 from queue import Empty
 from typing import Any
@@ -15,8 +17,9 @@ from compressm.cli import show_warnings_plainly
 from compressm_lab.data import Store, make
 from compressm_lab.experiments.engine import Campaign
 from compressm_lab.experiments.recipes import Arm, Training
-from compressm_lab.runs.directory import find_runs
+from compressm_lab.runs.directory import RunDirectory, find_runs
 from compressm_lab.runs.measurement import Measurement, Row
+from compressm_lab.runs.records import RunError
 from compressm_lab.runs.run import read_run
 from compressm_lab.training import ConfigError, Plan, Silent, train
 from compressm_lab.training.building import build_model
@@ -52,6 +55,19 @@ def require_sound(wanted: Campaign) -> None:
         raise ConfigError(f"{strange[0]} is not of a demo, which writes over its folder: choose another --out")
 
 
+@contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """A context without the runs of an earlier demo, in which no other demo writes into the folder.
+
+    A demo that goes on there, and a run that a living process trains, are refused, and nothing is changed.
+    """
+    with RunDirectory(out).locked():
+        for path in (out / "runs").glob("*/*/lock"):
+            RunDirectory(path.parent).require_free()
+        shutil.rmtree(out / "runs", ignore_errors=True)
+        yield
+
+
 def collect(out: Path) -> Measurement:
     """Collect one row a finished training: orders, test accuracy where validation was best, time and bounds of cuts."""
     rows: list[Row] = []
@@ -78,6 +94,13 @@ def run(wanted: Campaign, *, processes: int, progress: Progress) -> None:
                 progress(label, seed, step)
             for future in waiting:
                 future.result()
+        except BrokenExecutor:
+            begun = (training for training in wanted.trainings() if training.state == "begun")
+            names = "; ".join(f"{training.arm.method}, seed {training.seed}" for training in begun)
+            raise RunError(
+                f"a process of the demo was killed, perhaps for want of memory; not finished: {names or 'all'}."
+                " Run the demo again, with fewer --processes if memory is short"
+            ) from None
         except BaseException:
             pool.shutdown(cancel_futures=True, wait=False)
             raise

@@ -11,12 +11,13 @@ model/             the final model, for `load_model`       tensorboard/     even
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -24,7 +25,7 @@ from compressm.errors import SavingError
 from compressm.files import remove_scratch, replacing
 from compressm_lab.runs import lock
 from compressm_lab.runs.measurement import Environment
-from compressm_lab.runs.records import Record, RestoredRecord, RunError, RunWriteError, why_not_json
+from compressm_lab.runs.records import Record, RestoredRecord, RunError, RunWriteError, require_kind, why_not_json
 
 RunState = Literal["running", "finished", "interrupted", "failed"]
 _Kind = TypeVar("_Kind", bound=Record)
@@ -32,12 +33,24 @@ _Kind = TypeVar("_Kind", bound=Record)
 
 @dataclass(frozen=True)
 class Status:
-    """State and step of a run; `message` says why where it failed."""
+    """State and step of a run; `message` says why where it failed, `recipe` is the digest of what was trained."""
 
     state: RunState
     step: int
     steps: int
     message: str = ""
+    recipe: str = field(default="", compare=False)
+
+
+def recipe_digest(config: dict[str, Any]) -> str:
+    """The digest of a recipe as plain values; keys that are not set do not count, as other versions may lack them."""
+    return hashlib.sha256(json.dumps(_set_keys(config), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _set_keys(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _set_keys(entry) for key, entry in value.items() if entry is not None}
+    return value
 
 
 class RunDirectory:
@@ -144,7 +157,7 @@ class RunDirectory:
         """Append one line a record."""
         by_file: dict[str, list[str]] = {}
         for record in records:
-            by_file.setdefault(record.file, []).append(json.dumps(asdict(record), allow_nan=True) + "\n")
+            by_file.setdefault(record.file, []).append(_line(record))
         for name, lines in by_file.items():
             path = self.path / name
             if not path.exists():  # so that the name is on disk too
@@ -153,6 +166,12 @@ class RunDirectory:
             with self.writing(path), path.open("a", encoding="utf-8") as file:
                 self._unsynced.add(path)
                 file.writelines(lines)
+
+    def replace(self, kind: type[Record], records: Iterable[Record]) -> None:
+        """Write the whole file of a kind of record, or leave it as it was."""
+        path = self.path / kind.file
+        with self.writing(path), replacing(path) as scratch:
+            scratch.write_text("".join(map(_line, records)), encoding="utf-8")
 
     def rewind(self, step: int) -> None:
         """Forget the lines of steps after `step`, and one that a crash cut short."""
@@ -182,35 +201,70 @@ class RunDirectory:
         return self._read("config.json")
 
     def environment(self) -> Environment:
-        return Environment(**self._read("environment.json"))
+        stored = self._read("environment.json")
+        try:
+            return Environment.from_dict(stored)
+        except TypeError as error:
+            raise RunError(f"{self.path / 'environment.json'}: {error}") from None
 
     def status(self) -> Status:
-        stored = self._read("status.json")
-        known = set(stored) == {"state", "step", "steps", "message"} and stored["state"] in get_args(RunState)
-        if not known or not all(type(stored[count]) is int for count in ("step", "steps")):
-            raise RunError(f"{self.path / 'status.json'} holds {stored!r:.80}, expected state, step, steps and message")
-        return Status(**stored)
+        path, stored = self.path / "status.json", self._read("status.json")
+        kinds = {"state": "str", "step": "Count", "steps": "Count", "message": "str", "recipe": "str"}
+        # Earlier versions did not write the digest.
+        if {*stored, "recipe"} != set(kinds):
+            raise RunError(f"{path} holds {stored!r:.80}, expected state, step, steps and message")
+        try:
+            for name, value in stored.items():
+                require_kind(name, value, kinds[name])
+        except RunError as error:
+            raise RunError(f"{path}: {error}") from None
+        found = Status(**stored)
+        if found.state not in get_args(RunState):
+            raise RunError(f"{path}: state is {found.state!r:.80}, expected {', '.join(get_args(RunState))}")
+        if found.step > found.steps or (found.state == "finished" and found.step < found.steps):
+            raise RunError(f"{path}: {found.state} at step {found.step} of {found.steps}, which cannot be")
+        return found
 
-    def records(self, kind: type[_Kind]) -> list[_Kind]:
-        """All records of one kind, in the order they were written; a last line that a crash cut short is left out."""
+    def require_own_recipe(self) -> None:
+        """Refuse a recipe that was changed after it was trained; earlier versions did not write its digest."""
+        trained = self.status().recipe
+        if trained and trained != recipe_digest(self.config()):
+            raise RunError(
+                f"{self.path / 'config.json'} is not the recipe that was trained: it was changed afterwards, or is of "
+                "another run; put it back as it was"
+            )
+
+    def model_sizes(self) -> dict[str, Any]:
+        """The sizes of the final model, as saved beside its weights; empty without one."""
+        return self._read("model/config.json") if (self.model / "config.json").is_file() else {}
+
+    def records(self, kind: type[_Kind], *, up_to: int | None = None) -> list[_Kind]:
+        """All records of one kind, in the order they were written; a last line that a crash cut short is left out.
+
+        With `up_to` only those that `rewind` to this step keeps.
+        """
         path = self.path / kind.file
         try:
-            lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
+            errors = "strict" if up_to is None else "replace"
+            lines = path.read_text(encoding="utf-8", errors=errors).split("\n") if path.exists() else []
         except OSError as error:
             raise RunError(f"{path} cannot be read: {error.strerror}") from None
         except UnicodeDecodeError as error:
             raise RunError(f"{path} cannot be read: it is {why_not_json(error)}") from None
         found = []
         for number, line in enumerate(lines[:-1], start=1):
+            if up_to is not None and _step(line) > up_to:
+                continue
             try:
                 stored = json.loads(line)
                 # Cuts and restorations share a file: each kind knows its own by the fields.
-                if kind.file != "cuts.jsonl" or ("reason" in stored) == (kind is RestoredRecord):
+                restored = isinstance(stored, dict) and "reason" in stored
+                if kind.file != "cuts.jsonl" or restored == (kind is RestoredRecord):
                     found.append(kind.from_dict(stored))
-            except (json.JSONDecodeError, RecursionError):
-                raise RunError(f"{path}, line {number}: it is not JSON") from None
-            except (TypeError, RunError) as error:
+            except RunError as error:
                 raise RunError(f"{path}, line {number}: {error}") from None
+            except (ValueError, RecursionError):
+                raise RunError(f"{path}, line {number}: it is not JSON") from None
         return found
 
     def _write(self, name: str, contents: dict[str, Any]) -> None:
@@ -230,6 +284,10 @@ class RunDirectory:
         if not isinstance(stored, dict):
             raise RunError(f"{path} holds {stored!r:.80}, expected an object")
         return stored
+
+
+def _line(record: Record) -> str:
+    return json.dumps(asdict(record), allow_nan=True) + "\n"
 
 
 def _json(contents: dict[str, Any]) -> str:
@@ -257,20 +315,21 @@ def _close_files_of(error: BaseException | None) -> None:
 
 
 def find_runs(paths: Iterable[Path | str]) -> list[RunDirectory]:
-    """Every run at or below the paths, by name; a path without any is refused."""
-    found: list[RunDirectory] = []
+    """Every run at or below the paths once, whatever paths lead to it, by name; a path without any is refused."""
+    found: dict[Path, RunDirectory] = {}
     for path in map(Path, paths):
         if not path.exists():
             raise RunError(f"{path} does not exist, expected the folder of a run or of several")
         below = sorted({file.parent for file in path.rglob("config.json") if (file.parent / "status.json").is_file()})
         if not below:
             raise RunError(f"{path} holds no run: no config.json with a status.json beside it")
-        found += [RunDirectory(folder) for folder in below if folder not in {run.path for run in found}]
-    return found
+        for folder in below:
+            found.setdefault(folder.resolve(), RunDirectory(folder))
+    return list(found.values())
 
 
 def _step(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
-    except (json.JSONDecodeError, TypeError, KeyError, ValueError):
+    except (TypeError, KeyError, ValueError, OverflowError, RecursionError):
         return float("inf")

@@ -261,12 +261,13 @@ class Gathered:
 
 
 def gather(paths: Iterable[Path | str]) -> Gathered:
-    """Read every run at or below the paths; refused where not one of them can be read."""
+    """Read every run at or below the paths, each seed of a recipe once; refused where not one of them can be read."""
     folders: dict[Path, RunDirectory] = {}
     broken: list[str] = []
     for path in paths:
         try:
-            folders |= {run.path: run for run in find_runs([path])}
+            for found in find_runs([path]):
+                folders.setdefault(found.path.resolve(), found)
         except RunError as error:
             broken.append(str(error))
     runs: list[Run] = []
@@ -278,11 +279,23 @@ def gather(paths: Iterable[Path | str]) -> Gathered:
             runs.append(run)
         except RunError as error:
             broken.append(str(error))
-    runs, unshown = _with_spectra(runs)
-    broken += unshown
+    for part in (_each_seed_once, _with_spectra):
+        runs, left_out = part(runs)
+        broken += left_out
     if not runs:
         raise RunError("; ".join(broken) or "no runs given, expected at least one")
     return Gathered(tuple(runs), tuple(broken))
+
+
+def _each_seed_once(runs: list[Run]) -> tuple[list[Run], list[str]]:
+    """Drop runs of a recipe and seed that another run has: they would count as seeds; a finished one stays."""
+    again: dict[str, str] = {}
+    for group in group_runs(runs):
+        for seed, alike in grouped(group.runs, lambda run: run.seed).items():
+            first, *others = sorted(alike, key=lambda run: not run.finished)
+            said = f"is a run of the same recipe and seed ({seed}) as {first.path}: a seed counts once"
+            again |= {other.path: f"{other.path} {said}" for other in others}
+    return [run for run in runs if run.path not in again], list(again.values())
 
 
 def _with_spectra(runs: list[Run]) -> tuple[list[Run], list[str]]:

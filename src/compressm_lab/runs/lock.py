@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -29,6 +30,9 @@ from compressm_lab.runs.records import RunError
 HEARTBEAT = 10.0  # seconds between two heartbeats
 STALE = 120.0  # seconds after which a heartbeat is old
 _TRIES = 100
+_TOKEN = re.compile(r"[0-9a-f]{32}\.json")
+# What a network disk keeps of a file that was removed while a process had it open.
+_REMOVED = re.compile(r"\.nfs.*")
 _THERE = (errno.EEXIST, errno.ENOTEMPTY)  # a folder cannot be renamed to one that has a file
 
 
@@ -67,20 +71,26 @@ class Owner:
     def read(cls, path: Path) -> Owner:
         """The owner in a file; an unknown one if it cannot be read, with the file's time as its heartbeat."""
         stored: object = None
-        with suppress(ValueError, PermissionError):
+        with suppress(ValueError, RecursionError, PermissionError):
             stored = json.loads(path.read_text(encoding="utf-8"))
         kinds = {entry.name: int if entry.name == "pid" else str for entry in fields(cls)}
+        changed = datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat(timespec="seconds")
         if isinstance(stored, dict) and {name: type(value) for name, value in stored.items()} == kinds:
             with suppress(ValueError, OverflowError):
-                datetime.fromisoformat(stored["heartbeat"]).timestamp()
-                return cls(**stored)
-        changed = datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat(timespec="seconds")
+                found = cls(**stored)
+                # The time of the file is often by the clock of the disk, which may be right where the host's is wrong.
+                return found if found.age >= -STALE else replace(found, heartbeat=changed)
         return cls("an unknown host", "", 0, "", "", changed, changed)
 
     @property
     def age(self) -> float:
         """Seconds since the last heartbeat, by the clock of this machine."""
         return time.time() - datetime.fromisoformat(self.heartbeat).timestamp()
+
+    @property
+    def is_silent(self) -> bool:
+        """True where the heartbeat is old, or so far in the future that it tells nothing."""
+        return abs(self.age) > STALE
 
     @property
     def is_here(self) -> bool:
@@ -97,7 +107,10 @@ class Owner:
         return start is None or bool(start and self.started and start != self.started)
 
     def __str__(self) -> str:
-        since = f"since {self.begun}, last heartbeat {self.heartbeat} ({max(self.age, 0):.0f} s ago)"
+        when = (
+            f"{self.age:.0f} s ago" if self.age >= -STALE else f"{-self.age:.0f} s ahead of the clock of this machine"
+        )
+        since = f"since {self.begun}, last heartbeat {self.heartbeat} ({when})"
         return f"process {self.pid} on {self.host} {since}"
 
 
@@ -115,6 +128,8 @@ def _machine() -> str:
 
 def _start_of(pid: int) -> str | None:
     """The start of a living process; None if there is none of this number, empty if the system does not tell."""
+    if pid < 1:  # 0 and -1 would ask for whole groups of processes
+        return None
     if os.name == "nt":
         return ""
     try:
@@ -137,7 +152,7 @@ def holder(place: Path) -> tuple[Path, Owner] | None:
     """The file of the lock at a place, and its owner; None if nobody holds it."""
     for _ in range(_TRIES):
         try:
-            found = [place / name for name in os.listdir(place) if name.endswith(".json")]
+            found = [place / name for name in os.listdir(place) if _TOKEN.fullmatch(name)]
         except (FileNotFoundError, NotADirectoryError):
             return None
         if not found:
@@ -164,15 +179,19 @@ def _judged(path: Path, owner: Owner, take_over: bool) -> str:
     ended, folder = owner.ended(), path.parent.parent
     if owner.is_here and path.name not in _held:
         ended = True
-    if ended or (ended is None and take_over and owner.age > STALE):
-        why = "has ended" if ended else f"has been silent for {owner.age:.0f} s"
-        return f"{folder}: took over the lock of {owner}: that process {why}"
+    if ended or (ended is None and take_over and owner.is_silent):
+        silent = f"has been silent for {owner.age:.0f} s" if owner.age > 0 else "tells no time that can be trusted"
+        return f"{folder}: took over the lock of {owner}: that process {'has ended' if ended else silent}"
     said = f"{folder} is being trained by {owner}, command: {owner.command or 'unknown'}"
-    if ended is None and owner.age > STALE:
+    removal = f"if you know that it has ended, delete {path.parent}"
+    if ended is None and owner.is_silent:
         raise RunLockedError(
-            f"{said}. It is on another machine, and may have ended: if so, --take-over (take_over=True) takes the run"
+            f"{said}. It is on another machine, and may have ended: if so, --take-over (take_over=True) takes the run;"
+            f" or, {removal}"
         )
-    cure = "wait for it or stop it" if ended is False else f"wait for it, or until it is silent for {STALE:.0f} s"
+    cure = "wait for it or stop it"
+    if ended is None:
+        cure = f"wait for it, or until it is silent for {STALE:.0f} s; {removal}"
     raise RunLockedError(f"{said}. Nothing was changed: {cure}, or choose another folder")
 
 
@@ -201,6 +220,7 @@ class Lock:
                 if _created(path, owner):
                     return cls(path, owner, sentence)
                 sentence = ""  # another process was faster
+                _clear(place, token)
             raise RunLockedError(f"{place} changes its owner all the time; expected one training at a time")
         except BaseException:
             _held.discard(path.name)
@@ -262,6 +282,22 @@ def _created(path: Path, owner: Owner) -> bool:
         if swept or error.errno in _THERE or (os.name == "nt" and place.is_dir()):
             return False
         raise
+
+
+def _clear(place: Path, token: str) -> None:
+    """Move a lock without an owner away if only a network disk keeps it; any other file in it is named."""
+    names = []
+    with suppress(FileNotFoundError, NotADirectoryError):
+        names = [name for name in os.listdir(place) if not _TOKEN.fullmatch(name)]
+    if foreign := sorted(name for name in names if not _REMOVED.fullmatch(name)):
+        raise RunLockedError(f"{place} holds {foreign[0]!r}, which is not of a lock: move it away, or delete {place}")
+    if not names or holder(place) is not None:
+        return
+    moved = place.with_name(f"{place.name}.{token}-moved")
+    with suppress(OSError):
+        os.rename(place, moved)
+        if holder(moved) is not None:  # a new owner was faster
+            os.rename(moved, place)
 
 
 def remove_left_over(place: Path) -> None:

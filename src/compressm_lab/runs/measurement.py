@@ -45,6 +45,17 @@ class Environment:
             threads=torch.get_num_threads(),
         )
 
+    @classmethod
+    def from_dict(cls, stored: Any) -> Environment:
+        """Make an environment of what JSON held; a TypeError says what is missing, unknown or of another type."""
+        kinds = get_type_hints(cls)
+        if not isinstance(stored, dict) or set(stored) != set(kinds):
+            came = ", ".join(map(str, stored)) if isinstance(stored, dict) else f"{stored!r:.80}"
+            raise TypeError(f"environment holds {came or 'nothing'}, expected {', '.join(kinds)}")
+        for name, kind in kinds.items():
+            _require(f"environment.{name}", stored[name], kind)
+        return cls(**stored)
+
     @property
     def machine(self) -> str:
         """The accelerator that computed, or the processor where there is none."""
@@ -102,7 +113,7 @@ class Measurement:
         try:
             stored = json.loads(Path(path).read_text())
             _require_types(stored)
-            return cls(**{**stored, "environment": Environment(**stored["environment"])})
+            return cls(**{**stored, "environment": Environment.from_dict(stored["environment"])})
         except FileNotFoundError:
             raise MeasurementError(f"{path}: no such file; expected a result of `compressm bench`") from None
         except OSError as error:
@@ -136,17 +147,15 @@ class Measurement:
 
 def _require_types(stored: Any) -> None:
     """Check what JSON held against the types declared above; a TypeError says what differs."""
-
-    def require(name: str, value: object, kind: Any) -> None:
-        if not isinstance(value, kind):
-            raise TypeError(f"{name} is {value!r:.80}, expected {getattr(kind, '__name__', kind)}")
-
-    require("the whole", stored, dict)
+    _require("the whole", stored, dict)
     for name, kind in (("name", str), ("title", str), ("repeats", int), ("rows", list), ("environment", dict)):
-        require(name, stored.get(name), kind)
+        _require(name, stored.get(name), kind)
     for k, row in enumerate(stored["rows"]):
-        require(f"rows[{k}]", row, dict)
+        _require(f"rows[{k}]", row, dict)
         for name, value in row.items():
-            require(f"rows[{k}][{name!r}]", value, float | int | str)
-    for name, kind in get_type_hints(Environment).items():
-        require(f"environment.{name}", stored["environment"].get(name), kind)
+            _require(f"rows[{k}][{name!r}]", value, float | int | str)
+
+
+def _require(name: str, value: object, kind: Any) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} is {value!r:.80}, expected {getattr(kind, '__name__', kind)}")

@@ -3,11 +3,36 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal, final, get_args
+from typing import Any, ClassVar, Literal, TypeAlias, final, get_args
 
 SplitName = Literal["train", "validation", "test"]
+
+# What a field may hold; a plain float may also be NaN or infinite, as the loss of a run that diverged.
+Count: TypeAlias = int
+Order: TypeAlias = int
+Number: TypeAlias = float
+Size: TypeAlias = float
+Share: TypeAlias = float
+HankelValue: TypeAlias = float  # NaN or infinite where the weights allowed no other
+_WORDS = {
+    "Count": "an integer of at least 0",
+    "Order": "an integer of at least 1",
+    "float": "a number",
+    "Number": "a finite number",
+    "Size": "a finite number of at least 0",
+    "Share": "a number from 0 to 1",
+    "str": "text",
+    "SplitName": "train, validation or test",
+    "HankelValue": "a number of at least 0",
+    "list[HankelValue]": "numbers of at least 0",
+    "list[Order]": "integers of at least 1",
+    "Mapping[str, Order]": "integers of at least 1 by name",
+    "Mapping[str, Size]": "finite numbers of at least 0 by name",
+}
+_MOST = 2**53  # counts above it are no counts, and no floats
 
 
 class RunError(ValueError):
@@ -30,7 +55,7 @@ class Record:
     """Something that happened at a step, a line of `file`."""
 
     file: ClassVar[str]
-    step: int
+    step: Count
 
     @classmethod
     def from_dict(cls, stored: object) -> Any:
@@ -39,29 +64,39 @@ class Record:
         if not isinstance(stored, Mapping) or set(stored) != wanted:
             came = ", ".join(map(str, stored)) if isinstance(stored, Mapping) else f"{stored!r:.80}"
             raise RunError(f"it holds {came}; expected {', '.join(sorted(wanted))}")
-        step = stored["step"]
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise RunError(f"step is {step!r:.80}, expected an integer of at least 0")
         for entry in fields(cls):
-            if not _fits(stored[entry.name], str(entry.type)):
-                raise RunError(f"{entry.name} is {stored[entry.name]!r:.80}, expected {entry.type}")
+            require_kind(entry.name, stored[entry.name], str(entry.type))
         return cls(**stored)
 
 
+def require_kind(name: str, value: object, kind: str) -> None:
+    """Refuse a value from JSON that is not of a kind, written as the annotation of a field."""
+    plain = kind.removesuffix(" | None")
+    if not (value is None and kind != plain) and not _fits(value, plain):
+        words = _WORDS[plain] + (" or null" if kind != plain else "")
+        raise RunError(f"{name} is {value!r:.80}, expected {words}")
+
+
 def _fits(value: object, kind: str) -> bool:
-    """Tell whether a value from JSON is of a kind, written as the annotation of a field."""
-    kind, optional = kind.removesuffix(" | None"), kind.endswith(" | None")
-    if value is None:
-        return optional
     if kind.startswith("Mapping[str, "):
         inner = kind.removeprefix("Mapping[str, ").removesuffix("]")
         return isinstance(value, Mapping) and all(_fits(entry, inner) for entry in value.values())
-    if kind == "list[float]":
-        return isinstance(value, list) and {type(entry) for entry in value} <= {int, float}
+    if kind.startswith("list["):
+        return isinstance(value, list) and all(_fits(entry, kind[5:-1]) for entry in value)
     if kind == "SplitName":
         return value in get_args(SplitName)
-    types: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
-    return isinstance(value, types[kind]) and not isinstance(value, bool)
+    if kind == "str":
+        return isinstance(value, str)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    if isinstance(value, int) and abs(value) > _MOST:
+        return False
+    if kind in ("Count", "Order"):
+        return isinstance(value, int) and value >= (kind == "Order")
+    low, high = {"Size": (0.0, math.inf), "Share": (0.0, 1.0)}.get(kind, (-math.inf, math.inf))
+    if kind == "HankelValue":
+        return not value < 0
+    return kind == "float" or (math.isfinite(value) and low <= value <= high)
 
 
 @final
@@ -75,10 +110,10 @@ class Evaluation(Record):
     file = "metrics.jsonl"
     split: SplitName
     loss: float
-    accuracy: float | None
-    learning_rate: float
-    seconds: float
-    step_seconds: float
+    accuracy: Share | None
+    learning_rate: Size
+    seconds: Size
+    step_seconds: Size
 
 
 @final
@@ -88,12 +123,20 @@ class CutRecord(Record):
 
     file = "cuts.jsonl"
     module: str
-    order: int
-    rank: int
-    error_bound: float | None
-    measured_error: float | None
-    energy_lost: float | None
-    seconds: float | None
+    order: Order
+    rank: Order
+    error_bound: Size | None
+    measured_error: Size | None
+    energy_lost: Size | None
+    seconds: Size | None
+
+    @classmethod
+    def from_dict(cls, stored: object) -> Any:
+        """Make a record as the others; a cut does not add states."""
+        found = super().from_dict(stored)
+        if found.rank > found.order:
+            raise RunError(f"rank is {found.rank}, expected at most order, {found.order}")
+        return found
 
     @property
     def orders(self) -> Mapping[str, int]:
@@ -107,7 +150,7 @@ class RestoredRecord(Record):
     """The guard brought back these orders, by module."""
 
     file = "cuts.jsonl"
-    orders: Mapping[str, int]
+    orders: Mapping[str, Order]
     reason: str
 
 
@@ -121,8 +164,8 @@ class Spectrum(Record):
 
     file = "spectra.jsonl"
     module: str
-    sigma: list[float]
-    weyl_bound: float | None
+    sigma: list[HankelValue]
+    weyl_bound: HankelValue | None
 
 
 @final
@@ -134,9 +177,9 @@ class Timing(Record):
     """
 
     file = "timings.jsonl"
-    steps: int
-    orders: Mapping[str, int]
-    seconds: Mapping[str, float] = field(default_factory=dict)
+    steps: Count
+    orders: Mapping[str, Order]
+    seconds: Mapping[str, Size] = field(default_factory=dict)
 
 
 @final
@@ -149,11 +192,11 @@ class PenaltyRecord(Record):
 
     file = "penalties.jsonl"
     kind: str
-    value: float
-    beta: float
-    found_at: int
-    evaluations: int
-    seconds: float
+    value: Number
+    beta: Number
+    found_at: Count
+    evaluations: Count
+    seconds: Size
 
 
 @final
@@ -167,9 +210,9 @@ class TruncationRecord(Record):
 
     file = "truncations.jsonl"
     gramian: str
-    order: int
-    mean_order: float
-    error_bound: float | None
+    order: Order
+    mean_order: Size
+    error_bound: Size | None
     split: SplitName
     loss: float
-    accuracy: float | None
+    accuracy: Share | None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from statistics import fmean
@@ -23,6 +23,7 @@ from compressm_lab.runs.records import (
     SplitName,
     Timing,
     TruncationRecord,
+    require_kind,
 )
 
 Metric = Literal["accuracy", "loss"]
@@ -114,17 +115,30 @@ class Run:
     @cached_property
     def spectra(self) -> tuple[Spectrum, ...]:
         """Hankel singular values, nearly all bytes of a run: 13 MB for six layers of 384 states at 180 steps."""
-        return tuple(RunDirectory(self.path).records(Spectrum))
+        directory = RunDirectory(self.path)
+        found = directory.records(Spectrum)
+        _require_once(directory, Spectrum.file, [(spectrum.step, spectrum.module) for spectrum in found])
+        return tuple(found)
 
     @cached_property
     def penalties(self) -> tuple[PenaltyRecord, ...]:
         """The penalty in the loss, evaluation by evaluation."""
-        return tuple(RunDirectory(self.path).records(PenaltyRecord))
+        directory = RunDirectory(self.path)
+        found = directory.records(PenaltyRecord)
+        _require_once(directory, PenaltyRecord.file, [(penalty.step, penalty.kind) for penalty in found])
+        return tuple(found)
 
     @cached_property
     def truncations(self) -> tuple[TruncationRecord, ...]:
         """Scores of copies of the final model that were cut once."""
-        return tuple(RunDirectory(self.path).records(TruncationRecord))
+        directory = RunDirectory(self.path)
+        found = directory.records(TruncationRecord)
+        _require_once(directory, TruncationRecord.file, [(cut.step, f"{cut.order} {cut.split}") for cut in found])
+        wanted = (self.config.get("truncation") or {"orders": ()})["orders"]
+        if self.finished and (missing := set(wanted) - {cut.order for cut in found if cut.split == "test"}):
+            said = f"lacks the copies cut to {', '.join(map(str, sorted(missing)))} states"
+            raise RunError(f"{directory.path / TruncationRecord.file} {said}: the file is damaged")
+        return tuple(found)
 
     @property
     def cut_records(self) -> tuple[CutRecord, ...]:
@@ -196,28 +210,28 @@ class Run:
 
 
 def read_run(directory: RunDirectory) -> Run:
-    """Read everything but checkpoints and weights; a folder that is not a run is refused by name."""
+    """Read everything but checkpoints and weights; a folder that is not a run, or a damaged one, is refused by name."""
     config = directory.config()
     _require_recipe(directory, config)
-    try:
-        environment = directory.environment()
-    except TypeError:
-        known = ", ".join(entry.name for entry in fields(Environment))
-        raise RunError(f"{directory.path / 'environment.json'} is not an environment, expected {known}") from None
-    cuts, evaluations = directory.records(CutRecord), directory.records(Evaluation)
-    _require_once(directory, Evaluation.file, [(found.step, found.split) for found in evaluations])
-    _require_once(directory, CutRecord.file, [(cut.step, cut.module) for cut in cuts])
-    events: list[RunEvent] = [*cuts, *directory.records(RestoredRecord)]
-    return Run(
+    status = directory.status()  # first: a run that finishes in the meantime has more records, not fewer
+    events: list[RunEvent] = [*directory.records(CutRecord), *directory.records(RestoredRecord)]
+    run = Run(
         path=str(directory.path),
         config=config,
-        environment=environment,
-        status=directory.status(),
-        evaluations=tuple(evaluations),
+        environment=directory.environment(),
+        status=status,
+        evaluations=tuple(directory.records(Evaluation)),
         # At one step cuts come before a restoration, after which there are none.
         events=tuple(sorted(events, key=lambda event: event.step)),
         timings=tuple(directory.records(Timing)),
     )
+    _require_once(directory, Evaluation.file, [(found.step, found.split) for found in run.evaluations])
+    _require_once(directory, CutRecord.file, [(e.step, e.module) for e in events if isinstance(e, CutRecord)])
+    _require_once(directory, CutRecord.file, [(e.step, "the guard") for e in events if isinstance(e, RestoredRecord)])
+    directory.require_own_recipe()
+    for why in (*_damages(run), *_model_damages(run, directory.model_sizes())):
+        raise RunError(f"{directory.path / why}: the file is damaged; train the recipe again in a new folder")
+    return run
 
 
 def _require_once(directory: RunDirectory, file: str, lines: Sequence[tuple[int, str]]) -> None:
@@ -235,18 +249,86 @@ def _require_once(directory: RunDirectory, file: str, lines: Sequence[tuple[int,
     )
 
 
+def _damages(run: Run) -> Iterator[str]:
+    """Yield every way in which records contradict each other, after the name of the file.
+
+    Files of a run that has not finished may end at different steps: a crash cut them off, or it goes on just now.
+    """
+    for record in (*run.evaluations, *run.events, *run.timings):
+        if record.step > run.status.steps:
+            yield f"{record.file} has step {record.step}, and the run has {run.status.steps} steps"
+    reached, before = 0, None
+    for timing in run.timings:
+        # Each counts the steps since the one before; those that count none differ in their seconds.
+        if timing.step - timing.steps != reached or timing == before:
+            yield f"{Timing.file} counts {timing.steps} steps up to step {timing.step}, after a line of step {reached}"
+        reached, before = timing.step, timing
+    evaluated = max((found.step for found in run.evaluations), default=0)
+    for file, last in ((Evaluation.file, evaluated), (Timing.file, reached)):
+        if run.finished and last < run.status.step and (run.timings or file != Timing.file):
+            yield f"{file} ends at step {last}, and the run finished at step {run.status.step}"
+    yield from _order_damages(run)
+
+
+def _order_damages(run: Run) -> Iterator[str]:
+    """Yield cuts that do not begin at the order before them, and orders of timings that cuts do not lead to."""
+    first = run.timings[0].orders if run.timings else {}
+    start = int(run.config["model"]["order"])
+    paths = {module: [(0, first.get(module, start))] for module in first or {cut.module for cut in run.cut_records}}
+    for event in run.events:
+        for module, order in event.orders.items():
+            if module not in paths:
+                yield f"{event.file}, step {event.step}: {module!r:.80} is no layer of the run, expected {[*paths]}"
+                continue
+            was = paths[module][-1][1]
+            if isinstance(event, CutRecord) and event.order != was:
+                yield f"{event.file}, step {event.step}: {module} is cut from {event.order} states, and it had {was}"
+            paths[module].append((event.step, order))
+    for timing in run.timings if run.finished else ():
+        for module, order in timing.orders.items():
+            path = paths.get(module, [])
+            before = [one for step, one in path if step < timing.step]
+            if order not in (*before[-1:], *(one for step, one in path if step == timing.step)):
+                yield (
+                    f"{CutRecord.file} does not lead {module} to {order} states,"
+                    f" which it has at step {timing.step} of {Timing.file}"
+                )
+
+
+def _model_damages(run: Run, saved: Mapping[str, Any]) -> Iterator[str]:
+    """Yield sizes in which the saved model is not that of the run; its weights are not read."""
+    sizes, orders, recipe = saved.get("model"), saved.get("orders"), run.config["model"]
+    if not run.finished or not isinstance(sizes, dict) or not isinstance(orders, dict):
+        return
+    for key in ("depth", "width", "order"):
+        if key in sizes and key in recipe and sizes[key] != recipe[key]:
+            yield f"model has {key} {sizes[key]!r:.20}, and the recipe of the run {recipe[key]}"
+    ended = {module: order for module, order in run.final_orders.items() if module in orders}
+    if run.timings and ended != orders:
+        yield f"model has the orders {orders!r:.200}, and the run ended with {run.final_orders}"
+
+
 def _require_recipe(directory: RunDirectory, config: dict[str, Any]) -> None:
     """Check the fields that a report reads; the rest of a recipe is shown as it stands."""
     file = directory.path / "config.json"
-    for key, kind in (("name", str), ("label", str), ("seed", int), ("model", dict), ("training", dict)):
+    for key, kind in (("name", str), ("label", str), ("model", dict), ("training", dict)):
         if not isinstance(config.get(key), kind):
             raise RunError(f"{file}: {key} is {config.get(key)!r:.80}, expected {kind.__name__}")
-    if "compression" not in config or not isinstance(config["compression"], dict | None):
-        came = repr(config["compression"])[:80] if "compression" in config else "missing"
-        raise RunError(f"{file}: compression is {came}, expected an object or null")
-    order = config["model"].get("order")
-    if isinstance(order, bool) or not isinstance(order, int) or order < 1:
-        raise RunError(f"{file}: model.order is {order!r:.80}, expected an integer of at least 1")
+    for key in ("compression", "regulariser", "distillation", "truncation", "spectra"):
+        if not isinstance(config.get(key), dict | None) or (key == "compression" and key not in config):
+            came = repr(config[key])[:80] if key in config else "missing"
+            raise RunError(f"{file}: {key} is {came}, expected an object or null")
+    try:
+        require_kind("seed", config.get("seed"), "Count")
+        require_kind("model.order", config["model"].get("order"), "Order")
+        for part, key in (("model", "depth"), ("model", "width"), ("training", "steps"), ("training", "batch")):
+            if key in config[part]:
+                require_kind(f"{part}.{key}", config[part][key], "Order")
+        if config.get("truncation") is not None:
+            require_kind("truncation.orders", config["truncation"].get("orders"), "list[Order]")
+        require_kind("compression.tau", (config["compression"] or {}).get("tau"), "Number | None")
+    except RunError as error:
+        raise RunError(f"{file}: {error}") from None
 
 
 def _natural(module: str) -> tuple[tuple[int, str], ...]:

@@ -9,7 +9,7 @@ import re
 import signal
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,14 +27,17 @@ from compressm.saving.checkpoints import load_checkpoint, save_checkpoint
 from compressm.saving.rebuilding import orders_of
 from compressm_lab.data.task import Order, Task, TaskKind
 from compressm_lab.runs import records
-from compressm_lab.runs.directory import RunDirectory, RunState, Status
+from compressm_lab.runs.directory import RunDirectory, RunState, Status, recipe_digest
 from compressm_lab.runs.lock import LockLostError
+from compressm_lab.runs.records import RunError
+from compressm_lab.runs.run import read_run
 from compressm_lab.training import building
 from compressm_lab.training.clock import Clock
 from compressm_lab.training.config import ConfigError, Plan, Recipe
 from compressm_lab.training.evaluation import evaluate, truncations
 from compressm_lab.training.loggers import RunLogger, Silent
 from compressm_lab.training.penalty import HeldPenalty, Penalty
+from compressm_lab.training.resuming import require_records, warn_if_moved
 from compressm_lab.training.steps import (
     Learner,
     Objective,
@@ -50,9 +53,10 @@ _NAME = re.compile(r"step-(\d+)\.pt")
 
 
 def is_finished(directory: RunDirectory, recipe: Recipe) -> bool:
-    """Tell if the run in the folder is finished; a run of another recipe is refused."""
+    """Tell if the run in the folder is finished; a run of another recipe, and a damaged one, are refused."""
     if directory.finished:
         require_same_recipe(directory, recipe)
+        read_run(directory)
     return directory.finished
 
 
@@ -73,7 +77,9 @@ def differences(stored: Any, mine: Any, key: str = "") -> Iterator[str]:
 
 
 def checkpoints(directory: RunDirectory) -> list[Path]:
-    """Checkpoints of a run, newest first."""
+    """Checkpoints of a run, newest first; a file in the place of their folder is refused."""
+    if directory.checkpoints.exists() and not directory.checkpoints.is_dir():
+        raise RunError(f"{directory.checkpoints} is a file, expected the folder of checkpoints: move it away")
     return sorted((path for path in directory.checkpoints.glob("*.pt") if _NAME.fullmatch(path.name)), reverse=True)
 
 
@@ -195,6 +201,7 @@ def train(
 
 def _enter(directory: RunDirectory, recipe: Recipe, resume: bool) -> None:
     """Begin a new run, or check the recipe of the one that resumes."""
+    checkpoints(directory)
     if resume:
         require_same_recipe(directory, recipe)
     else:
@@ -346,7 +353,7 @@ class Trainer:
         for record in found:
             if isinstance(record, records.Evaluation):
                 self.logger.evaluated(record)
-            elif isinstance(record, records.PenaltyRecord | records.TruncationRecord):
+            elif isinstance(record, records.PenaltyRecord):
                 self.logger.compared(record)
 
     def _record_spectra(self) -> None:
@@ -420,6 +427,7 @@ class Trainer:
             "tracker": tracker,
             "penalty": None if penalty is None else penalty.state_dict(),
             "recipe": json.dumps(self.recipe.as_dict()),
+            "processes": self.learner.processes.count,
         }
         with self.directory.writing(path):
             save_checkpoint(path, **self._parts(), step=self.step, extra=extra)
@@ -435,6 +443,11 @@ class Trainer:
                 problems[path] = str(error)
                 continue
             self._require_recipe(path, found.extra.get("recipe"))
+            history = [] if self.compressor is None else self.compressor.history
+            require_records(self.directory, self.recipe, found.step, found.extra["timed"], history)
+            if self.is_first:
+                count = self.learner.processes.count
+                warn_if_moved(self.directory, self.learner.device, count, found.extra.get("processes"))
             self.step, self.timed = found.step, found.extra["timed"]
             self._restore(found.extra)
             if self.is_first and problems:
@@ -468,13 +481,16 @@ class Trainer:
 
     def _finish(self, stop: Stop) -> None:
         """Cut and evaluate copies, unless a run that was stopped has done so, and save the model."""
-        if self.recipe.truncation is not None and not self.directory.records(records.TruncationRecord):
+        if self.recipe.truncation is not None and not self._has_truncations(self.recipe.truncation.orders):
             found = []
             with self.clock.phase("truncation"), self._allowed("truncation"):
                 for record in truncations(self.recipe, self.learner, self.step):
                     found.append(record)
                     self._end_if_signalled(stop)
-            self._log(*found)
+            if self.is_first:
+                self.directory.replace(records.TruncationRecord, found)
+                for record in found:
+                    self.logger.compared(record)
         if self.clock.peek():
             self._record_timing()  # of the last checkpoint
         if self.is_first:
@@ -482,15 +498,24 @@ class Trainer:
                 save_model(unwrapped(self.learner.model), self.directory.model)
         self.write_status("finished")
 
+    def _has_truncations(self, orders: Sequence[int]) -> bool:
+        """Tell if every copy is recorded with both splits; a full disk may have cut the file off."""
+        found = self.directory.records(records.TruncationRecord)
+        wanted = {(order, split) for order in orders for split in ("validation", "test")}
+        return len(found) == len(wanted) and {(record.order, record.split) for record in found} == wanted
+
     def write_status(self, state: RunState, message: str = "") -> None:
         if self.is_first:
-            self.directory.write_status(Status(state, self.step, self.plan.steps, message))
+            self.directory.write_status(self._status(state, message))
 
     def write_last_status(self, state: RunState, message: str) -> None:
         """Write the status of a run that ends by an error."""
         if self.is_first:
             with suppress(LockLostError):
-                self.directory.write_last_status(Status(state, self.step, self.plan.steps, message))
+                self.directory.write_last_status(self._status(state, message))
+
+    def _status(self, state: RunState, message: str) -> Status:
+        return Status(state, self.step, self.plan.steps, message, recipe_digest(self.recipe.as_dict()))
 
 
 def _all_finite(model: nn.Module) -> bool:

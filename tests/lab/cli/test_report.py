@@ -1,3 +1,4 @@
+import shutil
 import webbrowser
 from html import unescape
 
@@ -7,6 +8,8 @@ from typer.testing import CliRunner
 
 from compressm_lab.cli.report import report
 from compressm_lab.reports import run_report
+from compressm_lab.runs.directory import find_runs
+from compressm_lab.runs.groups import gather
 from tests.lab.reports.made_runs import Made, without, write
 
 
@@ -125,3 +128,26 @@ def test_a_recipe_without_a_name_is_refused(app, tmp_path):
     done = run(app, folder, "--out", tmp_path / "out")
     assert done.exit_code == 2
     assert "name is None, expected str" in plain(done)
+
+
+@pytest.mark.parametrize("way", ["absolute", "dots", "link"])
+def test_a_folder_that_is_named_twice_counts_once(tmp_path, monkeypatch, way):
+    folder = write(Made(order=4, every=5000), tmp_path / "runs")
+    (tmp_path / "link").symlink_to(folder, target_is_directory=True)
+    monkeypatch.chdir(folder.parent)
+    other = {"absolute": folder, "dots": f"{folder.name}/../{folder.name}", "link": tmp_path / "link"}[way]
+    found = gather([folder.name, other])
+    assert (len(found.runs), found.broken) == (1, ())
+    assert len(find_runs([folder.name, other])) == 1
+
+
+def test_a_copy_of_a_run_is_not_another_seed(tmp_path):
+    folder = write(Made(order=4, every=5000), tmp_path / "runs")
+    stopped = tmp_path / "a copy"
+    shutil.copytree(folder, stopped)
+    (stopped / "status.json").write_text('{"state": "interrupted", "step": 10000, "steps": 10000, "message": ""}')
+    for paths in ([folder, stopped], [stopped, folder]):
+        found = gather(paths)
+        assert [run.path for run in found.runs] == [str(folder)]
+        said = f"{stopped} is a run of the same recipe and seed (0) as {folder}: a seed counts once"
+        assert found.broken == (said,)

@@ -247,6 +247,24 @@ def test_checkpoints_that_cannot_be_read_are_named():
     assert "no checkpoint of mine can be read" in plain(done)
 
 
+def test_a_resumed_run_has_the_threads_it_began_with():
+    assert run("mine.yaml", "--out", "mine", "--set", "training.steps=5").exit_code == 0
+    directory = RunDirectory("mine")
+    directory.write_status(Status("interrupted", 4, 5))
+    (directory.checkpoints / "step-00000005.pt").unlink()
+    stored = json.loads((directory.path / "environment.json").read_text())
+    (directory.path / "environment.json").write_text(json.dumps(stored | {"threads": 2}))
+    try:
+        with pytest.warns(UserWarning, match="goes on with 1 instead of 2 threads: .*; --threads 2 takes as many"):
+            assert run("mine", "--resume", "--threads", "1").exit_code == 0
+        directory.write_status(Status("interrupted", 4, 5))
+        (directory.checkpoints / "step-00000005.pt").unlink()
+        assert run("mine", "--resume").exit_code == 0
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+
+
 def test_a_run_that_diverges_says_so_and_exits_1(monkeypatch):
     learn, steps = Learner.learn, []
 

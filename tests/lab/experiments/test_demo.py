@@ -1,6 +1,8 @@
 """The demo trains every model with every seed and says what came out, whichever way it falls."""
 
 import json
+import multiprocessing
+import os
 import queue
 from concurrent.futures import Future
 from io import StringIO
@@ -16,7 +18,9 @@ from compressm_lab.cli.bench import _rich
 from compressm_lab.experiments import demo
 from compressm_lab.reports import run_report
 from compressm_lab.reports.study_tables import demo_grids, demo_says
+from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.measurement import Measurement
+from compressm_lab.runs.records import RunError
 
 QUICK = ("training.steps=6", "training.evaluate_every=3", "model.width=4", "model.order=16", "spectra=null")
 
@@ -104,6 +108,29 @@ def test_bad_settings_are_refused_before_anything_goes(settings, said, tmp_path)
     assert ended.exit_code == 2
     assert said in " ".join(ended.output.replace("│", " ").split())
     assert kept.is_dir()
+
+
+@pytest.mark.parametrize("place", [".", "runs/large/seed-0"])
+def test_a_demo_that_goes_on_in_the_folder_is_not_disturbed(place, tmp_path):
+    trained = tmp_path / "runs" / "large" / "seed-0"
+    trained.mkdir(parents=True)
+    with RunDirectory(tmp_path / place).locked():
+        ended = CliRunner().invoke(app, ["demo", "--out", str(tmp_path), "--seeds", "1"])
+    assert ended.exit_code == 2
+    assert f"is being trained by process {os.getpid()}" in " ".join(ended.output.replace("│", " ").split())
+    assert trained.is_dir()
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_named_in_plain_words(tmp_path):
+    wanted = demo.plan(tmp_path, 1, (*QUICK, "training.steps=100000", "compression.when={steps: [1, 2]}"))
+
+    def kill(label, seed, step):
+        for child in multiprocessing.active_children():
+            child.kill()
+
+    with pytest.raises(RunError, match=r"a process of the demo was killed.*; not finished: large, seed 0\. Run the"):
+        demo.run(wanted, processes=1, progress=kill)
 
 
 @pytest.mark.usefixtures("in_one_process")

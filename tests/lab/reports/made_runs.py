@@ -137,7 +137,8 @@ class _Writer:
         if share is not None:
             for depth, module in enumerate(self.orders):
                 order = self.orders[module]
-                rank = max(1, round(order * min(1.0, share * (1 + 0.06 * depth)) + self.noise.gauss(0, 1)))
+                wanted = round(order * min(1.0, share * (1 + 0.06 * depth)) + self.noise.gauss(0, 1))
+                rank = min(order, max(1, wanted))
                 tail = sum(self._sigma(step, module)[rank:])
                 share_lost = tail / sum(self._sigma(step, module))
                 self.run.append(CutRecord(step, module, order, rank, 2.0 * tail, None, share_lost, 0.04))

@@ -143,7 +143,7 @@ def test_an_old_heartbeat_elsewhere_is_taken_over_only_on_request(tmp_path):
         assert "has been silent for 18" in sentence
 
 
-@pytest.mark.parametrize("contents", ["", "{", "[]", '{"host": 3}', '{"pid": 1}', "[" * 9])
+@pytest.mark.parametrize("contents", ["", "{", "[]", '{"host": 3}', '{"pid": 1}', "[" * 9, "[" * 100_000])
 def test_a_lock_that_cannot_be_read_goes_by_the_time_of_its_file(tmp_path, contents):
     locked_by(tmp_path)
     (path,) = (tmp_path / "lock").iterdir()
@@ -351,5 +351,50 @@ with RunDirectory(sys.argv[1]).locked():
 """
     unhooked.run(script, str(tmp_path), code=-signal.SIGKILL, loaded=False)
     assert len(list((tmp_path / "lock").iterdir())) == 1
+    with RunDirectory(tmp_path).locked() as sentence:
+        assert "that process has ended" in sentence
+
+
+def test_a_foreign_file_in_a_lock_is_named(tmp_path):
+    (tmp_path / "lock").mkdir()
+    (tmp_path / "lock" / "notes.json").touch()
+    with pytest.raises(RunLockedError, match=r"lock holds 'notes\.json', which is not of a lock: move it away"):
+        RunDirectory(tmp_path).locked().__enter__()
+    assert [path.name for path in tmp_path.rglob("*")] == ["lock", "notes.json"]
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_what_a_network_disk_keeps_of_a_removed_lock_does_not_matter(tmp_path, stale):
+    (tmp_path / "lock").mkdir()
+    if stale:
+        locked_by(tmp_path, pid=ended_process())
+    (tmp_path / "lock" / ".nfs000000000123").touch()
+    with RunDirectory(tmp_path).locked():
+        (path,) = (tmp_path / "lock").iterdir()
+        assert Owner.read(path).pid == os.getpid()
+    assert list(tmp_path.iterdir()) == []
+    locked_by(tmp_path)
+    (tmp_path / "lock" / ".nfs000000000123").touch()
+    with pytest.raises(RunLockedError, match="is being trained by process"), RunDirectory(tmp_path).locked():
+        pass
+
+
+def test_a_heartbeat_in_the_future_is_taken_over_on_request_unless_its_file_is_fresh(tmp_path):
+    locked_by(tmp_path, host="elsewhere", machine="other", heartbeat=ago(-9999))
+    (path,) = (tmp_path / "lock").iterdir()
+    with pytest.raises(RunLockedError, match=r"until it is silent for 120 s; if you know that it has ended, delete"):
+        RunDirectory(tmp_path).require_free(take_over=True)
+    ahead = time.time() + 9999
+    os.utime(path, (ahead, ahead))
+    with pytest.raises(RunLockedError, match=r"s ahead of the clock of this machine.*--take-over.*delete .*lock"):
+        RunDirectory(tmp_path).require_free()
+    with RunDirectory(tmp_path).locked(take_over=True) as sentence:
+        assert "on elsewhere" in sentence
+        assert sentence.endswith("that process tells no time that can be trusted")
+
+
+@pytest.mark.parametrize("pid", [0, -1])
+def test_a_number_that_is_of_no_process_has_ended(tmp_path, pid):
+    locked_by(tmp_path, pid=pid, started="")
     with RunDirectory(tmp_path).locked() as sentence:
         assert "that process has ended" in sentence

@@ -32,6 +32,8 @@ def made(folder, *records, state="finished", **changes):
     directory = RunDirectory(folder)
     directory.begin({**CONFIG, **changes})
     directory.append(*records)
+    if state == "finished":  # the last step is always evaluated
+        directory.append(evaluated(100, "train", None, seconds=0))
     directory.write_status(Status(state, 100, 100))
     return read_run(directory)
 
@@ -88,7 +90,8 @@ def test_a_run_without_records_has_no_score(tmp_path):
 
 def test_orders_follow_cuts_and_restorations(tmp_path):
     events = [cut(10, 8, 6), cut(20, 6, 2), RestoredRecord(30, {"ssm": 6}, "worse")]
-    run = made(tmp_path / "a", *events, Timing(50, 50, {"ssm": 8}, {}))
+    timings = [Timing(10, 10, {"ssm": 8}, {}), Timing(20, 10, {"ssm": 6}, {}), Timing(100, 80, {"ssm": 6}, {})]
+    run = made(tmp_path / "a", *events, *timings)
     assert run.order_paths == {"ssm": [(0, 8), (10, 6), (20, 2), (30, 6)]}
     assert [event.rank for event in run.lasting_cuts] == [6]
     assert run.mean_order == 6
@@ -235,7 +238,7 @@ def test_a_recipe_that_is_none_is_refused_by_name(tmp_path, key, value, said):
 def test_an_environment_that_is_none_is_refused_by_name(tmp_path):
     made(tmp_path / "a")
     (tmp_path / "a" / "environment.json").write_text(json.dumps({"date": "today"}))
-    with pytest.raises(RunError, match=r"environment\.json is not an environment, expected date, commit, processor"):
+    with pytest.raises(RunError, match=r"environment\.json: environment holds date, expected date, commit, processor"):
         read_run(*find_runs([tmp_path]))
 
 

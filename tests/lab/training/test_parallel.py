@@ -110,6 +110,14 @@ def test_the_status_names_a_process_that_was_killed(at, step, doing, tmp_path):
     assert "--resume goes on from the last checkpoint" in said
 
 
+def test_another_number_of_processes_is_named(tmp_path):
+    script = AS_TORCHRUN_DOES.replace("try:\n    main()\n", KILLED.replace("AT", "(Learner, 'learn', 7)"))
+    unhooked.run(script, *arguments(tmp_path, FOUND), code=1)
+    with pytest.warns(UserWarning, match="goes on with 1 instead of 2 processes: sums are rounded otherwise"):
+        run = train(FOUND, copies(), tmp_path / "run", resume=True)
+    assert run.status().state == "finished"
+
+
 @pytest.mark.slow
 def test_a_signal_to_torchrun_saves_once(tmp_path):
     found = recipe("training.steps=100000", TASK, "model.pooling=steps")

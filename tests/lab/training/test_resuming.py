@@ -7,10 +7,12 @@ import signal
 import pytest
 import torch
 
-from compressm.compression import SavingError
+from compressm.compression import SavingError, save_checkpoint
 from compressm_lab.runs.directory import RunDirectory
-from compressm_lab.runs.records import Evaluation
-from compressm_lab.training import ConfigError, Interrupted, Silent, train
+from compressm_lab.runs.records import Evaluation, RunError
+from compressm_lab.runs.run import read_run
+from compressm_lab.training import ConfigError, Interrupted, Silent, loop, train
+from compressm_lab.training.reading import make_recipe
 from tests import unhooked
 from tests.lab.training.tiny import CUTS, SPECTRA, Sending, check_same_run, lines, recipe, teacher, tokens
 
@@ -243,3 +245,130 @@ def test_a_failure_is_in_the_status_and_the_run_can_go_on(whole, tmp_path):
     torch.rand(3)
     train(FULL, tokens(), tmp_path / "run", resume=True)
     check_same_run(tmp_path / "run", whole)
+
+
+def unfinished(folder):
+    """Make a finished run one that failed just before it wrote its model."""
+    shutil.rmtree(folder / "model")
+    stored = json.loads((folder / "status.json").read_text())
+    (folder / "status.json").write_text(json.dumps(stored | {"state": "running"}))
+
+
+@pytest.mark.parametrize("left", [0, 1, 3])
+def test_truncations_that_were_cut_off_are_written_again_whole(left, tmp_path):
+    found = recipe("truncation={orders: [4, 2], gramian: measured}")
+    whole = train(found, tokens(), tmp_path / "whole").path
+    shutil.copytree(whole, tmp_path / "run")
+    path = tmp_path / "run" / "truncations.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:left]))
+    unfinished(tmp_path / "run")
+    train(found, tokens(), tmp_path / "run", resume=True)
+    check_same_run(tmp_path / "run", whole, "metrics", "truncations")
+    assert len(lines(whole, "truncations")) == 4
+
+
+def lines_gone(first, last=None):
+    def spoil(path):
+        kept = path.read_text().splitlines(keepends=True)
+        del kept[first:last]
+        path.write_text("".join(kept))
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("file", "spoil", "said"),
+    [
+        ("spectra", lambda path: path.unlink(), "lacks 5 of its steps, the first 0"),
+        ("spectra", lines_gone(1, 2), "lacks 1 of its steps, the first 3"),
+        ("metrics", lambda path: path.write_text(""), "lacks 3 of its steps, the first 4"),
+        ("timings", lines_gone(0, 1), r"has the times of \d+ steps instead of 12"),
+        ("cuts", lambda path: path.write_text(""), "lacks 2 of 2 changes of order, the first of step 5"),
+        ("cuts", lines_gone(1, 2), "lacks 1 of 2 changes of order, the first of step 11"),
+    ],
+)
+def test_a_run_whose_records_were_lost_does_not_go_on_with_holes(file, spoil, said, whole, tmp_path):
+    folder = tmp_path / "run"
+    stopped(folder, 13)
+    spoil(folder / f"{file}.jsonl")
+    with pytest.raises(RunError, match=rf"{file}\.jsonl {said}.*, which the checkpoint of step 13 counts on") as lost:
+        train(FULL, tokens(), folder, resume=True)
+    assert f"put the file back, or delete {folder / 'checkpoints'}, and --resume trains the run from" in str(lost.value)
+    shutil.rmtree(folder / "checkpoints")
+    train(FULL, tokens(), folder, resume=True)
+    check_same_run(folder, whole)
+
+
+def test_a_file_in_the_place_of_the_checkpoints_is_named(tmp_path):
+    stopped(tmp_path, 2)
+    shutil.rmtree(tmp_path / "checkpoints")
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(RunError, match="checkpoints is a file, expected the folder of checkpoints: move it away"):
+        train(FULL, tokens(), tmp_path, resume=True)
+
+
+def test_another_number_of_threads_is_named(tmp_path):
+    stopped(tmp_path / "run", 2)
+    torch.set_num_threads(2)
+    try:
+        with pytest.warns(UserWarning, match="goes on with 2 instead of 1 thread: sums are rounded otherwise"):
+            assert train(FULL, tokens(), tmp_path / "run", resume=True).finished
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_a_run_of_an_earlier_version_goes_on_without_a_number_of_processes(whole, tmp_path, monkeypatch):
+    with monkeypatch.context() as earlier:
+        earlier.setattr(loop, "save_checkpoint", without_processes)
+        stopped(tmp_path / "run", 7)
+    (tmp_path / "run" / "environment.json").unlink()
+    train(FULL, tokens(), tmp_path / "run", resume=True)
+    check_same_run(tmp_path / "run", whole)
+
+
+def without_processes(path, *, extra, **parts):
+    del extra["processes"]
+    save_checkpoint(path, extra=extra, **parts)
+
+
+@pytest.mark.parametrize("change", [('"seed": 0', '"seed": 7'), ('"width": 4', '"width": 8')])
+def test_a_finished_run_whose_recipe_was_changed_is_named(change, whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    path = tmp_path / "run" / "config.json"
+    path.write_text(path.read_text().replace(*change))
+    changed = make_recipe(json.loads(path.read_text()))
+    with pytest.raises(RunError, match=r"config\.json is not the recipe that was trained: it was changed afterwards"):
+        train(changed, tokens(), tmp_path / "run", resume=True)
+    with pytest.raises(RunError, match="is not the recipe that was trained"):
+        read_run(RunDirectory(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("model.width=8", "model has width 8, and the recipe of the run 4"),
+        ("compression.rho=0.5", "model has the orders .*, and the run ended with .*"),
+    ],
+)
+def test_a_model_of_another_run_is_named(setting, said, whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    other = train(recipe(CUTS, SPECTRA, setting), tokens(), tmp_path / "other")
+    shutil.rmtree(tmp_path / "run" / "model")
+    shutil.copytree(other.model, tmp_path / "run" / "model")
+    with pytest.raises(RunError, match=said):
+        train(FULL, tokens(), tmp_path / "run", resume=True)
+    with pytest.raises(RunError, match=said):
+        read_run(RunDirectory(tmp_path / "run"))
+
+
+def test_a_run_of_a_version_that_wrote_no_digest_and_fewer_keys_stays_readable(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    path = tmp_path / "run" / "config.json"
+    fewer = {key: value for key, value in json.loads(path.read_text()).items() if value is not None}
+    path.write_text(json.dumps(fewer))
+    assert read_run(RunDirectory(tmp_path / "run")).finished
+    stored = json.loads((tmp_path / "run" / "status.json").read_text())
+    del stored["recipe"]
+    (tmp_path / "run" / "status.json").write_text(json.dumps(stored))
+    train(FULL, tokens(), tmp_path / "run", resume=True)
+    assert json.loads((tmp_path / "run" / "status.json").read_text()) == stored

@@ -1,0 +1,95 @@
+"""What a run must have, and what should be as it was, before it goes on from a checkpoint."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from compressm.compression import Cut, Restored
+from compressm_lab.runs.directory import RunDirectory
+from compressm_lab.runs.records import (
+    CutRecord,
+    Evaluation,
+    PenaltyRecord,
+    Record,
+    RestoredRecord,
+    RunError,
+    Spectrum,
+    Timing,
+)
+from compressm_lab.training.config import Plan, Recipe
+
+
+def require_records(
+    directory: RunDirectory, recipe: Recipe, step: int, timed: int, history: Sequence[Cut | Restored]
+) -> None:
+    """Refuse a run whose files lack records up to the step of its checkpoint: it would end with holes.
+
+    `timed` is the last step whose time is recorded, `history` what the compressor has done.
+    """
+    if missing := "; ".join(_missing(directory, recipe, step, timed, history)):
+        raise RunError(
+            f"{directory.path}: {missing}, which the checkpoint of step {step} counts on: put the file back, or delete "
+            f"{directory.checkpoints}, and --resume trains the run from its beginning"
+        )
+
+
+def _missing(
+    directory: RunDirectory, recipe: Recipe, step: int, timed: int, history: Sequence[Cut | Restored]
+) -> Iterator[str]:
+    """Yield what each file lacks."""
+    if step == 0:  # everything is written again
+        return
+    plan = Plan.of(recipe)
+    schedules: list[tuple[type[Record], Sequence[int]]] = [(Evaluation, plan.evaluations), (Spectrum, plan.spectra)]
+    if recipe.regulariser is not None:
+        schedules.append((PenaltyRecord, plan.evaluations))
+    for kind, schedule in schedules:
+        found = directory.records(kind, up_to=step)
+        # Of an evaluation the test split comes last.
+        steps = {record.step for record in found if not isinstance(record, Evaluation) or record.split == "test"}
+        if late := [due for due in schedule if due <= step and due not in steps]:
+            yield f"{kind.file} lacks {len(late)} of its steps, the first {late[0]}"
+    counted = sum(timing.steps for timing in directory.records(Timing, up_to=step))
+    if counted != timed:
+        yield f"{Timing.file} has the times of {counted} steps instead of {timed}"
+    cuts, restored = directory.records(CutRecord, up_to=step), directory.records(RestoredRecord, up_to=step)
+    events: list[CutRecord | RestoredRecord] = [*cuts, *restored]
+    there = [(event.step, *pair) for event in events for pair in event.orders.items()]
+    orders = [(e.step, e.orders if isinstance(e, Restored) else {e.module: e.rank}) for e in history]
+    wanted = [(at, *pair) for at, by_module in orders for pair in by_module.items()]
+    if lost := [change for change in wanted if change not in there]:
+        yield f"{CutRecord.file} lacks {len(lost)} of {len(wanted)} changes of order, the first of step {lost[0][0]}"
+
+
+def warn_if_moved(directory: RunDirectory, device: torch.device, processes: int, before: int | None) -> None:
+    """Warn where the number of threads or of processes is another than before: the result has other bits.
+
+    Runs of earlier versions do not say how many processes they had.
+    """
+    threads, now = threads_of(directory), torch.get_num_threads()
+    if before is not None and before != processes:
+        said, cure = f"{processes} instead of {_counted(before, 'process')}", "start it with as many as before"
+    elif device.type == "cpu" and threads is not None and threads != now:
+        said, cure = f"{now} instead of {_counted(threads, 'thread')}", f"--threads {threads} takes as many as before"
+    else:
+        return
+    warnings.warn(
+        f"{directory.path} goes on with {said}: sums are rounded otherwise, and the result is not that of a run which"
+        f" was never stopped; {cure}",
+        stacklevel=2,
+    )
+
+
+def _counted(count: int, thing: str) -> str:
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}{'es' if thing.endswith('s') else 's'}"
+
+
+def threads_of(directory: RunDirectory) -> int | None:
+    """The number of threads a run began with; None if that is not known."""
+    try:
+        return directory.environment().threads
+    except RunError:
+        return None

@@ -1,0 +1,111 @@
+"""A run whose records cannot be true is left out of a report by name, and the others are still reported."""
+
+import json
+import re
+
+import pytest
+
+from compressm_lab.runs.directory import RunDirectory
+from compressm_lab.runs.groups import gather
+from compressm_lab.runs.records import TruncationRecord
+from tests.lab.reports.made_runs import Made, write
+
+MADE = Made(order=16, steps=100, every=10, cuts=((20, 0.5), (40, 0.5)), best=0.99)
+
+
+@pytest.fixture
+def runs(tmp_path):
+    write(Made(**{**vars(MADE), "seed": 1, "best": 0.9}), tmp_path)
+    return tmp_path, write(MADE, tmp_path)
+
+
+def value(key, new, of=r"[^,}]+"):
+    """Put another value behind a key, wherever it is."""
+    return lambda text: re.sub(rf'"{key}": {of}', f'"{key}": {new}', text)
+
+
+def first_line_gone(text):
+    return text.split("\n", 1)[1]
+
+
+DAMAGES = [
+    ("metrics.jsonl", value("seconds", "NaN"), r", line 1: seconds is nan, expected a finite number of at least 0"),
+    ("metrics.jsonl", value("seconds", "-5.0"), r", line 1: seconds is -5\.0, expected a finite number"),
+    ("metrics.jsonl", value("accuracy", "1" + "0" * 400), r", line 1: accuracy is 10+, expected a number from 0 to 1"),
+    ("metrics.jsonl", value("accuracy", "1" + "0" * 5000), r", line 1: it is not JSON"),
+    ("metrics.jsonl", value("accuracy", "5000"), r", line 1: accuracy is 5000, expected a number from 0 to 1 or null"),
+    ("metrics.jsonl", value("step", "9" * 23), r", line 1: step is 9+, expected an integer of at least 0"),
+    ("metrics.jsonl", lambda text: text.replace('"step": 100', '"step": 6000'), " has step 6000, and the run has 100"),
+    ("metrics.jsonl", lambda text: "", " ends at step 0, and the run finished at step 100"),
+    ("metrics.jsonl", lambda text: text[: len(text) // 2], r" ends at step 50, and the run finished at step 100"),
+    ("timings.jsonl", value("evaluation", "NaN"), r", line 1: seconds is .*, expected finite numbers of at least 0 by"),
+    ("timings.jsonl", lambda text: text + text, " counts 10 steps up to step 10, after a line of step 100"),
+    ("timings.jsonl", lambda text: text.split("\n")[0] + "\n" + text, " counts 10 steps up to step 10, after a line"),
+    ("timings.jsonl", lambda text: text[: len(text) // 2], " ends at step .*, and the run finished at step 100"),
+    (
+        "spectra.jsonl",
+        value("sigma", "[-1", r"\[[^,]+"),
+        r", line 1: sigma is \[-1, .*, expected numbers of at least 0",
+    ),
+    (
+        "spectra.jsonl",
+        lambda text: text + text,
+        r" has 22 lines where 11 belong, step 0 of blocks\.0\.ssm more than once",
+    ),
+    ("cuts.jsonl", value("rank", "-2"), r", line 1: rank is -2, expected an integer of at least 1"),
+    ("cuts.jsonl", value("rank", "900"), r", line 1: rank is 900, expected at most order, 16"),
+    (
+        "cuts.jsonl",
+        lambda text: "",
+        r" does not lead blocks\.0\.ssm to \d+ states, which it has at step \d+ of timings",
+    ),
+    ("cuts.jsonl", first_line_gone, r", step 40: blocks\.0\.ssm is cut from \d+ states, and it had 16"),
+    ("cuts.jsonl", lambda text: text.replace("blocks.0", "blocks.7"), r", step 20: 'blocks\.7\.ssm' is no layer of"),
+    ("cuts.jsonl", lambda text: f"5\n{text}", r", line 1: it holds 5; expected energy_lost, error_bound"),
+    (
+        "cuts.jsonl",
+        lambda text: text + '{"step": 50, "orders": {"blocks.0.ssm": -3}, "reason": "x"}\n',
+        r", line 3: orders is \{'blocks\.0\.ssm': -3\}, expected integers of at least 1 by name",
+    ),
+    ("config.json", value("steps", '"x"', "100"), r": training\.steps is 'x', expected an integer of at least 1"),
+    ("config.json", value("depth", "null"), r": model\.depth is None, expected an integer of at least 1"),
+    ("config.json", value("seed", "true"), r": seed is True, expected an integer of at least 0"),
+    ("environment.json", value("python", "5", '"[^"]*"'), r": environment\.python is 5, expected str"),
+    ("status.json", value("step", "-100", "100"), r": step is -100, expected an integer of at least 0"),
+    ("status.json", value("step", "6", "100"), r": finished at step 6 of 100, which cannot be"),
+    ("status.json", value("message", "5", '""'), r": message is 5, expected text"),
+]
+
+
+@pytest.mark.parametrize(("file", "spoil", "said"), DAMAGES)
+def test_a_record_that_cannot_be_true_is_named_and_the_others_are_reported(file, spoil, said, runs):
+    folder, run = runs
+    text = (run / file).read_text()
+    (run / file).write_text(spoil(text))
+    assert (run / file).read_text() != text
+    found = gather([folder])
+    assert [one.seed for one in found.runs] == [1]
+    assert re.search(rf"^{run / file}{said}", "".join(found.broken)), found.broken
+
+
+def test_a_copy_that_was_not_recorded_is_named(runs):
+    folder, run = runs
+    stored = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(stored | {"truncation": {"orders": [4, 2]}}))
+    RunDirectory(run).append(TruncationRecord(100, "modal", 4, 4.0, None, "test", 0.1, 0.9))
+    (said,) = gather([folder]).broken
+    assert said == f"{run / 'truncations.jsonl'} lacks the copies cut to 2 states: the file is damaged"
+
+
+def test_a_run_as_training_leaves_it_is_not_damaged(runs):
+    found = gather([runs[0]])
+    assert (len(found.runs), found.broken) == (2, ())
+
+
+def test_files_of_a_run_that_was_cut_off_may_end_at_different_steps(runs):
+    folder, run = runs
+    stored = json.loads((run / "status.json").read_text())
+    (run / "status.json").write_text(json.dumps(stored | {"state": "running", "step": 20}))
+    (run / "cuts.jsonl").write_text("")
+    (run / "metrics.jsonl").write_text("")
+    assert gather([folder]).broken == ()
