@@ -142,7 +142,8 @@ def _row(case: LoopCase, way: str, device: torch.device, repeats: int) -> Row:
     gc.collect()
     torch.compiler.reset()
     try:
-        with products_in(case.precision):
+        # What compilers have kept on the disk would make the first step look short.
+        with products_in(case.precision), torch.compiler.config.patch(force_disable_caches=True):
             return row | _times(case, way, device, repeats)
     # Plain code and compilers may fail in any way, and then the reason is the result; our eager code may not.
     except Exception as error:
