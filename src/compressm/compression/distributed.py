@@ -363,7 +363,8 @@ def _stream_aside(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    present, aside = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    present = torch.cuda.current_stream(device)
+    aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     aside.wait_stream(present)
     with torch.cuda.stream(aside):
         yield

@@ -143,7 +143,8 @@ def _row(case: LoopCase, way: str, device: torch.device, repeats: int) -> Row:
     torch.compiler.reset()
     try:
         # What compilers have kept on the disk would make the first step look short.
-        with products_in(case.precision), torch.compiler.config.patch(force_disable_caches=True):
+        anew = torch.compiler.config.patch(force_disable_caches=True)  # type: ignore[attr-defined]
+        with products_in(case.precision), anew:
             return row | _times(case, way, device, repeats)
     # Plain code and compilers may fail in any way, and then the reason is the result; our eager code may not.
     except Exception as error:

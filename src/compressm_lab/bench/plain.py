@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +56,8 @@ class PlainMamba(nn.Module):
             decay = torch.exp(delta[..., None] * -torch.exp(self.A_log))
             h = _every_state(decay, (delta * u.float())[..., None] * B.float()[:, :, None])
             y = (h * C.float()[:, :, None]).sum(-1) + self.D * u.float()
-        return self.out_proj(y.to(z.dtype) * silu(z))
+        out: Tensor = self.out_proj(y.to(z.dtype) * silu(z))
+        return out
 
 
 def _every_state(decay: Tensor, h: Tensor) -> Tensor:
@@ -83,8 +85,8 @@ class PlainClassifier(nn.Module):
 
     def __init__(self, *, depth: int, width: int, order: int, inputs: int, classes: int, dropout: float) -> None:
         super().__init__()
-        self.encoder = _Part({"linear": nn.Linear(inputs, width)})
-        self.blocks = nn.ModuleList(
+        self.encoder: Any = _Part({"linear": nn.Linear(inputs, width)})
+        self.blocks: Any = nn.ModuleList(
             _Part({"norm": nn.BatchNorm1d(width), "ssm": PlainLRU(width, order), "gate": nn.Linear(width, 2 * width)})
             for _ in range(depth)
         )
@@ -105,8 +107,8 @@ class PlainLanguageModel(nn.Module):
 
     def __init__(self, *, depth: int, width: int, order: int, vocabulary: int) -> None:
         super().__init__()
-        self.encoder = _Part({"embedding": nn.Embedding(vocabulary, width)})
-        self.blocks = nn.ModuleList(
+        self.encoder: Any = _Part({"embedding": nn.Embedding(vocabulary, width)})
+        self.blocks: Any = nn.ModuleList(
             _Part({"norm": nn.RMSNorm(width, eps=1e-5), "ssm": PlainMamba(width, order)}) for _ in range(depth)
         )
         self.norm = nn.RMSNorm(width, eps=1e-5)
@@ -122,8 +124,15 @@ def transformers_mamba(*, depth: int, width: int, order: int, vocabulary: int) -
     """The language model of transformers, which runs its kernels if their packages are installed, else a loop."""
     from transformers import MambaConfig, MambaForCausalLM
 
-    sizes = {"vocab_size": vocabulary, "hidden_size": width, "state_size": order, "num_hidden_layers": depth}
-    return MambaForCausalLM(MambaConfig(**sizes, use_cache=False, tie_word_embeddings=True))
+    config = MambaConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        state_size=order,
+        num_hidden_layers=depth,
+        use_cache=False,
+        tie_word_embeddings=True,
+    )
+    return MambaForCausalLM(config)
 
 
 _THEIRS = {"encoder.embedding.": "backbone.embeddings.", "blocks.": "backbone.layers.", ".ssm.": ".mixer."}
