@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
-from operator import attrgetter
 from typing import Any, TypeAlias, final
 
 import torch
@@ -28,7 +27,6 @@ Streamed: TypeAlias = LanguageModel | SequenceClassifier | Blocks | ResidualBloc
 
 _KINDS = "a LanguageModel, a SequenceClassifier, Blocks, a Block, a MixerBlock or an SSM layer"
 _ONE_STATE = (SSMLayer, ResidualBlock)  # their state is one tensor, not a tuple
-_VERSION = attrgetter("_version")
 _SMALL = 2**20  # numbers in a matrix that is worth a transposed copy: a product with one row is faster by 15 %
 _WARM_UP = 3  # steps before a recording: in them libraries allocate and kernels compile
 
@@ -164,7 +162,7 @@ class _Program:
         self.wide = reduce(torch.promote_types, {parameter.dtype for parameter in parameters}, torch.float32)
         self._form = form_changes()
         self._watched = [tensor for tensor in (*parameters, *model.buffers()) if not tensor.is_inference()]
-        self._versions = list(map(_VERSION, self._watched))
+        self._versions = [tensor._version for tensor in self._watched]
         self.layers: list[SSMLayer] = []
         self.steppers: list[Stepper] = []
         self.pooled: Tensor | None = None
@@ -180,8 +178,8 @@ class _Program:
         self._records = record and self.device.type == "cuda" and all(stepper.records for stepper in self.steppers)
 
     def is_current(self) -> bool:
-        """True if no parameter has been written since, as far as torch counts: 1 of 47 µs at 50 parameters."""
-        return self._form == form_changes() and self._versions == list(map(_VERSION, self._watched))
+        """True if no parameter has been written since, as far as torch counts: 2 of 47 µs at 50 parameters."""
+        return self._form == form_changes() and self._versions == [tensor._version for tensor in self._watched]
 
     def __call__(self, x: Tensor) -> Tensor:
         """Make a step; the result is overwritten by the next one."""
