@@ -24,7 +24,7 @@ STRANGERS = {("ops", "control"), ("layers", "control"), ("models", "control"), (
 # Packages that are heavy or optional, and the only places that may name them.
 CONFINED = {
     "triton": ("_triton.py", "compressm/ops/selective/gpu.py"),
-    "transformers": (*("compressm/adapters/transformers/", "compressm/integrations/", "compressm_lab/bench/loop.py"),),
+    "transformers": (*("compressm/adapters/transformers/", "compressm/integrations/", "compressm_lab/bench/plain.py"),),
     "mamba_ssm": ("compressm/adapters/", "compressm/integrations/"),
     "lightning": ("compressm/integrations/",),
     "accelerated_scan": ("compressm_lab/bench/peers.py",),

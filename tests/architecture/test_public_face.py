@@ -184,7 +184,7 @@ OPTIONS = {
         *("recipe", "--set", "--order", "--schedule", "--check", "--no-check"),
         *("--device", "--repeats", "--data", "--offline", "--out"),
     },
-    "bench loop": {"--device", "--way", "--repeats", "--out"},
+    "bench loop": {"--device", "--way", "--model", "--repeats", "--out"},
     "bench step": {"--device", "--task", "--order", "--precision", "--compile", "--no-compile", "--repeats", "--out"},
     "bench stream": {"--device", "--repeats", "--out"},
     "bench table": {"result"},

@@ -535,6 +535,29 @@ def a_state_dict_of_the_same_orders(rank, path):
 
 
 @case
+def a_captured_step(rank, path):
+    """Beside the plain loop, over a cut; on a CPU the function is just called."""
+    losses = []
+    for captured in (True, False):
+        run = Training(rank)
+        compressor = cs.Compressor(run.model, run.optimizer, when=[4], keep=cs.TargetOrder(5))
+
+        def step(x, target, run=run):
+            run.optimizer.zero_grad()
+            loss = cross_entropy(run.model(x), target)
+            loss.backward()
+            run.optimizer.step()
+            return loss.detach()
+
+        step_fn = cs.CapturedStep(step) if captured else step
+        losses.append([])
+        for number in range(1, 9):
+            losses[-1].append(step_fn(*run.batch()).item())
+            compressor.step(number)
+    return outcome(run, captured=losses[0], plain=losses[1])
+
+
+@case
 def nothing_to_redo(rank, path):
     run = Training(rank)
     assert issubclass(StaleWrapperError, cs.compression.CompressionError)

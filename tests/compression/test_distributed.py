@@ -61,6 +61,14 @@ def test_all_processes_fill_up_layers_to_the_same_orders(found):
         assert f"to is {16 + rank} here" in one["padded"][1]
 
 
+def test_losses_of_a_captured_step_are_those_of_the_plain_loop(found):
+    """Each process has data of its own; the cut after the fourth step renews the wrapper."""
+    for one in found["a_captured_step"]:
+        assert one["orders"] == [5, 5]
+        assert one["captured"] == one["plain"]
+    assert found["a_captured_step"][0]["plain"] != found["a_captured_step"][1]["plain"]
+
+
 def test_several_optimizers_stay_in_step_and_an_average_is_named_in_every_process(found):
     for one in found["several_optimizers"]:
         assert len(one["events"]) == 4

@@ -13,7 +13,7 @@ from torch.optim.optimizer import _foreach_supported_types
 from compressm.compression.compressor import Compressor
 from compressm.compression.policies import KeepFraction
 from compressm.layers import LRU, S4D, S5, Mamba
-from compressm.layers.parameters import StateColumns, StateParameter, StateRows, is_plain
+from compressm.layers.parameters import StateColumns, StateParameter, StateRows, is_plain, replace_data
 from compressm.models import SequenceClassifier
 from compressm.saving import load_checkpoint, load_model, save_checkpoint, save_model
 from tests.marks import later
@@ -143,3 +143,12 @@ def test_cuts_saving_and_checkpoints_take_a_marked_model(tmp_path):
     assert torch.equal(load_model(tmp_path / "model").eval()(X), model(X))
     load_checkpoint(tmp_path / "point", model=model, optimizer=optimizer, compressor=compressor)
     assert growing(model.blocks[0].ssm) == set(LRU.STATE_AXES)
+
+
+def test_compiled_code_of_any_module_notices_that_a_parameter_has_another_size():
+    """Not so in torch 2.11 if data are just replaced; our own layers have dynamic sizes and need nothing."""
+    module, x = nn.Linear(3, 5, bias=False), torch.randn(2, 3)
+    run = torch.compile(lambda x: module(x) * module.weight.shape[0], backend="eager", fullgraph=True)
+    for rows in (5, 4, 7):
+        replace_data(module.weight, torch.randn(rows, 3))
+        torch.testing.assert_close(run(x), rows * (x @ module.weight.mT))

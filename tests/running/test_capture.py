@@ -2,9 +2,13 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import compressm as cs
 from compressm.errors import CaptureError
+from compressm.running import capture
 
 
 def test_on_a_cpu_the_function_is_just_called():
@@ -41,3 +45,25 @@ def test_on_a_cpu_the_function_is_just_called():
 def test_bad_input_is_refused(given, said):
     with pytest.raises(CaptureError, match=said):
         given()
+
+
+def test_a_step_that_trains_a_wrapped_model_is_known(tmp_path):
+    """It warms up longer, as DistributedDataParallel times its first steps."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        models = [nn.Linear(2, 1), DistributedDataParallel(nn.Linear(2, 1))]
+        for model in models:
+            optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), capture._Seen()
+            with seen.watching():
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+            assert len(seen.parameters) == 2
+            assert seen.is_wrapped == isinstance(model, DistributedDataParallel)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_step_that_cannot_be_recorded_says_how_to_wrap_its_model(is_wrapped):
+    said = str(capture._refused(RuntimeError("no"), is_wrapped))
+    assert ("with torch.cuda.stream(torch.cuda.Stream())" in said) == is_wrapped

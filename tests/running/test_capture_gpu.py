@@ -4,7 +4,9 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 import compressm as cs
 from compressm.errors import CaptureError
@@ -285,3 +287,24 @@ def test_a_language_model_in_bfloat16():
         tokens = torch.randint(32, (4, 33), generator=torch.Generator().manual_seed(0)).cuda()
         losses.append(torch.stack([step_fn(tokens)["loss"].detach() for _ in range(12)]))
     assert torch.allclose(*losses, rtol=1e-2)
+
+
+def test_a_wrapped_model_is_recorded_again_after_a_cut(tmp_path):
+    """One process of a group of nccl; losses are those of the plain loop."""
+    dist.init_process_group("nccl", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        losses = []
+        for captured in (True, False):
+            run = Run(captured)
+            with torch.cuda.stream(torch.cuda.Stream()):
+                run.model = DistributedDataParallel(run.model, device_ids=[0])
+            compressor = cs.Compressor(run.model, run.optimizer, when=[15], keep=cs.TargetOrder(7))
+            for step in range(1, 31):
+                run.train(step, step)
+                compressor.step(step)
+                if captured and step in (14, 30):
+                    assert run.step_fn.is_recorded
+            losses.append(torch.stack(run.losses).tolist())
+        assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    finally:
+        dist.destroy_process_group()

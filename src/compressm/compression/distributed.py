@@ -346,7 +346,8 @@ def _made_anew_(wrapper: DistributedDataParallel) -> None:
     hooks = [(hook, state) for hook, state in wrapper._comm_hooks]
     try:
         # All processes already agree, so nothing is compared or sent.
-        DistributedDataParallel.__init__(wrapper, module, init_sync=False, **_options(wrapper))
+        with _stream_aside(next(module.parameters()).device):
+            DistributedDataParallel.__init__(wrapper, module, init_sync=False, **_options(wrapper))
         for hook, state in hooks:
             wrapper.register_comm_hook(state, hook)
     except BaseException:
@@ -354,6 +355,20 @@ def _made_anew_(wrapper: DistributedDataParallel) -> None:
         wrapper.__dict__.update(before)
         raise
     _bring_back_(wrapper, before)
+
+
+@contextmanager
+def _stream_aside(device: torch.device) -> Iterator[None]:
+    """A stream of its own on a GPU: gradients that are gathered on the default one cannot be recorded as a graph."""
+    if device.type != "cuda":
+        yield
+        return
+    present = torch.cuda.current_stream(device)
+    aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    aside.wait_stream(present)
+    with torch.cuda.stream(aside):
+        yield
+    present.wait_stream(aside)
 
 
 def _bring_back_(wrapper: DistributedDataParallel, before: dict[str, Any]) -> None:

@@ -158,7 +158,7 @@ class SSMLayer(Remembered, ABC):
     def _check_kind(self, x: Tensor, cast: tuple[torch.dtype, ...]) -> None:
         """Require the device and dtype of the parameters, or, under autocast, a dtype from `cast`."""
         # Not by `self.parameters()`, whose sizes torch.compile takes as constants.
-        own = (parameter for parameter in self.__dict__["_parameters"].values() if parameter is not None)
+        own = (parameter for parameter in self._held()[0].values() if parameter is not None)
         reference = next(own, None)
         reference = next(self.parameters()) if reference is None else reference
         castable = x.dtype in cast and torch.is_autocast_enabled(reference.device.type)

@@ -6,6 +6,7 @@ These are wrappers, averages, compressors and streams.
 from __future__ import annotations
 
 import gc
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -61,15 +62,31 @@ class Ordered(nn.Module):
     STATE_AXES: ClassVar[Mapping[str, int]] = {}
 
     def __getattr__(self, name: str) -> Any:
-        """Look up a parameter, then what else torch finds.
+        """Look up a parameter or buffer, then what else torch finds.
 
         torch.compile takes the sizes of all that torch's own function finds as constants; this one it traces.
         """
-        if "_parameters" in self.__dict__:
-            parameters = self.__dict__["_parameters"]
-            if name in parameters:
-                return parameters[name]
+        own = self.__dict__
+        if "_sized" in own:
+            for held in self._held():
+                if name in held:
+                    return held[name]
+        elif "_parameters" in own and name in own["_parameters"]:
+            return own["_parameters"][name]  # as torch does, in half the time
         return super().__getattr__(name)
+
+    def _held(self) -> tuple[dict[str, nn.Parameter | None], dict[str, Tensor | None]]:
+        """The module's own parameters and buffers, by the name that `mark_states_` gives them.
+
+        Of all that torch 2.11 finds in `_parameters` and `_buffers` it takes the sizes as constants. `_sized` comes
+        first: it remembers a thing by the name that it met first.
+        """
+        own = self.__dict__
+        if "_sized" in own:
+            parameters, buffers = own["_sized"]
+            if parameters is own["_parameters"] and buffers is own["_buffers"]:
+                return parameters, buffers
+        return own["_parameters"], own["_buffers"]
 
     def mark_states_(self) -> bool:
         """Let torch.compile take the sizes along axes of states as dynamic, here and in all modules inside."""
@@ -83,6 +100,7 @@ class Ordered(nn.Module):
     mark_states_._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _mark_own_states_(self) -> None:
+        self.__dict__["_sized"] = (self._parameters, self._buffers)
         for name, axis in self.STATE_AXES.items():
             tensor = self._parameters.get(name, self._buffers.get(name))
             if type(tensor) is nn.Parameter:
@@ -92,6 +110,8 @@ class Ordered(nn.Module):
 
 
 _form_changes = 0
+# Code that torch 2.11 has compiled runs on with a parameter whose data has another size, and computes nonsense.
+_MISSES_SIZES = torch.__version__ < "2.13"
 
 
 def form_changes() -> int:
@@ -105,9 +125,16 @@ def count_form_change() -> None:
     _form_changes += 1
 
 
+def _forget_compiled_code() -> None:
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
 def replace_data(parameter: Tensor, data: Tensor) -> None:
     """Replace a parameter's data in place; the shape may change. Hooks and attributes stay, the old gradient goes."""
     count_form_change()
+    if _MISSES_SIZES and type(parameter) is nn.Parameter and parameter.shape != data.shape:
+        _forget_compiled_code()
     parameter.grad = None
     # An earlier loss that is still referenced holds a gradient accumulator of the old shape, which makes the next
     # backward fail ("invalid gradient ... expected shape"); a change of dtype makes torch forget it.

@@ -183,6 +183,8 @@ class Block(ResidualBlock):
         keep_state: bool = True,
         before: nn.Module | None = None,
     ) -> tuple[Float[Tensor, "batch length width"], Tensor | None]:
+        if torch.compiler.is_compiling():
+            self.ssm.mark_states_()  # before D is read here
         measured = isinstance(before, PaddedBatchNorm) and before.training and lengths is None
         if state is None and lengths is None and not keep_state:
             out = self._at_once(x, measured)

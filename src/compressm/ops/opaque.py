@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compressm.ops.dispatch import once_differentiable
+
 # Kept here: the ops are gone when it is.
 _LIBRARY = torch.library.Library("compressm", "DEF")
 
@@ -19,12 +21,25 @@ _LIBRARY = torch.library.Library("compressm", "DEF")
 Function = Callable[..., Sequence[Tensor | None]]
 
 
-def define(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Define an op of the namespace `compressm` for all devices; `fake` gives tensors of the shapes of its results."""
+def define(
+    schema: str, function: Callable[..., Any], fake: Callable[..., Any], derived: Callable[..., Any] | None = None
+) -> None:
+    """Define an op of the namespace `compressm` for all devices; `fake` gives tensors of the shapes of its results.
+
+    `derived` is the op with its gradient, which calls it in `inside`. torch.compile sees the op alone: it would turn
+    off the refusal of second derivatives in an autograd function that it traces.
+    """
     _LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
     name = schema.partition("(")[0]
     _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"compressm::{name}", fake, lib=_LIBRARY)
+    if derived is not None:
+        _LIBRARY.impl(name, derived, "Autograd")
+
+
+def inside() -> AbstractContextManager[None]:
+    """Call ops without their gradients."""
+    return torch._C._AutoDispatchBelowAutograd()
 
 
 def define_recomputed(name: str, arguments: str, function: Function, fake: Function) -> None:
@@ -41,6 +56,9 @@ def define_recomputed(name: str, arguments: str, function: Function, fake: Funct
     def fake_op(*given: Any) -> list[Tensor]:
         return _filled(fake(*given))
 
+    def derived(*given: Any) -> list[Tensor]:
+        return list(_Recomputed.apply(name, *given))
+
     def back(grads: list[Tensor], *given: Any) -> list[Tensor]:
         with _recording(), torch.enable_grad():
             given = tuple(value.detach().requires_grad_() if _is_real(value) else value for value in given)
@@ -53,7 +71,7 @@ def define_recomputed(name: str, arguments: str, function: Function, fake: Funct
     def fake_back(grads: list[Tensor], *given: Any) -> list[Tensor]:
         return [value.new_empty(value.shape) for value in given if _is_real(value)]
 
-    define(f"{name}({arguments}) -> Tensor[]", op, fake_op)
+    define(f"{name}({arguments}) -> Tensor[]", op, fake_op, derived)
     define(f"{name}_back(Tensor[] grads, {arguments}) -> Tensor[]", back, fake_back)
 
 
@@ -86,23 +104,25 @@ def _is_real(value: object) -> bool:
 
 def recomputed(name: str, given: Sequence[Tensor | None], *flags: Any) -> tuple[Tensor, ...]:
     """Call the op of this name; its gradient is the other op."""
-    if torch.is_grad_enabled() and any(value.requires_grad for value in given if value is not None):
-        return _Recomputed.apply(name, flags, *given)
     return tuple(getattr(torch.ops.compressm, name)(*given, *flags))
 
 
 class _Recomputed(torch.autograd.Function):
     @staticmethod
-    def forward(name: str, flags: tuple[Any, ...], *given: Tensor | None) -> tuple[Tensor, ...]:
-        return tuple(getattr(torch.ops.compressm, name)(*given, *flags))
+    def forward(name: str, *given: Any) -> tuple[Tensor, ...]:
+        with inside():
+            return tuple(getattr(torch.ops.compressm, name)(*given))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.name, ctx.flags, *given = inputs
-        ctx.save_for_backward(*given)
+        ctx.name, *given = inputs
+        ctx.flags = [value for value in given if value is not None and not isinstance(value, Tensor)]
+        ctx.save_for_backward(*given[: len(given) - len(ctx.flags)])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         given = ctx.saved_tensors
         found = list(getattr(torch.ops.compressm, f"{ctx.name}_back")(list(grads), *given, *ctx.flags))
-        return None, None, *(found.pop(0) if _is_real(value) else None for value in given)
+        pulled = [found.pop(0) if _is_real(value) else None for value in given]
+        return None, *pulled, *(None for _ in ctx.flags)

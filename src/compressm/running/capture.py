@@ -15,6 +15,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -24,6 +25,8 @@ from compressm.errors import CaptureError
 from compressm.layers.parameters import form_changes
 
 _MOST_RECORDINGS = 8  # of one batch shape: gradients may be there or not, options of optimizers may change
+# DistributedDataParallel times its first ten steps, on the host; torch's notes on CUDA graphs ask for these.
+_WARM_UP_OF_SEVERAL = 11
 _RESTLESS = 16  # recordings after which options that change all the time are said to
 
 
@@ -36,7 +39,8 @@ class CapturedStep:
     the model, and for every new shape of the batch. What `step_fn` returns comes back as copies.
 
     Python code in `step_fn` runs only while it is recorded: what reads a value on the host is refused by its line.
-    Rates of optimizers become tensors on the device; schedulers may step inside or outside.
+    Rates of optimizers become tensors on the device; schedulers may step inside or outside. A model in
+    DistributedDataParallel takes at least 11 calls to warm up, and must have been wrapped on a stream of its own.
     """
 
     def __init__(self, step_fn: Callable[..., Any], *, warmup: int = 3) -> None:
@@ -64,7 +68,7 @@ class CapturedStep:
             self.forget()
         key = (spec, tuple(_kind(leaf) for leaf in leaves))
         shape = self._shapes.setdefault(key, _Shape())
-        if shape.warm < self.warmup:
+        if shape.warm < (max(self.warmup, _WARM_UP_OF_SEVERAL) if self._seen.is_wrapped else self.warmup):
             shape.warm += 1
             return self._warm_up(args, named)
         self._seen.take_rates()
@@ -124,6 +128,7 @@ class _Seen:
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[LRScheduler] = []
         self.device: torch.device | None = None
+        self.is_wrapped = False  # in a DistributedDataParallel
         self._watched = False
         self._memory: list[tuple[nn.Parameter, int]] = []
         self._states: list[tuple[Optimizer, object]] = []
@@ -147,7 +152,9 @@ class _Seen:
             return
         stepped: list[Optimizer] = []
         hook = register_optimizer_step_post_hook(lambda optimizer, args, named: stepped.append(optimizer))
-        parameters, schedulers, optimizers = _living(nn.Parameter, LRScheduler, Optimizer)
+        parameters, schedulers, optimizers, wrappers = _living(
+            nn.Parameter, LRScheduler, Optimizer, DistributedDataParallel
+        )
         gradients = [(p, p.grad, None if p.grad is None else p.grad._version) for p in parameters if p.is_leaf]
         counts = [(scheduler, scheduler.last_epoch) for scheduler in schedulers]
         rates = [(group, group["lr"]) for o in optimizers for group in o.param_groups if "lr" in group]
@@ -162,6 +169,8 @@ class _Seen:
         trained = [p for p, g, version in gradients if p.grad is not g or (g is not None and g._version != version)]
         self.parameters = list({id(p): p for p in (*held, *trained)}.values())
         self.device = next((p.device for p in self.parameters if p.is_cuda), None)
+        known = set(map(id, self.parameters))
+        self.is_wrapped = any(id(p) in known for wrapper in wrappers for p in wrapper.parameters())
         self._watched = True
         # A tensor that is changed in place is changed by the recording too.
         changed = [group for group, rate in rates if group["lr"] is not rate and not _is_equal(group["lr"], rate)]
@@ -307,7 +316,7 @@ def _record(
                 parameter.grad = gradient
             _end_broken_recording(device)
             if isinstance(error, Exception):
-                raise _refused(error) from error
+                raise _refused(error, seen.is_wrapped) from error
             raise
     after = {id(parameter): parameter.grad for parameter in seen.parameters}
     # A gradient that was replaced without being added to was not read.
@@ -320,13 +329,19 @@ def _record(
     return _Recording(graph, inputs, returned, needs, left, options, seen.schedulers)
 
 
+_OF_WRAPPERS = (
+    " A DistributedDataParallel is recorded if it was made inside `with torch.cuda.stream(torch.cuda.Stream()):`, in a"
+    " process group of nccl, and without find_unused_parameters."
+)
+
+
 def _end_broken_recording(device: torch.device) -> None:
     """Record next to nothing: torch's random generator believes in a recording until one has ended well."""
     with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
         torch.zeros(1, device=device)
 
 
-def _refused(error: Exception) -> CaptureError:
+def _refused(error: Exception, is_wrapped: bool) -> CaptureError:
     """The error that names the line of the user's code at which recording failed."""
     chain: list[BaseException] = [error]
     while (behind := chain[-1].__context__) is not None:
@@ -337,7 +352,7 @@ def _refused(error: Exception) -> CaptureError:
     return CaptureError(
         f"step_fn cannot be recorded as a CUDA graph: {said}{place}. A recorded step may not read values on the host"
         " (.item(), .cpu(), float(loss), if on a tensor, a GradScaler) nor wait for the device: return the tensor and"
-        " read it outside. This call has changed nothing"
+        f" read it outside.{_OF_WRAPPERS if is_wrapped else ''} This call has changed nothing"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -33,7 +34,8 @@ Device = Literal["cpu", "cuda"]
 PrecisionChoice = StrEnum("PrecisionChoice", "float32 tf32 bfloat16")
 PaperTask = StrEnum("PaperTask", "smnist scifar listops imdb aan pathfinder")
 Axis = StrEnum("Axis", "order length width")
-LoopWay = StrEnum("LoopWay", "eager compiled captured laboratory plain plain_compiled")
+LoopWay = StrEnum("LoopWay", "eager compiled captured laboratory plain plain_compiled transformers")
+LoopModel = StrEnum("LoopModel", "smnist scifar mamba")
 
 DeviceOption = Annotated[Device, typer.Option(help="Where to measure.")]
 RepeatsOption = Annotated[int, integer_option("Repeats; the median counts.")]
@@ -206,16 +208,21 @@ def loop(
     way: Annotated[
         list[LoopWay] | None, typer.Option(help="Ways to run the loop; again for more. Default: all that are here.")
     ] = None,
+    model: Annotated[list[LoopModel] | None, typer.Option(help="Models; again for more. Default: all.")] = None,
     repeats: RepeatsOption = 9,
     out: OutOption = OUT,
 ) -> None:
     """Measure a training step in a user's own loop: eager, compiled, captured, beside the model in plain PyTorch."""
-    from compressm_lab.bench.loop import measure_loops  # brings in torch's compiler
+    from compressm_lab.bench.loop import loop_cases, measure_loops  # brings in torch's compiler
 
     chosen = [name.value for name in way or ()]
     if device == "cpu" and (only := [name for name in chosen if name in ("captured", "laboratory")]):
         raise typer.BadParameter(f"{only[0]} is a CUDA graph: use --device cuda", param_hint="--way")
-    _measure("loop", measure_loops, device, out, ways=chosen, repeats=repeats)
+    cases = loop_cases(device, [name.value for name in model or ()])
+    if not cases:
+        raise typer.BadParameter("a CPU runs smnist and mamba: use --device cuda", param_hint="--model")
+    keep = partial(Measurement.write, path=out / f"loop-{device}.json")  # what is there after a kill
+    _measure("loop", measure_loops, device, out, cases=cases, ways=chosen, repeats=repeats, keep=keep)
 
 
 def growth(

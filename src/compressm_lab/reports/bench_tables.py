@@ -218,6 +218,11 @@ def loop_grids(measurement: Measurement) -> list[Grid]:
     models = grouped(measurement.rows, lambda row: (row["model"], row["order"], row["precision"]))
     cells = [tuple(map(str, model)) + tuple(_step_cell(rows, way) for way in ways) for model, rows in models.items()]
     notes = dict.fromkeys(f"{row['model']}, {row['way']}: {row['note']}" for row in measurement.rows if "note" in row)
+    notes |= dict.fromkeys(
+        f"{row['model']}, n = {row['order']}, {row['way']}: first step {duration(float(row['first_s']))}"
+        for row in measurement.rows
+        if "compiled" in str(row["way"]) and "first_s" in row
+    )
     return [
         Grid("A training step in a user's own loop", ("model", "n", "precision", *ways), tuple(cells), "; ".join(notes))
     ]

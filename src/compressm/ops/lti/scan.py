@@ -29,6 +29,7 @@ from compressm.ops.memory import keep_freed_memory
 from compressm.ops.opaque import define_recomputed, recomputed
 
 Recurrence = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+_PATHS = tuple(Path)  # torch.compile of torch 2.11 cannot unpack an Enum
 
 
 def recurrence_loop(
@@ -122,7 +123,7 @@ def lti_layer(
     Steps at and after `lengths` have no effect, and their y is 0. `drive`, if given, is a link of u that takes the
     gradient of B u where that is cheaper.
     """
-    require_path(path, *Path)
+    require_path(path, *_PATHS)
     require_given(u=u, log_poles=log_poles, B=B, C=C)
     sizes = require_shapes(
         u=(u, ("batch", "length", "p")),

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from compressm.ops.dispatch import has_triton
+from compressm.ops.dispatch import has_triton, once_differentiable
 from compressm.ops.lti.cost import walks_pairs
 from compressm.ops.lti.recurrence import pair_gradient, pair_recurrence, two_level_gradient, two_level_recurrence
 from compressm.ops.memory import keep_freed_memory
-from compressm.ops.opaque import define
+from compressm.ops.opaque import define, inside
 
 
 def runs_kernels(u: Tensor) -> bool:
@@ -43,7 +43,7 @@ def every_state(
 
 def scan(x: Tensor, log_poles: Tensor, state: Tensor | None, keep_last: bool, order: int) -> tuple[Tensor, Tensor]:
     """Compute every h, and of the last one the first `order` modes, or nothing, as an op of torch.compile."""
-    return _Scan.apply(x, log_poles, state, keep_last, order)
+    return torch.ops.compressm.scan(x, log_poles, state, keep_last, order)
 
 
 class _Scan(torch.autograd.Function):
@@ -53,7 +53,8 @@ class _Scan(torch.autograd.Function):
     def forward(
         x: Tensor, log_poles: Tensor, state: Tensor | None, keep_last: bool, order: int
     ) -> tuple[Tensor, Tensor]:
-        return torch.ops.compressm.scan(x, log_poles, state, keep_last, order)
+        with inside():
+            return torch.ops.compressm.scan(x, log_poles, state, keep_last, order)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -61,6 +62,7 @@ class _Scan(torch.autograd.Function):
         ctx.keep_last = inputs[3]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dh: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
         h, log_poles, state = ctx.saved_tensors
         given = (dh, dlast if ctx.keep_last else None, h, log_poles, state)
@@ -111,6 +113,7 @@ define(
     "scan(Tensor x, Tensor log_poles, Tensor? state, bool keep_last, SymInt order) -> (Tensor, Tensor)",
     _scan,
     _fake_scan,
+    _Scan.apply,
 )
 define(
     "scan_back(Tensor dh, Tensor? dlast, Tensor h, Tensor log_poles, Tensor? state) -> (Tensor, Tensor, Tensor)",

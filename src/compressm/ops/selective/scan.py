@@ -34,6 +34,9 @@ class ScanPath(Enum):
     TRITON = "triton"
 
 
+_PATHS = tuple(ScanPath)  # torch.compile of torch 2.11 cannot unpack an Enum
+
+
 def selective_scan(
     u: Float[Tensor, "batch length channels"],
     delta: Float[Tensor, "batch length channels"],
@@ -61,7 +64,7 @@ def selective_scan(
     given = Selective(u, delta, A, B, C, D, z, delta_bias, softplus)
     check(given, state, lengths, orders)
     require_floats_on_one_device(u=u, delta=delta, A=A, B=B, C=C, D=D, z=z, state=state, delta_bias=delta_bias)
-    require_path(path, *ScanPath)
+    require_path(path, *_PATHS)
     if is_transformed() or not torch.compiler.is_compiling():
         y, last = _along(path or fastest_path(given), given, state, lengths, orders, keep_state)
         return y, last if keep_state else None
