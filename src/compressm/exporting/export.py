@@ -94,7 +94,8 @@ def write(
         raise ExportError(f"what is {what!r}, {type(format).__name__} takes {', '.join(map(repr, format.takes))} only")
     if target.is_dir():
         raise ExportError(f"{target} is a folder, expected a file")
-    format.require()
+    with quietly():
+        format.require()
     case = Case(inner, what, example, check)
     metadata = case.metadata() | facts
     with quietly(), torch.no_grad(), replacing(target) as scratch:

@@ -190,7 +190,10 @@ class ExecuTorch(Format):
             partitioner = [importlib.import_module(place).XnnpackPartitioner()]
         text = torch.tensor(list(metadata.encode()), dtype=torch.uint8)
         edge = exir.to_edge_transform_and_lower(program, partitioner=partitioner, constant_methods={_KEY: text})
-        path.write_bytes(edge.to_executorch().buffer)
+        # Memory for the largest batch; without this, for the batch of the trace.
+        passes = importlib.import_module("executorch.exir.passes.sym_shape_eval_pass")
+        config = exir.ExecutorchBackendConfig(sym_shape_eval_pass=passes.ConstraintBasedSymShapeEvalPass())
+        path.write_bytes(edge.to_executorch(config).buffer)
 
     def load(self, path: Path | str) -> Loaded:
         program = importlib.import_module("executorch.runtime").Runtime.get().load_program(str(path))

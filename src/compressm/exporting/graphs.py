@@ -15,7 +15,7 @@ from torch.nn.functional import embedding, layer_norm, linear
 
 from compressm.compression.distributed import unwrapped
 from compressm.errors import ExportError
-from compressm.exporting.recurrences import Product, Recurrence, at_ends, recurrence_of, wide
+from compressm.exporting.recurrences import Product, at_ends, pieces, recurrence_of, wide
 from compressm.layers import SSMLayer, check_finite
 from compressm.models import (
     Block,
@@ -114,12 +114,14 @@ def _product(first: Tensor, *others: Tensor | None) -> Tensor:
 class BlockGraph(nn.Module):
     """A residual block; gelu(y) is (s + s erf s) / √2 for s = y / √2, where factors go into the weights around it."""
 
-    def __init__(self, block: ResidualBlock, dtype: torch.dtype) -> None:
+    def __init__(self, block: ResidualBlock, dtype: torch.dtype, *, sequences: bool) -> None:
         super().__init__()
         if not isinstance(block, Block | MixerBlock):
             raise ExportError(f"a block is a {type(block).__name__}, expected a Block or a MixerBlock")
         half, gated = math.sqrt(0.5), isinstance(block, Block)
-        self.recurrence = recurrence_of(block.ssm, dtype, gain=half if gated else 1.0, scaled=True)
+        self.recurrence = recurrence_of(
+            block.ssm, dtype, sequences=sequences, gain=half if gated else 1.0, scaled=True
+        )
         self.norm = Norm(block.norm, dtype, self.recurrence.scale)
         self.gate = Product(half * block.gate.weight.double(), block.gate.bias, dtype) if isinstance(block, Block) else None
 
@@ -134,7 +136,8 @@ class BlockGraph(nn.Module):
     def _after(self, x: Tensor, y: Tensor) -> Tensor:
         if self.gate is None:
             return x + y
-        value, gate = self.gate(y + y * torch.erf(y)).chunk(2, -1)
+        both = self.gate(y + y * torch.erf(y))
+        value, gate = pieces(both, [both.shape[-1] // 2] * 2)
         return x + value * torch.sigmoid(gate)
 
 
@@ -142,9 +145,9 @@ class BlockGraph(nn.Module):
 class LayerGraph(nn.Module):
     """A layer without a block around it."""
 
-    def __init__(self, layer: SSMLayer, dtype: torch.dtype) -> None:
+    def __init__(self, layer: SSMLayer, dtype: torch.dtype, *, sequences: bool) -> None:
         super().__init__()
-        self.recurrence = recurrence_of(layer, dtype)
+        self.recurrence = recurrence_of(layer, dtype, sequences=sequences)
 
     def step(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         return self.recurrence.step(x, state)
@@ -162,8 +165,11 @@ class Graph(nn.Module):
         encoder = model.encoder if isinstance(model, LanguageModel | SequenceClassifier) else None
         self.tokens = isinstance(encoder, EmbeddingEncoder)
         self.encoder = _encoder(encoder, dtype)
-        blocks = [BlockGraph(block, dtype) for block in blocks_of(model)]
-        self.blocks = nn.ModuleList(blocks if blocks else [LayerGraph(model, dtype)])  # type: ignore[arg-type]
+        sequences = isinstance(self, SequenceGraph)
+        if isinstance(model, SSMLayer):
+            self.blocks = nn.ModuleList([LayerGraph(model, dtype, sequences=sequences)])
+        else:
+            self.blocks = nn.ModuleList(BlockGraph(block, dtype, sequences=sequences) for block in blocks_of(model))
         self.norm = Norm(model.norm, dtype, None) if isinstance(model, LanguageModel) else None
         self.head, self.pooling = _head(model, dtype), model.pooling if isinstance(model, SequenceClassifier) else None
         if self.pooling is not None and not isinstance(self.pooling, _POOLINGS):
@@ -202,7 +208,7 @@ class StepGraph(Graph):
         self, x: Shaped[Tensor, "batch *inputs"], state: Float[Tensor, "batch size"]
     ) -> tuple[Float[Tensor, "batch outputs"], Float[Tensor, "batch size"]]:
         rest = [] if self.pooling is None else [self.width, 1]
-        *parts, last = [*state.split([*self.sizes, *rest], -1), state]
+        parts = pieces(state, [*self.sizes, *rest])
         x, after = self._encoded(x), []
         for block, part in zip(self._blocks(), parts, strict=False):
             x, new = block.step(x, part)

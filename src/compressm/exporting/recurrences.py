@@ -1,8 +1,8 @@
 """Recurrences of layers as exported graphs compute them: real arithmetic, states in and out, one path for any length.
 
-A sequence of any length is cut into chunks of 32 steps, the last ones of repeated rows that nobody reads. Inside the
-chunks, and then over them, h[t] takes up λˢ h[t − s] for s = 1, 2, 4, …: no size depends on the length but the number
-of chunks, and no branch at all.
+A sequence of any length is cut into chunks of 32 steps, at the end of repeated rows that nobody reads. All chunks are
+computed side by side, and then the state before each from the ends of those before it. Nothing but the number of chunks
+depends on the length, and there is no branch at all.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TypeAlias, final
 
 import torch
@@ -22,11 +23,6 @@ from compressm.layers.streaming import BankStepper, SelectiveStepper, Stepper, S
 
 # One tensor of real numbers, or the real and the imaginary parts of complex ones.
 Parts: TypeAlias = tuple[Tensor, ...]
-
-CHUNK = 32
-_INSIDE = 5  # doublings inside a chunk
-_ACROSS = 15  # doublings over chunks: what is 2²⁰ steps ago is forgotten
-LONGEST = CHUNK * 2**_ACROSS
 
 
 def times(a: Parts, h: Parts) -> Parts:
@@ -41,75 +37,73 @@ def plus(g: Parts, h: Parts) -> Parts:
     return tuple(left + right for left, right in zip(g, h, strict=True))
 
 
-def constant_scan(x: Parts, powers: Parts) -> Parts:
-    """Every h[t] = λ h[t−1] + x[t] on axis 1, from λ, λ², λ⁴, … on the first axis of `powers`."""
-    length = x[0].shape[1]
-    steps = [tuple(part[j] for part in powers) for j in range(_INSIDE + _ACROSS)]
-    h, near = _in_chunks(x), tuple(part[None] for part in steps[0])
-    for j in range(_INSIDE):
-        s = 2**j
-        later = plus(_from(h, s), times(steps[j], _until(h, s)))
-        h = _joined([_first(h, s), later], 2)
-        near = _joined([near, times(steps[j], near)], 0)
-    ends = _last(h)
-    for j in range(_ACROSS):
-        ends = plus(ends, times(steps[_INSIDE + j], _delayed(ends, 2**j)))
-    before = tuple(part[:, :, None] for part in _delayed(ends, 1))
-    return _in_one(plus(h, times(near, before)), length)
+CHUNK = 32
+_RADIX, _LEVELS = 8, 4
+LONGEST = CHUNK * _RADIX**_LEVELS  # steps; what is longer ago is forgotten
+
+
+def pieces(x: Float[Tensor, "*rest total"], sizes: Sequence[int]) -> list[Tensor]:
+    """The tensor in pieces along the last axis; executorch 1.5 takes the batch of `split` as a constant."""
+    ends = list(accumulate(sizes))
+    return [x[..., end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
+def turned(x: Float[Tensor, "*rest n2"], same: Tensor, crossed: Tensor) -> Float[Tensor, "*rest n2"]:
+    """λ x for x = [re, im], same = [re λ, re λ] and crossed = [−im λ, im λ]."""
+    n = x.shape[-1] // 2
+    return same * x + crossed * torch.cat([x[..., n:], x[..., :n]], -1)
+
+
+def in_chunks(x: Float[Tensor, "batch length *rest"]) -> Float[Tensor, "batch chunks 32 *rest"]:
+    """The sequence in chunks, two at least, so that no size is 1."""
+    length = x.shape[1]
+    # By places of two axes: that the length of a product can be taken apart again is more than tracers prove.
+    start = CHUNK * torch.arange(length // CHUNK + 2)
+    return x[:, (start[:, None] + torch.arange(CHUNK)).clamp_max(length - 1)]
+
+
+def in_one(h: Float[Tensor, "batch chunks 32 *rest"], length: int) -> Float[Tensor, "batch length *rest"]:
+    """The inverse of `in_chunks`."""
+    place = torch.arange(length)
+    return h[:, place // CHUNK, place % CHUNK]
+
+
+def _delayed(h: Float[Tensor, "batch chunks *rest"]) -> Float[Tensor, "batch chunks *rest"]:
+    """h of the chunk before, and zeros before the first."""
+    place = torch.arange(h.shape[1])
+    known = (place > 0).to(h.dtype).reshape(-1, *[1] * (h.ndim - 2))
+    return h.index_select(1, (place - 1).clamp_min(0)) * known
 
 
 def varying_scan(x: Parts, decay: Parts) -> Parts:
-    """Every h[t] = a[t] h[t−1] + x[t] on axis 1."""
+    """Every h[t] = a[t] h[t−1] + x[t] on axis 1, by doublings: h[t] takes up h[t − s] for s = 1, 2, 4, …"""
     length = x[0].shape[1]
-    h, a = _in_chunks(x), _in_chunks(decay)
-    for j in range(_INSIDE):
-        s = 2**j
-        h = _joined([_first(h, s), plus(_from(h, s), times(_from(a, s), _until(h, s)))], 2)
-        a = _joined([_first(a, s), times(_from(a, s), _until(a, s))], 2)
-    ends, left = _last(h), _last(a)
-    for j in range(_ACROSS):
-        ends, left = plus(ends, times(left, _delayed(ends, 2**j))), times(left, _delayed(left, 2**j))
-    before = tuple(part[:, :, None] for part in _delayed(ends, 1))
-    return _in_one(plus(h, times(a, before)), length)
+    h, a = tuple(map(in_chunks, x)), tuple(map(in_chunks, decay))
+    for s in (1, 2, 4, 8, 16):
+        first, later = (tuple(part[:, :, at] for part in h) for at in (slice(s), slice(s, None)))
+        before, left = (tuple(part[:, :, :-s] for part in parts) for parts in (h, a))
+        shared = tuple(part[:, :, s:] for part in a)
+        h = _joined(first, plus(later, times(shared, before)))
+        a = _joined(tuple(part[:, :, :s] for part in a), times(shared, left))
+    ends, left = (tuple(part[:, :, -1] for part in parts) for parts in (h, a))
+    before = tuple(part[:, :, None] for part in map(_delayed, _carried(ends, left)))
+    return tuple(in_one(part, length) for part in plus(h, times(a, before)))
 
 
-def _in_chunks(x: Parts) -> Parts:
-    """(batch, length, …) as (batch, chunks, 32, …); two chunks at least, so that no size is 1."""
-    length = x[0].shape[1]
-    chunks = length // CHUNK + 2
-    places = torch.arange(chunks * CHUNK).clamp_max(length - 1)
-    return tuple(part.index_select(1, places).unflatten(1, (chunks, CHUNK)) for part in x)
+def _carried(ends: Parts, left: Parts) -> Parts:
+    """The state at the end of each chunk, from what its own inputs give and what is left of the state before it."""
+    s = 1
+    while s < LONGEST // CHUNK:
+        place = torch.arange(ends[0].shape[1])
+        known = (place >= s).to(ends[0].dtype).reshape(-1, *[1] * (ends[0].ndim - 2))
+        earlier = (place - s).clamp_min(0)
+        before, decay = (tuple(part.index_select(1, earlier) * known for part in parts) for parts in (ends, left))
+        ends, left, s = plus(ends, times(left, before)), times(left, decay), 2 * s
+    return ends
 
 
-def _in_one(h: Parts, length: int) -> Parts:
-    return tuple(part.flatten(1, 2).index_select(1, torch.arange(length)) for part in h)
-
-
-def _delayed(h: Parts, chunks: int) -> Parts:
-    """h of some chunks ago, and zeros before the first."""
-    place = torch.arange(h[0].shape[1])
-    known = (place >= chunks).to(h[0].dtype).reshape(-1, *[1] * (h[0].ndim - 2))
-    return tuple(part.index_select(1, (place - chunks).clamp_min(0)) * known for part in h)
-
-
-def _first(h: Parts, s: int) -> Parts:
-    return tuple(part[:, :, :s] for part in h)
-
-
-def _from(h: Parts, s: int) -> Parts:
-    return tuple(part[:, :, s:] for part in h)
-
-
-def _until(h: Parts, s: int) -> Parts:
-    return tuple(part[:, :, :-s] for part in h)
-
-
-def _last(h: Parts) -> Parts:
-    return tuple(part[:, :, -1] for part in h)
-
-
-def _joined(pieces: Sequence[Parts], axis: int) -> Parts:
-    return tuple(torch.cat(list(parts), axis) for parts in zip(*pieces, strict=True))
+def _joined(first: Parts, later: Parts) -> Parts:
+    return tuple(torch.cat(both, 2) for both in zip(first, later, strict=True))
 
 
 def at_ends(x: Float[Tensor, "batch length *rest"], lengths: Int[Tensor, " batch"]) -> Float[Tensor, "batch *rest"]:
@@ -162,61 +156,98 @@ class Recurrence(nn.Module, ABC):
             self.register_buffer(name, None if value is None else value.detach().to(dtype).contiguous())
 
 
-def recurrence_of(layer: SSMLayer, dtype: torch.dtype, *, gain: float = 1.0, scaled: bool = False) -> Recurrence:
-    """The recurrence of a layer, with matrices in `dtype`; a layer of another package is traced as it is."""
+def recurrence_of(
+    layer: SSMLayer, dtype: torch.dtype, *, sequences: bool, gain: float = 1.0, scaled: bool = False
+) -> Recurrence:
+    """The recurrence of a layer for steps or for sequences, with matrices in `dtype`.
+
+    A layer of another package is traced as it is.
+    """
     stepper = layer.stepper(torch.float64, gain=gain, scaled=scaled)
     if isinstance(stepper, SystemStepper):
-        return System(stepper, dtype)
+        return System(stepper, dtype, sequences=sequences)
     if isinstance(stepper, BankStepper):
-        return Bank(stepper, dtype)
+        return Bank(stepper, dtype, sequences=sequences)
     if isinstance(stepper, SelectiveStepper):
         return Selective(stepper, dtype)
     return Traced(layer, stepper, gain)
 
 
 class FixedPoles(Recurrence):
-    """A recurrence with constant poles."""
+    """A recurrence with constant poles; its states are [re, im] on the last axis here."""
 
-    def __init__(self, stepper: SystemStepper | BankStepper, dtype: torch.dtype) -> None:
+    def __init__(self, stepper: SystemStepper | BankStepper, dtype: torch.dtype, *, sequences: bool) -> None:
         super().__init__()
         self.size, self.scale, exact = stepper.size, stepper.scale, torch.float64
         assert stepper.poles is not None
         poles: Complex[Tensor, "..."] = stepper.poles.reshape(stepper.shape)
-        self._keep(wide(dtype), a=poles.real, b=poles.imag, skip=stepper.skip)
-        # A float32 power of 2²⁰ would be off by 2²⁰ roundings.
-        self._keep(exact, decay=poles.abs().clamp_min(torch.finfo(exact).tiny).log(), phase=poles.angle())
+        self._keep(wide(dtype), skip=stepper.skip)
+        self.n = poles.shape[-1]
+        if sequences:
+            # A float32 power of 2¹⁷ would be off by 2¹⁷ roundings.
+            self._keep(exact, decay=poles.abs().clamp_min(torch.finfo(exact).tiny).log(), phase=poles.angle())
+        else:
+            same, crossed = torch.cat([poles.real] * 2, -1), torch.cat([-poles.imag, poles.imag], -1)
+            self._keep(wide(dtype), same=same, crossed=crossed)
 
-    def _powers(self) -> Parts:
-        """λ, λ², λ⁴, …"""
-        exponents = [2.0**j for j in range(_INSIDE + _ACROSS)]
-        steps = torch.tensor(exponents, dtype=torch.float64).reshape(-1, *[1] * self.decay.ndim)
+    def _powers(self, exponents: Int[Tensor, " count"]) -> Parts:
+        """λ to whole exponents: (re, im), each (count, …, n)."""
+        steps = exponents.to(torch.float64).reshape(-1, *[1] * self.decay.ndim)
         size, angle = torch.exp(steps * self.decay), steps * self.phase
         # onnxruntime knows sines of float64, but no cosines.
-        return tuple((size * torch.sin(turn)).to(self.a.dtype) for turn in (angle + math.pi / 2, angle))
+        return size * torch.sin(angle + math.pi / 2), size * torch.sin(angle)
+
+    def _before_chunks(self, ends: Float[Tensor, "batch chunks *rest n2"]) -> Float[Tensor, "batch chunks *rest n2"]:
+        """The state before each chunk, from what the inputs of each give at its end."""
+        for level in range(_LEVELS):
+            # In one go what is 1 … 7 chunks ago, then what is 8, 16, … 56 ago, and so on.
+            lags = torch.arange(1, _RADIX) * _RADIX**level
+            re, im = (part.to(ends.dtype) for part in self._powers(CHUNK * lags))
+            place = torch.arange(ends.shape[1])[:, None] - lags
+            earlier = ends[:, place.clamp_min(0)]  # (batch, chunks, lags, …)
+            known = (place >= 0).to(ends.dtype).reshape(*place.shape, *[1] * (ends.ndim - 2))
+            moved = turned(earlier * known, torch.cat([re, re], -1), torch.cat([-im, im], -1))
+            ends = ends + moved.sum(2)
+        return _delayed(ends)
 
     def _skipped(self, v: Tensor) -> Tensor:
         return v if self.skip is None else v * self.skip
+
+
+def _lags() -> tuple[Int[Tensor, "32 32"], Int[Tensor, "32 32"]]:
+    """t − s, or 0 where s is after t; and 1, or 0 there."""
+    lag = torch.arange(CHUNK)[:, None] - torch.arange(CHUNK)
+    return lag.clamp_min(0), (lag >= 0).to(torch.int64)
 
 
 @final
 class System(FixedPoles):
     """One system for all channels; its state is (re, im) of all modes."""
 
-    def __init__(self, stepper: SystemStepper, dtype: torch.dtype) -> None:
-        super().__init__(stepper, dtype)
+    def __init__(self, stepper: SystemStepper, dtype: torch.dtype, *, sequences: bool) -> None:
+        super().__init__(stepper, dtype, sequences=sequences)
         # The stepper has re and im of each mode side by side.
         apart = torch.arange(self.size).reshape(-1, 2).T.flatten()
         self.drive = Product(stepper.drive.T[apart], None, dtype)
         self.readout = Product(stepper.readout.T[:, apart], None, dtype)
-        self._keep(wide(dtype), same=torch.cat([self.a, self.a]), crossed=torch.cat([-self.b, self.b]))
 
     def step(self, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        re, im = state.chunk(2, -1)
-        h = self.same * state + self.crossed * torch.cat([im, re], -1) + self.drive(v)
+        h = turned(state, self.same, self.crossed) + self.drive(v)
         return self.readout(h) + self._skipped(v), h
 
     def sequence(self, v: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        h = torch.cat(constant_scan(self.drive(v).chunk(2, -1), self._powers()), -1)
+        x = in_chunks(self.drive(v))
+        lag, known = _lags()
+        # Inside a chunk h[t] = Σ λᵗ⁻ˢ x[s], for each mode a product with the matrix [[re, −im], [im, re]] of all lags.
+        re, im = (part[lag] * known[..., None] for part in self._powers(torch.arange(CHUNK)))
+        rows = torch.cat([re, -im], 1), torch.cat([im, re], 1)
+        matrix = torch.cat(rows).movedim(-1, 0).to(x.dtype)  # (n, 64, 64)
+        columns = x.unflatten(-1, (2, self.n)).permute(0, 4, 3, 2, 1).flatten(2, 3)  # (batch, n, 64, chunks)
+        own = (matrix @ columns).unflatten(2, (2, CHUNK)).permute(0, 4, 3, 2, 1).flatten(3)
+        before = self._before_chunks(own[:, :, -1])[:, :, None]
+        re, im = (part.to(x.dtype) for part in self._powers(torch.arange(1, CHUNK + 1)))
+        h = own + turned(before, torch.cat([re, re], -1), torch.cat([-im, im], -1))
+        h = in_one(h, v.shape[1])
         return self.readout(h) + self._skipped(v), at_ends(h, lengths)
 
 
@@ -224,25 +255,55 @@ class System(FixedPoles):
 class Bank(FixedPoles):
     """One system for each channel; its state is (re, im) of width × n modes."""
 
-    def __init__(self, stepper: BankStepper, dtype: torch.dtype) -> None:
-        super().__init__(stepper, dtype)
+    def __init__(self, stepper: BankStepper, dtype: torch.dtype, *, sequences: bool) -> None:
+        super().__init__(stepper, dtype, sequences=sequences)
         B, C = stepper.basis, stepper.C
-        self._keep(wide(dtype), B_re=B.real, B_im=B.imag, C_re=C.real, C_minus_im=-C.imag)
+        self._keep(wide(dtype), B=torch.cat([B.real, B.imag], -1), C=torch.cat([C.real, -C.imag], -1))
 
     def step(self, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        h = state.unflatten(-1, (2, *self.a.shape)).unbind(1)
-        h = plus(times((self.a, self.b), h), self._driven(v))
-        return self._read(h, v), torch.stack(h, 1).flatten(1)
+        h = turned(self._by_channel(state), self.same, self.crossed) + self.B * v[..., None]
+        return (self.C * h).sum(-1) + self._skipped(v), self._flat(h)
 
     def sequence(self, v: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        h = constant_scan(self._driven(v), self._powers())
-        return self._read(h, v), torch.stack([at_ends(part, lengths) for part in h], 1).flatten(1)
+        """Form the states before chunks only, each of which takes as much memory as n steps of all channels."""
+        x = in_chunks(v).permute(0, 3, 2, 1)  # (batch, width, 32, chunks)
+        lag, known = _lags()
+        kept = self._driven(torch.arange(CHUNK))  # (32, width, 2n): what is left of an input after some steps
+        kernel = (self.C * kept).sum(-1)[lag] * known[..., None]  # (32, 32, width)
+        ends = kept.flip(0).permute(1, 2, 0) @ x  # (batch, width, 2n, chunks)
+        before = self._before_chunks(ends.permute(0, 3, 1, 2))
+        re, im = (part.to(v.dtype) for part in self._powers(torch.arange(1, CHUNK + 1)))
+        # Re(C λ h) = [C λ re, −C λ im] · [re h, im h]
+        C_re, C_minus_im = self.C[:, : self.n], self.C[:, self.n :]
+        read = torch.cat([C_re * re + C_minus_im * im, C_minus_im * re - C_re * im], -1).movedim(1, 0)
+        y = kernel.movedim(-1, 0).to(v.dtype) @ x + read @ before.permute(0, 2, 3, 1)
+        y = in_one(y.permute(0, 3, 2, 1), v.shape[1])
+        return y + self._skipped(v), self._flat(self._at_ends(v, before, kept, lengths))
 
-    def _driven(self, v: Tensor) -> Parts:
-        return self.B_re * v[..., None], self.B_im * v[..., None]
+    def _driven(self, exponents: Int[Tensor, " count"]) -> Float[Tensor, "count width n2"]:
+        """λ to whole exponents, times B."""
+        re, im = (part.to(self.B.dtype) for part in self._powers(exponents))
+        return turned(self.B, torch.cat([re, re], -1), torch.cat([-im, im], -1))
 
-    def _read(self, h: Parts, v: Tensor) -> Tensor:
-        return (self.C_re * h[0] + self.C_minus_im * h[1]).sum(-1) + self._skipped(v)
+    def _at_ends(self, v: Tensor, before: Tensor, kept: Tensor, lengths: Tensor) -> Float[Tensor, "batch width n2"]:
+        """The state at each sequence's end, from the one before the chunk that the end is in, and what this adds."""
+        chunk, rest = lengths // CHUNK, lengths % CHUNK
+        begin = at_ends(before, chunk + 1)
+        re, im = (part.to(v.dtype) for part in self._powers(torch.arange(CHUNK)))
+        begin = turned(begin, torch.cat([re, re], -1)[rest], torch.cat([-im, im], -1)[rest])
+        steps = torch.arange(CHUNK)
+        places = (CHUNK * chunk[:, None] + steps).clamp_max(v.shape[1] - 1)
+        inputs = v.gather(1, places[..., None].expand(-1, -1, v.shape[2]))
+        inputs = inputs * (steps < rest[:, None]).to(v.dtype)[..., None]
+        weights = kept[(rest[:, None] - 1 - steps).clamp_min(0)]  # (batch, 32, width, 2n)
+        return begin + (weights * inputs[..., None]).sum(1)
+
+    def _by_channel(self, state: Float[Tensor, "batch size"]) -> Float[Tensor, "batch width n2"]:
+        width, n2 = self.B.shape
+        return state.unflatten(-1, (2, width, n2 // 2)).transpose(1, 2).flatten(2)
+
+    def _flat(self, h: Float[Tensor, "batch width n2"]) -> Float[Tensor, "batch size"]:
+        return h.unflatten(-1, (2, self.n)).transpose(1, 2).flatten(1)
 
 
 @final
@@ -268,16 +329,16 @@ class Selective(Recurrence):
         self.maps = nn.ModuleList(Product(rows[:, p], None, wide(dtype)) for rows in maps for p in range(self.parts))
 
     def step(self, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        window, h = state.unflatten(-1, (self.inner, -1)).split([self.past, self.parts * self.order], -1)
-        v, z = self.into(v).chunk(2, -1)
+        window, *h = pieces(state.unflatten(-1, (self.inner, -1)), [self.past, *[self.order] * self.parts])
+        v, z = pieces(self.into(v), [self.inner] * 2)
         inputs = torch.cat([window, v[..., None]], -1)
         decay, driven, C, u = self._selected((inputs * self.taps.mT).sum(-1))
-        h = plus(times(decay, h.split(self.order, -1)), driven)
-        return self._read(h, C, u, z), torch.cat([inputs[..., 1:], *h], -1).flatten(1)
+        after = plus(times(decay, tuple(h)), driven)
+        return self._read(after, C, u, z), torch.cat([inputs[..., 1:], *after], -1).flatten(1)
 
     def sequence(self, v: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         length = v.shape[1]
-        v, z = self.into(v).chunk(2, -1)
+        v, z = pieces(self.into(v), [self.inner] * 2)
         inputs = pad(v, (0, 0, self.past, 0))
         total = self.taps[0] * inputs[:, :length]
         for k in range(1, self.past + 1):
@@ -292,7 +353,7 @@ class Selective(Recurrence):
     def _selected(self, u: Float[Tensor, "*rest inner"]) -> tuple[Parts, Parts, Parts, Tensor]:
         """Decays and inputs of the states, C with the imaginary part negated, and u, from the convolution's sum."""
         u = silu(u if self.conv_bias is None else u + self.conv_bias)
-        dt, B, C = self.select(u).split(self.rows, -1)
+        dt, B, C = pieces(self.select(u), self.rows)
         delta = softplus(self.steps(dt))
         rates = [getattr(self, f"rate_{number}") for number in range(self.parts)]
         size = torch.exp(delta[..., None] * rates[0])
