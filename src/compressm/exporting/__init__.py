@@ -4,4 +4,15 @@ from compressm.errors import ExportError
 from compressm.exporting.export import Exported, export, flat
 from compressm.exporting.formats import ONNX, AOTInductor, ExecuTorch, Format, Loaded, TorchExport
 
-__all__ = ["ONNX", "AOTInductor", "ExecuTorch", "ExportError", "Exported", "Format", "Loaded", "TorchExport", "export", "flat"]
+__all__ = [
+    "ONNX",
+    "AOTInductor",
+    "ExecuTorch",
+    "ExportError",
+    "Exported",
+    "Format",
+    "Loaded",
+    "TorchExport",
+    "export",
+    "flat",
+]

@@ -264,7 +264,9 @@ class Case:
 
     def _parts(self) -> list[dict[str, Any]]:
         """The names of all states, and where each stands."""
-        shapes = {name or "layer": list(layer.initial_state(1).shape[1:]) for name, layer in layers_of(self.model).items()}
+        shapes = {
+            name or "layer": list(layer.initial_state(1).shape[1:]) for name, layer in layers_of(self.model).items()
+        }
         if isinstance(self.model, SequenceClassifier):
             shapes |= {"pooled": [self.model.width], "steps": [1]}
         parts, start = [], 0

@@ -130,7 +130,9 @@ class ONNX(Format):
     def write(self, program: ExportedProgram, names: tuple[list[str], list[str]], path: Path, metadata: str) -> None:
         size = sum(value.nbytes for value in program.state_dict.values())
         if size >= _LARGEST:
-            raise ExportError(f"the constants take {size:,} bytes, an ONNX file has less than {_LARGEST:,}: use TorchExport()")
+            raise ExportError(
+                f"the constants take {size:,} bytes, an ONNX file has less than {_LARGEST:,}: use TorchExport()"
+            )
         inputs, outputs = names
         made = torch.onnx.export(
             program, input_names=inputs, output_names=outputs, opset_version=self.opset, dynamo=True, verbose=False

@@ -119,11 +119,11 @@ class BlockGraph(nn.Module):
         if not isinstance(block, Block | MixerBlock):
             raise ExportError(f"a block is a {type(block).__name__}, expected a Block or a MixerBlock")
         half, gated = math.sqrt(0.5), isinstance(block, Block)
-        self.recurrence = recurrence_of(
-            block.ssm, dtype, sequences=sequences, gain=half if gated else 1.0, scaled=True
-        )
+        self.recurrence = recurrence_of(block.ssm, dtype, sequences=sequences, gain=half if gated else 1.0, scaled=True)
         self.norm = Norm(block.norm, dtype, self.recurrence.scale)
-        self.gate = Product(half * block.gate.weight.double(), block.gate.bias, dtype) if isinstance(block, Block) else None
+        self.gate = (
+            Product(half * block.gate.weight.double(), block.gate.bias, dtype) if isinstance(block, Block) else None
+        )
 
     def step(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         y, state = self.recurrence.step(self.norm(x), state)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TypeAlias, final
 
@@ -25,11 +25,11 @@ from compressm.layers.streaming import BankStepper, SelectiveStepper, Stepper, S
 Parts: TypeAlias = tuple[Tensor, ...]
 
 
-def times(a: Parts, h: Parts) -> Parts:
+def times(a: Parts, h: Parts, of: Callable[[Tensor, Tensor], Tensor] = torch.mul) -> Parts:
     """The product a h."""
     if len(h) == 1:
-        return (a[0] * h[0],)
-    return a[0] * h[0] - a[1] * h[1], a[0] * h[1] + a[1] * h[0]
+        return (of(a[0], h[0]),)
+    return of(a[0], h[0]) - of(a[1], h[1]), of(a[0], h[1]) + of(a[1], h[0])
 
 
 def plus(g: Parts, h: Parts) -> Parts:
@@ -48,8 +48,8 @@ def pieces(x: Float[Tensor, "*rest total"], sizes: Sequence[int]) -> list[Tensor
     return [x[..., end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
-def turned(x: Float[Tensor, "*rest n2"], same: Tensor, crossed: Tensor) -> Float[Tensor, "*rest n2"]:
-    """λ x for x = [re, im], same = [re λ, re λ] and crossed = [−im λ, im λ]."""
+def turned(x: Float[Tensor, "... n2"], same: Float[Tensor, "... n2"], crossed: Float[Tensor, "... n2"]) -> Tensor:
+    """λ x for x = [re, im], same = [re λ, re λ] and crossed = [−im λ, im λ]; the other axes broadcast."""
     n = x.shape[-1] // 2
     return same * x + crossed * torch.cat([x[..., n:], x[..., :n]], -1)
 
@@ -62,7 +62,9 @@ def in_chunks(x: Float[Tensor, "batch length *rest"]) -> Float[Tensor, "batch ch
     return x[:, (start[:, None] + torch.arange(CHUNK)).clamp_max(length - 1)]
 
 
-def in_one(h: Float[Tensor, "batch chunks 32 *rest"], length: int) -> Float[Tensor, "batch length *rest"]:
+def in_one(
+    h: Float[Tensor, "batch chunks 32 *rest"], length: int | torch.SymInt
+) -> Float[Tensor, "batch length *rest"]:
     """The inverse of `in_chunks`."""
     place = torch.arange(length)
     return h[:, place // CHUNK, place % CHUNK]
@@ -186,9 +188,6 @@ class FixedPoles(Recurrence):
         if sequences:
             # A float32 power of 2¹⁷ would be off by 2¹⁷ roundings.
             self._keep(exact, decay=poles.abs().clamp_min(torch.finfo(exact).tiny).log(), phase=poles.angle())
-        else:
-            same, crossed = torch.cat([poles.real] * 2, -1), torch.cat([-poles.imag, poles.imag], -1)
-            self._keep(wide(dtype), same=same, crossed=crossed)
 
     def _powers(self, exponents: Int[Tensor, " count"]) -> Parts:
         """λ to whole exponents: (re, im), each (count, …, n)."""
@@ -230,6 +229,9 @@ class System(FixedPoles):
         apart = torch.arange(self.size).reshape(-1, 2).T.flatten()
         self.drive = Product(stepper.drive.T[apart], None, dtype)
         self.readout = Product(stepper.readout.T[:, apart], None, dtype)
+        if not sequences:
+            re, im = stepper.poles.real, stepper.poles.imag
+            self._keep(wide(dtype), same=torch.cat([re, re]), crossed=torch.cat([-im, im]))
 
     def step(self, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         h = turned(state, self.same, self.crossed) + self.drive(v)
@@ -238,12 +240,11 @@ class System(FixedPoles):
     def sequence(self, v: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         x = in_chunks(self.drive(v))
         lag, known = _lags()
-        # Inside a chunk h[t] = Σ λᵗ⁻ˢ x[s], for each mode a product with the matrix [[re, −im], [im, re]] of all lags.
-        re, im = (part[lag] * known[..., None] for part in self._powers(torch.arange(CHUNK)))
-        rows = torch.cat([re, -im], 1), torch.cat([im, re], 1)
-        matrix = torch.cat(rows).movedim(-1, 0).to(x.dtype)  # (n, 64, 64)
-        columns = x.unflatten(-1, (2, self.n)).permute(0, 4, 3, 2, 1).flatten(2, 3)  # (batch, n, 64, chunks)
-        own = (matrix @ columns).unflatten(2, (2, CHUNK)).permute(0, 4, 3, 2, 1).flatten(3)
+        # Inside a chunk h[t] = Σ λᵗ⁻ˢ x[s], for each mode a product with a matrix of 32 × 32.
+        powers = self._powers(torch.arange(CHUNK))
+        matrix = tuple((part[lag] * known[..., None]).movedim(-1, 0).to(x.dtype) for part in powers)
+        columns = tuple(part.permute(0, 3, 2, 1) for part in pieces(x, [self.n] * 2))  # (batch, n, 32, chunks)
+        own = torch.cat([part.permute(0, 3, 2, 1) for part in times(matrix, columns, torch.matmul)], -1)
         before = self._before_chunks(own[:, :, -1])[:, :, None]
         re, im = (part.to(x.dtype) for part in self._powers(torch.arange(1, CHUNK + 1)))
         h = own + turned(before, torch.cat([re, re], -1), torch.cat([-im, im], -1))
@@ -257,12 +258,21 @@ class Bank(FixedPoles):
 
     def __init__(self, stepper: BankStepper, dtype: torch.dtype, *, sequences: bool) -> None:
         super().__init__(stepper, dtype, sequences=sequences)
-        B, C = stepper.basis, stepper.C
-        self._keep(wide(dtype), B=torch.cat([B.real, B.imag], -1), C=torch.cat([C.real, -C.imag], -1))
+        B, C, poles = stepper.basis, stepper.C, stepper.poles.reshape(stepper.shape)
+        if sequences:
+            self._keep(wide(dtype), B=torch.cat([B.real, B.imag], -1), C=torch.cat([C.real, -C.imag], -1))
+        else:
+            self._keep(
+                wide(dtype), a=poles.real, b=poles.imag, B_re=B.real, B_im=B.imag, C_re=C.real, C_minus_im=-C.imag
+            )
 
     def step(self, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        h = turned(self._by_channel(state), self.same, self.crossed) + self.B * v[..., None]
-        return (self.C * h).sum(-1) + self._skipped(v), self._flat(h)
+        # re and im apart, as the state has them: to bring them together takes as long as all else.
+        halves = state.unflatten(-1, (2, *self.a.shape))
+        driven = tuple(part * v[..., None] for part in (self.B_re, self.B_im))
+        h = plus(times((self.a, self.b), (halves[:, 0], halves[:, 1])), driven)
+        y = (self.C_re * h[0] + self.C_minus_im * h[1]).sum(-1)
+        return y + self._skipped(v), torch.cat([part.flatten(1) for part in h], -1)
 
     def sequence(self, v: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Form the states before chunks only, each of which takes as much memory as n steps of all channels."""
@@ -297,10 +307,6 @@ class Bank(FixedPoles):
         inputs = inputs * (steps < rest[:, None]).to(v.dtype)[..., None]
         weights = kept[(rest[:, None] - 1 - steps).clamp_min(0)]  # (batch, 32, width, 2n)
         return begin + (weights * inputs[..., None]).sum(1)
-
-    def _by_channel(self, state: Float[Tensor, "batch size"]) -> Float[Tensor, "batch width n2"]:
-        width, n2 = self.B.shape
-        return state.unflatten(-1, (2, width, n2 // 2)).transpose(1, 2).flatten(2)
 
     def _flat(self, h: Float[Tensor, "batch width n2"]) -> Float[Tensor, "batch size"]:
         return h.unflatten(-1, (2, self.n)).transpose(1, 2).flatten(1)
