@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -20,13 +21,14 @@ from compressm.exporting.graphs import Graph, Model, SequenceGraph, StepGraph, l
 from compressm.exporting.recurrences import LONGEST, at_ends, wide
 from compressm.files import replacing
 from compressm.layers.base import require_sizes
-from compressm.models import ClassifierState, LanguageModel, MeanPooling, SequenceClassifier
+from compressm.models import ClassifierState, MeanPooling, SequenceClassifier
 from compressm.models.encoder import EmbeddingEncoder, LinearEncoder
 
 VERSION = 1  # of the metadata
 # The largest difference that a file may have, relative to the largest number of the model's own output.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _BATCH, _SEED = 3, 0
+_TRACED = 40  # steps of the sequences that a forward pass is traced with
 
 
 @final
@@ -109,7 +111,18 @@ def write(
             )
         size = scratch.stat().st_size
     return Exported(
-        *(target, format, what, format.runtime, check, len(case.inputs), difference, case.tolerance, size, metadata)
+        *(
+            target,
+            format,
+            what,
+            format.runtime,
+            check,
+            min(len(case.inputs), format.most or 2**31),
+            difference,
+            case.tolerance,
+            size,
+            metadata,
+        )
     )
 
 
@@ -194,17 +207,18 @@ class Case:
     def program(self, format: Format) -> ExportedProgram:
         """The graph by torch.export, traced at another batch and length than those of the check."""
         # Of one sequence, or one step, torch would make a constant.
-        more = len(self.inputs) + 1 if format.most is None else max(2, min(format.most, len(self.inputs) + 1))
-        batch = Dim("batch", min=1, max=format.most or 2**31 - 1)
-        x = self.inputs.index_select(0, torch.arange(more) % len(self.inputs))
+        most = format.most or 2**31 - 1
+        traced = 1 if most == 1 else max(2, min(most, len(self.inputs) + 1))
+        batch = {} if most == 1 else {0: Dim("batch", min=1, max=most)}
+        x = self.inputs.index_select(0, torch.arange(traced) % len(self.inputs))
         if self.what == "step":
-            given: tuple[Tensor, ...] = (x[:, 0].contiguous(), self._zeros(more))
-            shapes: tuple[Any, ...] = ({0: batch}, {0: batch})
+            given: tuple[Tensor, ...] = (x[:, 0].contiguous(), self._zeros(traced))
+            shapes: tuple[Any, ...] = (batch, batch)
         else:
             time = 1 + (self.graph.towers == 2)
-            x = x.index_select(time, torch.arange(40) % self.steps)
-            given = x, torch.full(x.shape[:time], 40)
-            shapes = {0: batch, time: Dim("length", min=1, max=LONGEST)}, {0: batch}
+            x = x.index_select(time, torch.arange(_TRACED) % self.steps)
+            given = x, torch.full(x.shape[:time], _TRACED)
+            shapes = batch | {time: Dim("length", min=1, max=LONGEST)}, batch
         return torch.export.export(self.graph, given, dynamic_shapes=shapes, strict=False)
 
     def _zeros(self, batch: int) -> Tensor:
@@ -213,9 +227,10 @@ class Case:
     def difference(self, loaded: Loaded, format: Format) -> float:
         """The largest difference between the runtime and the model, relative to the model's largest number."""
         inputs = self.inputs if format.most is None else self.inputs[: format.most]
-        found = self._stepped(loaded, inputs) if self.what == "step" else self._read(loaded, inputs)
+        compared = self._stepped if self.what == "step" else self._read
         worst, largest = [0.0, 0.0], [0.0, 0.0]
-        for pairs in found:
+        # One sequence too: torch and others have paths of their own for sizes of 1.
+        for pairs in chain(compared(loaded, inputs), compared(loaded, inputs[:1])):
             for place, (ours, theirs) in enumerate(pairs):
                 if ours.shape != theirs.shape or not bool(torch.isfinite(theirs).all()):
                     raise ExportError(f"output {self.names[1][place]} of {format.runtime} is not finite, or misshapen")

@@ -93,7 +93,7 @@ class TorchExport(Format):
 @final
 @dataclass(frozen=True)
 class AOTInductor(Format):
-    """AOTInductor: machine code for this kind of processor, a `.pt2` file for Python and C++; it needs a C++ compiler."""
+    """AOTInductor: a `.pt2` file of machine code for this kind of processor; writing it needs a C++ compiler."""
 
     SUFFIX = ".pt2"
 
@@ -158,7 +158,7 @@ class ONNX(Format):
 @final
 @dataclass(frozen=True)
 class ExecuTorch(Format):
-    """ExecuTorch, for phones and microcontrollers, one step at a time; memory is planned for up to `batch` sequences."""
+    """ExecuTorch, for phones and small devices; it steps up to `batch` sequences, for which memory is planned."""
 
     backend: Literal["portable", "xnnpack"] = "portable"
     batch: int = 8

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import reduce
-from typing import Any, TypeAlias, final
+from typing import TypeAlias, final
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -20,13 +19,11 @@ from compressm.layers import SSMLayer, check_finite
 from compressm.models import (
     Block,
     Blocks,
-    ClassifierState,
     EveryStep,
     LanguageModel,
     LastStep,
     MeanPooling,
     MixerBlock,
-    Pooling,
     ResidualBlock,
     SequenceClassifier,
 )

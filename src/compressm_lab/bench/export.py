@@ -1,4 +1,4 @@
-"""Export models to every runtime: what each file differs by, its size, and the time of a step before and after a cut."""
+"""Export models to every runtime: differences and sizes of files, and the time of a step before and after a cut."""
 
 from __future__ import annotations
 

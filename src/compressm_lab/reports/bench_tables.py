@@ -187,7 +187,7 @@ def stream_grids(measurement: Measurement) -> list[Grid]:
 
 
 def export_grids(measurement: Measurement) -> list[Grid]:
-    """Times of a step before and after a cut, a row a model and a column a runtime; and the differences of all files."""
+    """Times of a step before and after a cut, a column a runtime; and the differences of all files."""
     words = ("layer", "model", "what", "precision", "kind", "cut", "orders", "runtime", "reason")
     measurement.require("export", needed=set(words) - {"reason"}, words=words)
     timed = [row for row in measurement.rows if "step_s" in row]
