@@ -32,7 +32,7 @@ class Loaded:
     metadata: Mapping[str, Any]
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(self.run(inputs))
+        return tuple(self.run([value.detach() for value in inputs]))
 
 
 class Format(ABC):
