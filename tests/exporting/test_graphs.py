@@ -34,13 +34,21 @@ def difference(model, what, steps=40):
 
 
 @pytest.mark.parametrize("what", ["step", "forward"])
-@pytest.mark.parametrize("cut", [None, cs.Baked(), cs.PerChannel()], ids=["whole", "cut", "maps"])
+@pytest.mark.parametrize("cut", [None, cs.Baked()], ids=["whole", "cut"])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_graphs_of_all_layers_and_models_compute_what_the_model_does(layer, model, cut, what):
-    if isinstance(cut, cs.PerChannel) and layer != "Mamba":
-        pytest.skip("a choice for selective layers")
     assert difference(build(layer, model, cut=cut), what) < 5e-6
+
+
+@pytest.mark.parametrize("what", ["step", "forward"])
+@pytest.mark.parametrize(
+    ("cut", "rates"), [(cs.PerChannel("mean"), "complex"), (cs.PerChannel(two_sided=False), "real")], ids=str
+)
+def test_graphs_have_the_maps_of_a_cut_by_channel(cut, rates, what):
+    model = build("Mamba", "language", cut=cut)
+    assert f"own {rates} states a channel" in str(model.blocks[0].ssm)
+    assert difference(model, what) < 5e-6
 
 
 @pytest.mark.parametrize("what", ["step", "forward"])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, Literal, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from compressm.models import ClassifierState, MeanPooling, SequenceClassifier
 from compressm.models.encoder import EmbeddingEncoder, LinearEncoder
 
 VERSION = 1  # of the metadata
+Result = TypeVar("Result")
 # The largest difference that a file may have, relative to the largest number of the model's own output.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _BATCH, _SEED = 3, 0
@@ -101,9 +102,9 @@ def write(
     case = Case(inner, what, example, check)
     metadata = case.metadata() | facts
     with quietly(), torch.no_grad(), replacing(target) as scratch:
-        program = case.program(format)
-        _run(format, "writes", lambda: format.write(program, case.names, scratch, json.dumps(metadata)))
-        difference = _run(format, "runs", lambda: case.difference(format.load(scratch), format))
+        program = _reached(format, "trace the model", lambda: case.program(format))
+        _reached(format, "write the file", lambda: format.write(program, case.names, scratch, json.dumps(metadata)))
+        difference = _reached(format, "run the file", lambda: case.difference(format.load(scratch), format))
         if not difference <= case.tolerance:
             raise ExportError(
                 f"in {format.runtime} the {what} differs from the model by {difference:.2e} of its largest output,"
@@ -126,19 +127,15 @@ def write(
     )
 
 
-def _run(format: Format, does: str, work: Any) -> Any:
-    """Do the work; an error of the runtime is one of ours, with its own reason."""
+def _reached(format: Format, aim: str, work: Callable[[], Result]) -> Result:
+    """Do the work; an error of a runtime is one of ours, with its own reason."""
     try:
         return work()
-    except ExportError:
+    except (ExportError, OSError):
         raise
-    except (RuntimeError, ValueError, TypeError, NotImplementedError, KeyError, AssertionError) as error:
-        raise ExportError(f"{format.runtime} {does} no such file: {_reason(error)}") from error
     except Exception as error:
-        # onnxruntime has its own classes of errors, right below Exception.
-        if type(error).__module__.partition(".")[0] not in ("onnxruntime", "torch", "executorch"):
-            raise
-        raise ExportError(f"{format.runtime} {does} no such file: {_reason(error)}") from error
+        # Runtimes have their own classes of errors, some right below Exception.
+        raise ExportError(f"{format.runtime} cannot {aim}: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:
