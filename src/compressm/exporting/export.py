@@ -225,15 +225,24 @@ class Case:
         """The largest difference between the runtime and the model, relative to the model's largest number."""
         inputs = self.inputs if format.most is None else self.inputs[: format.most]
         compared = self._stepped if self.what == "step" else self._read
-        worst, largest = [0.0, 0.0], [0.0, 0.0]
+        worst, largest = dict[str, float](), dict[str, float]()
         # One sequence too: torch and others have paths of their own for sizes of 1.
         for pairs in chain(compared(loaded, inputs), compared(loaded, inputs[:1])):
-            for place, (ours, theirs) in enumerate(pairs):
+            for name, ours, theirs in self._apart(pairs):
                 if ours.shape != theirs.shape or not bool(torch.isfinite(theirs).all()):
-                    raise ExportError(f"output {self.names[1][place]} of {format.runtime} is not finite, or misshapen")
-                worst[place] = max(worst[place], float((ours - theirs).abs().max()))
-                largest[place] = max(largest[place], float(ours.abs().max()))
-        return max(off / size if size else off for off, size in zip(worst, largest, strict=True))
+                    raise ExportError(f"{name}, as {format.runtime} gives it, is misshapen or not finite")
+                worst[name] = max(worst.get(name, 0.0), float((ours - theirs).abs().max()))
+                largest[name] = max(largest.get(name, 0.0), float(ours.abs().max()))
+        return max(off / largest[name] if largest[name] else off for name, off in worst.items())
+
+    def _apart(self, pairs: list[tuple[Tensor, Tensor]]) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """The output, and each part of the state by itself: the number of steps is larger than all states."""
+        (y, found), *states = pairs
+        yield "y", y, found
+        for ours, theirs in states:
+            for part in self._parts():
+                place = slice(part["start"], part["stop"])
+                yield f"the state of {part['name']}", ours[:, place], theirs[:, place]
 
     def _stepped(self, loaded: Loaded, inputs: Tensor) -> Iterator[list[tuple[Tensor, Tensor]]]:
         """(ours, theirs) of output and state, step by step."""
