@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 import sys
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import compressm as cs
 from compressm.exporting import ONNX, AOTInductor, ExecuTorch, ExportError, Loaded, TorchExport, flat
-from compressm.exporting.export import Case
+from compressm.exporting.writing import Case
 from compressm.layers import LRU, SequenceError
 from compressm.models import SequenceClassifier
 from tests.exporting.models import INPUTS, LAYERS, MODELS, VOCABULARY, build
@@ -21,6 +22,9 @@ RUNTIMES = {
     "xnnpack": ExecuTorch(backend="xnnpack"),
     "AOTInductor": AOTInductor(),
 }
+compiles = pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="AOTInductor needs a C++ compiler"
+)
 CELLS = list(itertools.product(LAYERS, MODELS, (None, cs.Baked())))
 NAMES = [f"{layer}-{model}-{'whole' if cut is None else 'cut'}" for layer, model, cut in CELLS]
 
@@ -53,10 +57,12 @@ def test_a_step_runs_in_executorch(tmp_path):
     assert exported(build("S5", "language", depth=1), tmp_path, ExecuTorch(batch=3)).difference < 5e-6
 
 
+@compiles
 def test_a_step_runs_in_aotinductor(tmp_path):
     assert exported(build("LRU", "classifier", depth=1), tmp_path, AOTInductor()).difference < 5e-6
 
 
+@compiles
 @pytest.mark.slow
 @pytest.mark.parametrize("runtime", RUNTIMES)
 @pytest.mark.parametrize(("layer", "model", "cut"), CELLS, ids=NAMES)

@@ -5,8 +5,8 @@ import torch
 
 import compressm as cs
 from compressm.exporting import ExportError, Loaded, TorchExport
-from compressm.exporting.export import Case
 from compressm.exporting.recurrences import CHUNK, in_chunks, in_one
+from compressm.exporting.writing import Case
 from compressm.layers import LRU, S4D, S5, Bilinear, Mamba, SequenceError
 from compressm.models import (
     BatchNorm,

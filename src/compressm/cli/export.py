@@ -12,8 +12,8 @@ from compressm.cli.options import PathError, count, require_writable
 from compressm.cli.saved import open_saved
 from compressm.errors import ExportError, SavingError
 from compressm.exporting import ONNX, AOTInductor, ExecuTorch, Format
-from compressm.exporting.export import write
 from compressm.exporting.formats import format_for
+from compressm.exporting.writing import write
 from compressm.layers import SequenceError
 
 

@@ -1,8 +1,8 @@
 """Models as files for other runtimes: ONNX, torch.export, AOTInductor and ExecuTorch, each checked where it runs."""
 
 from compressm.errors import ExportError
-from compressm.exporting.export import Exported, export, flat
 from compressm.exporting.formats import ONNX, AOTInductor, ExecuTorch, Format, Loaded, TorchExport
+from compressm.exporting.writing import Exported, export, flat
 
 __all__ = [
     "ONNX",

@@ -70,6 +70,9 @@ def layers_of(model: Model) -> dict[str, SSMLayer]:
 class Norm(nn.Module):
     """scale ⊙ norm(x) in evaluation mode."""
 
+    factor: Tensor | None
+    shift: Tensor | None
+
     def __init__(self, module: nn.Module, dtype: torch.dtype, scale: Tensor | None) -> None:
         super().__init__()
         self.kind: str = "none"
@@ -259,9 +262,8 @@ def _head(model: Model, dtype: torch.dtype) -> nn.Module | None:
     if not isinstance(model, SequenceClassifier):
         return None
     parts = list(model.head) if isinstance(model.head, nn.Sequential) else [model.head]
-    maps = [part for part in parts if not isinstance(part, nn.GELU)]
-    if not all(type(part) is nn.Linear for part in maps):
+    if not all(type(part) in (nn.Linear, nn.GELU) for part in parts):
         raise ExportError(f"the head is {model.head!r:.80}, expected the classifier's own")
     return nn.Sequential(
-        *(part if isinstance(part, nn.GELU) else Product(part.weight, part.bias, dtype) for part in parts)
+        *(Product(part.weight, part.bias, dtype) if isinstance(part, nn.Linear) else part for part in parts)
     )

@@ -66,7 +66,7 @@ def in_one(
     h: Float[Tensor, "batch chunks 32 *rest"], length: int | torch.SymInt
 ) -> Float[Tensor, "batch length *rest"]:
     """The inverse of `in_chunks`."""
-    place = torch.arange(length)
+    place = torch.arange(length)  # type: ignore[arg-type]
     return h[:, place // CHUNK, place % CHUNK]
 
 
@@ -117,6 +117,9 @@ def at_ends(x: Float[Tensor, "batch length *rest"], lengths: Int[Tensor, " batch
 @final
 class Product(nn.Module):
     """x Wᵀ + b, in the dtype of W; the result is as wide as the bias and all else."""
+
+    weight: Tensor
+    bias: Tensor | None
 
     def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
@@ -175,14 +178,22 @@ def recurrence_of(
     return Traced(layer, stepper, gain)
 
 
+def _poles(stepper: SystemStepper | BankStepper) -> Complex[Tensor, "*bank n"]:
+    assert stepper.poles is not None
+    return stepper.poles.reshape(stepper.shape)
+
+
 class FixedPoles(Recurrence):
     """A recurrence with constant poles; its states are [re, im] on the last axis here."""
+
+    skip: Tensor | None
+    decay: Tensor
+    phase: Tensor
 
     def __init__(self, stepper: SystemStepper | BankStepper, dtype: torch.dtype, *, sequences: bool) -> None:
         super().__init__()
         self.size, self.scale, exact = stepper.size, stepper.scale, torch.float64
-        assert stepper.poles is not None
-        poles: Complex[Tensor, "..."] = stepper.poles.reshape(stepper.shape)
+        poles = _poles(stepper)
         self._keep(wide(dtype), skip=stepper.skip)
         self.n = poles.shape[-1]
         if sequences:
@@ -223,6 +234,9 @@ def _lags() -> tuple[Int[Tensor, "32 32"], Int[Tensor, "32 32"]]:
 class System(FixedPoles):
     """One system for all channels; its state is (re, im) of all modes."""
 
+    same: Tensor
+    crossed: Tensor
+
     def __init__(self, stepper: SystemStepper, dtype: torch.dtype, *, sequences: bool) -> None:
         super().__init__(stepper, dtype, sequences=sequences)
         # The stepper has re and im of each mode side by side.
@@ -230,7 +244,7 @@ class System(FixedPoles):
         self.drive = Product(stepper.drive.T[apart], None, dtype)
         self.readout = Product(stepper.readout.T[:, apart], None, dtype)
         if not sequences:
-            re, im = stepper.poles.real, stepper.poles.imag
+            re, im = _poles(stepper).real, _poles(stepper).imag
             self._keep(wide(dtype), same=torch.cat([re, re]), crossed=torch.cat([-im, im]))
 
     def step(self, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -256,9 +270,18 @@ class System(FixedPoles):
 class Bank(FixedPoles):
     """One system for each channel; its state is (re, im) of width × n modes."""
 
+    a: Tensor
+    b: Tensor
+    B: Tensor
+    B_re: Tensor
+    B_im: Tensor
+    C: Tensor
+    C_re: Tensor
+    C_minus_im: Tensor
+
     def __init__(self, stepper: BankStepper, dtype: torch.dtype, *, sequences: bool) -> None:
         super().__init__(stepper, dtype, sequences=sequences)
-        B, C, poles = stepper.basis, stepper.C, stepper.poles.reshape(stepper.shape)
+        B, C, poles = stepper.basis, stepper.C, _poles(stepper)
         if sequences:
             self._keep(wide(dtype), B=torch.cat([B.real, B.imag], -1), C=torch.cat([C.real, -C.imag], -1))
         else:
@@ -315,6 +338,10 @@ class Bank(FixedPoles):
 @final
 class Selective(Recurrence):
     """Mamba's recurrence; its state is, for each channel, the last inputs of the convolution and then h."""
+
+    taps: Tensor
+    conv_bias: Tensor | None
+    D: Tensor
 
     def __init__(self, stepper: SelectiveStepper, dtype: torch.dtype) -> None:
         super().__init__()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,10 +58,10 @@ class ExportCase:
     def build(self) -> nn.Module:
         """The model before its cut, with norms as after some training."""
         torch.manual_seed(0)
-        kind, sizes = getattr(layers, self.layer), {"depth": self.depth, "width": self.width, "order": self.order}
+        kind, sizes = getattr(layers, self.layer), columns(self, "depth", "width", "order")
         if self.model == "language model":
-            return LanguageModel(kind, vocabulary=_VOCABULARY, **sizes).to(DTYPES[self.precision])
-        model = SequenceClassifier(kind, inputs=_INPUTS, classes=_CLASSES, **sizes)
+            return LanguageModel(kind, vocabulary=_VOCABULARY, **sizes).to(DTYPES[self.precision])  # type: ignore[arg-type]
+        model = SequenceClassifier(kind, inputs=_INPUTS, classes=_CLASSES, **sizes)  # type: ignore[arg-type]
         for _ in range(3):
             model(torch.randn(8, 32, _INPUTS))  # running averages
         return model.to(DTYPES[self.precision])
@@ -82,7 +83,7 @@ class ExportCase:
 def default_cases() -> tuple[ExportCase, ...]:
     """Steps of all layers and models in all runtimes, unequal orders and bfloat16; sequences at smaller sizes."""
     pairs = [(layer, model) for layer in _LAYERS for model in _MODELS]
-    small: dict[str, int] = {"order": 32, "rank": 8, "depth": 2, "width": 32}
+    small: dict[str, Any] = {"order": 32, "rank": 8, "depth": 2, "width": 32}
     steps = [ExportCase(layer, model, "step", *_LAYERS[layer]) for layer, model in pairs]
     sequences = [ExportCase(layer, model, "forward", **small, formats=OF_SEQUENCES) for layer, model in pairs]
     unequal = [ExportCase(layer, "language model", "step", **small, unequal=True) for layer in ("LRU", "S5", "S4D")]
@@ -94,7 +95,7 @@ def measure_export(
     cases: Iterable[ExportCase] | None = None, *, device: str = "cpu", repeats: int = 9, progress: Progress = silent
 ) -> Measurement:
     """Export every case in every format, check it, and time its steps for one sequence, on one thread."""
-    rows = []
+    rows: list[Row] = []
     with threads_for(torch.device(device)):
         for case in default_cases() if cases is None else cases:
             progress(str(case))
@@ -121,14 +122,14 @@ def _runtimes(case: ExportCase, model: nn.Module, repeats: int) -> Iterator[Row]
     x = torch.zeros(1, dtype=torch.int64) if case.model == "language model" else torch.zeros(1, _INPUTS)
     state = flat(model.initial_state(1)) if timed else torch.zeros(0)  # type: ignore[operator]
 
-    def a_step(work: Callable[[], object]) -> Row:
-        return {"step_s": median_seconds(work, repeats=_STEPS * repeats)} if timed else {}
+    def a_step(runtime: str, work: Callable[[], object]) -> Row:
+        return {"runtime": runtime, "step_s": median_seconds(work, repeats=_STEPS * repeats)}
 
     if timed:
         with torch.inference_mode():
             initial = model.initial_state(1)  # type: ignore[operator]
-            yield {"runtime": "eager step"} | a_step(lambda: model.step(x, initial))  # type: ignore[operator]
-        yield {"runtime": "Stream"} | a_step(partial(Stream(model), x))
+            yield a_step("eager step", lambda: model.step(x, initial))  # type: ignore[operator]
+        yield a_step("Stream", partial(Stream(model), x))
     for name in case.formats:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / f"model{FORMATS[name].SUFFIX}"
@@ -137,9 +138,8 @@ def _runtimes(case: ExportCase, model: nn.Module, repeats: int) -> Iterator[Row]
             except ExportError as error:
                 yield {"runtime": name, "reason": str(error)}
                 continue
-            row = {"runtime": name, "difference": done.difference, "tolerance": done.tolerance, "bytes": done.bytes}
-            loaded = FORMATS[name].load(path) if timed else None
-            yield row | ({} if loaded is None else a_step(partial(_called, loaded, x, state)))
+            row: Row = {"runtime": name} | columns(done, "difference", "tolerance", "bytes")
+            yield row | a_step(name, partial(_called, FORMATS[name].load(path), x, state)) if timed else row
 
 
 def _called(loaded: Callable[..., tuple[Tensor, ...]], x: Tensor, state: Tensor) -> object:
