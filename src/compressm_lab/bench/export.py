@@ -138,7 +138,7 @@ def _runtimes(case: ExportCase, model: nn.Module, repeats: int) -> Iterator[Row]
             except ExportError as error:
                 yield {"runtime": name, "reason": str(error)}
                 continue
-            row: Row = {"runtime": name} | columns(done, "difference", "tolerance", "bytes")
+            row: Row = {"runtime": name, **columns(done, "difference", "tolerance", "bytes")}
             yield row | a_step(name, partial(_called, FORMATS[name].load(path), x, state)) if timed else row
 
 
