@@ -5,6 +5,7 @@ import torch
 
 import compressm as cs
 from compressm.exporting import ExportError, Loaded, TorchExport
+from compressm.exporting.graphs import require_exportable
 from compressm.exporting.recurrences import CHUNK, in_chunks, in_one
 from compressm.exporting.writing import Case
 from compressm.layers import LRU, S4D, S5, Bilinear, Mamba, SequenceError
@@ -156,3 +157,13 @@ def test_other_poolings_are_refused():
     model.pooling = torch.nn.Identity()
     with pytest.raises(ExportError, match="expected one of MeanPooling, LastStep, EveryStep"):
         Case(model, "step", None, 4)
+
+
+def test_a_model_without_values_is_refused():
+    with pytest.raises(ExportError, match=r"parameters are torch\.float32 on meta, expected floats with values"):
+        Case(build("LRU", "language").to("meta"), "step", None, 4)
+
+
+def test_a_compiled_model_is_the_model_inside():
+    model = build("LRU", "language")
+    assert require_exportable(torch.compile(model)) is model
