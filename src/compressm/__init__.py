@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         rewrap_,
         save_model,
     )
+    from compressm.exporting import export
     from compressm.running import CapturedStep, Stream
 
 __version__ = "0.1.0"
@@ -83,6 +84,7 @@ __all__ = [
     "deploy",
     "during_warmup",
     "every",
+    "export",
     "inspect",
     "layers",
     "load_model",
@@ -94,10 +96,22 @@ __all__ = [
 ]
 
 # Everything is loaded when first used: torch alone takes longer to import than `compressm --help` may take.
-_PACKAGES = {"adapters", "compression", "control", "deploy", "families", "layers", "models", "ops", "running", "saving"}
-# The other names above are those of `compressm.compression`, and of `compressm.running`.
-_OF_RUNNING = {"CapturedStep", "Stream"}
-_OF_COMPRESSION = set(__all__) - _PACKAGES - _OF_RUNNING - {"__version__"}
+_PACKAGES = {
+    "adapters",
+    "compression",
+    "control",
+    "deploy",
+    "exporting",
+    "families",
+    "layers",
+    "models",
+    "ops",
+    "running",
+    "saving",
+}
+# The other names above are those of `compressm.compression`, of `compressm.running` and of `compressm.exporting`.
+_OF_RUNNING, _OF_EXPORTING = {"CapturedStep", "Stream"}, {"export"}
+_OF_COMPRESSION = set(__all__) - _PACKAGES - _OF_RUNNING - _OF_EXPORTING - {"__version__"}
 
 refuse_moved_modules()
 
@@ -107,6 +121,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"compressm.{name}")
     if name in _OF_RUNNING:
         return getattr(importlib.import_module("compressm.running"), name)
+    if name in _OF_EXPORTING:
+        return getattr(importlib.import_module("compressm.exporting"), name)
     if name in _OF_COMPRESSION:
         return getattr(importlib.import_module("compressm.compression"), name)
     raise AttributeError(moved(f"compressm.{name}") or f"module 'compressm' has no attribute {name!r}")

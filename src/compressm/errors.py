@@ -50,6 +50,10 @@ class LostProcessError(CompressionError, RuntimeError):
     """A process of a distributed training ended or stalled while others waited for it; the message says which one."""
 
 
+class ExportError(ValueError):
+    """A model cannot be exported, or the exported file computes something else; the message says why."""
+
+
 class SavingError(ValueError):
     """A model cannot be saved or a file cannot be loaded; the message says what was found and what is allowed."""
 

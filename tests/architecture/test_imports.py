@@ -27,6 +27,9 @@ CONFINED = {
     "transformers": (*("compressm/adapters/transformers/", "compressm/integrations/", "compressm_lab/bench/plain.py"),),
     "mamba_ssm": ("compressm/adapters/", "compressm/integrations/"),
     "lightning": ("compressm/integrations/",),
+    "onnx": ("compressm/exporting/",),
+    "onnxruntime": ("compressm/exporting/",),
+    "executorch": ("compressm/exporting/",),
     "accelerated_scan": ("compressm_lab/bench/peers.py",),
     "assoc_scan": ("compressm_lab/bench/peers.py",),
     "s5": ("compressm_lab/bench/peers.py",),
@@ -98,7 +101,19 @@ def test_importing_the_package_is_light():
         "pooch",
         "triton",
     }
-    heavy |= {"transformers", "lightning", "torchvision", "jax", "tensorflow", "torch._dynamo", "torch._inductor"}
+    heavy |= {
+        "onnx",
+        "onnxscript",
+        "onnxruntime",
+        "executorch",
+        "transformers",
+        "lightning",
+        "torchvision",
+        "jax",
+        "tensorflow",
+        "torch._dynamo",
+        "torch._inductor",
+    }
     script = "import sys; before = set(sys.modules); import compressm{}; print(*sorted(set(sys.modules) - before))"
     added, used = (
         subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True).stdout.split()

@@ -6,7 +6,7 @@ import pytest
 import typer
 
 import compressm
-from compressm import adapters, compression, control, deploy, running
+from compressm import adapters, compression, control, deploy, exporting, running
 from compressm.cli.app import app
 
 # Of `compressm.compression`, without its name in front.
@@ -46,9 +46,22 @@ SHORT_NAMES = {
 }
 
 RUNNING_NAMES = {"CapturedStep", "Stream"}
-NAMES = (
-    {"__version__", "adapters", "compression", "control", "deploy", "layers", "models"} | SHORT_NAMES | RUNNING_NAMES
-)
+EXPORTING_NAMES = {
+    *(
+        "ONNX",
+        "AOTInductor",
+        "ExecuTorch",
+        "ExportError",
+        "Exported",
+        "Format",
+        "Loaded",
+        "TorchExport",
+        "export",
+        "flat",
+    )
+}
+NAMES = {"__version__", "adapters", "compression", "control", "deploy", "export", "layers", "models"}
+NAMES |= SHORT_NAMES | RUNNING_NAMES
 
 CONTROL_NAMES = {
     "ControlError",
@@ -164,6 +177,7 @@ OPTIONS = {
         *("--round-to", "--uniform"),
         *("--measured", "--fold", "--no-fold", "--data", "--offline"),
     },
+    "export": {"model", "path", "--what", "--aot", "--opset", "--backend", "--batch", "--check"},
     "data": {"name", "--offline", "--data", "--root", "--set"},
     "reproduce": {
         *("name", "--seeds", "--quick", "--processes", "--executor", "--partition", "--hours", "--gpus"),
@@ -175,6 +189,7 @@ OPTIONS = {
     "bench reduction": {"--device", "--order", "--width", "--repeats", "--compare", "--no-compare", "--out"},
     "bench cut": {"--device", "--task", "--rank", "--precision", "--repeats", "--out"},
     "bench draw": {"result", "--picture"},
+    "bench export": {"--repeats", "--out"},
     "bench growth": {"--device", "--axis", "--precision", "--compile", "--no-compile", "--repeats", "--out"},
     "bench peers": {"--device", "--repeats", "--out"},
     "bench regulariser": {"--device", "--order", "--repeats", "--out"},
@@ -227,9 +242,14 @@ def test_what_runs_models_has_a_short_name(name):
     assert inspect.getdoc(getattr(running, name))
 
 
-@pytest.mark.parametrize("name", sorted(CONTROL_NAMES | ADAPTER_NAMES | COMPRESSION_NAMES))
+def test_exporting_has_these_names():
+    assert set(exporting.__all__) == EXPORTING_NAMES
+    assert compressm.export is exporting.export
+
+
+@pytest.mark.parametrize("name", sorted(CONTROL_NAMES | ADAPTER_NAMES | COMPRESSION_NAMES | EXPORTING_NAMES))
 def test_every_public_name_is_documented(name):
-    package = next(package for package in (control, adapters, compression) if name in package.__all__)
+    package = next(package for package in (control, adapters, compression, exporting) if name in package.__all__)
     assert inspect.getdoc(getattr(package, name))
 
 

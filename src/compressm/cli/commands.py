@@ -42,6 +42,11 @@ OWN = (
         "compressm.cli.compress:command",
         "Cut a trained model once and save the smaller one; of a run, show its test accuracy before and after.",
     ),
+    Command(
+        "export",
+        "compressm.cli.export:command",
+        "Write a model for onnxruntime, torch.export, AOTInductor or ExecuTorch, and check it there against the model.",
+    ),
 )
 
 

@@ -26,7 +26,7 @@ class SavedModel:
 
     calibrate: runs a model on some training examples; None without data. tested: the accuracy or loss of the present
     model on the test split; a `SavingError` if its data are not on disk. method: the run's method for selective layers.
-    note: a sentence for the user, if it is not the final model.
+    note: a sentence for the user, if it is not the final model. commit: the commit that the run was trained at.
     """
 
     model: nn.Module
@@ -34,6 +34,7 @@ class SavedModel:
     tested: Callable[[], str] | None = None
     method: SelectiveMethod | None = None
     note: str = ""
+    commit: str | None = None
 
     def selective(self) -> SelectiveMethod:
         """The method for selective layers: that of the run, or one that fits the model's layers."""

@@ -134,9 +134,9 @@ class BankStepper(LTIStepper):
         scaled: bool = False,
     ) -> None:
         super().__init__(log_poles, D, dtype, gain=gain, scaled=scaled)
-        B = self._divided(torch.complex(*B.double()).mT).mT
-        self.basis = B.to(_complex(dtype))
-        self.readout = self._pairs((gain * B * torch.complex(*C.double())).conj())
+        B, C = self._divided(torch.complex(*B.double()).mT).mT, gain * torch.complex(*C.double())
+        self.basis, self.C = B.to(_complex(dtype)), C.to(_complex(dtype))
+        self.readout = self._pairs((B * C).conj())
 
     def bind_(self, state: Float[Tensor, "batch size"]) -> None:
         super().bind_(state)

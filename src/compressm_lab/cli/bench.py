@@ -285,6 +285,13 @@ def stream(device: DeviceOption = "cpu", repeats: RepeatsOption = 9, out: OutOpt
     _measure("stream", measure_streams, device, out, repeats=repeats)
 
 
+def export(repeats: RepeatsOption = 9, out: OutOption = OUT) -> None:
+    """Export every layer and model to every runtime, check the files there, and time a step before and after a cut."""
+    from compressm_lab.bench.export import measure_export
+
+    _measure("export", measure_export, "cpu", out, repeats=repeats)
+
+
 def speedup(
     recipe: Annotated[str, typer.Argument(help="A recipe by name, or a .yaml file; one that cuts.")] = "digits",
     settings: SetOption = None,
@@ -393,6 +400,21 @@ def _bad_result(path: Path, error: MeasurementError) -> typer.BadParameter:
 
 
 bench = typer.Typer(help="Measure speed on this machine; results are JSON files with a picture.", no_args_is_help=True)
-_COMMANDS = (reduction, cut, step, loop, growth, regulariser, speedup, scan, peers, selective, stream, table, draw)
+_COMMANDS = (
+    reduction,
+    cut,
+    step,
+    loop,
+    growth,
+    regulariser,
+    speedup,
+    scan,
+    peers,
+    selective,
+    stream,
+    export,
+    table,
+    draw,
+)
 for command in _COMMANDS:
     bench.command()(command)

@@ -49,7 +49,15 @@ def open_run(path: Path, *, with_data: bool, data: Path | None, offline: bool) -
         tested=lambda: _tested(model, task(), recipe.training.evaluation_batch),
         method=None if recipe.compression is None else build_method(recipe.compression.selective),
         note="" if whole else f"{path} has not finished: this is its model of step {step} of {recipe.training.steps}",
+        commit=_commit(run),
     )
+
+
+def _commit(run: RunDirectory) -> str | None:
+    try:
+        return run.environment().commit
+    except (RunError, TypeError):  # there is none, or it is of another version
+        return None
 
 
 def store_in(folder: Path | None, offline: bool) -> Store:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from compressm_lab.reports.grid import NOTHING, Grid, amount, column, duration
 from compressm_lab.runs.groups import grouped
@@ -184,6 +186,53 @@ def stream_grids(measurement: Measurement) -> list[Grid]:
     return [grid.without_empty("Stream, no graph")]
 
 
+def export_grids(measurement: Measurement) -> list[Grid]:
+    """Times of a step before and after a cut, a column a runtime; and the differences of all files."""
+    words = ("layer", "model", "what", "precision", "kind", "cut", "orders", "runtime", "reason")
+    measurement.require("export", needed=set(words) - {"reason"}, words=words)
+    timed = [row for row in measurement.rows if "step_s" in row]
+    times = grouped(timed, lambda row: (row["layer"], row["model"], row["width"]))
+    files = [row for row in measurement.rows if "difference" in row or "reason" in row]
+    heads = grouped(files, lambda row: (row["what"], row["layer"], row["model"], row["precision"], row["kind"]))
+    grids = []
+    if times:
+        columns: list[Any] = [(head, partial(_said, head)) for head in ("layer", "model")]
+        columns += [("orders", _cut_orders)]
+        columns += [(name, partial(_cut_times, name)) for name in dict.fromkeys(str(row["runtime"]) for row in timed)]
+        caption = "median of one step of one sequence on one thread, before → after the cut"
+        grids.append(Grid.of("A streamed step", times.values(), columns, caption))
+    columns = [(head, partial(_said, head)) for head in ("what", "layer", "model", "precision")]
+    columns += [("orders", _cut_orders)]
+    columns += [(name, partial(_worst, name)) for name in dict.fromkeys(str(row["runtime"]) for row in files)]
+    caption = "the larger of the relative differences before and after the cut; no: the runtime refuses, see the file"
+    return [*grids, Grid.of("Differences of exported files", heads.values(), columns, caption)]
+
+
+def _said(head: str, rows: Sequence[Row]) -> str:
+    return str(rows[0][head])
+
+
+def _cut_orders(rows: Sequence[Row]) -> str:
+    before, after = (
+        next(str(row["orders"]).split() for row in rows if row["cut"] == cut) for cut in ("before", "after")
+    )
+    return " → ".join(one[0] if len(set(one)) == 1 else ", ".join(one) for one in (before, after))
+
+
+def _cut_times(runtime: str, rows: Sequence[Row]) -> str:
+    found = {str(row["cut"]): float(row["step_s"]) for row in rows if row["runtime"] == runtime}
+    if len(found) < 2:
+        return NOTHING
+    return f"{1e6 * found['before']:.0f} → {1e6 * found['after']:.0f} µs, {found['before'] / found['after']:.1f}×"
+
+
+def _worst(runtime: str, rows: Sequence[Row]) -> str:
+    found = [row for row in rows if row["runtime"] == runtime]
+    if any("reason" in row for row in found):
+        return "no"
+    return f"{max(float(row['difference']) for row in found):.0e}" if found else NOTHING
+
+
 def step_grids(measurement: Measurement) -> list[Grid]:
     """Times of a training step, a row a model; floor, launches and memory show where some row has them."""
     words = ("task", "precision", "path", "device", "states")
@@ -325,6 +374,7 @@ GRIDS: dict[str, Callable[[Measurement], list[Grid]]] = {
     "speedup": speedup_grids,
     "scan": scan_grids,
     "stream": stream_grids,
+    "export": export_grids,
     "peers": peer_grids,
     "selective": selective_grids,
 }

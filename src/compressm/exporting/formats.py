@@ -1,0 +1,246 @@
+"""The formats of exported files: how each is written, and how its own runtime loads and runs it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, final
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+
+from compressm.errors import ExportError, did_you_mean
+from compressm.layers.base import require_sizes
+
+_KEY = "compressm"  # under which metadata are stored
+_LARGEST = 2**31  # bytes of a protocol buffer
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """An exported file in its runtime: a call takes the inputs and gives the outputs, as tensors."""
+
+    run: Callable[[Sequence[Tensor]], Sequence[Tensor]]
+    metadata: Mapping[str, Any]
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(self.run([value.detach() for value in inputs]))
+
+
+class Format(ABC):
+    """A kind of exported file."""
+
+    SUFFIX: ClassVar[str]
+    EXTRA: ClassVar[str | None] = None  # of this package, for the runtime
+    PACKAGES: ClassVar[tuple[str, ...]] = ()
+    takes: ClassVar[tuple[str, ...]] = ("step", "forward")
+
+    @property
+    def runtime(self) -> str:
+        """The runtime with its version, for messages."""
+        return f"torch {torch.__version__}"
+
+    @property
+    def most(self) -> int | None:
+        """The largest batch that a file of this format takes; None if there is no limit."""
+        return None
+
+    @abstractmethod
+    def write(self, program: ExportedProgram, names: tuple[list[str], list[str]], path: Path, metadata: str) -> None:
+        """Write the program; `names` are those of inputs and outputs."""
+
+    @abstractmethod
+    def load(self, path: Path | str) -> Loaded:
+        """Load a file that `write` wrote, in its runtime, on one thread of the CPU where the runtime lets us say."""
+
+    def require(self) -> None:
+        """Refuse to go on without the packages of the runtime."""
+        for package in self.PACKAGES:
+            try:
+                importlib.import_module(package)
+            except ModuleNotFoundError as error:
+                if error.name is None or error.name.partition(".")[0] != package.partition(".")[0]:
+                    raise
+                raise ExportError(
+                    f"{type(self).__name__} needs the package {package}: pip install 'compressm[{self.EXTRA}]'"
+                ) from None
+
+
+@final
+@dataclass(frozen=True)
+class TorchExport(Format):
+    """torch.export: a `.pt2` file that `torch.export.load` reads."""
+
+    SUFFIX = ".pt2"
+
+    def write(self, program: ExportedProgram, names: tuple[list[str], list[str]], path: Path, metadata: str) -> None:
+        torch.export.save(program, path, extra_files={f"{_KEY}.json": metadata})
+
+    def load(self, path: Path | str) -> Loaded:
+        extra = {f"{_KEY}.json": ""}
+        module = torch.export.load(path, extra_files=extra).module()
+        return Loaded(lambda inputs: _several(module(*inputs)), json.loads(extra[f"{_KEY}.json"]))
+
+
+@final
+@dataclass(frozen=True)
+class AOTInductor(Format):
+    """AOTInductor: a `.pt2` file of machine code for this kind of processor; writing it needs a C++ compiler."""
+
+    SUFFIX = ".pt2"
+
+    def write(self, program: ExportedProgram, names: tuple[list[str], list[str]], path: Path, metadata: str) -> None:
+        options = {"aot_inductor.metadata": {_KEY: metadata}}
+        with torch.no_grad():
+            torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
+
+    def load(self, path: Path | str) -> Loaded:
+        model = torch._inductor.aoti_load_package(str(path))
+        return Loaded(lambda inputs: _several(model(*inputs)), json.loads(model.get_metadata()[_KEY]))
+
+
+@final
+@dataclass(frozen=True)
+class ONNX(Format):
+    """ONNX, run by onnxruntime; `opset` is the version of its operators."""
+
+    opset: int = 18
+
+    SUFFIX = ".onnx"
+    EXTRA = "onnx"
+    PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+
+    def __post_init__(self) -> None:
+        require_sizes(opset=self.opset)
+        if self.opset < 18:
+            raise ExportError(f"opset is {self.opset}, expected at least 18")
+
+    @property
+    def runtime(self) -> str:
+        return f"onnxruntime {importlib.import_module('onnxruntime').__version__}"
+
+    def write(self, program: ExportedProgram, names: tuple[list[str], list[str]], path: Path, metadata: str) -> None:
+        size = sum(value.nbytes for value in program.state_dict.values())
+        if size >= _LARGEST:
+            raise ExportError(
+                f"the constants take {size:,} bytes, an ONNX file has less than {_LARGEST:,}: use TorchExport()"
+            )
+        inputs, outputs = names
+        made = torch.onnx.export(
+            program, input_names=inputs, output_names=outputs, opset_version=self.opset, dynamo=True, verbose=False
+        )
+        assert made is not None
+        made.model.metadata_props[_KEY] = metadata
+        made.save(path)
+
+    def load(self, path: Path | str) -> Loaded:
+        ort = importlib.import_module("onnxruntime")
+        options = ort.SessionOptions()
+        options.intra_op_num_threads, options.log_severity_level = 1, 3
+        session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        inputs = [one.name for one in session.get_inputs()]
+
+        def run(given: Sequence[Tensor]) -> list[Tensor]:
+            feed = {name: value.numpy() for name, value in zip(inputs, given, strict=True)}
+            return [torch.from_numpy(value) for value in session.run(None, feed)]
+
+        return Loaded(run, json.loads(session.get_modelmeta().custom_metadata_map[_KEY]))
+
+
+@final
+@dataclass(frozen=True)
+class ExecuTorch(Format):
+    """ExecuTorch, for phones and small devices; it steps up to `batch` sequences, for which memory is planned."""
+
+    backend: Literal["portable", "xnnpack"] = "portable"
+    batch: int = 8
+
+    SUFFIX = ".pte"
+    EXTRA = "executorch"
+    PACKAGES = ("executorch.exir", "executorch.runtime")
+    takes = ("step",)
+
+    def __post_init__(self) -> None:
+        require_sizes(batch=self.batch)
+        if self.backend not in ("portable", "xnnpack"):
+            near = did_you_mean(self.backend, ("portable", "xnnpack"))
+            raise ExportError(f"backend is {self.backend!r:.80}, expected 'portable' or 'xnnpack'{near}")
+
+    @property
+    def runtime(self) -> str:
+        from importlib.metadata import version
+
+        return f"executorch {version('executorch')}, {self.backend}"
+
+    @property
+    def most(self) -> int | None:
+        return self.batch
+
+    def write(self, program: ExportedProgram, names: tuple[list[str], list[str]], path: Path, metadata: str) -> None:
+        exir = importlib.import_module("executorch.exir")
+        partitioner = None
+        if self.backend == "xnnpack":
+            place = "executorch.backends.xnnpack.partition.xnnpack_partitioner"
+            partitioner = [importlib.import_module(place).XnnpackPartitioner()]
+        text = torch.tensor(list(metadata.encode()), dtype=torch.uint8)
+        edge = exir.to_edge_transform_and_lower(program, partitioner=partitioner, constant_methods={_KEY: text})
+        # Memory for the largest batch; without this, for the batch of the trace.
+        passes = importlib.import_module("executorch.exir.passes.sym_shape_eval_pass")
+        config = exir.ExecutorchBackendConfig(sym_shape_eval_pass=passes.ConstraintBasedSymShapeEvalPass())
+        path.write_bytes(edge.to_executorch(config).buffer)
+
+    def load(self, path: Path | str) -> Loaded:
+        program = importlib.import_module("executorch.runtime").Runtime.get().load_program(str(path))
+        method = program.load_method("forward")
+        text = bytes(program.load_method(_KEY).execute([])[0].tolist()).decode()
+        # The outputs lie in memory that the next call writes over.
+        return Loaded(lambda inputs: [out.clone() for out in method.execute(list(inputs))], json.loads(text))
+
+
+FORMATS: tuple[type[Format], ...] = (ONNX, TorchExport, AOTInductor, ExecuTorch)
+
+
+def format_for(path: Path, format: Format | None) -> Format:
+    """The format, by default that of the path's suffix."""
+    by_suffix = {".onnx": ONNX, ".pt2": TorchExport, ".pte": ExecuTorch}
+    if format is None:
+        kind = by_suffix.get(path.suffix.lower())
+        if kind is None:
+            raise ExportError(
+                f"{path.name} ends in {path.suffix!r}, expected .onnx, .pt2 (TorchExport) or .pte (ExecuTorch)"
+            )
+        return kind()
+    if not isinstance(format, Format):
+        names = ", ".join(f"{kind.__name__}()" for kind in FORMATS)
+        raise ExportError(f"format is {format!r:.80}, expected one of {names} of compressm.exporting")
+    if path.suffix.lower() != format.SUFFIX:
+        raise ExportError(f"{path.name} ends in {path.suffix!r}, expected {format.SUFFIX} for {type(format).__name__}")
+    return format
+
+
+def _several(outputs: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    return [outputs] if isinstance(outputs, Tensor) else outputs
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Keep the chatter of exporters and compilers to themselves; their errors are raised all the same."""
+    names = ("torch.onnx", "torch.export", "torch._inductor", "onnxscript", "onnx_ir", "executorch", "torchao", "root")
+    held = {name: logging.getLogger(name).level for name in names}
+    try:
+        for name in names:
+            logging.getLogger(name).setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for name, level in held.items():
+            logging.getLogger(name).setLevel(level)

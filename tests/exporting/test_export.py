@@ -1,0 +1,260 @@
+"""Exports run in their own runtimes against the model; a file that differs is not left behind."""
+
+import itertools
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+
+import compressm as cs
+from compressm.exporting import ONNX, AOTInductor, ExecuTorch, ExportError, Loaded, TorchExport, flat
+from compressm.exporting.writing import Case
+from compressm.layers import LRU, SequenceError
+from compressm.models import SequenceClassifier
+from tests.exporting.models import INPUTS, LAYERS, MODELS, VOCABULARY, build
+
+RUNTIMES = {
+    "torch.export": TorchExport(),
+    "onnxruntime": ONNX(),
+    "portable": ExecuTorch(),
+    "xnnpack": ExecuTorch(backend="xnnpack"),
+    "AOTInductor": AOTInductor(),
+}
+compiles = pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="AOTInductor needs a C++ compiler"
+)
+CELLS = list(itertools.product(LAYERS, MODELS, (None, cs.Baked())))
+NAMES = [f"{layer}-{model}-{'whole' if cut is None else 'cut'}" for layer, model, cut in CELLS]
+
+
+def exported(model, folder, format, **options):
+    done = cs.export(model, folder / f"model{format.SUFFIX}", format=format, **{"check": 8} | options)
+    assert done.difference <= done.tolerance
+    assert done.path.stat().st_size == done.bytes
+    return done
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_step_runs_in_torch_export(layer, tmp_path):
+    assert exported(build(layer, "language", cut=cs.Baked()), tmp_path, TorchExport()).difference < 5e-6
+
+
+def test_a_forward_pass_runs_in_torch_export(tmp_path):
+    assert exported(build("S4D", "classifier", depth=1), tmp_path, TorchExport(), what="forward").difference < 5e-6
+
+
+def test_a_step_runs_in_onnxruntime(tmp_path):
+    assert exported(build("Mamba", "classifier", depth=1), tmp_path, ONNX()).difference < 5e-6
+
+
+def test_a_forward_pass_runs_in_onnxruntime(tmp_path):
+    assert exported(build("LRU", "language", depth=1), tmp_path, ONNX(), what="forward").difference < 5e-6
+
+
+def test_a_step_runs_in_executorch(tmp_path):
+    assert exported(build("S5", "language", depth=1), tmp_path, ExecuTorch(batch=3)).difference < 5e-6
+
+
+@compiles
+def test_a_step_runs_in_aotinductor(tmp_path):
+    assert exported(build("LRU", "classifier", depth=1), tmp_path, AOTInductor()).difference < 5e-6
+
+
+@compiles
+@pytest.mark.slow
+@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize(("layer", "model", "cut"), CELLS, ids=NAMES)
+def test_steps_of_all_models_run_in_all_runtimes(layer, model, cut, runtime, tmp_path):
+    assert exported(build(layer, model, cut=cut), tmp_path, RUNTIMES[runtime], check=64).difference < 5e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runtime", ["torch.export", "onnxruntime"])
+@pytest.mark.parametrize(("layer", "model", "cut"), CELLS, ids=NAMES)
+def test_forward_passes_of_all_models_run_where_lengths_may_change(layer, model, cut, runtime, tmp_path):
+    assert (
+        exported(build(layer, model, cut=cut), tmp_path, RUNTIMES[runtime], what="forward", check=64).difference < 5e-6
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runtime", ["onnxruntime", "portable", "AOTInductor"])
+def test_maps_of_a_cut_run_in_all_runtimes(runtime, tmp_path):
+    assert (
+        exported(build("Mamba", "language", cut=cs.PerChannel("mean")), tmp_path, RUNTIMES[runtime]).difference < 5e-6
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runtime", ["portable", "AOTInductor"])
+def test_bfloat16_runs_where_the_runtime_can(runtime, tmp_path):
+    assert 1e-4 < exported(build("Mamba", "language").bfloat16(), tmp_path, RUNTIMES[runtime]).difference < 5e-2
+
+
+def test_bfloat16_keeps_the_weights_and_not_the_state_in_half_precision(tmp_path):
+    done = exported(build("LRU", "language").bfloat16(), tmp_path, TorchExport())
+    held = torch.export.load(done.path).state_dict
+    assert {value.dtype for name, value in held.items() if name.endswith("weight")} == {torch.bfloat16}
+    assert {value.dtype for name, value in held.items() if not name.endswith("weight")} == {torch.float32}
+    assert (done.metadata["dtype"], done.metadata["state_dtype"]) == ("bfloat16", "float32")
+
+
+def test_a_runtime_that_cannot_run_a_file_gives_its_own_reason(tmp_path):
+    with pytest.raises(ExportError, match=r"onnxruntime .* NOT_IMPLEMENTED"):
+        exported(build("LRU", "language", depth=1).bfloat16(), tmp_path, ONNX())
+    assert not list(tmp_path.iterdir())
+
+
+def test_float64_is_exported_as_it_is(tmp_path):
+    assert exported(build("LRU", "classifier", depth=1).double(), tmp_path, TorchExport()).difference < 1e-12
+
+
+def test_a_file_says_what_it_is(tmp_path):
+    model = build("Mamba", "classifier", cut=cs.Baked())
+    done = exported(model, tmp_path, ONNX())
+    told = ONNX().load(done.path).metadata
+    assert told == json.loads(json.dumps(done.metadata))
+    assert told["orders"] == {"blocks.0.ssm": 2, "blocks.1.ssm": 3}
+    assert (told["inputs"], told["outputs"]) == (["x", "state"], ["y", "next_state"])
+    assert (told["what"], told["model"], told["compressm"]) == ("step", "SequenceClassifier", cs.__version__)
+    assert [part["name"] for part in told["states"]] == ["blocks.0.ssm", "blocks.1.ssm", "pooled", "steps"]
+    assert told["state_size"] == flat(model.eval().initial_state(1)).shape[1] == told["states"][-1]["stop"]
+    assert told["initial_state"] == "zeros"
+    assert str(done.path) in str(done)
+
+
+def test_a_state_of_the_model_goes_on_in_the_file(tmp_path):
+    model = build("S4D", "language").eval()
+    path = exported(model, tmp_path, TorchExport()).path
+    tokens = torch.randint(VOCABULARY, (2, 5))
+    _, state = model(tokens)
+    y, after = TorchExport().load(path)(tokens[:, 0], flat(state))
+    expected, wanted = model.step(tokens[:, 0], state)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(after, flat(wanted), rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_in_training_stays_as_it_was(tmp_path):
+    model = build("LRU", "classifier", depth=1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert exported(model, tmp_path, TorchExport()).difference < 5e-6
+    assert all(module.training for module in model.modules())
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_file_that_differs_is_not_kept(tmp_path):
+    model = build("LRU", "classifier", depth=1)
+    kept = tmp_path / "model.pt2"
+    kept.write_text("earlier")
+    model.head.register_forward_hook(lambda module, given, y: y + 1e-2)
+    with pytest.raises(ExportError, match=r"the step differs from the model by .*: the file is not kept"):
+        cs.export(model, kept, check=4)
+    assert kept.read_text() == "earlier"
+    assert list(tmp_path.iterdir()) == [kept]
+
+
+def test_a_small_state_that_differs_is_not_hidden_by_a_large_one(tmp_path):
+    model = build("LRU", "classifier")
+    case = Case(model, "step", None, 8)
+    assert case.metadata()["states"][0] == {"name": "blocks.0.ssm", "start": 0, "stop": 10, "shape": [2, 5]}
+
+    def run(given):
+        y, state = case.graph(*given)
+        state[:, 0] += 1e-3  # the number of steps is 8
+        return y, state
+
+    with torch.no_grad():
+        assert case.difference(Loaded(run, {}), TorchExport()) > 5e-4
+
+
+def test_examples_are_what_the_check_reads(tmp_path):
+    model = build("LRU", "classifier", depth=1)
+    done = cs.export(model, tmp_path / "new" / "model.pt2", example=torch.randn(5, 3, INPUTS), check=7)
+    assert (done.batch, done.steps) == (5, 7)
+    with pytest.raises(ExportError, match=r"y, as torch .* gives it, is misshapen or not finite"):
+        cs.export(model, tmp_path / "model.pt2", example=torch.full((1, 3, INPUTS), torch.nan), check=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("model.bin", {}, r"ends in '.bin', expected .onnx, .pt2 \(TorchExport\) or .pte"),
+        ("model", {}, "ends in ''"),
+        ("model.onnx", {"format": TorchExport()}, "ends in '.onnx', expected .pt2 for TorchExport"),
+        ("model.onnx", {"format": "onnx"}, r"format is 'onnx', expected one of ONNX\(\)"),
+        ("model.onnx", {"format": ONNX}, "expected one of ONNX"),
+        ("model.pt2", {"what": "steps"}, "what is 'steps', expected 'step' or 'forward'; did you mean 'step'"),
+        ("model.pte", {"what": "forward"}, "ExecuTorch takes 'step' only"),
+        ("model.pt2", {"check": 0}, "check is 0, expected an integer of at least 1"),
+        ("model.pt2", {"check": True}, "check is True"),
+        ("model.pt2", {"example": 3}, r"example is int, expected a tensor of \(batch, length, 2\) numbers"),
+        ("model.pt2", {"example": torch.zeros(2, 3, dtype=torch.int64)}, "example is torch.int64"),
+        (
+            "model.pt2",
+            {"example": torch.zeros(2, 3, 4)},
+            r"example has shape \(2, 3, 4\), expected \(batch, length, 2\)",
+        ),
+        ("folder.pt2", {}, "is a folder, expected a file"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_written(name, options, says, tmp_path):
+    model = SequenceClassifier(LRU, depth=1, width=4, order=3, inputs=INPUTS, classes=2)
+    (tmp_path / "folder.pt2").mkdir()
+    with pytest.raises((ExportError, SequenceError), match=says):
+        cs.export(model, tmp_path / name, **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.pt2"]
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: ONNX(opset=9), "opset is 9, expected at least 18"),
+        (lambda: ExecuTorch(backend="xnpack"), "did you mean 'xnnpack'"),
+        (lambda: ExecuTorch(batch=0), "batch is 0"),
+    ],
+)
+def test_bad_formats_are_refused(make, says):
+    with pytest.raises((ExportError, SequenceError), match=says):
+        make()
+
+
+def test_tokens_of_an_example_are_within_the_vocabulary(tmp_path):
+    with pytest.raises(ExportError, match="example has tokens outside 0 to 10"):
+        cs.export(build("LRU", "language"), tmp_path / "model.pt2", example=torch.full((2, 3), VOCABULARY))
+
+
+def test_other_models_are_refused_by_name(tmp_path):
+    with pytest.raises(ExportError, match="model is a Linear, expected a LanguageModel"):
+        cs.export(torch.nn.Linear(2, 2), tmp_path / "model.pt2")
+    with pytest.raises(ExportError, match="model is a int"):
+        cs.export(3, tmp_path / "model.pt2")
+
+
+def test_models_of_transformers_are_refused_with_a_cure(tmp_path):
+    from transformers import MambaConfig, MambaForCausalLM
+
+    model = MambaForCausalLM(MambaConfig(vocab_size=8, hidden_size=4, num_hidden_layers=1, state_size=2))
+    with pytest.raises(ExportError, match=r"MambaForCausalLM, expected .*: write it by save_pretrained"):
+        cs.export(model, tmp_path / "model.onnx")
+
+
+@pytest.mark.parametrize(
+    ("package", "format", "extra"),
+    [("onnxscript", ONNX(), "onnx"), ("onnxruntime", ONNX(), "onnx"), ("executorch.exir", ExecuTorch(), "executorch")],
+)
+def test_without_its_packages_a_format_says_how_to_install_them(package, format, extra, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ExportError, match=rf"needs the package {package}: pip install 'compressm\[{extra}\]'"):
+        cs.export(build("LRU", "language"), tmp_path / f"model{format.SUFFIX}")
+
+
+def test_a_single_layer_is_a_model_too(tmp_path):
+    assert exported(LRU(4, 3), tmp_path, TorchExport()).metadata["orders"] == {"layer": 3}
+
+
+@pytest.mark.slow
+def test_executorch_takes_one_sequence_alone(tmp_path):
+    assert exported(build("LRU", "language"), tmp_path, ExecuTorch(batch=1)).batch == 1
