@@ -4,13 +4,12 @@ python studies/alone.py transformers|llama MODEL TOKENS.npy RESULT.npz
 """
 
 import sys
-
-sys.modules["compressm"] = None  # type: ignore[assignment] # an import of it now fails
-
 import time
 from collections.abc import Callable
 
 import numpy as np
+
+sys.modules["compressm"] = None  # type: ignore[assignment] # from here on an import of it fails
 
 
 def transformers_step(path: str) -> Callable[[int], np.ndarray]:

@@ -1,10 +1,10 @@
-"""Trained language models where they run: onnxruntime, ExecuTorch, transformers alone and llama.cpp, before and after a cut.
+"""Cut language models where they run: in onnxruntime, in ExecuTorch, in transformers alone and in llama.cpp.
 
 python studies/deploy.py --out benchmarks/results
 
 Two models of the bytes of a small text are trained and cut: an LRU of this library, which is exported, and a Mamba of
-transformers, which is saved as transformers saves it. Every runtime reads the same tokens one by one, on one core. Its
-logits are compared with those of PyTorch here. transformers and llama.cpp run in processes that cannot import compressm.
+transformers, which is saved as transformers saves it. Every runtime reads the same tokens one by one, on one core, and
+its logits are compared with those of PyTorch here. The processes of transformers and llama.cpp cannot import compressm.
 
 llama.cpp takes part if `llama_cpp` can be imported and $LLAMA_CPP is the folder of its source, where the converter is:
 pip install llama-cpp-python
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import json
 import os
 import statistics
 import subprocess
@@ -69,7 +68,7 @@ Runtime = Callable[[nn.Module, Tensor, Path], Streamed]
 
 
 def measure_deploy(*, seeds: int = 1, quick: bool = False, progress: Progress = silent) -> Measurement:
-    """Measure one row a model and runtime: difference of logits, size of the file and time of a token, cut and uncut."""
+    """Measure one row a model and runtime: difference of logits, size of the file, time of a token; whole and cut."""
     size, rows = QUICK if quick else Size(), []
     for seed in range(seeds):
         for name, (make, order, runtimes) in _models(size).items():
@@ -81,11 +80,13 @@ def measure_deploy(*, seeds: int = 1, quick: bool = False, progress: Progress = 
             some = text.drawn(size.batch, size.length)
             cs.compress_(small, keep=cs.TargetOrder(order[1]), calibrate=lambda model, some=some: model(some))
             losses = [_loss(model, text, size) for model in (whole, small)]
-            progress(f"{name}, seed {seed}: loss {losses[0]:.3f} with {order[0]} states, {losses[1]:.3f} with {order[1]}")
+            progress(
+                f"{name}, seed {seed}: loss {losses[0]:.3f} with {order[0]} states, {losses[1]:.3f} with {order[1]}"
+            )
             common = {"model": name, "seed": seed, "order": order[0], "rank": order[1], "device": "cpu"}
             common |= {"loss": losses[0], "loss_cut": losses[1]}
             for row in _rows(whole, small, text.ids[: size.tokens], runtimes):
-                progress(f"{name} in {row['runtime']}: {1e6 * row['seconds']:.0f} -> {1e6 * row['seconds_cut']:.0f} µs a token")
+                progress(f"{row['runtime']}: {1e6 * row['seconds']:.0f} -> {1e6 * row['seconds_cut']:.0f} µs a token")
                 rows.append(common | row)
     return Measurement("deploy", "A token in other runtimes, before and after a cut", seeds, rows)
 
@@ -95,17 +96,23 @@ def _models(size: Size) -> dict[str, tuple[Callable[[int], nn.Module], tuple[int
     from transformers import MambaConfig, MambaForCausalLM
 
     def lru(order: int) -> nn.Module:
-        return cs.models.LanguageModel(
-            cs.layers.LRU, vocabulary=BYTES, depth=size.depth, width=size.width, order=order
-        )
+        return cs.models.LanguageModel(cs.layers.LRU, vocabulary=BYTES, depth=size.depth, width=size.width, order=order)
 
     def mamba(order: int) -> nn.Module:
         # llama.cpp's converter rounds the vocabulary up to a multiple of eight: bytes, one pair, and what is not used.
-        sizes = {"vocab_size": BYTES + 8, "hidden_size": size.width, "num_hidden_layers": size.depth, "state_size": order}
+        sizes = {
+            "vocab_size": BYTES + 8,
+            "hidden_size": size.width,
+            "num_hidden_layers": size.depth,
+            "state_size": order,
+        }
         return MambaForCausalLM(MambaConfig(**sizes, bos_token_id=None, eos_token_id=None, pad_token_id=None))
 
     ours: dict[str, Runtime] = {
-        "PyTorch": by_step, "Stream": by_stream, "onnxruntime": by_onnx, "ExecuTorch": by_executorch
+        "PyTorch": by_step,
+        "Stream": by_stream,
+        "onnxruntime": by_onnx,
+        "ExecuTorch": by_executorch,
     }
     theirs: dict[str, Runtime] = {"transformers": by_transformers}
     if has_llama():
@@ -117,7 +124,9 @@ def _rows(whole: nn.Module, small: nn.Module, tokens: Tensor, runtimes: dict[str
     expected = [_logits(model, tokens[None])[0] for model in (whole, small)]
     for name, runtime in runtimes.items():
         with tempfile.TemporaryDirectory() as folder:
-            found = [runtime(model, tokens, Path(folder, which)) for model, which in ((whole, "whole"), (small, "small"))]
+            found = [
+                runtime(model, tokens, Path(folder, which)) for model, which in ((whole, "whole"), (small, "small"))
+            ]
         before, after = ((one.logits - wanted).abs().max().item() for one, wanted in zip(found, expected, strict=True))
         yield {
             "runtime": name,
