@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import fmean, mean, stdev
 
-from compressm_lab.reports.grid import Grid, column, duration
+from compressm_lab.reports.grid import Grid, amount, column, duration
 from compressm_lab.runs.groups import grouped
 from compressm_lab.runs.measurement import Measurement, MeasurementError, Row
 from compressm_lab.runs.paper import read_paper
@@ -60,6 +60,28 @@ def one_shot_grids(measurement: Measurement) -> list[Grid]:
         lines = tuple((sizes, *(_spread(values) for values in at.values())) for sizes, at in cells.items())
         grids.append(Grid(setting.capitalize(), ("n → r", *names), lines, caption))
     return grids
+
+
+def deploy_grids(measurement: Measurement) -> list[Grid]:
+    """A token in other runtimes, before and after a cut, a row a runtime."""
+    pairs = ("difference", "bytes", "seconds")
+    needed = ("model", "runtime", "order", "rank", *pairs, *(f"{name}_cut" for name in pairs))
+    _require(measurement, "deploy", needed, "model", "runtime", "device")
+
+    def change(name: str, show: Callable[[float], str]) -> Callable[[Row], str]:
+        return lambda row: f"{show(float(row[name]))} → {show(float(row[f'{name}_cut']))}"
+
+    columns: list[tuple[str, Callable[[Row], str]]] = [
+        column("model"),
+        column("runs in", "runtime"),
+        ("states", lambda row: f"{row['order']} → {row['rank']}"),
+        ("largest difference", change("difference", "{:.0e}".format)),
+        ("file", change("bytes", amount)),
+        ("a token", change("seconds", duration)),
+        ("faster", lambda row: f"{float(row['seconds']) / float(row['seconds_cut']):.2f}×"),
+    ]
+    caption = "logits against PyTorch's of the same model; one sequence, one core, medians"
+    return [Grid.of("A token in other runtimes, before and after a cut", measurement.rows, columns, caption)]
 
 
 def hidden_system_grids(measurement: Measurement) -> list[Grid]:
@@ -446,6 +468,7 @@ def kills_grids(measurement: Measurement) -> list[Grid]:
 GRIDS: dict[str, Callable[[Measurement], list[Grid]]] = {
     "one_shot": one_shot_grids,
     "hidden_system": hidden_system_grids,
+    "deploy": deploy_grids,
     "error_bound_floor": error_bound_floor_grids,
     "loss_continuity": loss_continuity_grids,
     "demo": demo_grids,
