@@ -243,7 +243,6 @@ OTHERS = {
         "ZambaMambaMixer",
         "for each of its heads",
     ),
-    "Mamba2": ({**SMALL, "num_heads": 4, "head_dim": 8, "n_groups": 2}, "Mamba2Mixer", "recurrence of Mamba-2"),
 }
 
 

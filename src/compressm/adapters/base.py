@@ -35,6 +35,7 @@ class Basis(Enum):
     BY_CHANNEL = "a separate projection for every channel, kept as maps"
     ORTHOGONAL = "an orthogonal projection"
     AVERAGED = "one projection for all channels, rates or gates averaged"
+    MAPPED = "any two-sided projection, kept as two maps"
     SELECTED = "a selection of its states"
 
 

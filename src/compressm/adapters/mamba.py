@@ -177,19 +177,8 @@ class MambaAdapter(SelectiveAdapter[Mamba]):
 # Mixers of transformers that are refused, and why.
 _NORMS = "normalises B and C over the states, which no change of basis preserves"
 _HEADS = "has a projection and rates for each of its heads"
-_MAMBA_2 = "is the recurrence of Mamba-2, with one rate per head"
-_REASONS = {
-    "FalconMambaMixer": _NORMS,
-    "JambaMambaMixer": _NORMS,
-    "ZambaMambaMixer": _HEADS,
-    "Mamba2Mixer": _MAMBA_2,
-    "Zamba2MambaMixer": _MAMBA_2,
-    "BambaMixer": _MAMBA_2,
-    "FalconH1Mixer": _MAMBA_2,
-    "GraniteMoeHybridMambaLayer": _MAMBA_2,
-    "NemotronHMamba2Mixer": _MAMBA_2,
-}
-_SUPPORTED = "expected MambaMixer, the mixer of MambaModel and MambaForCausalLM"
+_REASONS = {"FalconMambaMixer": _NORMS, "JambaMambaMixer": _NORMS, "ZambaMambaMixer": _HEADS}
+_SUPPORTED = "expected MambaMixer, the mixer of MambaModel and MambaForCausalLM, or a mixer of Mamba-2"
 
 
 def refused_in(model: nn.Module) -> str:

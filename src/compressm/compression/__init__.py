@@ -32,6 +32,7 @@ from compressm.families.choices import (
     WhiteNoise,
     powers_of_two,
 )
+from compressm.families.memory.forms import Fitted, Folded, Form, Mapped, Selected
 from compressm.families.selective.methods import Baked, PerChannel, SelectiveMethod, SharedIndex
 
 if TYPE_CHECKING:
@@ -48,6 +49,9 @@ __all__ = [
     "Cut",
     "EnergyTolerance",
     "ErrorBound",
+    "Fitted",
+    "Folded",
+    "Form",
     "Gramian",
     "HankelTracker",
     "Inspection",
@@ -55,6 +59,7 @@ __all__ = [
     "Largest",
     "LayerPolicy",
     "LostProcessError",
+    "Mapped",
     "Measured",
     "Modal",
     "Moments",
@@ -64,6 +69,7 @@ __all__ = [
     "Restored",
     "Rollback",
     "SavingError",
+    "Selected",
     "Selection",
     "SelectiveMethod",
     "SharedIndex",

@@ -20,6 +20,7 @@ from compressm.control import DiagonalSystem, Trajectories, hankel_change, traje
 from compressm.errors import CompressionError
 from compressm.families import Layer, family_of
 from compressm.families.choices import Gramian, require_count
+from compressm.families.memory.forms import Form
 from compressm.families.observing import Calibrate
 from compressm.families.selective.methods import Baked, SelectiveMethod
 
@@ -126,13 +127,14 @@ def inspect(
     fold: bool = True,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     selective: SelectiveMethod = Baked(),
+    form: Form | None = None,
 ) -> Inspection:
     """Spectra, recommended orders and bounds of every SSM layer; a table when printed.
 
     `calibrate` runs the model on some data; states are then valued on that data, and there is no a-priori bound.
     Selective layers need it and never have a bound.
     """
-    options = Options(KeepFraction(1.0), calibrate, gramian, fold, filter_fn=filter_fn, selective=selective)
+    options = Options(KeepFraction(1.0), calibrate, gramian, fold, filter_fn=filter_fn, selective=selective, form=form)
     if said := unused_options(unwrapped(model), options):
         warnings.warn(said, stacklevel=2)
     with torch.no_grad():

@@ -172,7 +172,7 @@ class Family(ABC):
     # True if its states can only be valued on data.
     needs_data: ClassVar[bool] = False
     # Options of a cut that families may leave unused; the compressor warns about those that no layer uses.
-    uses: ClassVar[frozenset[str]] = frozenset({"fold", "selective"})
+    uses: ClassVar[frozenset[str]] = frozenset({"fold", "form", "selective"})
 
     def overrules_gramian(self, choices: Choices) -> bool:
         """True if another choice decides whether Gramians are measured, against `gramian`."""

@@ -13,7 +13,8 @@ from torch import nn
 
 from compressm.adapters.base import adapter_for
 from compressm.adapters.mamba import PROJECTION, RATES
-from compressm.adapters.transformers.mamba import PACKAGE, MambaMixerAdapter, set_state_sizes_, state_sizes
+from compressm.adapters.transformers.config import PACKAGE, set_state_sizes_, state_sizes
+from compressm.adapters.transformers.mamba import MambaMixerAdapter
 from compressm.errors import AdapterError
 
 MODELS = ("MambaModel", "MambaForCausalLM")

@@ -1,0 +1,215 @@
+"""Adapters of the Mamba-2 mixers of transformers: one recurrence under several names, with its size in the config."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, final
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from torch.nn.functional import conv1d, pad, softplus
+
+from compressm.adapters.base import adapts_named, parameter_of
+from compressm.adapters.memory import Memory, MemoryAdapter, Rows, Steps, rows_that_stay
+from compressm.adapters.transformers.config import (
+    PACKAGE,
+    SINCE,
+    configs_of,
+    renewed_configs,
+    require_attributes,
+    shown,
+)
+from compressm.errors import AdapterError
+
+_OF_CONVOLUTION, _MULTIPLIERS = ("conv1d.weight", "conv1d.bias"), "mup_vector"
+
+
+class Mamba2Adapter(MemoryAdapter[nn.Module]):
+    """The adapter of mixers whose in_proj has the rows [gate, x, B, C, Δ] and whose conv1d has [x, B, C].
+
+    B are the keys and C the queries, for each of the groups of heads; Δ x are the values, and exp(−Δ exp(A_log)) is the
+    decay. SiLU follows the convolution, so rows can be selected and fitted, but not mixed.
+    """
+
+    # The config's name of the order.
+    SIZE: ClassVar[str] = "state_size"
+    SHARED = frozenset({"config"})
+
+    def rows(self, module: nn.Module) -> dict[str, Rows]:
+        inner, groups, order = _sizes(module)
+        steps = torch.arange(groups * order, device=parameter_of(module, "in_proj.weight").device).view(groups, order)
+        found: dict[str, Rows] = {}
+        for part, before in (("in_proj", 2 * inner), ("conv1d", inner)):
+            own = Rows(before + steps, before + groups * order + steps)
+            found |= {f"{part}.{leaf}": own for leaf, _ in module.get_submodule(part).named_parameters()}
+        return found
+
+    def read(self, module: nn.Module) -> Memory:
+        self._require_known(module)
+        require_attributes(self, module, self.attributes(module, self.order(module)))
+        return super().read(module)
+
+    def attributes(self, module: nn.Module, order: int) -> dict[str, Any]:
+        inner, groups, _ = _sizes(module)
+        channels = inner + 2 * groups * order
+        sizes = {f"conv1d.{name}": channels for name in ("in_channels", "out_channels", "groups")}
+        return {
+            "ssm_state_size": order,
+            "conv_dim": channels,
+            "in_proj.out_features": inner + channels + len(parameter_of(module, "A_log")),
+            **sizes,
+        }
+
+    def steps(
+        self, module: nn.Module, x: Float[Tensor, "batch length width"], memory: Memory, counted: Tensor | None = None
+    ) -> Steps:
+        inner, groups, _ = _sizes(module)
+        mask = None if counted is None else counted[..., None]
+        x = self.scaled_input(module, x if mask is None else torch.where(mask, x, 0))
+        own = {name: value.detach() for name, value in module.named_parameters()}
+        heads = len(own["A_log"])
+        of_x, of_B, of_C, of_step = self.multipliers(module)
+        width = {"in_proj": slice(inner, 2 * inner), "conv1d": slice(inner)}
+        rows = {name: value[width[name.partition(".")[0]]] for name, value in own.items() if name in memory.keys}
+        u, keys, queries = (
+            self._convolved(module, x, part, factor, mask)
+            for part, factor in ((rows, of_x), (memory.keys, of_B), (memory.queries, of_C))
+        )
+        last = {name: value[-heads:] for name, value in own.items() if name.startswith("in_proj")}
+        step = _projected(x, last) * of_step
+        low, high = module.time_step_limit  # type: ignore[misc]
+        step = softplus(step + own["dt_bias"].to(x)).clamp(low, high)
+        log_decay = (-torch.exp(own["A_log"].to(x)) * step).mT
+        batch, length, _ = x.shape
+        values = u.view(batch, length, heads, -1) * step[..., None]
+        keys, queries = (part.view(batch, length, groups, -1).transpose(1, 2) for part in (keys, queries))
+        return Steps(
+            queries,
+            keys,
+            values.view(batch, length, groups, heads // groups, -1).permute(0, 2, 3, 1, 4),
+            log_decay.reshape(batch, groups, heads // groups, length),
+        )
+
+    def scaled_input(self, module: nn.Module, x: Tensor) -> Tensor:
+        """The input of in_proj."""
+        return x
+
+    def multipliers(self, module: nn.Module) -> tuple[float, float, float, float]:
+        """Factors of x, B, C and Δ behind in_proj."""
+        return 1.0, 1.0, 1.0, 1.0
+
+    @staticmethod
+    def _convolved(module: Any, x: Tensor, rows: Mapping[str, Tensor], factor: float, mask: Tensor | None) -> Tensor:
+        """The activation of a causal convolution of projections of x by these rows; padding gives zeros."""
+        kernel, shift = (None if (part := rows.get(name)) is None else part.to(x) for name in _OF_CONVOLUTION)
+        assert kernel is not None
+        kernel = kernel.reshape(-1, 1, kernel.shape[-1])
+        past = pad((_projected(x, rows) * factor).mT, (kernel.shape[-1] - 1, 0))
+        found: Tensor = module.act(
+            conv1d(past, kernel, None if shift is None else shift.flatten(), groups=len(kernel))
+        ).mT
+        return found if mask is None else torch.where(mask, found, 0)
+
+    def observed(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Tensor, Bool[Tensor, "batch length"] | None]:
+        given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
+        cache, mask = given.get("cache_params"), given.get("attention_mask")
+        if cache is not None and cache.has_previous_state(module.layer_idx):
+            raise AdapterError(
+                "calibrate continues from a cache, whose states are unknown: let it run the model on whole sequences,"
+                " as model(input_ids, attention_mask=...) does, without generate; or two layers have the same"
+                f" layer_idx {module.layer_idx} and share a cache entry"
+            )
+        return given["hidden_states"], None if mask is None else mask.bool()
+
+    def renewed(self, model: nn.Module, modules: Sequence[nn.Module]) -> list[tuple[Any, str, Any]]:
+        return renewed_configs(model, configs_of(model, self.SIZE), self.SIZE, self)
+
+    def _require_known(self, module: nn.Module) -> None:
+        """Refuse a module whose parameters or call this adapter does not know."""
+        names = {name for name, _ in module.named_parameters()}
+        needed = {"A_log", "dt_bias", "D", "in_proj.weight", "conv1d.weight", "out_proj.weight"}
+        known = needed | {"in_proj.bias", "conv1d.bias", "out_proj.bias", "norm.weight"}
+        if odd := sorted((needed - names) | (names - known)):
+            raise AdapterError(
+                f"{shown(module)} differs in {', '.join(odd)} from a Mamba-2 mixer: expected {', '.join(sorted(known))}"
+            )
+        called = inspect.signature(type(module).forward).parameters
+        if missing := [name for name in ("hidden_states", "cache_params", "attention_mask") if name not in called]:
+            raise AdapterError(
+                f"{shown(module)} takes {', '.join(called)}, expected {' and '.join(missing)} too, as in"
+                f" {PACKAGE} {SINCE} or later"
+            )
+
+
+def _sizes(module: Any) -> tuple[int, int, int]:
+    """The inner width, the number of groups, and the order, from the parameters."""
+    inner, heads = parameter_of(module, "out_proj.weight").shape[1], len(parameter_of(module, "A_log"))
+    rows, groups = len(parameter_of(module, "in_proj.weight")), int(module.n_groups)
+    order, rest = divmod(rows - 2 * inner - heads, 2 * groups)
+    if rest or order < 1:
+        raise AdapterError(
+            f"{shown(module)} has {rows} rows in in_proj, expected 2 · {inner} + {heads} + 2 · {groups} groups · states"
+        )
+    return inner, groups, order
+
+
+def _projected(x: Tensor, rows: Mapping[str, Tensor]) -> Tensor:
+    """The projections of x by rows of in_proj."""
+    weight, bias = rows["in_proj.weight"].to(x), rows.get("in_proj.bias")
+    found = x @ weight.reshape(-1, weight.shape[-1]).mT
+    return found if bias is None else found + bias.to(x).flatten()
+
+
+@adapts_named(f"{PACKAGE}.models.mamba2.modeling_mamba2.Mamba2Mixer")
+@final
+class Mamba2MixerAdapter(Mamba2Adapter):
+    """The adapter of Mamba2Mixer."""
+
+
+@adapts_named(f"{PACKAGE}.models.bamba.modeling_bamba.BambaMixer")
+@adapts_named(f"{PACKAGE}.models.granitemoehybrid.modeling_granitemoehybrid.GraniteMoeHybridMambaLayer")
+@adapts_named(f"{PACKAGE}.models.zamba2.modeling_zamba2.Zamba2MambaMixer")
+@final
+class BambaMixerAdapter(Mamba2Adapter):
+    """The adapter of the mixers of Bamba, GraniteMoeHybrid and Zamba2, whose configs have `mamba_d_state`."""
+
+    SIZE = "mamba_d_state"
+
+
+@adapts_named(f"{PACKAGE}.models.nemotron_h.modeling_nemotron_h.NemotronHMamba2Mixer")
+@final
+class NemotronHMixerAdapter(Mamba2Adapter):
+    """The adapter of NemotronHMamba2Mixer."""
+
+    SIZE = "ssm_state_size"
+
+
+@adapts_named(f"{PACKAGE}.models.falcon_h1.modeling_falcon_h1.FalconH1Mixer")
+@final
+class FalconH1MixerAdapter(Mamba2Adapter):
+    """The adapter of FalconH1Mixer: `mup_vector` multiplies the output of in_proj, each part by one number."""
+
+    SIZE = "mamba_d_state"
+
+    def attributes(self, module: nn.Module, order: int) -> dict[str, Any]:
+        return super().attributes(module, order) | {"groups_time_state_size": _sizes(module)[1] * order}
+
+    def buffers(self, module: nn.Module, system: Memory) -> dict[str, Tensor]:
+        stays = rows_that_stay(
+            self.rows(module)["in_proj.weight"], system.order, module.get_buffer(_MULTIPLIERS).shape[-1]
+        )
+        return {_MULTIPLIERS: module.get_buffer(_MULTIPLIERS)[..., stays]}
+
+    def scaled_input(self, module: nn.Module, x: Tensor) -> Tensor:
+        factor: Any = module.ssm_in_multiplier
+        return x * factor
+
+    def multipliers(self, module: nn.Module) -> tuple[float, float, float, float]:
+        inner, groups, order = _sizes(module)
+        starts = (inner, 2 * inner, 2 * inner + groups * order, 2 * inner + 2 * groups * order)
+        of_x, of_B, of_C, of_dt = module.get_buffer(_MULTIPLIERS).flatten()[list(starts)].tolist()
+        return of_x, of_B, of_C, of_dt
