@@ -186,6 +186,36 @@ def test_the_measured_error_is_that_of_the_mixer_which_is_stored(form):
         assert 0 < record.measured_error < 1
 
 
+def test_forms_are_compared_in_a_table_and_nothing_changes():
+    model = make()
+    before = copy.deepcopy(model.state_dict())
+    compared = cs.compare_forms(model, 3, lambda model: model(MANY))
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    layer = layers(model, lambda model: model(MANY))["backbone.layers.0.mixer"].data
+    mapped, fitted, selected = compared.forms["backbone.layers.0.mixer"]
+    assert [one.form for one in (mapped, fitted, selected)] == [Mapped(), Fitted(), Selected()]
+    assert mapped.error < fitted.error < selected.error
+    assert mapped.error == pytest.approx(mapped.estimate, rel=0.3)
+    assert fitted.error == layer.error(Fitted().reduce(layer, torch.arange(3)))
+    assert [one.storable for one in (mapped, fitted, selected)] == [False, True, True]
+    lines = str(compared).splitlines()
+    assert lines[0].split() == ["module", "form", "error", "estimate", "stored"]
+    assert lines[2].split() == [
+        "backbone.layers.0.mixer",
+        "Mapped()",
+        f"{mapped.error:.3g}",
+        f"{mapped.estimate:.3g}",
+        "no",
+    ]
+
+
+def test_forms_of_layers_without_a_choice_cannot_be_compared():
+    for model, order in ((make(), 8), (cs.layers.LRU(4, 8), 3)):
+        run = runs if order == 8 else lambda model: model(torch.randn(2, 9, 4))
+        with pytest.raises(CompressionError, match=f"has a choice of forms and more than {order} states"):
+            cs.compare_forms(model, order, run)
+
+
 def test_a_fit_has_a_smaller_error_than_its_start_on_what_it_was_fitted_to_and_is_the_default():
     found = layers(make(), lambda model: model(MANY))
     layer = found["backbone.layers.0.mixer"].data

@@ -28,6 +28,7 @@ SHORT_NAMES = {
     "Slice",
     "Transport",
     "WhiteNoise",
+    "compare_forms",
     "compress_",
     "inspect",
     "Budget",
@@ -133,6 +134,7 @@ ADAPTER_NAMES = {
 COMPRESSION_NAMES = SHORT_NAMES | {
     "AllowedOrders",
     "Form",
+    "FormComparison",
     "Gramian",
     "Moments",
     "Checkpoint",

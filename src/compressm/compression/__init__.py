@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from compressm.compression.budget import Budget
 from compressm.compression.compressor import PAPER, Compressor, compress_, pad_orders_
 from compressm.compression.distributed import rewrap_
-from compressm.compression.inspection import HankelTracker, Inspection, inspect
+from compressm.compression.inspection import FormComparison, HankelTracker, Inspection, compare_forms, inspect
 from compressm.compression.optimizer import Moments, Restart, Slice, Transport
 from compressm.compression.policies import (
     EnergyTolerance,
@@ -52,6 +52,7 @@ __all__ = [
     "Fitted",
     "Folded",
     "Form",
+    "FormComparison",
     "Gramian",
     "HankelTracker",
     "Inspection",
@@ -81,6 +82,7 @@ __all__ = [
     "WhiteNoise",
     "as_schedule",
     "choose_orders",
+    "compare_forms",
     "compress_",
     "during_warmup",
     "every",

@@ -120,6 +120,24 @@ class Layer(ABC):
     def received(self, sent: Any) -> PlannedCut:
         """The cut of this layer that another process sent."""
 
+    def compared_forms(self, order: int) -> list[ComparedForm]:
+        """The forms in which a cut to this order could be kept, each with its error; empty if there is no choice."""
+        return []
+
+
+@final
+@dataclass(frozen=True)
+class ComparedForm:
+    """A form of a cut, its measured error, the estimate from the spectrum or None, and whether the layer can store it.
+
+    The error is ‖y_new − y_old‖ / ‖y_old‖ of the layer's output without its skip, on sequences that no fit has seen.
+    """
+
+    form: Any
+    error: float
+    estimate: float | None
+    storable: bool
+
 
 class PlannedCut(ABC):
     """A cut of one layer, computed and not yet made, with its error."""

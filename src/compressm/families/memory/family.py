@@ -13,9 +13,9 @@ from compressm.adapters.memory import Memory, MemoryAdapter
 from compressm.control import ControlError
 from compressm.control.linear_algebra import each
 from compressm.errors import CompressionError
-from compressm.families.base import Change, Family, Layer, PlannedCut, Total, Writing, energy_lost, reads
-from compressm.families.choices import Choices, Measured, WhiteNoise
-from compressm.families.memory.forms import Form, ObservedMemory, default_form
+from compressm.families.base import Change, ComparedForm, Family, Layer, PlannedCut, Total, Writing, energy_lost, reads
+from compressm.families.choices import Choices, Measured, WhiteNoise, require_count
+from compressm.families.memory.forms import Form, ObservedMemory, compared_forms, default_form
 from compressm.families.memory.observer import MemoryObservations, MemoryObserver
 from compressm.families.memory.reduction import MemoryReduction
 from compressm.families.observing import ZERO_INPUTS, ratio_of
@@ -67,6 +67,9 @@ class MemoryLayer(Layer):
     def received(self, sent: Any) -> MemoryCut:
         reduction, lost = sent
         return MemoryCut(self, reduction.to(self.system.device), None, lost)
+
+    def compared_forms(self, order: int) -> list[ComparedForm]:
+        return compared_forms(self.data, require_count("order", order, high=self.order))
 
     def values(self) -> Float[Tensor, "bank n"]:
         """The values of the states; errors name the layer."""

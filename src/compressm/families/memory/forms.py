@@ -15,6 +15,7 @@ from compressm.adapters.memory import Memory, MemoryAdapter
 from compressm.control import memory as matrix_states
 from compressm.control.memory import MemoryBasis
 from compressm.errors import CompressionError
+from compressm.families.base import ComparedForm
 from compressm.families.choices import require_count
 from compressm.families.memory.observer import MemoryObservations
 from compressm.families.memory.reduction import MemoryReduction
@@ -190,6 +191,22 @@ def default_form(adapter: MemoryAdapter[Any], memory: Memory) -> Form:
     if memory.key_map is not None:
         return Mapped()
     return Folded() if Basis.ANY in adapter.STORES else Fitted()
+
+
+def compared_forms(layer: ObservedMemory, order: int) -> list[ComparedForm]:
+    """All forms of a cut to this order that make sense for the layer, each with its error on the same sequences."""
+    kept, stores = torch.arange(order), layer.adapter.STORES
+    judging = halves(layer.observations.sample)[1]
+    best = [Folded(), Selected(read_out=True)] if Basis.ANY in stores else [Mapped()]
+    forms = [Mapped(), Selected()] if layer.memory.key_map is not None else [*best, Fitted(), Selected()]
+    found = []
+    for form in forms:
+        values, reduction = form.values(layer), form.reduce(layer, kept)
+        whole = float(values.sum())
+        share = float(values[:, order:].sum()) / whole if whole > 0 else 0.0
+        estimate = share**0.5 if isinstance(form, _Balanced) else None
+        found.append(ComparedForm(form, layer.error(reduction, judging), estimate, form.needed() in stores))
+    return found
 
 
 def _scores(layer: ObservedMemory) -> Float[Tensor, "bank n"]:
