@@ -339,13 +339,20 @@ def _changed(twin: nn.Module, model: nn.Module) -> Named:
 
 
 def _same(now: object, before: object) -> bool:
-    if now is before:
+    if now is before or _same_numbers(now, before):
         return True
     try:
         return bool(encode(now, "") == encode(before, ""))
     except SavingError:
         # A constructor makes a new function object each time.
         return type(now) is type(before)
+
+
+def _same_numbers(now: object, before: object) -> bool:
+    """True for equal lists of numbers, which may be infinite; JSON makes lists of tuples."""
+    if not isinstance(now, list | tuple) or not isinstance(before, list | tuple):
+        return False
+    return all(isinstance(item, int | float) for item in (*now, *before)) and list(now) == list(before)
 
 
 def _change(model: nn.Module, changed: Named) -> None:

@@ -6,8 +6,8 @@ import copy
 import functools
 import gc
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -19,7 +19,14 @@ PACKAGE = "transformers"
 # the signature of a mixer can be read.
 SINCE = "5.16"
 
+# What a config says of mixers that keep maps: the number of states behind them, by the layer's index as text.
+MAPS = "compressm_maps"
+
 _CONFIGS = ("PreTrainedConfig", "PretrainedConfig")
+
+
+# The mixer's size in the config, and the number of states behind maps, None without maps.
+SizesOf: TypeAlias = Callable[[Any], tuple[int, int | None]]
 
 
 def state_sizes(config: Any, size: str = "state_size") -> list[int]:
@@ -84,31 +91,36 @@ def configs_of(model: nn.Module, size: str) -> list[Any]:
 
 
 def renewed_configs(
-    model: nn.Module, configs: Iterable[Any], size: str, adapter: Adapter[Any, Any]
+    model: nn.Module, configs: Iterable[Any], size: str, adapter: Adapter[Any, Any], sizes_of: SizesOf
 ) -> list[tuple[nn.Module, str, Any]]:
     """The writes that replace these configs by copies with the present orders of the adapter's mixers."""
-    return [write for config in configs for write in _renewed(model, config, size, adapter)]
+    return [write for config in configs for write in _renewed(model, config, size, adapter, sizes_of)]
 
 
-def _renewed(model: nn.Module, config: Any, size: str, adapter: Adapter[Any, Any]) -> list[tuple[nn.Module, str, Any]]:
+def _renewed(
+    model: nn.Module, config: Any, size: str, adapter: Adapter[Any, Any], sizes_of: SizesOf
+) -> list[tuple[nn.Module, str, Any]]:
     """The writes that replace this config by a copy, one copy for a model."""
     holders = _holders(model, config)
     inside = dict.fromkeys(inner for module, _ in holders for inner in module.modules())
     mixers: list[Any] = [module for module in inside if adapter_for(module) is adapter]
     mixers = [mixer for mixer in mixers if getattr(mixer, "config", config) is config]
-    orders: dict[Any, int] = {mixer.layer_idx: adapter.order(mixer) for mixer in mixers}
+    orders: dict[Any, int] = {mixer.layer_idx: sizes_of(mixer)[0] for mixer in mixers}
+    maps = {str(mixer.layer_idx): rank for mixer in mixers if (rank := sizes_of(mixer)[1]) is not None}
     if len(orders) < len(mixers) and all(module is not model for module, _ in holders):
         # Several models inside of this one were made from one config.
-        return [write for child in model.children() for write in _renewed(child, config, size, adapter)]
+        return [write for child in model.children() for write in _renewed(child, config, size, adapter, sizes_of)]
     if not orders:
         return []
     # Layers that were removed from the model, or have no mixer, have no order of their own.
     common = max(orders.values())
     sizes = [orders.get(layer, common) for layer in range(config.num_hidden_layers)]
-    if sizes == state_sizes(config, size):
+    if sizes == state_sizes(config, size) and maps == config.to_dict().get(MAPS, {}):
         return []
     renewed = copy.deepcopy(config)
     set_state_sizes_(renewed, sizes, size)
+    if maps or MAPS in config.to_dict():
+        setattr(renewed, MAPS, maps)
     return [(module, name, renewed) for module, name in holders]
 
 

@@ -92,7 +92,9 @@ class MambaMixerAdapter(SelectiveAdapter[nn.Module]):
 
     def renewed(self, model: nn.Module, modules: Sequence[nn.Module]) -> list[tuple[Any, str, Any]]:
         configs = {id(module.config): module.config for module in modules}
-        return renewed_configs(model, list(configs.values()), "state_size", self)
+        return renewed_configs(
+            model, list(configs.values()), "state_size", self, lambda mixer: (self.order(mixer), None)
+        )
 
 
 def _require_config(module: nn.Module) -> None:

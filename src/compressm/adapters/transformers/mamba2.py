@@ -11,8 +11,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn.functional import conv1d, pad, softplus
 
-from compressm.adapters.base import adapts_named, parameter_of
-from compressm.adapters.memory import Memory, MemoryAdapter, Rows, Steps, rows_that_stay
+from compressm.adapters.base import Basis, Growth, adapts_named, parameter_of
+from compressm.adapters.memory import KEY_MAP, QUERY_MAP, Memory, MemoryAdapter, Rows, Steps, rows_that_stay
 from compressm.adapters.transformers.config import (
     PACKAGE,
     SINCE,
@@ -21,6 +21,7 @@ from compressm.adapters.transformers.config import (
     require_attributes,
     shown,
 )
+from compressm.adapters.transformers.mapped import MapPlace
 from compressm.errors import AdapterError
 
 _OF_CONVOLUTION, _MULTIPLIERS = ("conv1d.weight", "conv1d.bias"), "mup_vector"
@@ -30,12 +31,18 @@ class Mamba2Adapter(MemoryAdapter[nn.Module]):
     """The adapter of mixers whose in_proj has the rows [gate, x, B, C, Δ] and whose conv1d has [x, B, C].
 
     B are the keys and C the queries, for each of the groups of heads; Δ x are the values, and exp(−Δ exp(A_log)) is the
-    decay. SiLU follows the convolution, so rows can be selected and fitted, but not mixed.
+    decay. SiLU follows the convolution, so rows can be selected and fitted, but not mixed; maps may follow.
     """
 
+    STORES = frozenset({Basis.MAPPED, Basis.SELECTED})
+    OPTIONAL = frozenset({KEY_MAP, QUERY_MAP})
+    JOINS: ClassVar[Mapping[str, str]] = dict.fromkeys((KEY_MAP, QUERY_MAP), "in_proj.weight")
+    SHARED = frozenset({"config"})
+    RECURRENCE = "Mamba-2"
+    # Buffers with an axis of rows, their third.
+    ROW_BUFFERS: ClassVar[tuple[str, ...]] = ()
     # The config's name of the order.
     SIZE: ClassVar[str] = "state_size"
-    SHARED = frozenset({"config"})
 
     def rows(self, module: nn.Module) -> dict[str, Rows]:
         inner, groups, order = _sizes(module)
@@ -51,8 +58,38 @@ class Mamba2Adapter(MemoryAdapter[nn.Module]):
         require_attributes(self, module, self.attributes(module, self.order(module)))
         return super().read(module)
 
-    def attributes(self, module: nn.Module, order: int) -> dict[str, Any]:
+    def growth(self, module: nn.Module) -> dict[str, Growth]:
+        """Rows of B and of C for every group; zeros there, in the convolution too, are states without effect."""
+        if self.maps(module) is not None:
+            raise AdapterError(
+                f"an earlier Mapped cut gave this {type(module).__name__} maps, to which none can be added"
+            )
         inner, groups, _ = _sizes(module)
+        heads = len(parameter_of(module, "A_log"))
+        sizes = {"in_proj": (2 * inner, heads), "conv1d": (inner, 0)}
+        return {
+            name: Growth(axis=0, first=sizes[part][0], blocks=2 * groups, last=sizes[part][1])
+            for name in self.rows(module)
+            for part in [name.partition(".")[0]]
+        }
+
+    def inner_width(self, module: nn.Module) -> int:
+        return _sizes(module)[0]
+
+    def state_bytes(self, module: nn.Module, order: int) -> int:
+        """Those of float32, as caches keep it."""
+        return 4 * order * _sizes(module)[0]
+
+    def maps(self, module: nn.Module) -> tuple[Tensor, Tensor] | None:
+        keys, queries = (module._parameters.get(name) for name in (KEY_MAP, QUERY_MAP))
+        return None if keys is None or queries is None else (keys, queries)
+
+    def place(self, module: nn.Module, path: str) -> tuple[Any, str]:
+        return (MapPlace(module), path) if path in self.OPTIONAL else super().place(module, path)
+
+    def attributes(self, module: nn.Module, order: int) -> dict[str, Any]:
+        inner, groups, rows = _sizes(module)
+        order = rows if self.maps(module) is not None else order  # maps follow all rows
         channels = inner + 2 * groups * order
         sizes = {f"conv1d.{name}": channels for name in ("in_channels", "out_channels", "groups")}
         return {
@@ -112,6 +149,21 @@ class Mamba2Adapter(MemoryAdapter[nn.Module]):
         ).mT
         return found if mask is None else torch.where(mask, found, 0)
 
+    def sizes_at(self, module: nn.Module, order: int) -> dict[str, tuple[int, int]]:
+        """The axis of rows, and their number at this order, of every parameter and buffer that grows with it."""
+        _, groups, now = _sizes(module)
+        grown = {name: (0, parameter_of(module, name).shape[0]) for name in self.rows(module)}
+        grown |= {name: (2, module.get_buffer(name).shape[2]) for name in self.ROW_BUFFERS}
+        return {name: (axis, rows - 2 * groups * (now - order)) for name, (axis, rows) in grown.items()}
+
+    def add_maps_(self, module: nn.Module, order: int) -> None:
+        """Give the module empty maps of this order."""
+        _, groups, rows = _sizes(module)
+        like = parameter_of(module, "in_proj.weight")
+        for name in (KEY_MAP, QUERY_MAP):
+            empty = torch.empty(groups, rows, order, device=like.device, dtype=like.dtype)
+            setattr(*self.place(module, name), nn.Parameter(empty))
+
     def observed(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Tensor, Bool[Tensor, "batch length"] | None]:
@@ -126,14 +178,19 @@ class Mamba2Adapter(MemoryAdapter[nn.Module]):
         return given["hidden_states"], None if mask is None else mask.bool()
 
     def renewed(self, model: nn.Module, modules: Sequence[nn.Module]) -> list[tuple[Any, str, Any]]:
-        return renewed_configs(model, configs_of(model, self.SIZE), self.SIZE, self)
+        return renewed_configs(model, configs_of(model, self.SIZE), self.SIZE, self, self.config_sizes)
+
+    def config_sizes(self, module: nn.Module) -> tuple[int, int | None]:
+        """The number of rows of every group, and the number of states if maps follow them."""
+        maps = self.maps(module)
+        return _sizes(module)[2], None if maps is None else maps[0].shape[-1]
 
     def _require_known(self, module: nn.Module) -> None:
         """Refuse a module whose parameters or call this adapter does not know."""
         names = {name for name, _ in module.named_parameters()}
         needed = {"A_log", "dt_bias", "D", "in_proj.weight", "conv1d.weight", "out_proj.weight"}
         known = needed | {"in_proj.bias", "conv1d.bias", "out_proj.bias", "norm.weight"}
-        if odd := sorted((needed - names) | (names - known)):
+        if odd := sorted((needed - names) | (names - known - self.OPTIONAL)):
             raise AdapterError(
                 f"{shown(module)} differs in {', '.join(odd)} from a Mamba-2 mixer: expected {', '.join(sorted(known))}"
             )
@@ -194,9 +251,14 @@ class FalconH1MixerAdapter(Mamba2Adapter):
     """The adapter of FalconH1Mixer: `mup_vector` multiplies the output of in_proj, each part by one number."""
 
     SIZE = "mamba_d_state"
+    ROW_BUFFERS = (_MULTIPLIERS,)
 
     def attributes(self, module: nn.Module, order: int) -> dict[str, Any]:
-        return super().attributes(module, order) | {"groups_time_state_size": _sizes(module)[1] * order}
+        sizes = super().attributes(module, order)
+        return sizes | {"groups_time_state_size": _sizes(module)[1] * sizes["ssm_state_size"]}
+
+    def growth(self, module: nn.Module) -> dict[str, Growth]:
+        raise AdapterError(f"{_MULTIPLIERS} of a {type(module).__name__} does not grow: its layers keep their orders")
 
     def buffers(self, module: nn.Module, system: Memory) -> dict[str, Tensor]:
         stays = rows_that_stay(

@@ -51,10 +51,12 @@ class MemoryReduction:
     def change(self, module: nn.Module, adapter: MemoryAdapter[Any], memory: Memory) -> MemoryChange:
         """The change of a module with this memory."""
         new = self.applied(memory)
-        values = adapter.encode(module, new)
+        writing = Writing.of(module, adapter, new, new.order)
         if new.key_map is not None:
-            values = {name: values[name] for name in (KEY_MAP, QUERY_MAP)}  # nothing else changes
-        return MemoryChange(module, Writing.of(module, adapter, new, new.order, values), adapter.rows(module), self)
+            # Nothing changes beside the maps.
+            maps = {name: writing.values[name] for name in (KEY_MAP, QUERY_MAP)}
+            writing = Writing(maps, added=writing.added)
+        return MemoryChange(module, writing, adapter.rows(module), self)
 
     def to(self, device: torch.device | str) -> MemoryReduction:
         """A copy on `device`."""
