@@ -158,6 +158,42 @@ def test_maps_join_the_group_of_their_projection_and_are_trained():
         assert not torch.equal(part, before)
 
 
+@pytest.mark.parametrize("form", [cs.Selected(), cs.Mapped()], ids=str)
+def test_a_training_goes_on_from_a_checkpoint(form, tmp_path):
+    def begun(seed=0):
+        model = make(seed=seed).train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        return model, optimizer, cs.Compressor(model, optimizer, when=[2], keep=THREE, calibrate=runs, form=form)
+
+    model, optimizer, compressor = begun()
+    for step in range(1, 4):
+        trained(model, optimizer)
+        compressor.step(step)
+    cs.compression.save_checkpoint(tmp_path / "file", model=model, optimizer=optimizer, compressor=compressor)
+    again, other, later = begun(seed=1)
+    cs.compression.load_checkpoint(tmp_path / "file", model=again, optimizer=other, compressor=later)
+    for one, own in ((model, optimizer), (again, other)):
+        trained(one, own)
+    torch.testing.assert_close(again.state_dict(), model.state_dict(), rtol=0, atol=0)
+    assert again.config.to_dict() == model.config.to_dict()
+
+
+def test_a_checkpoint_that_fails_to_load_leaves_no_map_behind(tmp_path):
+    cs.compression.save_checkpoint(tmp_path / "file", model=mapped())
+    model = make(seed=1)
+    before, logits = copy.deepcopy(model.state_dict()), model(IDS).logits
+
+    def fails(*_, **__):
+        raise RuntimeError("in the last moment")
+
+    model.register_load_state_dict_post_hook(fails)
+    with pytest.raises(RuntimeError, match="in the last moment"):
+        cs.compression.load_checkpoint(tmp_path / "file", model=model)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert torch.equal(model(IDS).logits, logits)
+    assert layers(model)["backbone.layers.0.mixer"].order == 8
+
+
 def test_moments_of_maps_are_carried_with_the_other_map():
     model = mapped(order=6)
     layer = layers(model)["backbone.layers.0.mixer"]

@@ -25,7 +25,7 @@ class MappedForward(nn.Module):
         self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
         mixer: Any = self
-        if mixer.key_map is None:
+        if mixer._parameters.get(KEY_MAP) is None:
             own: Tensor = super().forward(hidden_states, cache_params, attention_mask, **kwargs)
             return own
         x = hidden_states if attention_mask is None else hidden_states * attention_mask[:, :, None].to(hidden_states)
