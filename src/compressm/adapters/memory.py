@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
@@ -108,6 +108,13 @@ class MemoryAdapter(Adapter[Module, Memory]):
         are not applied: `mapped_steps` does that.
         """
 
+    def queries_and_keys(
+        self, module: Module, x: Float[Tensor, "batch length width"], memory: Memory, counted: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The queries and keys of `steps`; a subclass that computes them alone makes fits and comparisons faster."""
+        steps = self.steps(module, x, memory, counted)
+        return steps.queries, steps.keys
+
     @abstractmethod
     def observed(
         self, module: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -146,10 +153,18 @@ class MemoryAdapter(Adapter[Module, Memory]):
     def mapped_steps(self, module: Module, x: Tensor, memory: Memory, counted: Tensor | None = None) -> Steps:
         """The steps of a call, with the memory's maps applied."""
         steps = self.steps(module, x, memory, counted)
-        if memory.key_map is None or memory.query_map is None:
-            return steps
-        queries, keys = steps.queries @ memory.query_map.to(x), steps.keys @ memory.key_map.to(x)
-        return Steps(queries, keys, steps.values, steps.log_decay)
+        return replace(steps, **_mapped(steps.queries, steps.keys, memory))
+
+    def steps_with(self, steps: Steps, module: Module, x: Tensor, memory: Memory, counted: Tensor | None) -> Steps:
+        """The given steps with the queries and keys of another memory."""
+        return replace(steps, **_mapped(*self.queries_and_keys(module, x, memory, counted), memory))
+
+
+def _mapped(queries: Tensor, keys: Tensor, memory: Memory) -> dict[str, Tensor]:
+    """Queries and keys behind the memory's maps."""
+    if memory.key_map is None or memory.query_map is None:
+        return {"queries": queries, "keys": keys}
+    return {"queries": queries @ memory.query_map.to(queries), "keys": keys @ memory.key_map.to(keys)}
 
 
 def with_rows(name: str, parameter: Tensor, rows: Rows, keys: Tensor | None, queries: Tensor | None) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, final
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
-from torch.nn.functional import conv1d, pad, softplus
+from torch.nn.functional import pad, softplus
 
 from compressm.adapters.base import Basis, Growth, adapts_named, parameter_of
 from compressm.adapters.memory import KEY_MAP, QUERY_MAP, Memory, MemoryAdapter, Rows, Steps, rows_that_stay
@@ -103,31 +103,41 @@ class Mamba2Adapter(MemoryAdapter[nn.Module]):
         self, module: nn.Module, x: Float[Tensor, "batch length width"], memory: Memory, counted: Tensor | None = None
     ) -> Steps:
         inner, groups, _ = _sizes(module)
-        mask = None if counted is None else counted[..., None]
-        x = self.scaled_input(module, x if mask is None else torch.where(mask, x, 0))
+        given, mask = self._input(module, x, counted)
         own = {name: value.detach() for name, value in module.named_parameters()}
         heads = len(own["A_log"])
-        of_x, of_B, of_C, of_step = self.multipliers(module)
+        of_x, _, _, of_step = self.multipliers(module)
         width = {"in_proj": slice(inner, 2 * inner), "conv1d": slice(inner)}
         rows = {name: value[width[name.partition(".")[0]]] for name, value in own.items() if name in memory.keys}
-        u, keys, queries = (
-            self._convolved(module, x, part, factor, mask)
-            for part, factor in ((rows, of_x), (memory.keys, of_B), (memory.queries, of_C))
-        )
         last = {name: value[-heads:] for name, value in own.items() if name.startswith("in_proj")}
-        step = _projected(x, last) * of_step
         low, high = module.time_step_limit  # type: ignore[misc]
-        step = softplus(step + own["dt_bias"].to(x)).clamp(low, high)
+        step = softplus(_projected(given, last) * of_step + own["dt_bias"].to(x)).clamp(low, high)
         log_decay = (-torch.exp(own["A_log"].to(x)) * step).mT
         batch, length, _ = x.shape
-        values = u.view(batch, length, heads, -1) * step[..., None]
-        keys, queries = (part.view(batch, length, groups, -1).transpose(1, 2) for part in (keys, queries))
+        values = _convolved(module, given, rows, of_x, mask).view(batch, length, heads, -1) * step[..., None]
+        queries, keys = self.queries_and_keys(module, x, memory, counted)
         return Steps(
             queries,
             keys,
             values.view(batch, length, groups, heads // groups, -1).permute(0, 2, 3, 1, 4),
             log_decay.reshape(batch, groups, heads // groups, length),
         )
+
+    def queries_and_keys(
+        self, module: nn.Module, x: Float[Tensor, "batch length width"], memory: Memory, counted: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        given, mask = self._input(module, x, counted)
+        _, of_B, of_C, _ = self.multipliers(module)
+        queries, keys = (
+            _convolved(module, given, rows, factor, mask).view(*x.shape[:2], memory.bank, -1).transpose(1, 2)
+            for rows, factor in ((memory.queries, of_C), (memory.keys, of_B))
+        )
+        return queries, keys
+
+    def _input(self, module: nn.Module, x: Tensor, counted: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The input of in_proj, zeros in padding, and the mask of steps that are none."""
+        mask = None if counted is None else counted[..., None]
+        return self.scaled_input(module, x if mask is None else torch.where(mask, x, 0)), mask
 
     def scaled_input(self, module: nn.Module, x: Tensor) -> Tensor:
         """The input of in_proj."""
@@ -136,18 +146,6 @@ class Mamba2Adapter(MemoryAdapter[nn.Module]):
     def multipliers(self, module: nn.Module) -> tuple[float, float, float, float]:
         """Factors of x, B, C and Δ behind in_proj."""
         return 1.0, 1.0, 1.0, 1.0
-
-    @staticmethod
-    def _convolved(module: Any, x: Tensor, rows: Mapping[str, Tensor], factor: float, mask: Tensor | None) -> Tensor:
-        """The activation of a causal convolution of projections of x by these rows; padding gives zeros."""
-        kernel, shift = (None if (part := rows.get(name)) is None else part.to(x) for name in _OF_CONVOLUTION)
-        assert kernel is not None
-        kernel = kernel.reshape(-1, 1, kernel.shape[-1])
-        past = pad((_projected(x, rows) * factor).mT, (kernel.shape[-1] - 1, 0))
-        found: Tensor = module.act(
-            conv1d(past, kernel, None if shift is None else shift.flatten(), groups=len(kernel))
-        ).mT
-        return found if mask is None else torch.where(mask, found, 0)
 
     def sizes_at(self, module: nn.Module, order: int) -> dict[str, tuple[int, int]]:
         """The axis of rows, and their number at this order, of every parameter and buffer that grows with it."""
@@ -212,6 +210,18 @@ def _sizes(module: Any) -> tuple[int, int, int]:
             f"{shown(module)} has {rows} rows in in_proj, expected 2 · {inner} + {heads} + 2 · {groups} groups · states"
         )
     return inner, groups, order
+
+
+def _convolved(module: Any, x: Tensor, rows: Mapping[str, Tensor], factor: float, mask: Tensor | None) -> Tensor:
+    """The activation of a causal convolution of projections of x by these rows; padding gives zeros."""
+    kernel, shift = (None if (part := rows.get(name)) is None else part.to(x) for name in _OF_CONVOLUTION)
+    assert kernel is not None
+    taps = kernel.reshape(-1, kernel.shape[-1])
+    past = pad(_projected(x, rows) * factor, (0, 0, taps.shape[-1] - 1, 0))
+    # Tap by tap: torch has no fast convolution of single channels in float64.
+    found = sum(past[:, j : j + x.shape[1]] * taps[:, j] for j in range(taps.shape[-1]))
+    found = module.act(found if shift is None else found + shift.flatten())
+    return found if mask is None else torch.where(mask, found, 0)
 
 
 def _projected(x: Tensor, rows: Mapping[str, Tensor]) -> Tensor:

@@ -48,10 +48,9 @@ def squared_change(
     """‖o_new − o_old‖² and ‖o_old‖² of the read-out, scaled up to all observed steps; outputs are divided by `unit`."""
     squares = torch.zeros(2, dtype=torch.float64, device=old.device)
     for x, counts in _parts(adapter, module, old, sample):
-        before, after = (
-            outputs(adapter.mapped_steps(module, x, memory, counts)) / unit * counts[:, None, None, :, None]
-            for memory in (old, new)
-        )
+        steps = adapter.mapped_steps(module, x, old, counts)
+        both = (steps, adapter.steps_with(steps, module, x, new, counts))
+        before, after = (outputs(one) / unit * counts[:, None, None, :, None] for one in both)
         squares += torch.stack([(after - before).square().sum(), before.square().sum()])
     return squares * sample.weight
 
@@ -82,10 +81,10 @@ def fitted_rows(
     """Rows near `start` whose outputs are nearest to those of the full memory on the sample, by `steps` of Adam."""
     with torch.no_grad():
         parts = [
-            (x, counts, outputs(adapter.mapped_steps(module, x, full, counts)))
+            (x, counts, given := adapter.mapped_steps(module, x, full, counts), outputs(given))
             for x, counts in _parts(adapter, module, full, sample)
         ]
-    whole = torch.stack([(y * counts[:, None, None, :, None]).square().sum() for _, counts, y in parts]).sum()
+    whole = torch.stack([(y * counts[:, None, None, :, None]).square().sum() for _, counts, _, y in parts]).sum()
     if not bool(whole > 0):
         return start
     rows = [
@@ -98,9 +97,9 @@ def fitted_rows(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: (1 + math.cos(math.pi * k / steps)) / 2)
     for _ in range(steps):
         total = [torch.zeros_like(value) for value in own]
-        for x, counts, target in parts:
+        for x, counts, fixed, target in parts:
             with torch.enable_grad():
-                found = outputs(adapter.steps(module, x, Memory(rows[0], rows[1]), counts))
+                found = outputs(adapter.steps_with(fixed, module, x, Memory(rows[0], rows[1]), counts))
                 loss = ((found - target) * counts[:, None, None, :, None]).square().sum() / whole
             # Not backward(), which would also fill the gradients of the module.
             total = [one + more for one, more in zip(total, torch.autograd.grad(loss, own), strict=True)]
