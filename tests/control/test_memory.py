@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from compressm.control.memory import (
     MemoryBasis,
     balanced,
+    delta_values,
     error_estimates,
     galerkin,
     mean_square_error,
@@ -230,6 +231,20 @@ def test_padding_counts_for_nothing(seed, side, padded):
     alone, _ = state_moment(keys[counted], values[:, counted], logs[:, counted])
     keys[ends], values[:, ends], logs[:, ends] = torch.nan, torch.inf, 7.0  # padding may hold anything
     torch.testing.assert_close(state_moment(keys, values, logs, counted)[0], alone)
+
+
+@pytest.mark.parametrize("length", [1, 5, 64, 130])
+def test_what_a_delta_rule_writes_makes_it_a_scalar_decay(length):
+    keys, values = numbers(0, length, 4), numbers(1, 2, length, 3)
+    keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
+    logs, strength = -np.abs(numbers(2, 2, length)) * 0.1, 1 / (1 + np.exp(numbers(3, 2, length)))
+    written = delta_values(*map(torch.tensor, (keys, values, logs, strength))).numpy()
+    for head in range(2):
+        S, states = np.zeros((4, 3)), []
+        for k, v, log, beta in zip(keys, values[head], logs[head], strength[head], strict=True):
+            S = np.exp(log) * (S - beta * np.outer(k, k @ S)) + beta * np.outer(k, v)
+            states.append(S)
+        np.testing.assert_allclose(walked(keys, written[head], np.exp(logs[head])), np.array(states), atol=1e-12)
 
 
 def test_a_gate_that_closes_forgets_everything_before_it():

@@ -177,19 +177,20 @@ class MambaAdapter(SelectiveAdapter[Mamba]):
 # Mixers of transformers that are refused, and why.
 _NORMS = "normalises B and C over the states, which no change of basis preserves"
 _HEADS = "has a projection and rates for each of its heads"
-_ERASES = "erases by the delta rule, with normalised keys"
+_APART = "is a delta net with a projection and a convolution each for queries, keys and values, not read yet"
 _GATED = "erases by the delta rule, with a gate for every key dimension and one size for keys and values"
 _WIDTH = "has as many states as channels: fewer states are fewer channels"
 REFUSED = {
     **dict.fromkeys(("FalconMambaMixer", "JambaMambaMixer"), _NORMS),
     "ZambaMambaMixer": _HEADS,
-    **dict.fromkeys((f"Qwen{name}GatedDeltaNet" for name in ("3Next", "3_5", "3_5Moe", "4ExpText")), _ERASES),
-    "OlmoHybridGatedDeltaNet": _ERASES,
+    "OlmoHybridGatedDeltaNet": _APART,
     **dict.fromkeys(("KimiLinearDeltaAttention", "BailingHybridDeltaAttention", "Glm5NextTextLinearAttention"), _GATED),
     "MiniMaxLightningAttention": "has one size for keys, queries and values",
     "RecurrentGemmaRecurrentBlock": _WIDTH,
 }
-_SUPPORTED = "expected MambaMixer, the mixer of MambaModel and MambaForCausalLM, or a mixer of Mamba-2"
+_SUPPORTED = (
+    "expected MambaMixer, the mixer of MambaModel and MambaForCausalLM, a mixer of Mamba-2 or a gated delta net of Qwen"
+)
 
 
 def refused_in(model: nn.Module) -> str:

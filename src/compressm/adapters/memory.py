@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from compressm.adapters.base import Adapter, Basis, Module, finite_doubles, parameter_of
+from compressm.control.memory import delta_values
 from compressm.control.validation import ShapeError
 from compressm.errors import AdapterError
 
@@ -24,13 +25,22 @@ KEY_MAP, QUERY_MAP = "key_map", "query_map"
 class Steps:
     """What one call writes and reads: S[t] = exp(log_decay) S[t−1] + k[t] v[t]ᵀ and o[t] = S[t]ᵀ q[t].
 
-    All heads of a member of the bank share its keys and queries, and so a basis of the states.
+    All heads of a member of the bank share its keys and queries, and so a basis of the states. With a `strength` β, the
+    delta rule, β[t] (v[t] − exp(log_decay) S[t−1]ᵀ k[t]) is written in place of v[t].
     """
 
     queries: Float[Tensor, "batch bank length n"]
     keys: Float[Tensor, "batch bank length n"]
     values: Float[Tensor, "batch bank heads length p"]
     log_decay: Float[Tensor, "batch bank heads length"]
+    strength: Float[Tensor, "batch bank heads length"] | None = None
+
+    @property
+    def written(self) -> Steps:
+        """The same steps without a strength: what the delta rule writes are the values."""
+        if self.strength is None:
+            return self
+        return replace(self, values=delta_values(self.keys, self.values, self.log_decay, self.strength), strength=None)
 
 
 @final

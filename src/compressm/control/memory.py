@@ -169,6 +169,31 @@ def state_moment(
     return (total + total.mT) / 2, sizes[0] * sizes[1]
 
 
+def delta_values(
+    keys: Float[Tensor, "*bank length n"],
+    values: Float[Tensor, "*bank heads length p"],
+    log_decay: Float[Tensor, "*bank heads length"],
+    strength: Float[Tensor, "*bank heads length"],
+) -> Float[Tensor, "*bank heads length p"]:
+    """The values u that a delta rule writes: u[t] = β[t] (v[t] − α[t] S[t−1]ᵀ k[t]).
+
+    S[t] = α[t] (I − β[t] k[t] k[t]ᵀ) S[t−1] + β[t] k[t] v[t]ᵀ is then S[t] = α[t] S[t−1] + k[t] u[t]ᵀ, a scalar decay.
+    In a chunk, (I + β (K Kᵀ ∘ D below its diagonal)) U = β (V − K S before the chunk); all steps are solved at once.
+    """
+    state = keys.new_zeros(*values.shape[:-2], keys.shape[-1], values.shape[-1])
+    found = []
+    for start in range(0, keys.shape[-2], _CHUNK):
+        part = slice(start, start + _CHUNK)
+        k, v, beta = keys[..., None, part, :], values[..., part, :], strength[..., part, None]
+        D, since_start = decays(log_decay[..., part])
+        target = beta * (v - since_start[..., None] * (k @ state))
+        system = (beta * (k @ k.mT * D)).tril(-1)
+        u = torch.linalg.solve_triangular(system, target, upper=False, unitriangular=True)
+        state = since_start[..., -1:, None] * state + (k * D[..., -1, :, None]).mT @ u
+        found.append(u)
+    return torch.cat(found, dim=-2)
+
+
 def decays(
     log_decay: Float[Tensor, "*bank length"],
 ) -> tuple[Float[Tensor, "*bank length length"], Float[Tensor, "*bank length"]]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 
 from compressm.adapters.base import Adapter, adapter_for
 from compressm.errors import AdapterError, warn_caller
@@ -150,3 +151,16 @@ def shown(module: nn.Module) -> str:
     """The module's class, and the version of its package."""
     version = getattr(sys.modules.get(PACKAGE), "__version__", "of unknown version")
     return f"{type(module).__name__} ({PACKAGE} {version})"
+
+
+def whole_sequences(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """The input of a mixer's call, and the mask of steps that are not padding; a call that continues is refused."""
+    given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
+    cache, mask = given.get("cache_params"), given.get("attention_mask")
+    if cache is not None and cache.has_previous_state(module.layer_idx):
+        raise AdapterError(
+            "calibrate continues from a cache, whose states are unknown: let it run the model on whole sequences,"
+            " as model(input_ids, attention_mask=...) does, without generate; or two layers have the same"
+            f" layer_idx {module.layer_idx} and share a cache entry"
+        )
+    return given["hidden_states"], None if mask is None else mask.bool()

@@ -20,6 +20,7 @@ from compressm.adapters.transformers.config import (
     renewed_configs,
     require_attributes,
     shown,
+    whole_sequences,
 )
 from compressm.adapters.transformers.mapped import MapPlace
 from compressm.errors import AdapterError
@@ -165,15 +166,7 @@ class Mamba2Adapter(MemoryAdapter[nn.Module]):
     def observed(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Tensor, Bool[Tensor, "batch length"] | None]:
-        given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
-        cache, mask = given.get("cache_params"), given.get("attention_mask")
-        if cache is not None and cache.has_previous_state(module.layer_idx):
-            raise AdapterError(
-                "calibrate continues from a cache, whose states are unknown: let it run the model on whole sequences,"
-                " as model(input_ids, attention_mask=...) does, without generate; or two layers have the same"
-                f" layer_idx {module.layer_idx} and share a cache entry"
-            )
-        return given["hidden_states"], None if mask is None else mask.bool()
+        return whole_sequences(module, args, kwargs)
 
     def renewed(self, model: nn.Module, modules: Sequence[nn.Module]) -> list[tuple[Any, str, Any]]:
         return renewed_configs(model, configs_of(model, self.SIZE), self.SIZE, self, self.config_sizes)

@@ -197,7 +197,8 @@ def compared_forms(layer: ObservedMemory, order: int) -> list[ComparedForm]:
     """All forms of a cut to this order that make sense for the layer, each with its error on the same sequences."""
     kept, stores = torch.arange(order), layer.adapter.STORES
     judging = halves(layer.observations.sample)[1]
-    best = [Folded(), Selected(read_out=True)] if Basis.ANY in stores else [Mapped()]
+    best: list[Form] = [Folded(), Selected(read_out=True)] if Basis.ANY in stores else []
+    best += [Mapped()] if Basis.MAPPED in stores else []
     forms = [Mapped(), Selected()] if layer.memory.key_map is not None else [*best, Fitted(), Selected()]
     found = []
     for form in forms:

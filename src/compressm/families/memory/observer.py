@@ -89,6 +89,7 @@ class MemoryObserver(InputObserver):
             self._add_steps(self.adapter.mapped_steps(self.module, u[part], self.system, here), here)
 
     def _add_steps(self, steps: Steps, counts: Tensor | None) -> None:
+        steps = steps.written
         batch, bank, length, _ = steps.keys.shape
         counts = torch.ones(batch, length, dtype=torch.bool, device=steps.keys.device) if counts is None else counts
         shared = counts[:, None].expand(-1, bank, -1)

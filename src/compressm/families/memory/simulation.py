@@ -24,7 +24,7 @@ _HELD_OUT = 4
 
 def outputs(steps: Steps) -> Float[Tensor, "batch bank heads length p"]:
     """o[t] = S[t]ᵀ q[t] for all steps: within a chunk (Q Kᵀ ∘ D) V, plus what the state before it gives."""
-    length = steps.keys.shape[-2]
+    steps, length = steps.written, steps.keys.shape[-2]
     state = steps.values.new_zeros(*steps.values.shape[:3], steps.keys.shape[-1], steps.values.shape[-1])
     found = []
     for start in range(0, length, _CHUNK):
