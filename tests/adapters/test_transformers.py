@@ -1,6 +1,8 @@
 """transformers' Mamba: cut as our own layer, an ordinary model of transformers afterwards, or refused by name."""
 
 import copy
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +11,8 @@ from torch import nn
 
 import compressm as cs
 from compressm.adapters import AdapterError, adapter_for, check_adapter, find
+from compressm.adapters.base import named_kinds
+from compressm.adapters.mamba import REFUSED
 from compressm.adapters.transformers.mamba import LayerConfig
 from compressm.compression import CompressionError
 from tests.adapters.transformers_models import (
@@ -238,12 +242,22 @@ OTHERS = {
         "JambaMambaMixer",
         "normalises B and C",
     ),
+    "OlmoHybrid": (
+        {
+            **SMALL,
+            "pad_token_id": 0,
+            **{"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 16},
+            **{"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8},
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+        "OlmoHybridGatedDeltaNet",
+        "is a delta net with a projection and a convolution each",
+    ),
     "Zamba": (
         {**SMALL, "num_hidden_layers": 9, "num_attention_heads": 2, "n_mamba_heads": 2},
         "ZambaMambaMixer",
         "for each of its heads",
     ),
-    "Mamba2": ({**SMALL, "num_heads": 4, "head_dim": 8, "n_groups": 2}, "Mamba2Mixer", "recurrence of Mamba-2"),
 }
 
 
@@ -255,6 +269,33 @@ def test_other_mixers_are_refused_by_name_with_what_is_supported(other):
     for call in (cut, lambda model: cs.inspect(model, runs)):
         with pytest.raises(CompressionError, match=rf"layers.0.* {reason}.*\({mixer}\); .*MambaForCausalLM"):
             call(model)
+
+
+# Parts of refused mixers, or what keeps past tokens without a recurrence.
+PARTS = {"RecurrentGemmaRglru", "ZayaCCAProjection", "MiniMaxPreTrainedModel"}
+PARTS |= {f"{name}ForgetGate" for name in ("KimiLinear", "BailingHybrid", "Glm5NextText")}
+
+
+def recurrences():
+    """The classes of transformers with a recurrence, each with its full name."""
+    signs = ("self.A_log", "update_recurrent_state", "recurrent_states", "slope_rate")
+    for file in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
+        text = file.read_text()
+        if any(sign in text for sign in signs):
+            owner = f"transformers.models.{file.parent.name}.{file.stem}"
+            kinds = re.split(r"^class (?=\w+\()", text, flags=re.MULTILINE)[1:]
+            bodies = {kind.partition("(")[0]: re.split(r"\n(?=[@\w])", kind)[0] for kind in kinds}
+            yield from ((name, owner) for name, body in bodies.items() if any(sign in body for sign in signs))
+
+
+def test_every_recurrence_of_transformers_is_cut_or_refused_with_a_reason():
+    found = dict(recurrences())
+    assert len(found) > 20
+    cut_ones = {name for name, owner in found.items() if f"{owner}.{name}" in named_kinds()}
+    assert {"MambaMixer", "Mamba2Mixer", "BambaMixer", "NemotronHMamba2Mixer"} <= cut_ones
+    assert found.keys() - cut_ones - REFUSED.keys() - PARTS == set()
+    assert REFUSED.keys() | PARTS <= found.keys()
+    assert not REFUSED.keys() & cut_ones
 
 
 def test_a_mixer_of_a_name_that_is_not_known_is_refused_all_the_same():

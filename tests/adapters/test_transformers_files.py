@@ -193,7 +193,7 @@ BAD_FOLDERS = {
     "a file that is missing": ("model.safetensors.index.json", '{"weight_map": {"D": "part-1.safetensors"}}'),
 }
 SAID = {
-    "another model": "FalconMambaForCausalLM is not supported, expected MambaModel or MambaForCausalLM of transformers",
+    "another model": "FalconMambaForCausalLM is not supported, expected MambaModel, MambaForCausalLM, Mamba2Model",
     "no architecture": "architectures None, expected one",
     "not JSON": "was not written by save_model.*; config.json beside it cannot be read",
     "a list": "was not written by save_model",

@@ -17,10 +17,17 @@ KNOWING = ("compressm/families/", "compressm/adapters/", "compressm/layers/", "c
 def kinds():
     """Names of adapters, families, their layers and cuts, systems and SSM layers."""
     adapters = {name for name in compressm.adapters.__all__ if name.endswith("Adapter")} - {"Adapter"}
-    families = {"LinearFamily", "LinearLayer", "LinearCut", "SelectiveFamily", "SelectiveLayer", "SelectiveCut"}
+    families = {
+        f"{family}{part}" for family in ("Linear", "Selective", "Memory") for part in ("Family", "Layer", "Cut")
+    }
     layers = {"LRU", "S5", "S4D", "Mamba", "LTILayer"}
     assert all(hasattr(compressm.layers, name) for name in layers)
-    return adapters | families | layers | {"DiagonalSystem", "SelectiveSystem", "InputObserver", "SelectiveObserver"}
+    return (
+        adapters
+        | families
+        | layers
+        | {"DiagonalSystem", "SelectiveSystem", "Memory", "InputObserver", "SelectiveObserver"}
+    )
 
 
 def questions(path):

@@ -51,6 +51,7 @@ NOT_MADE = {
     *("HankelChange", "Projection", "RealTruncation", "Trajectories", "Truncation", "LinearSystem", "Adapter", "Basis"),
     *("ClassifierState", "Dropout", "Encoder", "Norm", "Pooling", "ResidualBlock", "Discretisation", "Initialisation"),
     *("LTILayer", "SSMLayer", "Finding", "MambaMixerAdapter", "SSMAdapter", "SelectiveAdapter"),
+    *("Mamba2MixerAdapter", "MemoryAdapter"),
 }
 PACKAGES = ("adapters", "compression", "control", "deploy", "layers", "models")
 

@@ -73,4 +73,6 @@ def test_options_that_do_not_fit_are_refused(model, name, options, says, tmp_pat
 def test_a_folder_without_a_model_is_refused(tmp_path):
     done = run(str(tmp_path / "nowhere"), str(tmp_path / "a.pt2"))
     assert done.exit_code == 2
-    assert "does not exist: give the folder of a saved model, or of a run" in " ".join(done.output.replace("│", " ").split())
+    assert "does not exist: give the folder of a saved model, or of a run" in " ".join(
+        done.output.replace("│", " ").split()
+    )

@@ -213,6 +213,27 @@ def channels_with_states_of_their_own(rank, path):
 
 
 @case
+def matrix_states(rank, path):
+    from tests.families.memory.test_forms import data, make  # registers its adapter
+
+    parts = [data(k, count=6 + k) for k in range(dist.get_world_size())]
+    pooled, whole = (
+        read_layers(make(), Options(cs.TargetOrder(3), lambda model, x=x: model(x)))["0"]
+        for x in (parts[rank], torch.cat(parts))
+    )
+    pooled = pooled.over(Processes().total)
+    same = all(torch.allclose(*pair) for pair in zip(pooled.data.moments, whole.data.moments, strict=True))
+    events, weights = [], []
+    for form in (cs.Folded(), cs.Selected(), cs.Fitted(steps=3)):
+        model = make()
+        cuts = cs.compress_(model, keep=cs.TargetOrder(3), calibrate=lambda model: model(parts[rank]), form=form)
+        events += [str(cut) for cut in cuts]
+        weights += [parameter.detach().flatten() for parameter in model.parameters()]
+    flat = torch.cat(weights)
+    return {"events": events, "pooled": same, "in step": all(torch.equal(rows, flat) for rows in gathered(flat))}
+
+
+@case
 def a_policy_that_differs(rank, path):
     run = Training(rank)
     options = {"when": [2], "keep": cs.TargetOrder(4 + rank), "moments": cs.Restart()}

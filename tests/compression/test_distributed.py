@@ -132,6 +132,12 @@ def test_selective_layers_are_cut_by_the_averages_of_all_processes(found):
         assert all(order < 12 for order in one["orders"])
 
 
+def test_matrix_states_are_cut_by_the_moments_of_all_processes(found):
+    for one in found["matrix_states"]:
+        assert one["pooled"]
+        assert [event.split(",")[0] for event in one["events"]] == ["0: 8 -> 3 states"] * 3
+
+
 def test_all_processes_keep_the_same_maps(found):
     for one in found["channels_with_states_of_their_own"]:
         assert one["maps"]

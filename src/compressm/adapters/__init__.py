@@ -8,11 +8,12 @@ from compressm.adapters.base import Adapter, Basis, SSMAdapter, adapter_for, ada
 from compressm.adapters.conformance import check_adapter
 from compressm.adapters.lru import LRUAdapter
 from compressm.adapters.mamba import MambaAdapter, SelectiveAdapter
+from compressm.adapters.memory import MemoryAdapter
 from compressm.adapters.poles import continuous_poles
 from compressm.adapters.promises import Finding
 from compressm.adapters.s4d import S4DAdapter
 from compressm.adapters.s5 import S5Adapter
-from compressm.adapters.transformers import MambaMixerAdapter
+from compressm.adapters.transformers import Mamba2MixerAdapter, MambaMixerAdapter
 from compressm.adapters.writing import write
 from compressm.errors import AdapterError, ConformanceError
 
@@ -23,8 +24,10 @@ __all__ = [
     "ConformanceError",
     "Finding",
     "LRUAdapter",
+    "Mamba2MixerAdapter",
     "MambaAdapter",
     "MambaMixerAdapter",
+    "MemoryAdapter",
     "S4DAdapter",
     "S5Adapter",
     "SSMAdapter",

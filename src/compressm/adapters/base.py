@@ -34,6 +34,7 @@ class Basis(Enum):
     BY_CHANNEL = "a separate projection for every channel, kept as maps"
     ORTHOGONAL = "an orthogonal projection"
     AVERAGED = "one projection for all channels, rates or gates averaged"
+    MAPPED = "any two-sided projection, kept as two maps"
     SELECTED = "a selection of its states"
 
 
@@ -42,31 +43,32 @@ class Basis(Enum):
 class Growth:
     """How a tensor grows with the order: `blocks` with one entry a state along `axis`, after `first` other entries.
 
-    `idle` is the entry of a state without effect.
+    `last` others follow. `idle` is the entry of a state without effect.
     """
 
     axis: int
     first: int = 0
     blocks: int = 1
     idle: Tensor | float = 0.0
+    last: int = 0
 
     def order(self, value: Tensor) -> int:
         """The number of states in a tensor."""
-        return (value.shape[self.axis] - self.first) // self.blocks
+        return (value.shape[self.axis] - self.first - self.last) // self.blocks
 
     def resized(self, value: Tensor, order: int, fill: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """The tensor at another order: its first states, or all of them and then idle ones, or `fill(block)`."""
         n = self.order(value)
-        rest, *blocks = torch.split(value, [self.first, *[n] * self.blocks], dim=self.axis)
+        rest, *blocks, end = torch.split(value, [self.first, *[n] * self.blocks, self.last], dim=self.axis)
         if order <= n:
-            return torch.cat([rest, *(block.narrow(self.axis, 0, order) for block in blocks)], self.axis)
+            return torch.cat([rest, *(block.narrow(self.axis, 0, order) for block in blocks), end], self.axis)
         parts = [rest]
         for block in blocks:
             new = torch.as_tensor(self.idle, dtype=block.dtype, device=block.device) if fill is None else fill(block)
             shape = list(block.shape)
             shape[self.axis] = order - n
             parts += [block, new.expand(shape)]
-        return torch.cat(parts, self.axis)
+        return torch.cat([*parts, end], self.axis)
 
 
 class Adapter(ABC, Generic[Module, System]):
@@ -242,6 +244,11 @@ def adapts_named(path: str) -> Callable[[Kind], Kind]:
         return adapter
 
     return register
+
+
+def named_kinds() -> list[str]:
+    """The classes with an adapter that are known by name."""
+    return list(_NAMED)
 
 
 def adapter_for(module: nn.Module) -> Adapter[Any, Any] | None:

@@ -178,19 +178,20 @@ class MambaAdapter(SelectiveAdapter[Mamba]):
 # Mixers of transformers that are refused, and why.
 _NORMS = "normalises B and C over the states, which no change of basis preserves"
 _HEADS = "has a projection and rates for each of its heads"
-_MAMBA_2 = "is the recurrence of Mamba-2, with one rate per head"
-_REASONS = {
-    "FalconMambaMixer": _NORMS,
-    "JambaMambaMixer": _NORMS,
+_APART = "is a delta net with a projection and a convolution each for queries, keys and values, not read yet"
+_GATED = "erases by the delta rule, with a gate for every key dimension and one size for keys and values"
+_WIDTH = "has as many states as channels: fewer states are fewer channels"
+REFUSED = {
+    **dict.fromkeys(("FalconMambaMixer", "JambaMambaMixer"), _NORMS),
     "ZambaMambaMixer": _HEADS,
-    "Mamba2Mixer": _MAMBA_2,
-    "Zamba2MambaMixer": _MAMBA_2,
-    "BambaMixer": _MAMBA_2,
-    "FalconH1Mixer": _MAMBA_2,
-    "GraniteMoeHybridMambaLayer": _MAMBA_2,
-    "NemotronHMamba2Mixer": _MAMBA_2,
+    "OlmoHybridGatedDeltaNet": _APART,
+    **dict.fromkeys(("KimiLinearDeltaAttention", "BailingHybridDeltaAttention", "Glm5NextTextLinearAttention"), _GATED),
+    "MiniMaxLightningAttention": "has one size for keys, queries and values",
+    "RecurrentGemmaRecurrentBlock": _WIDTH,
 }
-_SUPPORTED = "expected MambaMixer, the mixer of MambaModel and MambaForCausalLM"
+_SUPPORTED = (
+    "expected MambaMixer, the mixer of MambaModel and MambaForCausalLM, a mixer of Mamba-2 or a gated delta net of Qwen"
+)
 
 
 def refused_in(model: nn.Module) -> str:
@@ -198,11 +199,12 @@ def refused_in(model: nn.Module) -> str:
     names: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         kind = type(module)
-        # All of them have A_log, also classes that transformers may add later.
-        mixes = kind.__module__.startswith("transformers") and "A_log" in module._parameters
-        if mixes and adapter_for(module) is None:
+        # Most of them have A_log, also classes that transformers may add later.
+        mixes = kind.__name__ in REFUSED or "A_log" in module._parameters
+        inside = any(name.startswith(f"{place}.") for places in names.values() for place in places)
+        if mixes and kind.__module__.startswith("transformers") and not inside and adapter_for(module) is None:
             names.setdefault(kind.__name__, []).append(name or "the model")
-    said = [f"{_listed(places)} {_REASONS.get(kind, 'is not known')} ({kind})" for kind, places in names.items()]
+    said = [f"{_listed(places)} {REFUSED.get(kind, 'is not known')} ({kind})" for kind, places in names.items()]
     return f": {', '.join(said)}; {_SUPPORTED}" if said else ""
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from compressm.compression.budget import Budget
 from compressm.compression.compressor import PAPER, Compressor, compress_, pad_orders_
 from compressm.compression.distributed import rewrap_
-from compressm.compression.inspection import HankelTracker, Inspection, inspect
+from compressm.compression.inspection import FormComparison, HankelTracker, Inspection, compare_forms, inspect
 from compressm.compression.optimizer import Moments, Restart, Slice, Transport
 from compressm.compression.policies import (
     EnergyTolerance,
@@ -32,6 +32,7 @@ from compressm.families.choices import (
     WhiteNoise,
     powers_of_two,
 )
+from compressm.families.memory.forms import Fitted, Folded, Form, Mapped, Selected
 from compressm.families.selective.methods import Baked, PerChannel, SelectiveMethod, SharedIndex
 
 if TYPE_CHECKING:
@@ -48,6 +49,10 @@ __all__ = [
     "Cut",
     "EnergyTolerance",
     "ErrorBound",
+    "Fitted",
+    "Folded",
+    "Form",
+    "FormComparison",
     "Gramian",
     "HankelTracker",
     "Inspection",
@@ -55,6 +60,7 @@ __all__ = [
     "Largest",
     "LayerPolicy",
     "LostProcessError",
+    "Mapped",
     "Measured",
     "Modal",
     "Moments",
@@ -64,6 +70,7 @@ __all__ = [
     "Restored",
     "Rollback",
     "SavingError",
+    "Selected",
     "Selection",
     "SelectiveMethod",
     "SharedIndex",
@@ -75,6 +82,7 @@ __all__ = [
     "WhiteNoise",
     "as_schedule",
     "choose_orders",
+    "compare_forms",
     "compress_",
     "during_warmup",
     "every",

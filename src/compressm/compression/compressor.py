@@ -27,6 +27,7 @@ from compressm.compression.several import as_optimizer, as_scheduler, parts_of, 
 from compressm.errors import CompressionError, warn_caller
 from compressm.families import Layer, read_layer
 from compressm.families.choices import Gramian, Largest, RoundTo, Selection, WhiteNoise, require_count
+from compressm.families.memory.forms import Form
 from compressm.families.observing import Calibrate
 from compressm.families.selective.methods import Baked, SelectiveMethod
 from compressm.layers.parameters import begin_work_, end_work_, hold_, holders_beside, is_idle, require_idle
@@ -67,6 +68,7 @@ class Compressor:
         filter_fn: Callable[[nn.Module, str], bool] | None = None,
         overrides: Mapping[str, Policy] | None = None,
         selective: SelectiveMethod = Baked(),
+        form: Form | None = None,
         follow: Sequence[nn.Module] = (),
         scheduler: Any = None,
     ) -> None:
@@ -74,7 +76,7 @@ class Compressor:
         if guard is not None and not isinstance(guard, Rollback):
             raise CompressionError(f"guard is {guard!r:.100}, expected Rollback(evaluate, ...) or None")
         given = (keep, calibrate, gramian, fold, select, gate, round_to, at_least, filter_fn, overrides, selective)
-        options = Options(*given, uniform=uniform)
+        options = Options(*given, uniform=uniform, form=form)
         trainer, rates = as_optimizer(optimizer), as_scheduler(scheduler)
         require_own(rates, trainer)
         if rates is not None and guard is None:
@@ -293,6 +295,7 @@ def compress_(
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     overrides: Mapping[str, Policy] | None = None,
     selective: SelectiveMethod = Baked(),
+    form: Form | None = None,
     follow: Sequence[nn.Module] = (),
 ) -> list[Cut]:
     """Cut the model once, in place; the options are those of `Compressor`, with gate 1: every smaller order is taken.
@@ -300,7 +303,7 @@ def compress_(
     All processes of torch.distributed must call it.
     """
     given = (keep, calibrate, gramian, fold, select, gate, round_to, at_least, filter_fn, overrides, selective)
-    options = Options(*given, uniform=uniform)
+    options = Options(*given, uniform=uniform, form=form)
     cutter = Cutter(model, as_optimizer(optimizer), options, moments, followers(follow))
     undo = ExitStack()
     try:

@@ -19,7 +19,9 @@ from compressm.compression.record import require_entries
 from compressm.control import DiagonalSystem, Trajectories, hankel_change, trajectories
 from compressm.errors import CompressionError
 from compressm.families import Layer, family_of
+from compressm.families.base import ComparedForm
 from compressm.families.choices import Gramian, require_count
+from compressm.families.memory.forms import Form
 from compressm.families.observing import Calibrate
 from compressm.families.selective.methods import Baked, SelectiveMethod
 
@@ -77,11 +79,7 @@ class Inspection:
         return {"taus": list(self.taus), "modules": modules}
 
     def __repr__(self) -> str:
-        rows = [self._heads(), *self._rows()]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]
-        lines.insert(1, ["-" * width for width in widths])
-        return "\n".join(["  ".join(line).rstrip() for line in lines] + ["", self._caption()])
+        return "\n".join([*_table(self._heads(), self._rows()), "", self._caption()])
 
     def _repr_html_(self) -> str:
         heads = "".join(f"<th>{html.escape(head)}</th>" for head in self._heads())
@@ -114,6 +112,14 @@ class Inspection:
         return f"States that keep 1 - τ of the Hankel energy{meaning}."
 
 
+def _table(heads: list[str], rows: list[list[str]]) -> list[str]:
+    """The lines of a table; the first column is text."""
+    widths = [max(len(row[column]) for row in (heads, *rows)) for column in range(len(heads))]
+    lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in (heads, *rows)]
+    lines.insert(1, ["-" * width for width in widths])
+    return ["  ".join(line).rstrip() for line in lines]
+
+
 def _kept(order: int, bound: float | None) -> str:
     return str(order) if bound is None else f"{order} (error <= {bound:.2g})"
 
@@ -126,13 +132,14 @@ def inspect(
     fold: bool = True,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     selective: SelectiveMethod = Baked(),
+    form: Form | None = None,
 ) -> Inspection:
     """Spectra, recommended orders and bounds of every SSM layer; a table when printed.
 
     `calibrate` runs the model on some data; states are then valued on that data, and there is no a-priori bound.
     Selective layers need it and never have a bound.
     """
-    options = Options(KeepFraction(1.0), calibrate, gramian, fold, filter_fn=filter_fn, selective=selective)
+    options = Options(KeepFraction(1.0), calibrate, gramian, fold, filter_fn=filter_fn, selective=selective, form=form)
     if said := unused_options(unwrapped(model), options):
         warnings.warn(said, stacklevel=2)
     with torch.no_grad():
@@ -140,6 +147,54 @@ def inspect(
         found = {name: sigma.cpu() for name, sigma in spectra(layers, options).items()}
     bounded = {name for name, layer in layers.items() if family_of(layer.adapter).is_bounded(options.choices)}
     return Inspection.of(found, without_bound=tuple(found.keys() - bounded))
+
+
+@final
+@dataclass(frozen=True, repr=False, eq=False)
+class FormComparison:
+    """The forms in which cuts to one order could be stored, by module, each with its error; a table when printed."""
+
+    order: int
+    forms: dict[str, list[ComparedForm]]
+
+    def __repr__(self) -> str:
+        rows = [
+            [name or "the model", str(one.form), f"{one.error:.3g}", *_said(one)]
+            for name, forms in self.forms.items()
+            for one in forms
+        ]
+        return "\n".join([*_table(["module", "form", "error", "estimate", "stored"], rows), "", self._caption()])
+
+    def _caption(self) -> str:
+        return (
+            f"Cuts to {self.order} states: the error of the output on data that no fit has seen, its estimate from the"
+            " spectrum, and if the layer can store the form."
+        )
+
+
+def _said(one: ComparedForm) -> tuple[str, str]:
+    return "" if one.estimate is None else f"{one.estimate:.3g}", "yes" if one.storable else "no"
+
+
+def compare_forms(
+    model: nn.Module,
+    order: SupportsIndex,
+    calibrate: Calibrate,
+    *,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+) -> FormComparison:
+    """The error of every form of a cut to `order`, for each layer that has a choice of forms; nothing is changed."""
+    n = require_count("order", order)
+    options = Options(KeepFraction(1.0), calibrate, filter_fn=filter_fn)
+    with torch.no_grad():
+        layers = {name: layer for name, layer in read_layers(model, options).items() if layer.order > n}
+        found = {name: layer.compared_forms(n) for name, layer in layers.items()}
+    found = {name: forms for name, forms in found.items() if forms}
+    if not found:
+        raise CompressionError(
+            f"compare_forms: no layer of {type(model).__name__} has a choice of forms and more than {n} states"
+        )
+    return FormComparison(n, found)
 
 
 class HankelTracker:

@@ -56,6 +56,7 @@ from compressm.families.choices import (
     next_common,
     orders_by_name,
 )
+from compressm.families.memory.forms import Form
 from compressm.families.observing import Calibrate, observe, require_calibrate
 from compressm.families.selective.methods import Baked, SelectiveMethod
 
@@ -78,6 +79,7 @@ class Options:
     overrides: Mapping[str, Policy] | None = None
     selective: SelectiveMethod = Baked()
     uniform: bool | None = None
+    form: Form | None = None
 
     def __post_init__(self) -> None:
         allowed = as_allowed_orders(self.round_to)
@@ -106,11 +108,15 @@ class Options:
             raise CompressionError(
                 f"selective is {self.selective!r:.100}, expected Baked(), PerChannel(...) or SharedIndex()"
             )
+        if self.form is not None and not isinstance(self.form, Form):
+            raise CompressionError(
+                f"form is {self.form!r:.100}, expected Folded(), Mapped(), Selected(...), Fitted(...) or None"
+            )
 
     @property
     def choices(self) -> Choices:
         """The options that concern families."""
-        return Choices(self.calibrate is not None, self.gramian, self.fold, self.select, self.selective)
+        return Choices(self.calibrate is not None, self.gramian, self.fold, self.select, self.selective, form=self.form)
 
 
 STAGES = ("calibrate", "read", "spectra", "reduce", "encode", "optimizer", "write")
@@ -229,6 +235,7 @@ def unused_options(model: nn.Module, options: Options) -> str:
     given = {
         "fold": "" if options.fold else "fold=False",
         "selective": "" if options.selective == Options.selective else f"selective={options.selective}",
+        "form": "" if options.form is None else f"form={options.form}",
     }
     unused = [said for name, said in given.items() if said and not any(name in family.uses for family in families)]
     if families and all(family.overrules_gramian(options.choices) for family in families):

@@ -198,6 +198,12 @@ class StateCovariance:
             states = states / scale[..., None, None]
         return self._accumulate(states.mT @ states.conj(), kept, scale)
 
+    def add_total(
+        self, total: Inexact[Tensor, "*bank n n"], count: Float[Tensor, "*bank"], scale: Float[Tensor, "*bank"]
+    ) -> StateCovariance:
+        """Add a sum of h hᴴ / scale² over `count` samples; the scale is one that `coarse_scale` gives, or a product."""
+        return self._accumulate(total, count, scale)
+
     def merge(self, other: StateCovariance) -> StateCovariance:
         validation.require_kind("merge", other, StateCovariance)
         if other.total is None or other.count is None or other.scale is None:

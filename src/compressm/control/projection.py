@@ -46,9 +46,9 @@ def galerkin_projection(
     eigenvectors to keep, for all members of the bank or for each; by default the first ones.
     """
     rates = require_negative_rates(rates)
-    kept = _kept(order, states, rates)
+    kept = kept_states(order, states, rates)
     P, Q = (_checked_gramian(name, matrix, rates) for name, matrix in (("P", P), ("Q", Q)))
-    scale, V = _symmetric_subspace(P, Q, kept)
+    scale, V = symmetric_subspace(P, Q, kept)
     reduced, Y = torch.linalg.eigh(V.mT @ (rates[..., :, None] * V))
     return Projection(Y.mT @ V.mT * scale[..., None, :], (V @ Y) / scale[..., :, None], reduced)
 
@@ -74,7 +74,7 @@ def shared_projection(
         raise ControlError(f"two_sided is {two_sided!r:.100}, expected True or False")
     if rates.ndim != 2:
         raise ShapeError(f"rates have shape {tuple(rates.shape)}, expected (channels, n)")
-    kept = _kept(order, states, rates)
+    kept = kept_states(order, states, rates)
     mean_P, mean_Q = shared_gramians(rates, P, Q)
     mean_rates = -torch.exp(torch.log(-rates).mean(0))
     build = _two_sided if two_sided else galerkin_projection
@@ -95,7 +95,7 @@ def shared_gramians(
     return _unit_trace(P).mean(0), _unit_trace(Q).mean(0)
 
 
-def _kept(order: SupportsIndex, states: Tensor | None, rates: Tensor) -> Int[Tensor, "*each r"]:
+def kept_states(order: SupportsIndex, states: Tensor | None, rates: Tensor) -> Int[Tensor, "*each r"]:
     """The indices of the directions to keep, checked; 0 is the strongest direction."""
     n = rates.shape[-1]
     order = validation.require_order(order, n)
@@ -116,7 +116,10 @@ def _checked_gramian(name: str, matrix: Tensor, rates: Tensor) -> Tensor:
     return matrix
 
 
-def _symmetric_subspace(P: Tensor, Q: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+def symmetric_subspace(
+    P: Float[Tensor, "*bank n n"], Q: Float[Tensor, "*bank n n"], kept: Int[Tensor, "*each r"]
+) -> tuple[Float[Tensor, "*bank n"], Float[Tensor, "*bank n r"]]:
+    """s = (Qᵢᵢ/Pᵢᵢ)^¼, and the kept eigenvectors of s P s + s⁻¹ Q s⁻¹, both at unit trace."""
     p, q = P.diagonal(dim1=-2, dim2=-1), Q.diagonal(dim1=-2, dim2=-1)
     usable = (p > 0) & (q > 0)
     scale = torch.where(usable, torch.where(usable, q / torch.where(usable, p, 1), 1) ** 0.25, 1)

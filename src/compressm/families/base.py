@@ -121,6 +121,24 @@ class Layer(ABC):
     def received(self, sent: Any) -> PlannedCut:
         """The cut of this layer that another process sent."""
 
+    def compared_forms(self, order: int) -> list[ComparedForm]:
+        """The forms in which a cut to this order could be kept, each with its error; empty if there is no choice."""
+        return []
+
+
+@final
+@dataclass(frozen=True)
+class ComparedForm:
+    """A form of a cut, its measured error, the estimate from the spectrum or None, and whether the layer can store it.
+
+    The error is ‖y_new − y_old‖ / ‖y_old‖ of the layer's output without its skip, on sequences that no fit has seen.
+    """
+
+    form: Any
+    error: float
+    estimate: float | None
+    storable: bool
+
 
 class PlannedCut(ABC):
     """A cut of one layer, computed and not yet made, with its error."""
@@ -173,7 +191,7 @@ class Family(ABC):
     # True if its states can only be valued on data.
     needs_data: ClassVar[bool] = False
     # Options of a cut that families may leave unused; the compressor warns about those that no layer uses.
-    uses: ClassVar[frozenset[str]] = frozenset({"fold", "selective"})
+    uses: ClassVar[frozenset[str]] = frozenset({"fold", "form", "selective"})
 
     def overrules_gramian(self, choices: Choices) -> bool:
         """True if another choice decides whether Gramians are measured, against `gramian`."""

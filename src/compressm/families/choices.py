@@ -21,6 +21,7 @@ from compressm.control import validation
 from compressm.errors import CompressionError
 
 if TYPE_CHECKING:
+    from compressm.families.memory.forms import Form
     from compressm.families.selective.methods import SelectiveMethod
 
 
@@ -154,6 +155,8 @@ class Choices:
     selective: SelectiveMethod
     # True if cuts follow: a family may then keep what it computes for the spectra.
     cutting: bool = False
+    # None: the best form that a layer can store.
+    form: Form | None = None
 
     @property
     def measurement(self) -> Measured:

@@ -450,7 +450,7 @@ def _load_model(model: nn.Module, contents: Mapping[str, Any], undo: ExitStack) 
         replace_data(value, value.new_empty(tensors[name].shape))
     take_forms_(model, tensors)
     model.load_state_dict(keyed_state(model, tensors, contents["versions"]))
-    if changed:
+    if changed or is_reformed:
         take_orders_(model, undo)
     if changed or is_reformed:
         renew_wrappers_(model, list(unwrapped(model).modules()))

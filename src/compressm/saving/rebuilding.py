@@ -139,6 +139,10 @@ def expected_shapes(model: nn.Module, orders: Mapping[str, int], tensors: Mappin
         if not isinstance(module, SSMLayer):
             # Its axes of states are unknown; the module is read afterwards.
             shapes |= {prefix + name: (None,) * value.ndim for name, value in module.named_parameters()}
+            added, gone = _optional(layer, module, tensors)
+            shapes |= {prefix + name: (None,) * value.ndim for name, value in added.items()}
+            for name in gone:
+                shapes.pop(prefix + name)
             continue
         for name in module.tensors():
             shapes.pop(prefix + name, None)
@@ -148,11 +152,15 @@ def expected_shapes(model: nn.Module, orders: Mapping[str, int], tensors: Mappin
 
 
 def by_forms(model: nn.Module, tensors: Mapping[str, Tensor]) -> tuple[set[str], dict[str, nn.Parameter]]:
-    """The tensors that our layers lack in the form of these tensors, and the parameters that this form lacks."""
+    """The tensors that layers lack in the form of these tensors, and the parameters that this form lacks."""
     added, gone = set[str](), dict[str, nn.Parameter]()
     for layer, module in ssm_layers(model).items():
-        if isinstance(module, SSMLayer):
-            now, prefix = module.tensors(), f"{layer}." if layer else ""
+        prefix = f"{layer}." if layer else ""
+        if not isinstance(module, SSMLayer):
+            more, fewer = _optional(layer, module, tensors)
+            added, gone = added | {prefix + name for name in more}, gone | {prefix + k: p for k, p in fewer.items()}
+        else:
+            now = module.tensors()
             then = module.shapes_at(module.order, _shapes_inside(layer, tensors))
             added |= {prefix + name for name in then.keys() - now.keys()}
             gone |= {prefix + name: p for name, p in module.named_parameters() if name in now.keys() - then.keys()}
@@ -160,10 +168,33 @@ def by_forms(model: nn.Module, tensors: Mapping[str, Tensor]) -> tuple[set[str],
 
 
 def take_forms_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Resize every layer of ours to the orders and the form of these tensors."""
+    """Give every layer the form of these tensors, and resize those of ours to their orders."""
     for layer, module in ssm_layers(model).items():
         if isinstance(module, SSMLayer):
             module.take_form_(_shapes_inside(layer, tensors))
+            continue
+        adapter, (added, gone) = adapter_for(module), _optional(layer, module, tensors)
+        for name in (*added, *gone):
+            assert adapter is not None
+            empty = None
+            if name in added:
+                origin = module.get_parameter(adapter.JOINS[name])
+                empty = nn.Parameter(origin.new_empty(added[name].shape), requires_grad=origin.requires_grad)
+            setattr(*adapter.place(module, name), empty)
+
+
+def _optional(
+    layer: str, module: nn.Module, tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, nn.Parameter]]:
+    """The parameters that a cut may add to a module of another package: those only in `tensors`, and only there."""
+    adapter, prefix = adapter_for(module), f"{layer}." if layer else ""
+    names = set() if adapter is None else adapter.OPTIONAL & adapter.JOINS.keys()
+    now = {name: value for name, value in module.named_parameters() if name in names}
+    then = {name: tensors[prefix + name] for name in names if prefix + name in tensors}
+    return (
+        {name: value for name, value in sorted(then.items()) if name not in now},
+        {name: value for name, value in now.items() if name not in then},
+    )
 
 
 def require_fit(tensors: Mapping[str, Tensor], expected: Mapping[str, Shape]) -> None:
@@ -365,13 +396,20 @@ def _changed(twin: nn.Module, model: nn.Module) -> Named:
 
 
 def _same(now: object, before: object) -> bool:
-    if now is before:
+    if now is before or _same_numbers(now, before):
         return True
     try:
         return bool(encode(now, "") == encode(before, ""))
     except SavingError:
         # A constructor makes a new function object each time.
         return type(now) is type(before)
+
+
+def _same_numbers(now: object, before: object) -> bool:
+    """True for equal lists of numbers, which may be infinite; JSON makes lists of tuples."""
+    if not isinstance(now, list | tuple) or not isinstance(before, list | tuple):
+        return False
+    return all(isinstance(item, int | float) for item in (*now, *before)) and list(now) == list(before)
 
 
 def _change(model: nn.Module, changed: Named) -> None:

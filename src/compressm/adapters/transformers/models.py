@@ -11,22 +11,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from compressm.adapters.base import adapter_for
+from compressm.adapters.base import Adapter, adapter_for
 from compressm.adapters.mamba import PROJECTION, RATES
-from compressm.adapters.transformers.mamba import PACKAGE, MambaMixerAdapter, set_state_sizes_, state_sizes
+from compressm.adapters.transformers.config import MAPS, PACKAGE, set_state_sizes_, state_sizes
+from compressm.adapters.transformers.mamba import MambaMixerAdapter
+from compressm.adapters.transformers.mamba2 import Mamba2Adapter
 from compressm.errors import AdapterError
-
-MODELS = ("MambaModel", "MambaForCausalLM")
 
 # Building more would take minutes.
 _MOST_LAYERS = 10_000
 
-_MODULE = f"{PACKAGE}.models.mamba.modeling_mamba"
+# The families of models that can be built again, with the config's name of the order. Other hybrid models have buffers
+# that their files lack, or other names there.
+SIZES = {"mamba": "state_size", "mamba2": "state_size", "zamba2": "mamba_d_state"}
+MODELS = tuple(f"{name.capitalize()}{part}" for name in SIZES for part in ("Model", "ForCausalLM"))
+_FILES = {f"{PACKAGE}.models.{name}.modeling_{name}" for name in SIZES}
 
 
 def kind_name(kind: type[Any]) -> str | None:
     """The name of a supported class in files; None for other classes."""
-    return f"{PACKAGE}.{kind.__name__}" if kind.__module__ == _MODULE and kind.__name__ in MODELS else None
+    return f"{PACKAGE}.{kind.__name__}" if kind.__module__ in _FILES and kind.__name__ in MODELS else None
 
 
 def arguments_of(model: Any) -> dict[str, Any]:
@@ -45,7 +49,7 @@ def builder(name: str) -> Callable[..., nn.Module] | None:
     if owner != PACKAGE:
         return None
     if kind not in MODELS:
-        raise AdapterError(f"{name} is not supported, expected {' or '.join(MODELS)} of {PACKAGE}")
+        raise AdapterError(f"{name} is not supported, expected {', '.join(MODELS[:-1])} or {MODELS[-1]} of {PACKAGE}")
     package = sys.modules.get(PACKAGE)
     if package is None:
         raise AdapterError(f"{name} belongs to {PACKAGE}, which is not imported: import {PACKAGE} first")
@@ -64,17 +68,26 @@ def _build(
     if isinstance(layers, int | float) and layers > _MOST_LAYERS:
         raise AdapterError(f"the config has {layers} layers, expected at most {_MOST_LAYERS}")
     parsed = _parsed(kind, config)
-    orders = state_sizes(parsed)
+    size, maps = SIZES[parsed.model_type], parsed.to_dict().get(MAPS, {})
+    orders = state_sizes(parsed, size)
     # Constructors of transformers know one size for all layers.
-    set_state_sizes_(parsed, [max(orders)] * len(orders))
+    set_state_sizes_(parsed, [max(orders)] * len(orders), size)
     model: Any = kind(parsed)
     if generation_config is not None:
         model.generation_config = package.GenerationConfig.from_dict(dict(generation_config))
     if gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    for module in model.modules():
-        if isinstance(adapter := adapter_for(module), MambaMixerAdapter):
-            _make_room_(module, adapter, orders[module.layer_idx])
+    for module in list(model.modules()):
+        adapter = adapter_for(module)
+        if isinstance(adapter, MambaMixerAdapter):
+            order = orders[module.layer_idx]
+            rows = adapter.attributes(module, order)["x_proj.out_features"]
+            _make_room_(module, adapter, order, {PROJECTION: (0, rows), RATES: (1, order)})
+        elif isinstance(adapter, Mamba2Adapter):
+            _make_room_(module, adapter, orders[module.layer_idx], adapter.sizes_at(module, orders[module.layer_idx]))
+            if str(module.layer_idx) in maps:
+                adapter.add_maps_(module, maps[str(module.layer_idx)])
+    set_state_sizes_(model.config, orders, size)
     return model
 
 
@@ -82,20 +95,29 @@ def _parsed(kind: Any, config: Mapping[str, Any]) -> Any:
     # Configs of transformers raise this error for a value of the wrong type; it is not a ValueError.
     refusal = getattr(sys.modules.get("huggingface_hub.errors"), "StrictDataclassError", ValueError)
     try:
-        return kind.config_class.from_dict(dict(config))
+        return kind.config_class.from_dict(_with_floats(dict(config)))
     except refusal as error:
         raise AdapterError(f"{kind.config_class.__name__} does not accept the saved config: {error}") from error
 
 
-def _make_room_(mixer: nn.Module, adapter: MambaMixerAdapter, order: int) -> None:
-    """Replace the mixer's parameters by empty ones of the given order."""
+def _with_floats(value: Any) -> Any:
+    """The values of a config whose infinities, which JSON lacks, transformers writes as {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        return (
+            float(value["__float__"]) if set(value) == {"__float__"} else {k: _with_floats(v) for k, v in value.items()}
+        )
+    return [_with_floats(item) for item in value] if isinstance(value, list) else value
+
+
+def _make_room_(mixer: nn.Module, adapter: Adapter[Any, Any], order: int, sizes: Mapping[str, tuple[int, int]]) -> None:
+    """Replace the mixer's parameters and buffers by empty ones of this order; `sizes` has axis and size by name."""
     attributes = adapter.attributes(mixer, order)
-    shapes = {PROJECTION: attributes["x_proj.out_features"], RATES: order}
-    for name, axis in ((PROJECTION, 0), (RATES, 1)):
-        old = mixer.get_parameter(name)
-        shape = list(old.shape)
-        shape[axis] = shapes[name]
+    for name, (axis, size) in sizes.items():
         owner, _, leaf = name.rpartition(".")
-        setattr(mixer.get_submodule(owner), leaf, nn.Parameter(torch.empty(shape, device=old.device, dtype=old.dtype)))
+        old = getattr(mixer.get_submodule(owner), leaf)
+        shape = list(old.shape)
+        shape[axis] = size
+        new = torch.empty(shape, device=old.device, dtype=old.dtype)
+        setattr(mixer.get_submodule(owner), leaf, nn.Parameter(new) if isinstance(old, nn.Parameter) else new)
     for path, value in attributes.items():
         setattr(*adapter.place(mixer, path), value)

@@ -1,0 +1,200 @@
+"""Adapters of layers with a matrix state: keys write to it, queries read it, and a scalar decay per head forgets."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from compressm.adapters.base import Adapter, Basis, Module, finite_doubles, parameter_of
+from compressm.control.memory import delta_values
+from compressm.control.validation import ShapeError
+from compressm.errors import AdapterError
+
+# Parameters of modules that keep maps.
+KEY_MAP, QUERY_MAP = "key_map", "query_map"
+
+
+@final
+@dataclass(frozen=True)
+class Steps:
+    """What one call writes and reads: S[t] = exp(log_decay) S[t−1] + k[t] v[t]ᵀ and o[t] = S[t]ᵀ q[t].
+
+    All heads of a member of the bank share its keys and queries, and so a basis of the states. With a `strength` β, the
+    delta rule, β[t] (v[t] − exp(log_decay) S[t−1]ᵀ k[t]) is written in place of v[t].
+    """
+
+    queries: Float[Tensor, "batch bank length n"]
+    keys: Float[Tensor, "batch bank length n"]
+    values: Float[Tensor, "batch bank heads length p"]
+    log_decay: Float[Tensor, "batch bank heads length"]
+    strength: Float[Tensor, "batch bank heads length"] | None = None
+
+    @property
+    def written(self) -> Steps:
+        """The same steps without a strength: what the delta rule writes are the values."""
+        if self.strength is None:
+            return self
+        return replace(self, values=delta_values(self.keys, self.values, self.log_decay, self.strength), strength=None)
+
+
+@final
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one parameter, on its first axis, that make keys or queries of every member of the bank.
+
+    None if the parameter makes none of them.
+    """
+
+    keys: Int[Tensor, "bank n"] | None
+    queries: Int[Tensor, "bank n"] | None
+
+    @property
+    def places(self) -> list[Int[Tensor, "bank n"]]:
+        """The rows of keys, and those of queries."""
+        return [place for place in (self.keys, self.queries) if place is not None]
+
+
+@final
+@dataclass(frozen=True)
+class Memory:
+    """The rows (bank, n, …) of all parameters that make keys and queries, by the parameter's name, in float64.
+
+    With maps, which follow everything else, keys become W⁰ᵀ k and queries T⁰ᵀ q.
+    """
+
+    keys: Mapping[str, Tensor]
+    queries: Mapping[str, Tensor]
+    key_map: Float[Tensor, "bank n r"] | None = None
+    query_map: Float[Tensor, "bank n r"] | None = None
+
+    @property
+    def order(self) -> int:
+        """The number of states."""
+        return self.key_map.shape[-1] if self.key_map is not None else next(iter(self.keys.values())).shape[1]
+
+    @property
+    def bank(self) -> int:
+        """The number of bases."""
+        return next(iter(self.keys.values())).shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.keys.values())).device
+
+    def detach(self) -> Memory:
+        """Detach all tensors from the autograd graph."""
+        keys, queries = ({name: rows.detach() for name, rows in part.items()} for part in (self.keys, self.queries))
+        maps = (None if part is None else part.detach() for part in (self.key_map, self.query_map))
+        return Memory(keys, queries, *maps)
+
+
+class MemoryAdapter(Adapter[Module, Memory]):
+    """An adapter of modules with a matrix state and a scalar decay; their order is the number of key dimensions.
+
+    A subclass says which rows of which parameters make keys and queries, and computes a call's steps from them. Modules
+    whose keys and queries are linear in these rows have `Basis.ANY` in `STORES`: any change of basis can be multiplied
+    into them. Behind a convolution or an activation only a selection can be stored.
+    """
+
+    STORES = frozenset({Basis.SELECTED})
+
+    @abstractmethod
+    def rows(self, module: Module) -> dict[str, Rows]:
+        """The rows of every parameter that grows with the order; sizes come from the parameters alone."""
+
+    @abstractmethod
+    def steps(
+        self, module: Module, x: Float[Tensor, "batch length width"], memory: Memory, counted: Tensor | None = None
+    ) -> Steps:
+        """The steps of a call with the input x, in its dtype, with these rows in place of the module's own.
+
+        `counted` masks steps that are not padding. It is differentiable with respect to the rows. Maps of the memory
+        are not applied: `mapped_steps` does that.
+        """
+
+    def queries_and_keys(
+        self, module: Module, x: Float[Tensor, "batch length width"], memory: Memory, counted: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The queries and keys of `steps`; a subclass that computes them alone makes fits and comparisons faster."""
+        steps = self.steps(module, x, memory, counted)
+        return steps.queries, steps.keys
+
+    @abstractmethod
+    def observed(
+        self, module: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Tensor, Bool[Tensor, "batch length"] | None]:
+        """The input x of a call with these arguments, and a mask of the steps that are not padding, None for all."""
+
+    def maps(self, module: Module) -> tuple[Tensor, Tensor] | None:
+        """The module's maps of keys and queries; None if it has none."""
+        return None
+
+    def order(self, module: Module) -> int:
+        maps = self.maps(module)
+        return next(iter(self.rows(module).values())).places[0].shape[-1] if maps is None else maps[0].shape[-1]
+
+    def read(self, module: Module) -> Memory:
+        rows = self.rows(module)
+        values = dict(zip(rows, finite_doubles(module, rows), strict=True))
+        maps = self.maps(module)
+        return Memory(
+            {name: values[name][own.keys] for name, own in rows.items() if own.keys is not None},
+            {name: values[name][own.queries] for name, own in rows.items() if own.queries is not None},
+            *(() if maps is None else (part.double() for part in maps)),
+        )
+
+    def encode(self, module: Module, system: Memory) -> dict[str, Tensor]:
+        """Parameter values in float64, by name, with these rows; they may be fewer than the module has."""
+        if not isinstance(system, Memory):
+            raise AdapterError(f"encode takes a Memory, as read gives it, got a {type(system).__name__}")
+        values = {
+            name: with_rows(name, parameter_of(module, name), own, system.keys.get(name), system.queries.get(name))
+            for name, own in self.rows(module).items()
+        }
+        maps = {KEY_MAP: system.key_map, QUERY_MAP: system.query_map}
+        return values | {name: value for name, value in maps.items() if value is not None}
+
+    def mapped_steps(self, module: Module, x: Tensor, memory: Memory, counted: Tensor | None = None) -> Steps:
+        """The steps of a call, with the memory's maps applied."""
+        steps = self.steps(module, x, memory, counted)
+        return replace(steps, **_mapped(steps.queries, steps.keys, memory))
+
+    def steps_with(self, steps: Steps, module: Module, x: Tensor, memory: Memory, counted: Tensor | None) -> Steps:
+        """The given steps with the queries and keys of another memory."""
+        return replace(steps, **_mapped(*self.queries_and_keys(module, x, memory, counted), memory))
+
+
+def _mapped(queries: Tensor, keys: Tensor, memory: Memory) -> dict[str, Tensor]:
+    """Queries and keys behind the memory's maps."""
+    if memory.key_map is None or memory.query_map is None:
+        return {"queries": queries, "keys": keys}
+    return {"queries": queries @ memory.query_map.to(queries), "keys": keys @ memory.key_map.to(keys)}
+
+
+def with_rows(name: str, parameter: Tensor, rows: Rows, keys: Tensor | None, queries: Tensor | None) -> Tensor:
+    """The parameter, or a moment of it, in float64 with new rows for keys and queries, which may be fewer."""
+    value, order = parameter.double(), 0
+    for place, new in ((rows.keys, keys), (rows.queries, queries)):
+        if place is None:
+            continue
+        order = 0 if new is None else new.shape[1]
+        expected = (len(place), order, *parameter.shape[1:])
+        if new is None or tuple(new.shape) != expected or not 1 <= order <= place.shape[1]:
+            came = "no rows" if new is None else f"rows of shape {tuple(new.shape)}"
+            raise ShapeError(f"{name} gets {came}, expected {expected} with 1 to {place.shape[1]} states")
+        value = value.index_put((place[:, :order],), new.to(value))
+    return value[rows_that_stay(rows, order, len(value))]
+
+
+def rows_that_stay(rows: Rows, order: int, count: int) -> Bool[Tensor, " count"]:
+    """A mask of all `count` rows of a parameter without those of states beyond the order."""
+    places = rows.places
+    stays = torch.ones(count, dtype=torch.bool, device=places[0].device)
+    stays[torch.cat([place[:, order:] for place in places])] = False
+    return stays

@@ -1,0 +1,312 @@
+"""Reduction of layers with a matrix state, S[t] = α[t] S[t−1] + k[t] v[t]ᵀ and o[t] = S[t]ᵀ q[t], by second moments.
+
+P = E[S Sᵀ], summed over values and over the heads that share a basis, and Q = E[q qᵀ]. The reduced layer has the state
+Ŝ = Wᵀ S, the key k̂ = Wᵀ k and the query q̂ = Tᵀ q, with Wᵀ T = I. A scalar decay α commutes with every W, so the only
+error is qᵀ (I − T Wᵀ) S at the read-out. Its mean square is tr(Q (I − T Wᵀ) P (I − T Wᵀ)ᵀ) if q and S are uncorrelated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import SupportsIndex
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from compressm.control import validation
+from compressm.control.balancing import GramianPair, balance, hankel_values
+from compressm.control.factors import psd_factor
+from compressm.control.linear_algebra import coarse_scale, largest_part, power_of_two
+from compressm.control.projection import kept_states, symmetric_subspace
+from compressm.control.validation import ControlError, ShapeError, UnstableSystemError
+
+# Steps whose decays to one another are formed at once, and the least log decay: exp(−800) is 0 in float64.
+_CHUNK, _LEAST_LOG = 64, -800.0
+
+
+@dataclass(frozen=True)
+class MemoryBasis:
+    """W and T with Wᵀ T = I, and the values σ of all n states, falling.
+
+    `states` are the indices of kept states if the basis is a selection. `mixing` averages diagonal gates: α̂ = mixing α.
+    """
+
+    W: Float[Tensor, "*bank n r"]
+    T: Float[Tensor, "*bank n r"]
+    sigma: Float[Tensor, "*bank n"]
+    states: Int[Tensor, "*bank r"] | None = None
+    mixing: Float[Tensor, "*bank r n"] | None = None
+
+
+def balanced(
+    P: Float[Tensor, "*bank n n"],
+    Q: Float[Tensor, "*bank n n"],
+    order: SupportsIndex,
+    *,
+    states: Int[Tensor, " r"] | None = None,
+) -> MemoryBasis:
+    """The best W and T for uncorrelated q and S: the mean square error is Σ_{i>r} σᵢ² (Eckart and Young 1936).
+
+    Lqᵀ Lp = U Σ Vᵀ with P = Lp Lpᵀ and Q = Lq Lqᵀ; T = Lp V Σ^−½ and W = Lq U Σ^−½. `states` names the directions to
+    keep; by default the first ones. Directions whose σ is rounding noise get zero columns.
+    """
+    P, Q, kept = _checked(P, Q, order, states)
+    bank, n = P.shape[:-2], P.shape[-1]
+    pair = GramianPair.of(P.reshape(-1, n, n), Q.reshape(-1, n, n))
+    result = balance(pair, kept.expand(len(pair.P), -1))
+    left, right = (part.reshape(*bank, n, len(kept)) for part in (result.left, result.right))
+    return MemoryBasis(left, right, result.sigma.reshape(*bank, n))
+
+
+def galerkin(
+    P: Float[Tensor, "*bank n n"],
+    Q: Float[Tensor, "*bank n n"],
+    gates: Float[Tensor, "*bank n"],
+    order: SupportsIndex,
+    *,
+    states: Int[Tensor, " r"] | None = None,
+) -> MemoryBasis:
+    """The symmetric projection for diagonal gates, whose averages `gates` become diagonal in the new basis.
+
+    With s = (Qᵢᵢ/Pᵢᵢ)^¼, U are orthonormal vectors that span the leading eigenvectors of s P s and s⁻¹ Q s⁻¹, both at
+    unit trace, and diagonalise Uᵀ diag(gates) U. Then W = s U, T = s⁻¹ U and α̂ = (U∘U)ᵀ α, a convex combination of the
+    gates: no gate grows.
+    """
+    P, Q, kept = _checked(P, Q, order, states)
+    gates = _checked_gates(gates, P)
+    for name, matrix in (("P", P), ("Q", Q)):
+        psd_factor(matrix, name)
+    scale, V = symmetric_subspace(_scaled(P)[0], _scaled(Q)[0], kept)
+    _, Y = torch.linalg.eigh(V.mT @ (gates[..., :, None] * V))
+    U = (V @ Y).flip(-1)  # slow gates first
+    return MemoryBasis(
+        U * scale[..., :, None], U / scale[..., :, None], memory_values(P, Q), mixing=U.square().mT.contiguous()
+    )
+
+
+def selected(
+    P: Float[Tensor, "*bank n n"],
+    Q: Float[Tensor, "*bank n n"],
+    order: SupportsIndex,
+    *,
+    read_out: bool = False,
+    states: Int[Tensor, " r"] | None = None,
+) -> MemoryBasis:
+    """A selection of states: W picks rows of the identity.
+
+    By default the largest Pᵢᵢ Qᵢᵢ stay, and T = W; `states` names places in this ranking. With `read_out` states are
+    taken greedily, each the one that lowers the error most, and T = P_{:,I} P_{II}⁻¹ estimates the dropped states from
+    the kept ones I. This T is the best one for any Q.
+    """
+    if not isinstance(read_out, bool):
+        raise ControlError(f"read_out is {read_out!r:.100}, expected True or False")
+    P, Q, kept = _checked(P, Q, order, states)
+    for name, matrix in (("P", P), ("Q", Q)):
+        psd_factor(matrix, name)
+    (small_P, size_P), (small_Q, size_Q) = _scaled(P), _scaled(Q)
+    squares = (_diagonal(small_P) * _diagonal(small_Q)).clamp_min(0)
+    sigma = torch.sqrt(squares.sort(dim=-1, descending=True).values) * torch.sqrt(size_P) * torch.sqrt(size_Q)
+    if read_out and states is None:
+        chosen = _greedy(small_P, small_Q, len(kept))
+    else:
+        chosen = squares.argsort(dim=-1, descending=True, stable=True)[..., kept]
+    chosen = chosen.sort(dim=-1).values
+    W = torch.eye(P.shape[-1], dtype=P.dtype, device=P.device)[chosen].mT
+    return MemoryBasis(W, _regression(small_P, chosen, W) if read_out else W.clone(), sigma, chosen)
+
+
+def memory_values(P: Float[Tensor, "*bank n n"], Q: Float[Tensor, "*bank n n"]) -> Float[Tensor, "*bank n"]:
+    """σ, the roots of the eigenvalues of P Q, falling; Σσᵢ² is the mean square of the output if q ⊥ S."""
+    P, Q, _ = _checked(P, Q, 1, None)
+    pair = GramianPair.of(P.reshape(-1, *P.shape[-2:]), Q.reshape(-1, *Q.shape[-2:]))
+    return (hankel_values(pair) * pair.sigma_scale).reshape(P.shape[:-1])
+
+
+def error_estimates(sigma: Float[Tensor, "*bank n"]) -> Float[Tensor, "*bank n+1"]:
+    """estimates[r] = √(Σ_{i>r} σᵢ²), the error of `balanced` to r states: exact if q ⊥ S, else an estimate."""
+    validation.require_finite("sigma", validation.require_tensor("sigma", sigma, "n"))
+    size = power_of_two(sigma.amax(-1, keepdim=True))
+    tails = (sigma / size).square().flip(-1).cumsum(-1).flip(-1)
+    return torch.sqrt(torch.cat([tails, torch.zeros_like(tails[..., :1])], dim=-1)) * size
+
+
+def mean_square_error(
+    P: Float[Tensor, "*bank n n"], Q: Float[Tensor, "*bank n n"], basis: MemoryBasis
+) -> Float[Tensor, "*bank"]:
+    """tr(Q (I − T Wᵀ) P (I − T Wᵀ)ᵀ), the mean square error of any basis if q ⊥ S."""
+    P, Q, _ = _checked(P, Q, 1, None)
+    (small_P, size_P), (small_Q, size_Q) = _scaled(P), _scaled(Q)
+    Lp, Lq = psd_factor(small_P, "P"), psd_factor(small_Q, "Q")
+    lost = Lq.mT @ (Lp - basis.T @ (basis.W.mT @ Lp))
+    return lost.square().sum((-2, -1)) * size_P[..., 0] * size_Q[..., 0]
+
+
+def state_moment(
+    keys: Float[Tensor, "*bank length n"],
+    values: Float[Tensor, "*bank heads length p"],
+    log_decay: Float[Tensor, "*bank heads length"],
+    counted: Bool[Tensor, "*bank length"] | None = None,
+) -> tuple[Float[Tensor, "*bank n n"], Float[Tensor, "*bank"]]:
+    """Σ_t S[t] S[t]ᵀ / scale² over all heads and all steps that are `counted`, and the scale, a power of two.
+
+    No state is stored. In a chunk from a zero state it is Kᵀ (G ∘ V Vᵀ) K, with decays D_ts = exp(Σ_{s<u≤t} log α_u),
+    G_ss' = D_ms g_m for s ≤ s' = m, and g_m = Σ_{t≥m} D_tm² over counted steps t. The state before the chunk adds
+    products with Σ_s D_s g_s k_s v_sᵀ.
+    """
+    keys, values, log_decay, weights = _checked_steps(keys, values, log_decay, counted)
+    sizes = [coarse_scale(part.abs().flatten(-2).amax(-1)) for part in (keys, values.flatten(-3, -2))]
+    keys, values = keys / sizes[0][..., None, None], values / sizes[1][..., None, None, None]
+    n, p = keys.shape[-1], values.shape[-1]
+    total = keys.new_zeros(*keys.shape[:-2], n, n)
+    state = keys.new_zeros(*values.shape[:-2], n, p)
+    for start in range(0, keys.shape[-2], _CHUNK):
+        part = slice(start, start + _CHUNK)
+        added, state = _chunk_moment(
+            keys[..., part, :], values[..., part, :], log_decay[..., part], weights[..., part], state
+        )
+        total = total + added
+    return (total + total.mT) / 2, sizes[0] * sizes[1]
+
+
+def delta_values(
+    keys: Float[Tensor, "*bank length n"],
+    values: Float[Tensor, "*bank heads length p"],
+    log_decay: Float[Tensor, "*bank heads length"],
+    strength: Float[Tensor, "*bank heads length"],
+) -> Float[Tensor, "*bank heads length p"]:
+    """The values u that a delta rule writes: u[t] = β[t] (v[t] − α[t] S[t−1]ᵀ k[t]).
+
+    S[t] = α[t] (I − β[t] k[t] k[t]ᵀ) S[t−1] + β[t] k[t] v[t]ᵀ is then S[t] = α[t] S[t−1] + k[t] u[t]ᵀ, a scalar decay.
+    In a chunk, (I + β (K Kᵀ ∘ D below its diagonal)) U = β (V − K S before the chunk); all steps are solved at once.
+    """
+    state = keys.new_zeros(*values.shape[:-2], keys.shape[-1], values.shape[-1])
+    found = []
+    for start in range(0, keys.shape[-2], _CHUNK):
+        part = slice(start, start + _CHUNK)
+        k, v, beta = keys[..., None, part, :], values[..., part, :], strength[..., part, None]
+        D, since_start = decays(log_decay[..., part])
+        target = beta * (v - since_start[..., None] * (k @ state))
+        system = (beta * (k @ k.mT * D)).tril(-1)
+        u = torch.linalg.solve_triangular(system, target, upper=False, unitriangular=True)
+        state = since_start[..., -1:, None] * state + (k * D[..., -1, :, None]).mT @ u
+        found.append(u)
+    return torch.cat(found, dim=-2)
+
+
+def decays(
+    log_decay: Float[Tensor, "*bank length"],
+) -> tuple[Float[Tensor, "*bank length length"], Float[Tensor, "*bank length"]]:
+    """D_ts = exp(Σ_{s<u≤t} log α_u) for s ≤ t, else 0, and exp(Σ_{u≤t} log α_u)."""
+    logs = log_decay.clamp_min(_LEAST_LOG).cumsum(-1)
+    later = torch.ones(logs.shape[-1], logs.shape[-1], dtype=torch.bool, device=logs.device).triu(1)
+    between = (logs[..., :, None] - logs[..., None, :]).masked_fill(later, -torch.inf)
+    return torch.exp(between), torch.exp(logs)
+
+
+def _chunk_moment(
+    keys: Tensor, values: Tensor, log_decay: Tensor, weights: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The sum over one chunk that starts from `state`, and the state at its end."""
+    D, since_start = decays(log_decay)
+    rest = (D.square() * weights[..., None, :, None]).sum(-2)
+    G = D * rest[..., :, None]
+    pairs = (G + G.tril(-1).mT) * (values @ values.mT)
+    inner = keys.mT @ pairs.sum(-3) @ keys
+    wide = keys[..., None, :, :]  # one for all heads
+    crossed = ((wide * (since_start * rest)[..., None]).mT @ values @ state.mT).sum(-3)
+    started = (since_start.square() * weights[..., None, :]).sum(-1)[..., None, None]
+    outer = (started * (state @ state.mT)).sum(-3)
+    end = since_start[..., -1:, None] * state + (wide * D[..., -1, :, None]).mT @ values
+    return inner + crossed + crossed.mT + outer, end
+
+
+def _checked_steps(
+    keys: Tensor, values: Tensor, log_decay: Tensor, counted: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The steps in float64, zeros in place of padding, and weights 1 for counted steps."""
+    for name, tensor, axes in (
+        ("keys", keys, "length n"),
+        ("values", values, "heads length p"),
+        ("log_decay", log_decay, "heads length"),
+    ):
+        validation.require_real(name, validation.require_tensor(name, tensor, axes))
+    validation.require_one_device(keys=keys, values=values, log_decay=log_decay)
+    bank, length = keys.shape[:-2], keys.shape[-2]
+    shapes = (values.shape[:-3], values.shape[-2], log_decay.shape)
+    if shapes != (bank, length, values.shape[:-1]):
+        raise ShapeError(
+            f"keys have shape {tuple(keys.shape)}, values {tuple(values.shape)} and log_decay"
+            f" {tuple(log_decay.shape)}, expected (*bank, length, n), (*bank, heads, length, p), (*bank, heads, length)"
+        )
+    if counted is None:
+        counted = torch.ones(*bank, length, dtype=torch.bool, device=keys.device)
+    if counted.shape != (*bank, length) or counted.dtype != torch.bool:
+        raise ShapeError(f"counted is {counted.dtype} {tuple(counted.shape)}, expected bool {(*bank, length)}")
+    # Padding may hold anything.
+    keys = torch.where(counted[..., None], keys, 0).double()
+    values = torch.where(counted[..., None, :, None], values, 0).double()
+    log_decay = torch.where(counted[..., None, :], log_decay, 0).double()
+    for name, tensor in (("keys", keys), ("values", values)):
+        validation.require_finite(name, tensor)
+    if not bool((log_decay <= 0).all()):
+        raise UnstableSystemError(f"the largest log_decay is {log_decay.max().item():.6g}, expected at most 0")
+    return keys, values, log_decay, counted.double()
+
+
+def _checked(
+    P: Tensor, Q: Tensor, order: SupportsIndex, states: Tensor | None
+) -> tuple[Tensor, Tensor, Int[Tensor, " r"]]:
+    """Both moments, real and in float64, and the directions to keep."""
+    validation.require_tensor("P", P, "n n")
+    P, Q = (
+        validation.require_gramian(name, validation.require_real(name, matrix), P.shape[:-2], P.shape[-1], P.device)
+        for name, matrix in (("P", P), ("Q", validation.require_tensor("Q", Q, "n n")))
+    )
+    return P, Q, kept_states(order, states, P[..., 0])
+
+
+def _checked_gates(gates: Tensor, P: Tensor) -> Tensor:
+    validation.require_finite("gates", validation.require_real("gates", validation.require_tensor("gates", gates, "n")))
+    if gates.shape != P.shape[:-1]:
+        raise ShapeError(f"gates have shape {tuple(gates.shape)}, expected {tuple(P.shape[:-1])}")
+    if not bool(((gates >= 0) & (gates <= 1)).all()):
+        low, high = gates.min().item(), gates.max().item()
+        raise UnstableSystemError(f"gates are from {low:.6g} to {high:.6g}, expected averages from 0 to 1")
+    return gates.double()
+
+
+def _scaled(moment: Tensor) -> tuple[Tensor, Float[Tensor, "*bank 1"]]:
+    """The moment divided by a power of four, and the power: products of two moments stay in the range of float64."""
+    size = power_of_two(largest_part(moment), step=2)
+    return moment / size[..., None, None], size[..., None]
+
+
+def _diagonal(matrix: Tensor) -> Tensor:
+    return matrix.diagonal(dim1=-2, dim2=-1)
+
+
+def _greedy(P: Tensor, Q: Tensor, order: int) -> Int[Tensor, "*bank r"]:
+    """States that lower tr(Q R) most, one after the other; R is what the states so far leave of P."""
+    rest, free = P, torch.ones_like(_diagonal(P), dtype=torch.bool)
+    noise = P.shape[-1] * torch.finfo(P.dtype).eps * _diagonal(P)
+    chosen = []
+    for _ in range(order):
+        own = _diagonal(rest)
+        gain = ((rest @ Q) * rest).sum(-1) / torch.where(own > noise, own, torch.inf)
+        pick = gain.masked_fill(~free, -torch.inf).argmax(-1, keepdim=True)
+        chosen.append(pick)
+        column = rest.gather(-1, pick[..., None, :].expand(*rest.shape[:-1], 1))
+        pivot = own.gather(-1, pick)[..., None]
+        usable = pivot > noise.gather(-1, pick)[..., None]
+        rest = torch.where(usable, rest - column * column.mT / torch.where(usable, pivot, 1), rest)
+        free = free.scatter(-1, pick, False)
+    return torch.cat(chosen, dim=-1)
+
+
+def _regression(P: Tensor, chosen: Int[Tensor, "*bank r"], W: Float[Tensor, "*bank n r"]) -> Tensor:
+    """T = P_{:,I} P_{II}⁻¹; P_{II} is singular if kept states are linearly dependent. Kept states give themselves."""
+    columns = P @ W
+    T = columns @ torch.linalg.pinv(W.mT @ columns, hermitian=True, rtol=1e-12)
+    is_kept = W.sum(-1, keepdim=True) > 0
+    return torch.where(is_kept, W, T)

@@ -1,0 +1,168 @@
+"""The family of layers with a matrix state, S ← α S + k vᵀ and o = Sᵀ q: moments over data replace Gramians."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from compressm.adapters.memory import Memory, MemoryAdapter
+from compressm.control import ControlError
+from compressm.control.linear_algebra import each
+from compressm.errors import CompressionError
+from compressm.families.base import Change, ComparedForm, Family, Layer, PlannedCut, Total, Writing, energy_lost, reads
+from compressm.families.choices import Choices, Measured, WhiteNoise, require_count
+from compressm.families.memory.forms import Form, ObservedMemory, compared_forms, default_form
+from compressm.families.memory.observer import MemoryObservations, MemoryObserver
+from compressm.families.memory.reduction import MemoryReduction
+from compressm.families.observing import ZERO_INPUTS, ratio_of
+
+
+@final
+@dataclass(frozen=True)
+class MemoryLayer(Layer):
+    """A module, the rows of its keys and queries, the form of its cuts, and its observations."""
+
+    name: str
+    module: nn.Module
+    adapter: MemoryAdapter[Any]
+    system: Memory
+    form: Form
+    observations: MemoryObservations | None = None
+
+    @property
+    def order(self) -> int:
+        return self.system.order
+
+    @property
+    def why_zero(self) -> str:
+        for name, rows in (("keys", self.system.keys), ("queries", self.system.queries)):
+            if not any(bool(part.any()) for part in rows.values()):
+                return f"its {name} are zero"
+        return ZERO_INPUTS
+
+    @property
+    def data(self) -> ObservedMemory:
+        """The memory and its observations."""
+        assert self.observations is not None  # `require_choices` requires data
+        return ObservedMemory(self.module, self.adapter, self.system, self.observations)
+
+    def observer(self, choices: Choices) -> MemoryObserver:
+        used = choices.gramian.batches if isinstance(choices.gramian, Measured) else None
+        observations = MemoryObservations(self.name)
+        return MemoryObserver(observations, self.module, self.system, choices.measurement, self.adapter, used)
+
+    def with_observations(self, observer: MemoryObserver) -> MemoryLayer:
+        return replace(self, observations=observer.observations)
+
+    def imagined(self) -> MemoryLayer:
+        return replace(self, observations=MemoryObservations.imagined(self.name, self.system))
+
+    def over(self, total: Total) -> MemoryLayer:
+        return replace(self, observations=self.data.observations.over(total))
+
+    def received(self, sent: Any) -> MemoryCut:
+        reduction, lost = sent
+        return MemoryCut(self, reduction.to(self.system.device), None, lost)
+
+    def compared_forms(self, order: int) -> list[ComparedForm]:
+        return compared_forms(self.data, require_count("order", order, high=self.order))
+
+    def values(self) -> Float[Tensor, "bank n"]:
+        """The values of the states; errors name the layer."""
+        try:
+            return self.form.values(self.data)
+        except ControlError as error:
+            raise CompressionError(f"{self.said}: {error}") from error
+
+    def cut(self, kept: Tensor, lost: float) -> MemoryCut:
+        """The cut that keeps the states at these places of the spectrum."""
+        try:
+            reduction = self.form.reduce(self.data, kept)
+        except ControlError as error:
+            raise CompressionError(f"{self.said}: {error}") from error
+        cut = MemoryCut(self, reduction, None, lost)
+        return replace(cut, measured_error=ratio_of(cut.squared_change()))
+
+
+@final
+@dataclass(frozen=True)
+class MemoryCut(PlannedCut):
+    """A reduction of one layer; there is no error bound, only `measured_error`, that of the form which is stored.
+
+    `energy_lost` is the share of Σσ² that was dropped: for `Folded` and `Mapped` its root estimates the error, exactly
+    so if queries and states are uncorrelated.
+    """
+
+    layer: MemoryLayer
+    reduction: MemoryReduction
+    measured_error: float | None
+    energy_lost: float
+    error_bound: float | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.reduction.order
+
+    def change(self) -> Change:
+        return self.reduction.change(self.layer.module, self.layer.adapter, self.layer.system)
+
+    def following(self, module: nn.Module, adapter: MemoryAdapter[Any]) -> Writing:
+        return self.reduction.change(module, adapter, adapter.read(module).detach()).writing
+
+    def sent(self) -> Any:
+        return self.reduction.to("cpu"), self.energy_lost
+
+    def squared_change(self) -> Float[Tensor, "2"]:
+        return self.layer.data.squared_change(self.reduction)
+
+
+@reads(MemoryAdapter)
+@final
+class MemoryFamily(Family):
+    """Cuts by measured moments of states and queries; `form=` says how a cut is stored."""
+
+    called = "layers with a matrix state"
+    needs_data = True
+    uses = frozenset({"form"})
+
+    def require_choices(self, names: Sequence[str], choices: Choices) -> None:
+        super().require_choices(names, choices)
+        said = ", ".join(name or "the model" for name in names)
+        if choices.is_modal:
+            raise CompressionError(
+                f"{said}: {choices.gramian} needs fixed poles, which {self.called} do not have; expected Measured(...)"
+            )
+        if isinstance(choices.gramian, WhiteNoise):
+            raise CompressionError(
+                f"{said}: {choices.gramian} needs fixed keys and queries; their means, the paper's surrogate, give a"
+                " system of rank one whatever the order is; expected gramian=None or Measured(...), with calibrate"
+            )
+
+    def read(self, name: str, module: nn.Module, adapter: MemoryAdapter[Any], choices: Choices) -> MemoryLayer:
+        memory = adapter.read(module).detach()
+        return MemoryLayer(name, module, adapter, memory, choices.form or default_form(adapter, memory))
+
+    def require_layer(self, layer: MemoryLayer, choices: Choices) -> None:
+        layer.form.require(layer.said, layer.module, layer.adapter, layer.system)
+
+    def spectra(self, layers: Sequence[MemoryLayer], choices: Choices) -> dict[str, Float[Tensor, "bank n"]]:
+        return dict(each(lambda layer: (layer.name, layer.values()), layers))
+
+    def plan(
+        self,
+        layers: Sequence[MemoryLayer],
+        orders: Mapping[str, Any],
+        spectra: Mapping[str, Tensor],
+        choices: Choices,
+        salt: int,
+    ) -> dict[str, PlannedCut]:
+        cuts: dict[str, PlannedCut] = {}
+        for layer in layers:
+            values = spectra[layer.name]
+            kept = choices.select(values, orders[layer.name], salt=f"{layer.name}@{salt}")
+            cuts[layer.name] = layer.cut(kept, energy_lost(values, kept))
+        return cuts

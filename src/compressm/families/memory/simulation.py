@@ -1,0 +1,111 @@
+"""Simulation of matrix states on real inputs: outputs, how they change with a cut, and rows fitted to them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from compressm.adapters.memory import Memory, MemoryAdapter, Steps
+from compressm.control.memory import decays
+from compressm.families.observing import Sample, sequences_at_once
+
+# Steps whose products with one another are formed at once.
+_CHUNK = 64
+# The first step length of Adam relative to the size of the rows; it falls to zero as a cosine.
+_RATE = 0.03
+# One of so many sequences tells whether a fit is better than its start.
+_HELD_OUT = 4
+
+
+def outputs(steps: Steps) -> Float[Tensor, "batch bank heads length p"]:
+    """o[t] = S[t]ᵀ q[t] for all steps: within a chunk (Q Kᵀ ∘ D) V, plus what the state before it gives."""
+    steps, length = steps.written, steps.keys.shape[-2]
+    state = steps.values.new_zeros(*steps.values.shape[:3], steps.keys.shape[-1], steps.values.shape[-1])
+    found = []
+    for start in range(0, length, _CHUNK):
+        part = slice(start, start + _CHUNK)
+        q, k = (x[:, :, None, part] for x in (steps.queries, steps.keys))
+        v = steps.values[..., part, :]
+        D, since_start = decays(steps.log_decay[..., part])
+        found.append((q @ k.mT * D) @ v + since_start[..., None] * (q @ state))
+        state = since_start[..., -1:, None] * state + (k * D[..., -1, :, None]).mT @ v
+    return torch.cat(found, dim=-2)
+
+
+def sequences_together(steps_per_sequence: int, memory: Memory, heads: int, width: int) -> int:
+    """The number of sequences to simulate at once; `heads` of `width` values each."""
+    return sequences_at_once(steps_per_sequence, 2 * memory.bank * memory.order + heads * (width + _CHUNK))
+
+
+def squared_change(
+    adapter: MemoryAdapter[Any], module: nn.Module, old: Memory, new: Memory, sample: Sample, unit: Tensor | float = 1.0
+) -> Float[Tensor, "2"]:
+    """‖o_new − o_old‖² and ‖o_old‖² of the read-out, scaled up to all observed steps; outputs are divided by `unit`."""
+    squares = torch.zeros(2, dtype=torch.float64, device=old.device)
+    for x, counts in _parts(adapter, module, old, sample):
+        steps = adapter.mapped_steps(module, x, old, counts)
+        both = (steps, adapter.steps_with(steps, module, x, new, counts))
+        before, after = (outputs(one) / unit * counts[:, None, None, :, None] for one in both)
+        squares += torch.stack([(after - before).square().sum(), before.square().sum()])
+    return squares * sample.weight
+
+
+def _parts(
+    adapter: MemoryAdapter[Any], module: nn.Module, memory: Memory, sample: Sample
+) -> Iterator[tuple[Tensor, Tensor]]:
+    first = next(iter(sample.sequences.values()), None)
+    if first is None:
+        return
+    heads = adapter.steps(module, first[None, :1].double(), memory).values.shape
+    yield from sample.parts(sequences_together(sample.longest, memory, heads[1] * heads[2], heads[-1]))
+
+
+def halves(sample: Sample) -> tuple[Sample, Sample]:
+    """The sequences to fit to, and those that judge the fit; both are the whole sample if it has too few."""
+    numbered = list(sample.sequences.items())
+    if len(numbered) < _HELD_OUT:
+        return sample, sample
+    judging = dict(numbered[_HELD_OUT - 1 :: _HELD_OUT])
+    fitting = {number: sequence for number, sequence in numbered if number not in judging}
+    return tuple(Sample(part, sample.count, sample.steps, sample.longest) for part in (fitting, judging))  # type: ignore[return-value]
+
+
+def fitted_rows(
+    adapter: MemoryAdapter[Any], module: nn.Module, full: Memory, start: Memory, sample: Sample, steps: int
+) -> Memory:
+    """Rows near `start` whose outputs are nearest to those of the full memory on the sample, by `steps` of Adam."""
+    with torch.no_grad():
+        parts = [
+            (x, counts, given := adapter.mapped_steps(module, x, full, counts), outputs(given))
+            for x, counts in _parts(adapter, module, full, sample)
+        ]
+    whole = torch.stack([(y * counts[:, None, None, :, None]).square().sum() for _, counts, _, y in parts]).sum()
+    if not bool(whole > 0):
+        return start
+    rows = [
+        {name: value.detach().clone().requires_grad_() for name, value in part.items()}
+        for part in (start.keys, start.queries)
+    ]
+    own = [value for part in rows for value in part.values()]
+    groups = [{"params": [value], "lr": _RATE * float(value.detach().square().mean().sqrt())} for value in own]
+    optimizer = torch.optim.Adam(groups)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: (1 + math.cos(math.pi * k / steps)) / 2)
+    for _ in range(steps):
+        total = [torch.zeros_like(value) for value in own]
+        for x, counts, fixed, target in parts:
+            with torch.enable_grad():
+                found = outputs(adapter.steps_with(fixed, module, x, Memory(rows[0], rows[1]), counts))
+                loss = ((found - target) * counts[:, None, None, :, None]).square().sum() / whole
+            # Not backward(), which would also fill the gradients of the module.
+            total = [one + more for one, more in zip(total, torch.autograd.grad(loss, own), strict=True)]
+        for value, gradient in zip(own, total, strict=True):
+            value.grad = gradient
+        optimizer.step()
+        schedule.step()
+    keys, queries = ({name: value.detach() for name, value in part.items()} for part in rows)
+    return Memory(keys, queries)
