@@ -13,7 +13,7 @@ from tests import unhooked
 from tests.bad_calls.things import PREAMBLE
 
 TABLE = Path(__file__).with_name("calls.txt")
-NAMED = {"ControlError", "SequenceError", "CompressionError", "AdapterError", "SavingError"}
+NAMED = {"ControlError", "SequenceError", "CompressionError", "AdapterError", "SavingError", "ExportError"}
 # Python's own words for arguments that are missing or too many.
 OF_PYTHON = re.compile(r"got an unexpected keyword argument|missing \d+ required|takes .* positional arguments? but")
 

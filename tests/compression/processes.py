@@ -42,13 +42,17 @@ class Training:
     def batch(self):
         return torch.randn(4, 20, 3, generator=self.data), torch.randint(5, (4,), generator=self.data)
 
+    def step(self, x, target):
+        self.optimizer.zero_grad()
+        loss = cross_entropy(self.model(x), target)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
     def train(self, steps, compressor=None, first=1):
         events = []
         for step in range(first, first + steps):
-            x, target = self.batch()
-            self.optimizer.zero_grad()
-            cross_entropy(self.model(x), target).backward()
-            self.optimizer.step()
+            self.step(*self.batch())
             events += [] if compressor is None else compressor.step(step)
         return [str(event) for event in events]
 
@@ -557,32 +561,22 @@ def a_state_dict_of_the_same_orders(rank, path):
 
 @case
 def a_captured_step(rank, path):
-    """Beside the plain loop, over a cut; on a CPU the function is just called."""
-    losses = []
+    losses = []  # beside the plain loop, over a cut; on a CPU the function is just called
     for captured in (True, False):
         run = Training(rank)
         compressor = cs.Compressor(run.model, run.optimizer, when=[4], keep=cs.TargetOrder(5))
-
-        def step(x, target, run=run):
-            run.optimizer.zero_grad()
-            loss = cross_entropy(run.model(x), target)
-            loss.backward()
-            run.optimizer.step()
-            return loss.detach()
-
-        step_fn = cs.CapturedStep(step) if captured else step
-        losses.append([])
+        step_fn = cs.CapturedStep(run.step) if captured else run.step
+        losses.append(own := [])
         for number in range(1, 9):
-            losses[-1].append(step_fn(*run.batch()).item())
+            own.append(step_fn(*run.batch()).item())
             compressor.step(number)
     return outcome(run, captured=losses[0], plain=losses[1])
 
 
 @case
 def nothing_to_redo(rank, path):
-    run = Training(rank)
     assert issubclass(StaleWrapperError, cs.compression.CompressionError)
-    return {"error": refused(cs.rewrap_, run.inner)}
+    return {"error": refused(cs.rewrap_, Training(rank).inner)}
 
 
 def work(rank, path, count):

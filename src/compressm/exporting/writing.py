@@ -23,6 +23,7 @@ from compressm.files import replacing
 from compressm.layers.base import require_sizes
 from compressm.models import ClassifierState, MeanPooling, SequenceClassifier
 from compressm.models.encoder import EmbeddingEncoder, LinearEncoder
+from compressm.saving.kinds import as_path
 
 VERSION = 1  # of the metadata
 Result = TypeVar("Result")
@@ -87,7 +88,7 @@ def write(
     **facts: str,
 ) -> Exported:
     """Do as `export`, with more facts for the metadata, such as the commit of a run."""
-    inner, target = require_exportable(model), Path(path)
+    inner, target = require_exportable(model), as_path(path)
     if what not in ("step", "forward"):
         near = did_you_mean(what, ("step", "forward"))
         raise ExportError(f"what is {what!r:.80}, expected 'step' or 'forward'{near}")
@@ -189,6 +190,8 @@ class Case:
             raise ExportError(f"example has shape {tuple(example.shape)}, expected {expected}")
         if self.graph.tokens and not 0 <= int(example.min()) <= int(example.max()) < self._vocabulary():
             raise ExportError(f"example has tokens outside 0 to {self._vocabulary() - 1}")
+        if not self.graph.tokens and not bool(torch.isfinite(example).all()):
+            raise ExportError("example has values that are not finite, expected inputs of the model")
         given = example.detach().cpu().to(torch.int64 if self.graph.tokens else self.wide)
         time = 1 + len(towers)
         return given.index_select(time, torch.arange(self.steps) % given.shape[time])
@@ -321,4 +324,7 @@ def flat(state: Any) -> Tensor:
     if isinstance(state, ClassifierState):
         tail: Sequence[Tensor] = (state.pooled, state.steps[:, None].to(state.pooled.dtype))
         return torch.cat([*(part.flatten(1) for part in state.layers), *tail], -1)
-    return torch.cat([part.flatten(1) for part in state], -1)
+    parts = state if isinstance(state, Sequence) else ()
+    if not parts or not all(isinstance(part, Tensor) for part in parts):
+        raise ExportError(f"state is {state!r:.80}, expected what step or forward of a model give")
+    return torch.cat([part.flatten(1) for part in parts], -1)
