@@ -83,7 +83,8 @@ def test_a_function_gives_the_largest_order_that_it_chooses():
 def test_layers_with_fewer_states_are_filled_up_and_the_output_stays():
     model, reference = two_orders().eval(), two_orders().eval()
     optimizer = torch.optim.AdamW(model.parameters())
-    cuts = cs.compress_(model, keep=cs.TargetOrder(10), uniform=True, optimizer=optimizer)
+    with pytest.warns(UserWarning, match="zero states fill up blocks.1.ssm to 10 states, so that all layers have one"):
+        cuts = cs.compress_(model, keep=cs.TargetOrder(10), uniform=True, optimizer=optimizer)
     assert [(cut.module, cut.order, cut.rank) for cut in cuts] == [("blocks.0.ssm", 16, 10)]
     assert orders_of(model) == [10, 10]
     cs.compress_(reference, keep=cs.TargetOrder(10))
@@ -113,7 +114,8 @@ def test_without_a_cut_nothing_is_filled_up_and_a_warning_says_so():
 
 def test_one_order_is_also_one_that_round_to_allows():
     model = two_orders()
-    cs.compress_(model, keep=cs.TargetOrder(5), uniform=True, round_to=cs.powers_of_two)
+    with pytest.warns(UserWarning, match="zero states fill up blocks.1.ssm to 8 states"):
+        cs.compress_(model, keep=cs.TargetOrder(5), uniform=True, round_to=cs.powers_of_two)
     assert orders_of(model) == [8, 8]
 
 

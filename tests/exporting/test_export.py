@@ -258,3 +258,12 @@ def test_a_single_layer_is_a_model_too(tmp_path):
 @pytest.mark.slow
 def test_executorch_takes_one_sequence_alone(tmp_path):
     assert exported(build("LRU", "language"), tmp_path, ExecuTorch(batch=1)).batch == 1
+
+
+@pytest.mark.parametrize("what", ["step", "forward"])
+def test_a_layer_that_blocks_share_has_a_state_in_each_of_them(tmp_path, what):
+    model = build("LRU", "language")
+    model.blocks[1].ssm = model.blocks[0].ssm
+    done = cs.export(model, tmp_path / "model.pt2", what=what, check=9)
+    assert [part["name"] for part in done.metadata["states"]] == ["blocks.0.ssm", "blocks.1.ssm"]
+    assert done.metadata["state_size"] == sum(model.initial_state(1)[k].numel() for k in range(2))

@@ -34,7 +34,7 @@ from compressm.compression.record import Cut
 from compressm.compression.several import kind_of
 from compressm.compression.surgery import PreparedCut, padded, prepare_cuts, require_plain_parameters, write_cuts_
 from compressm.control import ControlError
-from compressm.errors import AdapterError, CompressionError
+from compressm.errors import AdapterError, CompressionError, warn_caller
 from compressm.families import Layer, PlannedCut
 from compressm.families.choices import LayerOrders, RoundTo, as_allowed_orders
 from compressm.families.observing import ratio_of, untouched
@@ -142,6 +142,9 @@ class Cutter:
         if not plan.cuts:
             return PreparedPlan([], [])  # nothing is filled up without a cut
         start, processes = time.perf_counter(), self.processes
+        if processes.is_first and (grown := plan.filled.keys() - {cut.layer.name for cut in plan.cuts}):
+            said = ", ".join(f"{name or 'the model'} to {plan.filled[name]} states" for name in sorted(grown))
+            warn_caller(f"zero states fill up {said}, so that all layers have one order; outputs stay the same")
         with processes.together("preparing the cut"):
             prepared, following = self._prepared(plan)
         # Rounding may differ between processes, so all write the first one's values. Not all need to have followers.

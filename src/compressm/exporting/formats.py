@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any, ClassVar, Literal, final
 
@@ -82,7 +83,9 @@ class TorchExport(Format):
     SUFFIX = ".pt2"
 
     def write(self, program: ExportedProgram, names: tuple[list[str], list[str]], path: Path, metadata: str) -> None:
-        torch.export.save(program, path, extra_files={f"{_KEY}.json": metadata})
+        # torch ends the process if it cannot write a file to its end.
+        torch.export.save(program, buffer := BytesIO(), extra_files={f"{_KEY}.json": metadata})
+        path.write_bytes(buffer.getbuffer())
 
     def load(self, path: Path | str) -> Loaded:
         extra = {f"{_KEY}.json": ""}
@@ -138,6 +141,10 @@ class ONNX(Format):
             program, input_names=inputs, output_names=outputs, opset_version=self.opset, dynamo=True, verbose=False
         )
         assert made is not None
+        if (found := made.model.opset_imports.get("")) != self.opset:
+            raise ExportError(
+                f"opset is {self.opset}, and torch writes {found} instead: expected a version that it knows"
+            )
         made.model.metadata_props[_KEY] = metadata
         made.save(path)
 

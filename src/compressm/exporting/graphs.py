@@ -61,9 +61,12 @@ def blocks_of(model: Model) -> Sequence[ResidualBlock]:
 
 def layers_of(model: Model) -> dict[str, SSMLayer]:
     """The layers of a model in the order in which they are computed, by their names."""
-    names = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
+    # A layer that several blocks share has a name, and a state, in each of them.
+    names: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(id(module), []).append(name)
     layers = [model] if isinstance(model, SSMLayer) else [block.ssm for block in blocks_of(model)]
-    return {names[id(layer)]: layer for layer in layers}
+    return {names[id(layer)].pop(0): layer for layer in layers}
 
 
 @final
