@@ -2,9 +2,10 @@
 
 python studies/deploy.py --out benchmarks/results
 
-Two models of the bytes of a small text are trained and cut: an LRU of this library, which is exported, and a Mamba of
-transformers, which is saved as transformers saves it. Every runtime reads the same tokens one by one, on one core, and
-its logits are compared with those of PyTorch here. The processes of transformers and llama.cpp cannot import compressm.
+Two models of the bytes of a small text are trained, whole and cut after a third of the steps: an LRU of this library,
+which is exported, and a Mamba of transformers, which is saved as transformers saves it. Every runtime reads the same
+tokens one by one, on one core, and its logits are compared with those of PyTorch here. The processes of transformers
+and llama.cpp cannot import compressm.
 
 llama.cpp takes part if `llama_cpp` can be imported and $LLAMA_CPP is the folder of its source, where the converter is:
 pip install llama-cpp-python
@@ -12,7 +13,6 @@ pip install llama-cpp-python
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import os
 import statistics
@@ -46,9 +46,9 @@ class Size:
     depth: int = 4
     lru: tuple[int, int] = (256, 28)
     mamba: tuple[int, int] = (64, 16)
-    length: int = 64
-    batch: int = 16
-    steps: int = 300
+    length: int = 24
+    batch: int = 8
+    steps: int = 150
     tokens: int = 512  # read one by one in every runtime
 
 
@@ -72,13 +72,8 @@ def measure_deploy(*, seeds: int = 1, quick: bool = False, progress: Progress = 
     size, rows = QUICK if quick else Size(), []
     for seed in range(seeds):
         for name, (make, order, runtimes) in _models(size).items():
-            torch.manual_seed(seed)
-            whole = make(order[0])
             text = Windows(seed)
-            _train(whole, text, size)
-            small = copy.deepcopy(whole)
-            some = text.drawn(size.batch, size.length)
-            cs.compress_(small, keep=cs.TargetOrder(order[1]), calibrate=lambda model, some=some: model(some))
+            whole, small = (_trained(make, order[0], rank, size, seed) for rank in order)
             losses = [_loss(model, text, size) for model in (whole, small)]
             progress(
                 f"{name}, seed {seed}: loss {losses[0]:.3f} with {order[0]} states, {losses[1]:.3f} with {order[1]}"
@@ -164,16 +159,22 @@ def _loss(model: nn.Module, text: Windows, size: Size) -> float:
     return cross_entropy(_logits(model, ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).item()
 
 
-def _train(model: nn.Module, text: Windows, size: Size) -> None:
+def _trained(make: Callable[[int], nn.Module], order: int, rank: int, size: Size, seed: int) -> nn.Module:
+    """A model that is trained, and cut to `rank` states after a third of the steps."""
+    torch.manual_seed(seed)
+    model, text = make(order), Windows(seed)
+    some = text.drawn(size.batch, size.length)
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=3e-3)
-    for _ in range(size.steps):
+    for step in range(1, size.steps + 1):
         ids = text.drawn(size.batch, size.length + 1)
         found = model(ids[:, :-1])
         logits = found[0] if isinstance(found, tuple) else found.logits
         optimizer.zero_grad()
         cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
         optimizer.step()
-    model.eval()
+        if rank < order and step == size.steps // 3:
+            cs.compress_(model, keep=cs.TargetOrder(rank), optimizer=optimizer, calibrate=lambda model: model(some))
+    return model.eval()
 
 
 def timed(step: Callable[[int], Any], tokens: Tensor, size: int) -> Streamed:
