@@ -163,7 +163,7 @@ def _trained(make: Callable[[int], nn.Module], order: int, rank: int, size: Size
     """A model that is trained, and cut to `rank` states after a third of the steps."""
     torch.manual_seed(seed)
     model, text = make(order), Windows(seed)
-    some = text.drawn(size.batch, size.length)
+    some = text.drawn(4 * size.batch, size.length)  # at least as many steps as states
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=3e-3)
     for step in range(1, size.steps + 1):
         ids = text.drawn(size.batch, size.length + 1)
