@@ -342,6 +342,8 @@ def step_times(
 
     `run` makes one step, or whatever is to be fast. The time is the median of `repeats` calls, after two that warm up.
     """
+    if not isinstance(orders, Iterable):
+        raise CompressionError(f"orders are {orders!r:.100}, expected orders to measure, such as (16, 32, 64)")
     sizes = [require_count("orders: an order", order) for order in orders]
     if not sizes:
         raise CompressionError("orders are empty, expected orders to measure, such as (16, 32, 64)")

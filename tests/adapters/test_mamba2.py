@@ -98,6 +98,41 @@ def simulated(mixer, adapter, x, memory, counted=None):
         return outputs(adapter.mapped_steps(mixer, x.double(), memory, counted)).permute(0, 3, 1, 2, 4).flatten(2)
 
 
+def cache_bytes(model):
+    """The bytes that the cache of one sequence has for the mixers."""
+    cache = model(IDS[:1], use_cache=True)
+    cache = getattr(cache, "cache_params", None) or cache.past_key_values
+    states = [getattr(layer, kind, {}) for layer in cache.layers for kind in ("conv_states", "recurrent_states")]
+    return sum(state.nbytes for own in states for state in own.values() if state is not None)
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("form", [Selected(), Mapped()], ids=str)
+@pytest.mark.filterwarnings("ignore:the orders of the layers differ")
+def test_a_budget_of_bytes_is_that_of_the_cache_with_the_convolution(name, form):
+    model = make(name)
+    found = list(find(model).values())
+    assert sum(adapter.state_bytes(mixer, 8) for mixer, adapter in found) == cache_bytes(model)
+    limit = int(0.8 * cache_bytes(model))
+    cut(model, cs.Budget(state_bytes=limit), uniform=True, form=form, gate=1.0)
+    used = cache_bytes(model)
+    assert used == sum(adapter.state_bytes(mixer, adapter.order(mixer)) for mixer, adapter in found)
+    # Another state in every layer would not fit.
+    width = 4 * 32 if isinstance(form, Mapped) else 4 * 32 + 4 * 2 * 2 * 4
+    assert limit - len(found) * width < used <= limit
+
+
+def test_a_budget_of_parameters_refuses_maps_which_add_some():
+    model = make()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(CompressionError, match=r"Budget\(parameters=\.\.\.\) needs a form .* Mapped\(\) keeps all"):
+        cut(model, cs.Budget(parameters=5340), form=Mapped())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    limit = sum(value.numel() for value in model.parameters()) - 200
+    cut(model, cs.Budget(parameters=limit), form=Selected())
+    assert limit - 200 < sum(value.numel() for value in model.parameters()) <= limit
+
+
 @pytest.mark.parametrize("name", EVERY)
 def test_steps_and_a_scan_are_the_mixers_own_output(name):
     model = make(name)

@@ -114,6 +114,32 @@ def test_compress_warns_with_the_number_if_an_order_is_not_allowed():
     assert orders_of(model) == [12, 12]
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"at_least": 10, "round_to": (4, 8)}, "No allowed order is left by round_to and at_least=10:"),
+        ({"gate": 0.5, "round_to": (9,)}, "No allowed order is left by gate=0.5 and round_to:"),
+        ({"gate": 0.5, "round_to": (4, 9)}, "No allowed order is left by keep and gate=0.5 and round_to:"),
+        ({"round_to": (32,)}, "No allowed order is left by round_to:"),
+        ({"round_to": (4,)}, "The policy kept more"),
+    ],
+    ids=str,
+)
+def test_the_warning_names_the_option_that_stands_in_the_way(options, said):
+    model = model_of()
+    with pytest.warns(UserWarning, match=said):
+        cs.compress_(model, keep=cs.TargetOrder(5), **options)
+    assert orders_of(model) == [12, 12]
+
+
+def test_an_override_stands_in_the_way_of_its_own_layers_alone():
+    model = model_of()
+    with pytest.warns(UserWarning, match=r"blocks\.0\.ssm has 12 .* The policy kept more") as said:
+        cs.compress_(model, keep=cs.TargetOrder(4), round_to=(4,), overrides={"blocks.0.*": cs.TargetOrder(5)})
+    assert "blocks.1" not in str(said[0].message)
+    assert orders_of(model) == [12, 4]
+
+
 def test_a_compressor_warns_of_orders_that_are_not_allowed_only_after_its_last_cut():
     model = model_of(order=12)
     compressor = cs.Compressor(model, when=[1, 2], keep=cs.KeepFraction(0.9), round_to=(4, 11), gate=1.0)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 import compressm as cs
 from compressm.compression import Budget, CompressionError
 from compressm.compression.budget import Prices
-from compressm.compression.policies import Limits
+from compressm.compression.policies import Limits, choose_orders
 from compressm.layers import LRU, S4D, S5, Mamba, SSMLayer
-from compressm.models import SequenceClassifier
+from compressm.models import LanguageModel, SequenceClassifier
 from tests.compression.spectra import bound_of, spectra_of_a_model
 
 
@@ -132,7 +132,7 @@ def test_no_allocation_within_a_budget_of_bytes_loses_less(spectra, slopes, limi
         with (
             pytest.warns(UserWarning, match="cannot be met")
             if sum(p(1) for p in price.values()) <= limit
-            else (pytest.raises(CompressionError, match="one state in every layer takes"))
+            else (pytest.raises(CompressionError, match="one state in every layer that it cuts takes"))
         ):
             budget.allocated(spectra, allowed)
         return
@@ -243,9 +243,96 @@ def test_a_hundred_layers_of_different_widths_are_done_in_seconds():
 
 
 def test_one_budget_may_be_shared_by_two_groups_of_layers():
-    """Each counts the other's layers as they are."""
+    """The first group counts the others as they are, and they count the first as it is then: nothing is cut twice."""
     model = model_of()
     budget = Budget(state_bytes=bytes_of(model) - 80)
     cs.compress_(model, keep=budget, overrides={"blocks.0.*": budget})
-    assert model.blocks[0].ssm.order == 6
-    assert sum(block.ssm.order for block in model.blocks) == 28
+    assert [block.ssm.order for block in model.blocks] == [6, 16, 16]
+    assert bytes_of(model) == budget.state_bytes
+
+
+def orders_of(model):
+    return [block.ssm.order for block in model.blocks]
+
+
+@pytest.mark.parametrize(("unit", "measured"), [("state_bytes", bytes_of), ("parameters", count_of)])
+def test_overridden_layers_count_at_the_orders_that_they_get(unit, measured):
+    model = model_of()
+    cs.compress_(model, keep=cs.TargetOrder(4), overrides={"blocks.1.*": cs.TargetOrder(10)})
+    limit = measured(model)
+    again = model_of()
+    cs.compress_(again, keep=Budget(**{unit: limit}), overrides={"blocks.0.*": cs.TargetOrder(4)})
+    assert measured(again) == limit
+    assert again.blocks[0].ssm.order == 4
+    assert sum(orders_of(again)) == 18
+
+
+def test_a_budget_in_overrides_counts_the_orders_of_keep():
+    model = model_of()
+    cs.compress_(model, keep=cs.TargetOrder(4), overrides={"blocks.0.*": Budget(state_bytes=8 * 20)})
+    assert orders_of(model) == [12, 4, 4]
+
+
+def test_a_budget_that_overrides_make_feasible_is_met():
+    """One state in each layer takes 24 bytes here; with 4 in the first, 48."""
+    model = model_of()
+    cs.compress_(model, keep=Budget(state_bytes=48), overrides={"blocks.0.*": cs.TargetOrder(4)})
+    assert orders_of(model) == [4, 1, 1]
+    with pytest.raises(CompressionError, match=r"is 40, but .* that it cuts takes 48, of which 32 are in the rest"):
+        cs.compress_(model_of(), keep=Budget(state_bytes=40), overrides={"blocks.0.*": cs.TargetOrder(4)})
+
+
+def test_a_number_of_states_is_shared_by_its_own_layers_alone():
+    model = model_of()
+    cs.compress_(model, keep=Budget(10), overrides={"blocks.0.*": cs.TargetOrder(4)})
+    assert model.blocks[0].ssm.order == 4
+    assert sum(orders_of(model)) == 14
+
+
+def test_a_layer_in_two_places_has_two_states():
+    torch.manual_seed(0)
+    model = LanguageModel(LRU, depth=3, width=6, order=16, vocabulary=7).eval()
+    model.blocks[2].ssm = model.blocks[1].ssm
+    cs.compress_(model, keep=Budget(state_bytes=100))
+    used = sum(state.nbytes for state in cs.Stream(model, 1).state)
+    assert 100 - 2 * 8 < used <= 100
+
+
+TIMES = {4: 0.5, 8: 1.0, 16: 2.0}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"filter_fn": lambda module, name: name != "blocks.0.ssm"},
+        {"overrides": {"blocks.0.*": cs.TargetOrder(16)}},
+        {"overrides": {"blocks.0.*": cs.TargetOrder(4)}},
+        {},
+    ],
+    ids=["left out", "kept", "cut", "all"],
+)
+def test_layers_that_a_budget_of_time_does_not_cut_take_time_too(options):
+    model = model_of()
+    cs.compress_(model, keep=Budget(milliseconds=1.0, measure=TIMES), **options)
+    taken = sum(TIMES[min(known for known in TIMES if known >= r)] / 3 for r in orders_of(model))
+    assert 0.8 < taken <= 1 + 1e-9
+
+
+def test_time_is_also_counted_without_a_model():
+    spectra = {name: torch.arange(16, 0, -1).double() for name in "abc"}
+    orders = choose_orders(spectra, Budget(milliseconds=1.0, measure=TIMES), overrides={"a": cs.TargetOrder(16)})
+    assert orders == {"a": 16, "b": 4, "c": 4}
+
+
+def test_a_budget_beside_channels_with_their_own_orders_is_refused():
+    """Their bytes are not known before the cut."""
+    model = model_of(Mamba)
+    with pytest.raises(CompressionError, match=r"blocks\.0\.ssm.* gives every channel its own order"):
+        cs.compress_(
+            model,
+            keep=Budget(state_bytes=1000),
+            overrides={"blocks.0.*": cs.TargetOrder(4)},
+            calibrate=lambda model: model(X),
+            selective=cs.PerChannel(),
+        )
+    assert orders_of(model) == [16, 16, 16]

@@ -135,6 +135,10 @@ class MemoryAdapter(Adapter[Module, Memory]):
         """The module's maps of keys and queries; None if it has none."""
         return None
 
+    def mapped_state_bytes(self, module: Module, order: int) -> int:
+        """The bytes that the state of one sequence takes at this order behind maps, before which all rows stay."""
+        raise AdapterError(f"{self} does not say how large a mapped state is: define mapped_state_bytes")
+
     def order(self, module: Module) -> int:
         maps = self.maps(module)
         return next(iter(self.rows(module).values())).places[0].shape[-1] if maps is None else maps[0].shape[-1]

@@ -94,7 +94,9 @@ class Budget:
     It is one of: `total_states`; `state_bytes` of a stream, for one sequence; `parameters` of the whole model;
     `milliseconds` of a step, with `measure`, the measured time of a step by the order of all layers: {16: 1.1, 32: 1.3}
     or a function of the order. Layers are taken to share the time equally, and an order between two measured ones to
-    take the time of the larger.
+    take the time of the larger. All but `total_states` count the whole model: a layer that the model holds in two
+    places twice, except for its parameters, layers with other policies at the orders that these choose, and layers that
+    are not cut as they are.
 
     With exact Gramians the tails are error bounds; with measured ones they weigh the states by their effect on the
     data. Only orders that gate, `round_to` and `at_least` allow are chosen, so the budget holds with them too; if it
@@ -158,8 +160,10 @@ class Budget:
         spectra = checked_spectra(spectra)
         return self.allocated(spectra, {name: range(1, sigma.shape[-1] + 1) for name, sigma in spectra.items()})
 
-    def allocated(self, spectra: Spectra, allowed: Mapping[str, Sequence[int]]) -> dict[str, int]:
-        """The best of the allowed orders of every layer within the budget."""
+    def allocated(
+        self, spectra: Spectra, allowed: Mapping[str, Sequence[int]], others: Mapping[str, int] | None = None
+    ) -> dict[str, int]:
+        """The best of the allowed orders of every layer within the budget; `others` are orders of other layers."""
         losses = {name: largest_bounds(sigma)[1:] for name, sigma in spectra.items()}
         if self.total_states is not None:
             if self.total_states < len(spectra):
@@ -170,7 +174,7 @@ class Budget:
             if all(list(allowed[name]) == list(range(1, len(loss) + 1)) for name, loss in losses.items()):
                 total = min(self.total_states, sum(map(len, losses.values())))
                 return dict(zip(spectra, share_states(list(losses.values()), total), strict=True))
-        prices = self._prices_of(spectra)
+        prices = self._prices_of(spectra, others or {})
         offers = [
             Offer.of(own, [prices.of_layer[name](r) for r in own], [float(losses[name][r - 1]) for r in own])
             for name, own in allowed.items()
@@ -183,7 +187,7 @@ class Budget:
 
     def common_order(self, orders: Mapping[str, int], allowed: Sequence[int]) -> int:
         """The largest allowed order that all layers can have within the budget; the largest present one if all fit."""
-        prices, limit = self._prices_of(orders), self.limit * _SLACK
+        prices, limit = self._prices_of(orders, {}), self.limit * _SLACK
         if prices.total(orders) <= limit:
             return max(orders.values())
         fitting = [order for order in allowed if prices.total(dict.fromkeys(orders, order)) <= limit]
@@ -193,23 +197,27 @@ class Budget:
             return least
         return max(fitting)
 
-    def _prices_of(self, names: Iterable[str]) -> Prices:
-        layers = list(names)
-        if self._pricing is not None:
-            return self._pricing(layers)
+    def _prices_of(self, names: Iterable[str], others: Mapping[str, int]) -> Prices:
+        """The prices of these layers; the others, at these orders, belong to the rest."""
         if self.total_states is not None:
-            return Prices(dict.fromkeys(layers, float))
-        if self.measure is not None:
-            return Prices(dict.fromkeys(layers, partial(_share_of_time, self.measure, len(layers))))
-        raise CompressionError(f"{self} needs the model: pass it as keep to compress_ or Compressor")
+            return Prices(dict.fromkeys(names, float))
+        layers = [*names, *others]
+        if self._pricing is not None:
+            prices = self._pricing(layers)
+        elif self.measure is not None:
+            prices = Prices(dict.fromkeys(layers, partial(share_of_time, self.measure, len(layers))))
+        else:
+            raise CompressionError(f"{self} needs the model: pass it as keep to compress_ or Compressor")
+        return replace(prices, rest=prices.total(others))
 
     def _say_too_small(self, prices: Prices, orders: Mapping[str, int]) -> None:
         """Refuse a budget that no orders meet, and warn of one that other options keep from being met."""
         one_each = prices.total(dict.fromkeys(orders, 1))
         if one_each > self.limit * _SLACK:
+            rest = f", of which {prices.rest:.12g} are in the rest of the model" if prices.rest else ""
             raise CompressionError(
-                f"Budget: {self.unit} is {getattr(self, self.unit)}, but one state in every layer takes"
-                f" {one_each:.12g}, expected at least that"
+                f"Budget: {self.unit} is {getattr(self, self.unit)}, but one state in every layer that it cuts takes"
+                f" {one_each:.12g}{rest}; expected at least that"
             )
         said = ", ".join(f"{name or 'the model'} {order}" for name, order in orders.items())
         warn_caller(
@@ -234,7 +242,7 @@ def _checked_times(measure: object) -> dict[int, float] | Callable[[int], float]
     }
 
 
-def _share_of_time(measure: Mapping[int, float] | Callable[[int], float], layers: int, order: int) -> float:
+def share_of_time(measure: Mapping[int, float] | Callable[[int], float], layers: int, order: int) -> float:
     """The milliseconds that one of the layers takes."""
     if not isinstance(measure, Mapping):
         return require_number(f"Budget: measure({order})", measure(order), 0, above=True) / layers

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from compressm.adapters import find
 from compressm.adapters.base import encode_present, plain_name, require_differentiable
 from compressm.adapters.mamba import refused_in
-from compressm.compression.budget import Budget, Prices
+from compressm.compression.budget import Budget
 from compressm.compression.distributed import unwrapped
 from compressm.compression.optimizer import (
     Moments,
@@ -33,11 +33,13 @@ from compressm.compression.policies import (
     Policy,
     choose_channel_orders,
     choose_orders,
+    obstacles,
     require_choices,
     require_reachable,
     require_uniform,
     restricted,
 )
+from compressm.compression.pricing import PRICES
 from compressm.compression.surgery import require_plain_parameters
 from compressm.control import ControlError, numerical_rank
 from compressm.errors import AdapterError, CompressionError, warn_caller
@@ -174,7 +176,9 @@ def _require_policies(families: Mapping[str, Family], options: Options) -> None:
     """Refuse policies that make no sense for a family."""
     limits = (options.gate, options.round_to, options.at_least)
     for policy, own in require_choices(families, options.keep, options.overrides, *limits):
-        for family, named in _by_family({name: families[name] for name in own}).items():
+        # All but a number of states count the whole model.
+        whole = isinstance(policy, Budget) and policy.total_states is None
+        for family, named in _by_family({name: families[name] for name in (families if whole else own)}).items():
             said = ", ".join(name or "the model" for name in named)
             if isinstance(policy, Budget) and family.is_by_channel(options.choices):
                 raise CompressionError(
@@ -379,56 +383,33 @@ def unfit(layers: Mapping[str, Layer], chosen: ChosenCuts, options: Options) -> 
     if not said:
         return ""
     return (
-        f"{'; '.join(said)}. The policy kept more than the next allowed order: choose a smaller one by keep, such as"
-        " TargetOrder(n), or fill layers up with zero states by pad_orders_(model, order), which changes no output"
+        f"{'; '.join(said)}. {_why_unfit({name: layers[name].order for name in odd}, options)}, or fill layers up with"
+        " zero states by pad_orders_(model, order), which changes no output"
     )
 
 
+def _why_unfit(orders: Mapping[str, int], options: Options) -> str:
+    """What kept layers of these orders from an allowed one, and what to do."""
+    held: dict[str, object] = {}
+    for name, n in orders.items():
+        own = options.overrides and restricted(options.overrides, [name])
+        held |= obstacles({name: n}, options.keep, own, options.gate, options.round_to, options.at_least)
+    if held.keys() <= {"keep", "round_to"} and held.keys() != {"round_to"}:
+        return "The policy kept more than the next allowed order: choose a smaller one by keep, such as TargetOrder(n)"
+    values = [name if name in ("keep", "round_to") else f"{name}={value}" for name, value in held.items()]
+    return f"No allowed order is left by {' and '.join(values)}: choose otherwise there"
+
+
 def priced(model: nn.Module, layers: Mapping[str, Layer], options: Options) -> Options:
-    """The options with the prices of this model in every `Budget` of bytes or parameters."""
+    """The options with the prices of this model in every `Budget` that counts more than states."""
 
     def with_prices(policy: Policy) -> Policy:
-        if not isinstance(policy, Budget) or policy.unit not in _PRICES:
+        if not isinstance(policy, Budget) or policy.unit not in PRICES:
             return policy
-        return policy.priced(partial(_PRICES[policy.unit], model, layers))
+        return policy.priced(partial(PRICES[policy.unit], policy, model, layers))
 
     overrides = {pattern: with_prices(policy) for pattern, policy in (options.overrides or {}).items()}
     return replace(options, keep=with_prices(options.keep), overrides=overrides or None)
-
-
-def _bytes(model: nn.Module, layers: Mapping[str, Layer], names: Sequence[str]) -> Prices:
-    """The bytes of a stream's states, for one sequence; other layers of the model count as they are."""
-    rest = [(adapter, module) for name, (module, adapter) in find(model).items() if name not in names]
-    try:
-        ends = {
-            name: [layers[name].adapter.state_bytes(layers[name].module, order) for order in (0, 1)] for name in names
-        }
-        others = sum(adapter.state_bytes(module, adapter.order(module)) for adapter, module in rest)
-    except AdapterError as error:
-        raise CompressionError(f"Budget: state_bytes: {error}") from error
-    return Prices({name: partial(_line, *pair) for name, pair in ends.items()}, float(others))
-
-
-def _parameters(model: nn.Module, layers: Mapping[str, Layer], names: Sequence[str]) -> Prices:
-    """The number of parameters of the whole model."""
-    price, rest = {}, sum(parameter.numel() for parameter in model.parameters())
-    for layer in (layers[name] for name in names):
-        try:
-            growth = layer.adapter.growth(layer.module)
-        except AdapterError as error:
-            raise CompressionError(f"{layer.said}: {error}") from error
-        sizes = ((layer.module.get_parameter(entry), own) for entry, own in growth.items())
-        each = sum(own.blocks * parameter.numel() // parameter.shape[own.axis] for parameter, own in sizes)
-        price[layer.name] = partial(_line, 0, each)
-        rest -= each * layer.order
-    return Prices(price, float(rest))
-
-
-_PRICES = {"state_bytes": _bytes, "parameters": _parameters}
-
-
-def _line(at_zero: int, at_one: int, order: int) -> float:
-    return float(at_zero + (at_one - at_zero) * order)
 
 
 def _chosen(

@@ -208,13 +208,13 @@ def choose_orders(
     """The new order r of each layer; n, its present order, if the layer is not cut.
 
     `overrides` maps patterns of module names ("blocks.0.*", as in `fnmatch`) to policies. The first pattern that
-    matches a name decides. A policy is called once, with all its layers, which alone share a `Budget`. Orders below
-    `at_least` are raised to it, then to the next one that `round_to` allows (a multiple of an integer, a member of a
-    collection, a power of two), and a layer is cut only if r < gate·n (the paper: 95 %). A layer keeps its states if
-    no allowed order is left: the result then need not be an allowed one, and `compress_` warns. A layer whose σ are all
-    zero, for example with C = 0 or after inputs of zeros only, is not cut: nothing distinguishes its states, and a
-    compressor warns. All of these rules can only keep more states than the policy chose; a `Budget` chooses among the
-    orders that they leave.
+    matches a name decides. A policy is called once, with all its layers, which alone share a `Budget`; budgets come
+    after the other policies, whose orders they count. Orders below `at_least` are raised to it, then to the next one
+    that `round_to` allows (a multiple of an integer, a member of a collection, a power of two); a layer is cut only if
+    r < gate·n (the paper: 95 %). A layer keeps its states if no allowed order is left: the result then need not be an
+    allowed one, and `compress_` warns. A layer whose σ are all zero, for example with C = 0 or after inputs of zeros
+    only, is not cut: nothing distinguishes its states, and a compressor warns. All of these rules can only keep more
+    states than the policy chose; a `Budget` chooses among the orders that they leave.
 
     With `uniform` all layers get one order, which may be above n: they are then filled up with zero states. It is
     chosen from the summed tails of all layers; `ErrorBound` and a function take the largest order of any layer. If no
@@ -230,17 +230,17 @@ def choose_orders(
     if uniform:
         require_uniform(uniform, overrides)
         return _one_order(spectra, keep, limits)
-    orders: dict[str, int] = {}
-    for policy, names in shares:
+    orders = {name: sigma.shape[-1] for name, sigma in spectra.items()}
+    # Budgets last: they count other layers at the orders that they get.
+    for policy, names in sorted(shares, key=lambda share: isinstance(share[0], Budget)):
         own = {name: spectra[name] for name in names}
         if isinstance(policy, Budget):
-            orders |= policy.allocated(own, {name: limits.orders(name, own[name].shape[-1]) for name in own})
+            others = {name: order for name, order in orders.items() if name not in own}
+            chosen = policy.allocated(own, {name: limits.orders(name, orders[name]) for name in own}, others)
         else:
-            orders |= _asked(policy, own)
-    return {
-        name: limits.applied(name, orders[name], sigma.shape[-1]) if bool(sigma.any()) else sigma.shape[-1]
-        for name, sigma in spectra.items()
-    }
+            chosen = _asked(policy, own)
+        orders |= {name: limits.applied(name, chosen[name], orders[name]) for name in own if bool(own[name].any())}
+    return orders
 
 
 def require_uniform(uniform: object, overrides: Mapping[str, Policy] | None) -> None:

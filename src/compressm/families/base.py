@@ -121,6 +121,15 @@ class Layer(ABC):
     def received(self, sent: Any) -> PlannedCut:
         """The cut of this layer that another process sent."""
 
+    def state_bytes(self, order: int) -> int:
+        """The bytes that the state of one sequence takes after a cut to this order."""
+        return int(self.adapter.state_bytes(self.module, order))
+
+    def state_parameters(self) -> int:
+        """The number of parameters that the layer loses with every state that is cut."""
+        sizes = ((self.module.get_parameter(name), own) for name, own in self.adapter.growth(self.module).items())
+        return sum(own.blocks * parameter.numel() // parameter.shape[own.axis] for parameter, own in sizes)
+
     def compared_forms(self, order: int) -> list[ComparedForm]:
         """The forms in which a cut to this order could be kept, each with its error; empty if there is no choice."""
         return []

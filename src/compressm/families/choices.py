@@ -10,6 +10,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from numbers import Real
 from typing import TYPE_CHECKING, TypeAlias, final
 
@@ -251,6 +252,9 @@ class PowersOfTwo(AllowedOrders):
 
 powers_of_two = PowersOfTwo()
 
+# More than any layer has states, and quick to look through.
+_MOST_ORDERS = 10_000
+
 RoundTo: TypeAlias = int | Collection[int] | AllowedOrders
 
 
@@ -262,7 +266,13 @@ def as_allowed_orders(round_to: object) -> AllowedOrders:
     if number is not None and number >= 1:
         return Multiples(number, fills=False)
     if number is None and isinstance(round_to, Collection) and not isinstance(round_to, Mapping | str | bytes):
-        orders = sorted({require_count("round_to: an order", order) for order in round_to})
+        members = list(islice(round_to, _MOST_ORDERS + 1))
+        if len(members) > _MOST_ORDERS:
+            raise CompressionError(
+                f"round_to is {round_to!r:.100}, with more than {_MOST_ORDERS:,} orders; expected fewer, or at_least"
+                " for all orders from one on"
+            )
+        orders = sorted({require_count("round_to: an order", order) for order in members})
         if orders:
             return OneOf(tuple(orders))
     raise CompressionError(

@@ -78,8 +78,15 @@ class Mamba2Adapter(MemoryAdapter[nn.Module]):
         return _sizes(module)[0]
 
     def state_bytes(self, module: nn.Module, order: int) -> int:
-        """Those of float32, as caches keep it."""
-        return 4 * order * _sizes(module)[0]
+        """A whole window of the convolution in the dtype of the model, and states in float32, as caches keep them."""
+        inner, groups, _ = _sizes(module)
+        if self.maps(module) is not None:
+            return self.mapped_state_bytes(module, order)
+        return _window_bytes(module, inner + 2 * groups * order) + 4 * order * inner
+
+    def mapped_state_bytes(self, module: nn.Module, order: int) -> int:
+        inner, groups, rows = _sizes(module)
+        return _window_bytes(module, inner + 2 * groups * rows) + 4 * order * inner
 
     def maps(self, module: nn.Module) -> tuple[Tensor, Tensor] | None:
         keys, queries = (module._parameters.get(name) for name in (KEY_MAP, QUERY_MAP))
@@ -203,6 +210,12 @@ def _sizes(module: Any) -> tuple[int, int, int]:
             f"{shown(module)} has {rows} rows in in_proj, expected 2 · {inner} + {heads} + 2 · {groups} groups · states"
         )
     return inner, groups, order
+
+
+def _window_bytes(module: nn.Module, channels: int) -> int:
+    """The bytes of the last inputs of this many channels of the convolution."""
+    weight = parameter_of(module, "conv1d.weight")
+    return channels * weight.shape[-1] * weight.element_size()
 
 
 def _convolved(module: Any, x: Tensor, rows: Mapping[str, Tensor], factor: float, mask: Tensor | None) -> Tensor:

@@ -15,7 +15,7 @@ from compressm.control.linear_algebra import each
 from compressm.errors import CompressionError
 from compressm.families.base import Change, ComparedForm, Family, Layer, PlannedCut, Total, Writing, energy_lost, reads
 from compressm.families.choices import Choices, Measured, WhiteNoise, require_count
-from compressm.families.memory.forms import Form, ObservedMemory, compared_forms, default_form
+from compressm.families.memory.forms import Form, Mapped, ObservedMemory, compared_forms, default_form
 from compressm.families.memory.observer import MemoryObservations, MemoryObserver
 from compressm.families.memory.reduction import MemoryReduction
 from compressm.families.observing import ZERO_INPUTS, ratio_of
@@ -67,6 +67,19 @@ class MemoryLayer(Layer):
     def received(self, sent: Any) -> MemoryCut:
         reduction, lost = sent
         return MemoryCut(self, reduction.to(self.system.device), None, lost)
+
+    def state_bytes(self, order: int) -> int:
+        if isinstance(self.form, Mapped):
+            return self.adapter.mapped_state_bytes(self.module, order)
+        return super().state_bytes(order)
+
+    def state_parameters(self) -> int:
+        if isinstance(self.form, Mapped):
+            raise CompressionError(
+                f"{self.said}: Budget(parameters=...) needs a form that makes parameters fewer, but {self.form} keeps"
+                " all of them and adds maps; expected form=Fitted() or Selected(), or a budget of states or state_bytes"
+            )
+        return super().state_parameters()
 
     def compared_forms(self, order: int) -> list[ComparedForm]:
         return compared_forms(self.data, require_count("order", order, high=self.order))
