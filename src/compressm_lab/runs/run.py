@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from compressm_lab.runs.directory import RunDirectory, Status
 from compressm_lab.runs.measurement import Environment
@@ -230,8 +230,16 @@ def read_run(directory: RunDirectory) -> Run:
     _require_once(directory, CutRecord.file, [(e.step, "the guard") for e in events if isinstance(e, RestoredRecord)])
     directory.require_own_recipe()
     for why in (*_damages(run), *_model_damages(run, directory.model_sizes())):
-        raise RunError(f"{directory.path / why}: the file is damaged; train the recipe again in a new folder")
+        raise RunError(
+            f"{directory.path / why}: the file is damaged; put it back as it was, or train the recipe again in a new"
+            " folder"
+        )
     return run
+
+
+def evaluation_interval(every: int | None, steps: int) -> int:
+    """Steps between two evaluations of a run; the last step is evaluated whatever it is."""
+    return every or max(1, steps // 20)
 
 
 def _require_once(directory: RunDirectory, file: str, lines: Sequence[tuple[int, str]]) -> None:
@@ -267,7 +275,25 @@ def _damages(run: Run) -> Iterator[str]:
     for file, last in ((Evaluation.file, evaluated), (Timing.file, reached)):
         if run.finished and last < run.status.step and (run.timings or file != Timing.file):
             yield f"{file} ends at step {last}, and the run finished at step {run.status.step}"
+    yield from _evaluation_damages(run, evaluated)
     yield from _order_damages(run)
+
+
+def _evaluation_damages(run: Run, last: int) -> Iterator[str]:
+    """Yield evaluations that lack a split, and those of the plan of a finished run that are not there."""
+    splits: dict[int, set[str]] = {}
+    for found in run.evaluations:
+        splits.setdefault(found.step, set()).add(found.split)
+    for step, there in splits.items():
+        # The last one of a run that has not finished may be half written.
+        if (step < last or run.finished) and (lost := [name for name in get_args(SplitName) if name not in there]):
+            yield f"{Evaluation.file} lacks {' and '.join(lost)} of step {step}"
+    if run.finished:
+        steps = run.status.steps
+        interval = evaluation_interval(run.config["training"].get("evaluate_every"), steps)
+        # At most one more is looked at than there are.
+        if (lost_step := next((at for at in range(interval, steps, interval) if at not in splits), None)) is not None:
+            yield f"{Evaluation.file} lacks step {lost_step}, and the recipe evaluates every {interval} steps"
 
 
 def _order_damages(run: Run) -> Iterator[str]:
@@ -324,6 +350,7 @@ def _require_recipe(directory: RunDirectory, config: dict[str, Any]) -> None:
         for part, key in (("model", "depth"), ("model", "width"), ("training", "steps"), ("training", "batch")):
             if key in config[part]:
                 require_kind(f"{part}.{key}", config[part][key], "Order")
+        require_kind("training.evaluate_every", config["training"].get("evaluate_every"), "Order | None")
         if config.get("truncation") is not None:
             require_kind("truncation.orders", config["truncation"].get("orders"), "list[Order]")
         require_kind("compression.tau", (config["compression"] or {}).get("tau"), "Number | None")

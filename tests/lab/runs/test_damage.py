@@ -28,6 +28,15 @@ def first_line_gone(text):
     return text.split("\n", 1)[1]
 
 
+def line_gone(*numbers):
+    def spoil(text):
+        lines = text.splitlines(keepends=True)
+        gone = {number % len(lines) for number in numbers}
+        return "".join(line for number, line in enumerate(lines) if number not in gone)
+
+    return spoil
+
+
 DAMAGES = [
     ("metrics.jsonl", value("seconds", "NaN"), r", line 1: seconds is nan, expected a finite number of at least 0"),
     ("metrics.jsonl", value("seconds", "-5.0"), r", line 1: seconds is -5\.0, expected a finite number"),
@@ -38,6 +47,12 @@ DAMAGES = [
     ("metrics.jsonl", lambda text: text.replace('"step": 100', '"step": 6000'), " has step 6000, and the run has 100"),
     ("metrics.jsonl", lambda text: "", " ends at step 0, and the run finished at step 100"),
     ("metrics.jsonl", lambda text: text[: len(text) // 2], r" ends at step 50, and the run finished at step 100"),
+    ("metrics.jsonl", lambda text: text[:-30], " lacks test of step 100: the file is damaged; put it back as it was"),
+    ("metrics.jsonl", line_gone(-1), " lacks test of step 100: the file is damaged; put it back as it was, or train"),
+    ("metrics.jsonl", line_gone(9), " lacks train of step 40"),
+    ("metrics.jsonl", line_gone(10), " lacks validation of step 40"),
+    ("metrics.jsonl", line_gone(9, 10), " lacks train and validation of step 40"),
+    ("metrics.jsonl", line_gone(9, 10, 11), " lacks step 40, and the recipe evaluates every 10 steps"),
     ("timings.jsonl", value("evaluation", "NaN"), r", line 1: seconds is .*, expected finite numbers of at least 0 by"),
     ("timings.jsonl", lambda text: text + text, " counts 10 steps up to step 10, after a line of step 100"),
     ("timings.jsonl", lambda text: text.split("\n")[0] + "\n" + text, " counts 10 steps up to step 10, after a line"),
@@ -69,6 +84,7 @@ DAMAGES = [
     ),
     ("config.json", value("steps", '"x"', "100"), r": training\.steps is 'x', expected an integer of at least 1"),
     ("config.json", value("depth", "null"), r": model\.depth is None, expected an integer of at least 1"),
+    ("config.json", value("evaluate_every", "0"), r": training\.evaluate_every is 0, expected an integer of"),
     ("config.json", value("seed", "true"), r": seed is True, expected an integer of at least 0"),
     ("environment.json", value("python", "5", '"[^"]*"'), r": environment\.python is 5, expected str"),
     ("status.json", value("step", "-100", "100"), r": step is -100, expected an integer of at least 0"),
@@ -102,10 +118,39 @@ def test_a_run_as_training_leaves_it_is_not_damaged(runs):
     assert (len(found.runs), found.broken) == (2, ())
 
 
-def test_files_of_a_run_that_was_cut_off_may_end_at_different_steps(runs):
-    folder, run = runs
+def unfinished(run):
     stored = json.loads((run / "status.json").read_text())
     (run / "status.json").write_text(json.dumps(stored | {"state": "running", "step": 20}))
+
+
+def test_files_of_a_run_that_was_cut_off_may_end_at_different_steps(runs):
+    folder, run = runs
+    unfinished(run)
     (run / "cuts.jsonl").write_text("")
     (run / "metrics.jsonl").write_text("")
     assert gather([folder]).broken == ()
+
+
+@pytest.mark.parametrize("left", [14, 13, 12, 4])
+def test_the_last_evaluation_of_a_run_that_was_cut_off_may_be_half_written(left, runs):
+    folder, run = runs
+    unfinished(run)
+    (run / "metrics.jsonl").write_text("".join((run / "metrics.jsonl").read_text().splitlines(keepends=True)[:left]))
+    assert gather([folder]).broken == ()
+
+
+def test_an_earlier_evaluation_of_a_run_that_was_cut_off_has_all_splits(runs):
+    folder, run = runs
+    unfinished(run)
+    (run / "metrics.jsonl").write_text(line_gone(5)((run / "metrics.jsonl").read_text()))
+    (said,) = gather([folder]).broken
+    assert said.startswith(f"{run / 'metrics.jsonl'} lacks test of step 20")
+
+
+def test_a_recipe_that_does_not_say_how_often_is_evaluated_twenty_times(runs):
+    folder, run = runs
+    stored = json.loads((run / "config.json").read_text())
+    del stored["training"]["evaluate_every"]
+    (run / "config.json").write_text(json.dumps(stored))
+    (said,) = gather([folder]).broken
+    assert "lacks step 5, and the recipe evaluates every 5 steps" in said
