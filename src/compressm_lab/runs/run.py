@@ -135,9 +135,14 @@ class Run:
         found = directory.records(TruncationRecord)
         _require_once(directory, TruncationRecord.file, [(cut.step, f"{cut.order} {cut.split}") for cut in found])
         wanted = (self.config.get("truncation") or {"orders": ()})["orders"]
-        if self.finished and (missing := set(wanted) - {cut.order for cut in found if cut.split == "test"}):
+        there = {(cut.order, cut.split) for cut in found}
+        missing = {order for order in wanted for split in ("validation", "test") if (order, split) not in there}
+        if self.finished and missing:
             said = f"lacks the copies cut to {', '.join(map(str, sorted(missing)))} states"
-            raise RunError(f"{directory.path / TruncationRecord.file} {said}: the file is damaged")
+            raise RunError(
+                f"{directory.path / TruncationRecord.file} {said}: the file is damaged; put it back as it was, or"
+                f" delete {directory.model}, and --resume writes both again"
+            )
         return tuple(found)
 
     @property

@@ -104,13 +104,15 @@ def test_a_record_that_cannot_be_true_is_named_and_the_others_are_reported(file,
     assert re.search(rf"^{run / file}{said}", "".join(found.broken)), found.broken
 
 
-def test_a_copy_that_was_not_recorded_is_named(runs):
+@pytest.mark.parametrize("given", ["validation", "test"])
+def test_a_copy_that_was_not_recorded_is_named(given, runs):
     folder, run = runs
     stored = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps(stored | {"truncation": {"orders": [4, 2]}}))
-    RunDirectory(run).append(TruncationRecord(100, "modal", 4, 4.0, None, "test", 0.1, 0.9))
+    for order, split in ((4, "validation"), (4, "test"), (2, given)):
+        RunDirectory(run).append(TruncationRecord(100, "modal", order, 4.0, None, split, 0.1, 0.9))
     (said,) = gather([folder]).broken
-    assert said == f"{run / 'truncations.jsonl'} lacks the copies cut to 2 states: the file is damaged"
+    assert said.startswith(f"{run / 'truncations.jsonl'} lacks the copies cut to 2 states: the file is damaged; put it")
 
 
 def test_a_run_as_training_leaves_it_is_not_damaged(runs):
