@@ -161,7 +161,7 @@ MADE = {
         "once(follow=[averaged(), huge()])",
         "follow[1]: blocks.1.ssm: in torch.float32 B_re",
     ),
-    "a budget too small": ("once(keep=Budget(1))", "total_states is 1 for 2 layers", "at least one"),
+    "a budget too small": ("once(keep=Budget(1))", "total_states is 1, but one state in every layer", "at least that"),
     "NaN in a layer": ("make_compressor(model=broken('B_im', float('nan')), optimizer=None)", "blocks.1.ssm", "B_im"),
     "a pole at 1": ("once(model=broken('nu_log', -800.0), optimizer=None)", "blocks.1.ssm", "< 1"),
     "an infinite layer": ("once(model=broken('nu_log', float('inf')), optimizer=None)", "blocks.1.ssm", "nu_log"),
