@@ -1,13 +1,14 @@
 """A run whose records cannot be true is left out of a report by name, and the others are still reported."""
 
 import json
+import os
 import re
 
 import pytest
 
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.groups import gather
-from compressm_lab.runs.records import TruncationRecord
+from compressm_lab.runs.records import RunError, TruncationRecord
 from tests.lab.reports.made_runs import Made, write
 
 MADE = Made(order=16, steps=100, every=10, cuts=((20, 0.5), (40, 0.5)), best=0.99)
@@ -156,3 +157,15 @@ def test_a_recipe_that_does_not_say_how_often_is_evaluated_twenty_times(runs):
     (run / "config.json").write_text(json.dumps(stored))
     (said,) = gather([folder]).broken
     assert "lacks step 5, and the recipe evaluates every 5 steps" in said
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "cuts.jsonl", "timings.jsonl", "spectra.jsonl", "environment.json"])
+def test_a_pipe_in_the_place_of_a_file_is_named(file, runs):
+    folder, run = runs
+    (run / file).unlink()
+    os.mkfifo(run / file)
+    (said,) = gather([folder]).broken
+    assert said == f"{run / file} is no regular file, expected one of a run: move it away"
+    if file.endswith("l"):
+        with pytest.raises(RunError, match="is no regular file"):
+            RunDirectory(run).rewind(20)
