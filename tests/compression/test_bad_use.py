@@ -185,14 +185,14 @@ STEPPED = {
     ),
     "data of one step for a layer by itself": (
         "compress_(LRU(2, 4), keep=keep, calibrate=lambda layer: layer(torch.ones(1, 1, 2)))",
-        "1 steps through a layer of 4 states ('the model')",
+        "1 step through a layer of 4 states ('the model')",
     ),
     "data that is no function": (
         "once(calibrate=torch.ones(9, 9))",
         "calibrate is tensor([[1., 1.",
         ", expected a function of the model",
     ),
-    "data of one step": ("stepped(1, calibrate=lambda m: m(torch.ones(1, 1, 3)))", "1 steps", "at least as many"),
+    "data of one step": ("stepped(1, calibrate=lambda m: m(torch.ones(1, 1, 3)))", "ran 1 step th", "at least as many"),
     "a policy that asks for 0": ("stepped(1, keep=lambda s: {n: 0 for n in s})", "is 0", "from 1 to 8"),
     "a policy that asks for more": ("stepped(1, keep=lambda s: {n: 9 for n in s})", "is 9", "from 1 to 8"),
     "a policy that forgets": ("stepped(1, keep=lambda s: {})", "no order for 'blocks.0.ssm'", "'blocks.1.ssm'"),

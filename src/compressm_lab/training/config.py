@@ -528,7 +528,11 @@ def cut_steps(recipe: Recipe) -> list[int]:
         if when.warmup_cuts is not None:
             return during_warmup(training.steps, when.warmup_cuts, training.warmup)
         if when.every is not None:
-            tried = every(when.every, start=when.first, until=when.last or last)
+            start, end = when.first or when.every, when.last or last
+            if start > end:
+                named = "the last step of a cut" if when.last is None else "last"
+                raise CompressionError(f"the first cut is at step {start}, after {named}, {end}: it would never fire")
+            tried = every(when.every, start=start, until=end)
             if len(tried) > _MOST_EVENTS:
                 raise ConfigError(f"compression.when: {len(tried):,} cuts, expected at most {_MOST_EVENTS:,}")
             return list(tried)
