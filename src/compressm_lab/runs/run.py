@@ -118,6 +118,8 @@ class Run:
         directory = RunDirectory(self.path)
         found = directory.records(Spectrum)
         _require_once(directory, Spectrum.file, [(spectrum.step, spectrum.module) for spectrum in found])
+        for why in _spectrum_damages(self, found):
+            raise RunError(f"{directory.path / why}: the file is damaged; put it back as it was")
         return tuple(found)
 
     @cached_property
@@ -324,6 +326,17 @@ def _order_damages(run: Run) -> Iterator[str]:
                     f"{CutRecord.file} does not lead {module} to {order} states,"
                     f" which it has at step {timing.step} of {Timing.file}"
                 )
+
+
+def _spectrum_damages(run: Run, spectra: Sequence[Spectrum]) -> Iterator[str]:
+    """Yield spectra of a finished run that are not of its states; those of a step are recorded before its cut."""
+    known = run.finished and (run.cut_records or any(timing.orders for timing in run.timings))
+    for spectrum in spectra if known else ():
+        path, count = run.order_paths.get(spectrum.module, []), len(spectrum.sigma)
+        before = [order for step, order in path if step < spectrum.step or step == 0]
+        if path and not 0 < count <= before[-1]:
+            at = f"{Spectrum.file} has {count} values of {spectrum.module} at step {spectrum.step}"
+            yield f"{at}, and the layer had {before[-1]} states"
 
 
 def _model_damages(run: Run, saved: Mapping[str, Any]) -> Iterator[str]:

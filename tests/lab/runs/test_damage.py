@@ -61,8 +61,25 @@ DAMAGES = [
     (
         "spectra.jsonl",
         value("sigma", "[-1", r"\[[^,]+"),
-        r", line 1: sigma is \[-1, .*, expected numbers of at least 0",
+        r", line 1: sigma is \[-1, .*, expected finite numbers of at least 0",
     ),
+    (
+        "spectra.jsonl",
+        value("sigma", "[NaN", r"\[[^,]+"),
+        r", line 1: sigma is \[nan, .*, expected finite numbers of at least 0",
+    ),
+    ("spectra.jsonl", value("weyl_bound", "Infinity"), r", line 1: weyl_bound is inf, expected a finite number of at"),
+    (
+        "spectra.jsonl",
+        lambda text: text.replace('"sigma": [', '"sigma": [9.0, '),
+        r" has 17 values of blocks\.0\.ssm at step 0, and the layer had 16 states: the file is damaged",
+    ),
+    (
+        "spectra.jsonl",
+        lambda text: re.sub(r'("step": 30, .*"sigma": )\[', rf"\1[{'9.0, ' * 8}", text),
+        r" has \d+ values of blocks\.0\.ssm at step 30, and the layer had \d+ states",
+    ),
+    ("spectra.jsonl", value("sigma", "[]", r"\[[^]]+\]"), r" has 0 values of blocks\.0\.ssm at step 0, and the layer"),
     (
         "spectra.jsonl",
         lambda text: text + text,
