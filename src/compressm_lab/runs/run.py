@@ -140,7 +140,7 @@ class Run:
         there = {(cut.order, cut.split) for cut in found}
         missing = {order for order in wanted for split in ("validation", "test") if (order, split) not in there}
         if self.finished and missing:
-            said = f"lacks the copies cut to {', '.join(map(str, sorted(missing)))} states"
+            said = f"lacks copies cut to order {', '.join(map(str, sorted(missing)))}"
             raise RunError(
                 f"{directory.path / TruncationRecord.file} {said}: the file is damaged; put it back as it was, or"
                 f" delete {directory.model}, and --resume writes both again"
@@ -300,7 +300,7 @@ def _evaluation_damages(run: Run, last: int) -> Iterator[str]:
         interval = evaluation_interval(run.config["training"].get("evaluate_every"), steps)
         # At most one more is looked at than there are.
         if (lost_step := next((at for at in range(interval, steps, interval) if at not in splits), None)) is not None:
-            yield f"{Evaluation.file} lacks step {lost_step}, and the recipe evaluates every {interval} steps"
+            yield f"{Evaluation.file} lacks step {lost_step}, and the recipe evaluates at multiples of {interval}"
 
 
 def _order_damages(run: Run) -> Iterator[str]:

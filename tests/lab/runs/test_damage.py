@@ -53,7 +53,7 @@ DAMAGES = [
     ("metrics.jsonl", line_gone(9), " lacks train of step 40"),
     ("metrics.jsonl", line_gone(10), " lacks validation of step 40"),
     ("metrics.jsonl", line_gone(9, 10), " lacks train and validation of step 40"),
-    ("metrics.jsonl", line_gone(9, 10, 11), " lacks step 40, and the recipe evaluates every 10 steps"),
+    ("metrics.jsonl", line_gone(9, 10, 11), " lacks step 40, and the recipe evaluates at multiples of 10"),
     ("timings.jsonl", value("evaluation", "NaN"), r", line 1: seconds is .*, expected finite numbers of at least 0 by"),
     ("timings.jsonl", lambda text: text + text, " counts 10 steps up to step 10, after a line of step 100"),
     ("timings.jsonl", lambda text: text.split("\n")[0] + "\n" + text, " counts 10 steps up to step 10, after a line"),
@@ -130,7 +130,7 @@ def test_a_copy_that_was_not_recorded_is_named(given, runs):
     for order, split in ((4, "validation"), (4, "test"), (2, given)):
         RunDirectory(run).append(TruncationRecord(100, "modal", order, 4.0, None, split, 0.1, 0.9))
     (said,) = gather([folder]).broken
-    assert said.startswith(f"{run / 'truncations.jsonl'} lacks the copies cut to 2 states: the file is damaged; put it")
+    assert said.startswith(f"{run / 'truncations.jsonl'} lacks copies cut to order 2: the file is damaged; put it")
 
 
 def test_a_run_as_training_leaves_it_is_not_damaged(runs):
@@ -173,7 +173,7 @@ def test_a_recipe_that_does_not_say_how_often_is_evaluated_twenty_times(runs):
     del stored["training"]["evaluate_every"]
     (run / "config.json").write_text(json.dumps(stored))
     (said,) = gather([folder]).broken
-    assert "lacks step 5, and the recipe evaluates every 5 steps" in said
+    assert "lacks step 5, and the recipe evaluates at multiples of 5" in said
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "cuts.jsonl", "timings.jsonl", "spectra.jsonl", "environment.json"])

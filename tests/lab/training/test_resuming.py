@@ -254,7 +254,7 @@ def test_truncations_that_were_cut_off_are_written_again_whole(left, tmp_path):
     shutil.copytree(whole, tmp_path / "run")
     path = tmp_path / "run" / "truncations.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:left]))
-    with pytest.raises(RunError, match=r"lacks the copies cut to (2, 4|2) states: .* or delete .*model, and --resume"):
+    with pytest.raises(RunError, match=r"lacks copies cut to order (2, 4|2): .* or delete .*model, and --resume"):
         train(found, tokens(), tmp_path / "run", resume=True)
     shutil.rmtree(tmp_path / "run" / "model")
     train(found, tokens(), tmp_path / "run", resume=True)
