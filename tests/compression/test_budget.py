@@ -219,6 +219,12 @@ def test_a_budget_that_options_keep_from_being_met_says_so():
     assert [block.ssm.order for block in model.blocks] == [8, 8, 8]
 
 
+@pytest.mark.parametrize("given", [{"state_bytes": 1}, {"parameters": 5}, {"total_states": 2}])
+def test_a_budget_that_no_orders_meet_is_refused_before_training(given):
+    with pytest.raises(CompressionError, match="one state in every layer"):
+        cs.Compressor(model_of(), when=[1000], keep=Budget(**given))
+
+
 def test_budgets_print_compare_and_pickle():
     for budget in (Budget(8), Budget(state_bytes=64), Budget(parameters=9), Budget(milliseconds=2.0, measure={8: 1.0})):
         again = pickle.loads(pickle.dumps(budget))

@@ -1,6 +1,7 @@
 """The compressor in a training loop: every layer kind, optimizer and option; events, previews, rollback, resuming."""
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -102,6 +103,7 @@ def test_a_cut_changes_the_output_within_its_bound(kind):
     gain = (after - before).detach().flatten(1).norm(dim=1) / u.flatten(1).norm(dim=1)
     assert float(gain.max()) <= cut.error_bound * 1.001
     assert "12 -> 6 states" in str(cut)
+    assert "12 -> 1 state," in str(replace(cut, rank=1))
 
 
 def test_with_data_a_cut_says_what_it_changed_there():

@@ -4,6 +4,7 @@ import itertools
 import json
 import shutil
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -123,6 +124,8 @@ def test_a_file_says_what_it_is(tmp_path):
     assert told["state_size"] == flat(model.eval().initial_state(1)).shape[1] == told["states"][-1]["stop"]
     assert told["initial_state"] == "zeros"
     assert str(done.path) in str(done)
+    assert " ran 1 step of 1 sequence, the largest" in str(replace(done, steps=1, batch=1))
+    assert " ran 3 steps of 2 sequences, the largest" in str(replace(done, steps=3, batch=2))
 
 
 def test_a_state_of_the_model_goes_on_in_the_file(tmp_path):

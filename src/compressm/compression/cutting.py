@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from compressm.adapters import Adapter, find
 from compressm.adapters.mamba import refused_in
+from compressm.compression.budget import Budget
 from compressm.compression.distributed import Processes, renew_wrappers_, require_rewrappable, unwrapped, wrappers_in
 from compressm.compression.optimizer import Moments, require_supported
 from compressm.compression.planning import (
@@ -118,6 +119,9 @@ class Cutter:
             warnings.warn(said, stacklevel=3)
         for k, model in enumerate(self.follow):
             require_alike(f"follow[{k}]", model, {name: layer.module for name, layer in layers.items()})
+        keep = priced(self.inner, layers, self.options).keep
+        if isinstance(keep, Budget) and keep.measure is None and not self.options.overrides:
+            keep.common_order({name: layer.order for name, layer in layers.items()}, allowed=[1])
         return layers
 
     def plan(self, *, salt: int, layers: dict[str, Layer] | None = None) -> CutPlan:

@@ -61,7 +61,7 @@ class Cut(_Record):
             object.__setattr__(self, name, _finite_or_none(f"Cut: {name}", getattr(self, name)))
 
     def __str__(self) -> str:
-        parts = [f"{_label(self.module)}: {self.order} -> {self.rank} states"]
+        parts = [f"{_label(self.module)}: {self.order} -> {self.rank} state{'s' * (self.rank > 1)}"]
         if self.error_bound is not None:
             parts.append(f"error <= {self.error_bound:.2g}")
         if self.measured_error is not None:

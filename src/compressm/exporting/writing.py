@@ -50,9 +50,10 @@ class Exported:
     metadata: dict[str, Any]
 
     def __str__(self) -> str:
+        steps, sequences = f"step{'s' * (self.steps != 1)}", f"sequence{'s' * (self.batch != 1)}"
         return (
-            f"{self.path}: {self.what}, {self.bytes:,} bytes; {self.runtime} ran {self.steps} steps of {self.batch}"
-            f" sequences, the largest relative difference is {self.difference:.1e} (allowed: {self.tolerance:.0e})"
+            f"{self.path}: {self.what}, {self.bytes:,} bytes; {self.runtime} ran {self.steps} {steps} of {self.batch}"
+            f" {sequences}, the largest relative difference is {self.difference:.1e} (allowed: {self.tolerance:.0e})"
         )
 
 

@@ -112,9 +112,10 @@ class Observations:
     def require_enough(self, steps: int, order: int) -> None:
         """Refuse fewer steps than states: some states would look dead."""
         if steps < order:
+            ran = f"{steps} step{'s' * (steps != 1)}"
             raise CompressionError(
-                f"calibrate ran {steps} steps through a layer of {order} states ({self.said}), expected at least as"
-                " many steps as states: run it on more data"
+                f"calibrate ran {ran} through a layer of {order} states ({self.said}), expected"
+                " at least as many steps as states: run it on more data"
             )
 
 

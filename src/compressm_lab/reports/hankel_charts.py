@@ -53,12 +53,11 @@ class Episode:
 
 @dataclass(frozen=True)
 class History:
-    """The spectra of one layer; `skipped` snapshots held something other than finite numbers."""
+    """The spectra of one layer."""
 
     module: str
     snapshots: tuple[Spectrum, ...]
     recorded: int
-    skipped: int
 
     @property
     def steps(self) -> list[int]:
@@ -89,10 +88,9 @@ def histories(run: Run) -> list[History]:
     """The spectra of every layer that has one."""
     found = []
     for module in run.modules:
-        recorded = [spectrum for spectrum in run.spectra if spectrum.module == module]
-        usable = [spectrum for spectrum in recorded if spectrum.sigma and all(map(math.isfinite, spectrum.sigma))]
-        if usable:
-            found.append(History(module, _thinned(usable), len(recorded), len(recorded) - len(usable)))
+        recorded = [spectrum for spectrum in run.spectra if spectrum.module == module and spectrum.sigma]
+        if recorded:
+            found.append(History(module, _thinned(recorded), len(recorded)))
     return found
 
 
@@ -171,8 +169,6 @@ def _caption(run: Run, found: Sequence[History], followed: Sequence[Sequence[Epi
         said.append(f"{drawn} of {found[0].recorded} recorded snapshots are drawn; bounds are between recorded ones.")
     if all(len(history.snapshots) == 1 for history in found):
         said.append("There is one snapshot: points instead of lines, and nothing to compare it with.")
-    if skipped := sum(history.skipped for history in found):
-        said.append(f"{skipped} snapshots with values that are no numbers are left out.")
     if run.events:
         said.append("Dotted lines are cuts, labelled with the order that remains; dashed ones are restorations.")
     return " ".join(said)

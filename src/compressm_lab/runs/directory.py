@@ -175,7 +175,7 @@ class RunDirectory:
 
     def rewind(self, step: int) -> None:
         """Forget the lines of steps after `step`, and one that a crash cut short."""
-        for path in self._lines:
+        for path in map(_plain_file, self._lines):
             text = path.read_text(encoding="utf-8", errors="replace")
             kept = [line for line in text.splitlines() if _step(line) <= step]
             with self.writing(path), replacing(path) as scratch:
@@ -243,7 +243,7 @@ class RunDirectory:
 
         With `up_to` only those that `rewind` to this step keeps.
         """
-        path = self.path / kind.file
+        path = _plain_file(self.path / kind.file)
         try:
             errors = "strict" if up_to is None else "replace"
             lines = path.read_text(encoding="utf-8", errors=errors).split("\n") if path.exists() else []
@@ -272,7 +272,7 @@ class RunDirectory:
             scratch.write_text(_json(contents), encoding="utf-8")
 
     def _read(self, name: str) -> dict[str, Any]:
-        path = self.path / name
+        path = _plain_file(self.path / name)
         try:
             stored = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -284,6 +284,13 @@ class RunDirectory:
         if not isinstance(stored, dict):
             raise RunError(f"{path} holds {stored!r:.80}, expected an object")
         return stored
+
+
+def _plain_file(path: Path) -> Path:
+    """The path, if it is not something as a pipe, from which reading may never end."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise RunError(f"{path} is no regular file, expected one of a run: move it away")
+    return path
 
 
 def _line(record: Record) -> str:

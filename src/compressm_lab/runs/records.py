@@ -16,7 +16,6 @@ Order: TypeAlias = int
 Number: TypeAlias = float
 Size: TypeAlias = float
 Share: TypeAlias = float
-HankelValue: TypeAlias = float  # NaN or infinite where the weights allowed no other
 _WORDS = {
     "Count": "an integer of at least 0",
     "Order": "an integer of at least 1",
@@ -26,8 +25,7 @@ _WORDS = {
     "Share": "a number from 0 to 1",
     "str": "text",
     "SplitName": "train, validation or test",
-    "HankelValue": "a number of at least 0",
-    "list[HankelValue]": "numbers of at least 0",
+    "list[Size]": "finite numbers of at least 0",
     "list[Order]": "integers of at least 1",
     "Mapping[str, Order]": "integers of at least 1 by name",
     "Mapping[str, Size]": "finite numbers of at least 0 by name",
@@ -94,8 +92,6 @@ def _fits(value: object, kind: str) -> bool:
     if kind in ("Count", "Order"):
         return isinstance(value, int) and value >= (kind == "Order")
     low, high = {"Size": (0.0, math.inf), "Share": (0.0, 1.0)}.get(kind, (-math.inf, math.inf))
-    if kind == "HankelValue":
-        return not value < 0
     return kind == "float" or (math.isfinite(value) and low <= value <= high)
 
 
@@ -164,8 +160,8 @@ class Spectrum(Record):
 
     file = "spectra.jsonl"
     module: str
-    sigma: list[HankelValue]
-    weyl_bound: HankelValue | None
+    sigma: list[Size]
+    weyl_bound: Size | None
 
 
 @final

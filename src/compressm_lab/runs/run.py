@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from compressm_lab.runs.directory import RunDirectory, Status
 from compressm_lab.runs.measurement import Environment
@@ -118,6 +118,8 @@ class Run:
         directory = RunDirectory(self.path)
         found = directory.records(Spectrum)
         _require_once(directory, Spectrum.file, [(spectrum.step, spectrum.module) for spectrum in found])
+        for why in _spectrum_damages(self, found):
+            raise RunError(f"{directory.path / why}: the file is damaged; put it back as it was")
         return tuple(found)
 
     @cached_property
@@ -135,9 +137,14 @@ class Run:
         found = directory.records(TruncationRecord)
         _require_once(directory, TruncationRecord.file, [(cut.step, f"{cut.order} {cut.split}") for cut in found])
         wanted = (self.config.get("truncation") or {"orders": ()})["orders"]
-        if self.finished and (missing := set(wanted) - {cut.order for cut in found if cut.split == "test"}):
-            said = f"lacks the copies cut to {', '.join(map(str, sorted(missing)))} states"
-            raise RunError(f"{directory.path / TruncationRecord.file} {said}: the file is damaged")
+        there = {(cut.order, cut.split) for cut in found}
+        missing = {order for order in wanted for split in ("validation", "test") if (order, split) not in there}
+        if self.finished and missing:
+            said = f"lacks copies cut to order {', '.join(map(str, sorted(missing)))}"
+            raise RunError(
+                f"{directory.path / TruncationRecord.file} {said}: the file is damaged; put it back as it was, or"
+                f" delete {directory.model}, and --resume writes both again"
+            )
         return tuple(found)
 
     @property
@@ -230,8 +237,16 @@ def read_run(directory: RunDirectory) -> Run:
     _require_once(directory, CutRecord.file, [(e.step, "the guard") for e in events if isinstance(e, RestoredRecord)])
     directory.require_own_recipe()
     for why in (*_damages(run), *_model_damages(run, directory.model_sizes())):
-        raise RunError(f"{directory.path / why}: the file is damaged; train the recipe again in a new folder")
+        raise RunError(
+            f"{directory.path / why}: the file is damaged; put it back as it was, or train the recipe again in a new"
+            " folder"
+        )
     return run
+
+
+def evaluation_interval(every: int | None, steps: int) -> int:
+    """Steps between two evaluations of a run; the last step is evaluated whatever it is."""
+    return every or max(1, steps // 20)
 
 
 def _require_once(directory: RunDirectory, file: str, lines: Sequence[tuple[int, str]]) -> None:
@@ -267,7 +282,25 @@ def _damages(run: Run) -> Iterator[str]:
     for file, last in ((Evaluation.file, evaluated), (Timing.file, reached)):
         if run.finished and last < run.status.step and (run.timings or file != Timing.file):
             yield f"{file} ends at step {last}, and the run finished at step {run.status.step}"
+    yield from _evaluation_damages(run, evaluated)
     yield from _order_damages(run)
+
+
+def _evaluation_damages(run: Run, last: int) -> Iterator[str]:
+    """Yield evaluations that lack a split, and those of the plan of a finished run that are not there."""
+    splits: dict[int, set[str]] = {}
+    for found in run.evaluations:
+        splits.setdefault(found.step, set()).add(found.split)
+    for step, there in splits.items():
+        # The last one of a run that has not finished may be half written.
+        if (step < last or run.finished) and (lost := [name for name in get_args(SplitName) if name not in there]):
+            yield f"{Evaluation.file} lacks {' and '.join(lost)} of step {step}"
+    if run.finished:
+        steps = run.status.steps
+        interval = evaluation_interval(run.config["training"].get("evaluate_every"), steps)
+        # At most one more is looked at than there are.
+        if (lost_step := next((at for at in range(interval, steps, interval) if at not in splits), None)) is not None:
+            yield f"{Evaluation.file} lacks step {lost_step}, and the recipe evaluates at multiples of {interval}"
 
 
 def _order_damages(run: Run) -> Iterator[str]:
@@ -293,6 +326,17 @@ def _order_damages(run: Run) -> Iterator[str]:
                     f"{CutRecord.file} does not lead {module} to {order} states,"
                     f" which it has at step {timing.step} of {Timing.file}"
                 )
+
+
+def _spectrum_damages(run: Run, spectra: Sequence[Spectrum]) -> Iterator[str]:
+    """Yield spectra of a finished run that are not of its states; those of a step are recorded before its cut."""
+    known = run.finished and (run.cut_records or any(timing.orders for timing in run.timings))
+    for spectrum in spectra if known else ():
+        path, count = run.order_paths.get(spectrum.module, []), len(spectrum.sigma)
+        before = [order for step, order in path if step < spectrum.step or step == 0]
+        if path and not 0 < count <= before[-1]:
+            at = f"{Spectrum.file} has {count} values of {spectrum.module} at step {spectrum.step}"
+            yield f"{at}, and the layer had {before[-1]} states"
 
 
 def _model_damages(run: Run, saved: Mapping[str, Any]) -> Iterator[str]:
@@ -324,6 +368,7 @@ def _require_recipe(directory: RunDirectory, config: dict[str, Any]) -> None:
         for part, key in (("model", "depth"), ("model", "width"), ("training", "steps"), ("training", "batch")):
             if key in config[part]:
                 require_kind(f"{part}.{key}", config[part][key], "Order")
+        require_kind("training.evaluate_every", config["training"].get("evaluate_every"), "Order | None")
         if config.get("truncation") is not None:
             require_kind("truncation.orders", config["truncation"].get("orders"), "list[Order]")
         require_kind("compression.tau", (config["compression"] or {}).get("tau"), "Number | None")

@@ -23,6 +23,7 @@ from compressm.saving.kinds import is_known
 from compressm_lab.baselines import ALPHA, TEMPERATURE, HankelNuclearNorm
 from compressm_lab.data import DataError
 from compressm_lab.data.catalogue import imported
+from compressm_lab.runs.run import evaluation_interval
 
 Precision = Literal["float32", "tf32", "bfloat16"]
 GramianName = Literal["white_noise", "measured", "modal"]
@@ -492,7 +493,7 @@ class Plan:
                 f"compression.rollback judges at step {late[0]} a cut of step {late[0] - (settle or 0)}, "
                 f"after the last step, {training.steps}"
             )
-        evaluations = _multiples(training.evaluate_every or max(1, training.steps // 20), training.steps)
+        evaluations = _multiples(evaluation_interval(training.evaluate_every, training.steps), training.steps)
         # The spectrum of step 0 is that of the initial model.
         recorded = () if spectra is None else [0, *_multiples(spectra.every, training.steps)]
         checkpoints = _multiples(training.checkpoint_every or max(1, training.steps // 10), training.steps)
@@ -527,7 +528,11 @@ def cut_steps(recipe: Recipe) -> list[int]:
         if when.warmup_cuts is not None:
             return during_warmup(training.steps, when.warmup_cuts, training.warmup)
         if when.every is not None:
-            tried = every(when.every, start=when.first, until=when.last or last)
+            start, end = when.first or when.every, when.last or last
+            if start > end:
+                named = "the last step of a cut" if when.last is None else "last"
+                raise CompressionError(f"the first cut is at step {start}, after {named}, {end}: it would never fire")
+            tried = every(when.every, start=start, until=end)
             if len(tried) > _MOST_EVENTS:
                 raise ConfigError(f"compression.when: {len(tried):,} cuts, expected at most {_MOST_EVENTS:,}")
             return list(tried)

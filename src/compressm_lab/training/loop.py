@@ -56,7 +56,8 @@ def is_finished(directory: RunDirectory, recipe: Recipe) -> bool:
     """Tell if the run in the folder is finished; a run of another recipe, and a damaged one, are refused."""
     if directory.finished:
         require_same_recipe(directory, recipe)
-        read_run(directory)
+        run = read_run(directory)
+        _ = run.penalties, run.truncations  # as a report reads them
     return directory.finished
 
 

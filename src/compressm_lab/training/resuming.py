@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import get_args
 
 import torch
 
@@ -17,6 +19,7 @@ from compressm_lab.runs.records import (
     RestoredRecord,
     RunError,
     Spectrum,
+    SplitName,
     Timing,
 )
 from compressm_lab.training.config import Plan, Recipe
@@ -48,9 +51,9 @@ def _missing(
         schedules.append((PenaltyRecord, plan.evaluations))
     for kind, schedule in schedules:
         found = directory.records(kind, up_to=step)
-        # Of an evaluation the test split comes last.
-        steps = {record.step for record in found if not isinstance(record, Evaluation) or record.split == "test"}
-        if late := [due for due in schedule if due <= step and due not in steps]:
+        lines = Counter(record.step for record in found)
+        least = len(get_args(SplitName)) if kind is Evaluation else 1
+        if late := [due for due in schedule if due <= step and lines[due] < least]:
             yield f"{kind.file} lacks {len(late)} of its steps, the first {late[0]}"
     counted = sum(timing.steps for timing in directory.records(Timing, up_to=step))
     if counted != timed:

@@ -21,6 +21,7 @@ model: {depth: 1, width: 4, order: 6, pooling: steps}
 training: {steps: 9, batch: 8, learning_rate: 0.01, evaluate_every: 3, checkpoint_every: 4}
 compression: {rho: 0.5, gate: 1.0, when: {steps: [5]}}
 """
+BUDGET = ("--set", "compression.rho=null", "--set")
 
 
 @pytest.fixture(autouse=True)
@@ -183,6 +184,8 @@ def test_a_finished_run_says_so_and_nothing_is_changed(tmp_path, given):
         (("mine.yaml", "--set", "task.name=mnist"), "did you mean 'smnist'?"),
         (("mine.yaml", "--set", "training.batch=65"), "64 examples are fewer than a batch of 65"),
         (("mine.yaml", "--set", "compression.when={warmup_cuts: 4}"), "cuts is 4, but a warm-up of 0.1 of 9 steps"),
+        (("mine.yaml", *BUDGET, "compression.state_bytes=1"), "state_bytes is 1, but one state in every layer"),
+        (("mine.yaml", *BUDGET, "compression.parameters=5"), "parameters is 5, but one state in every layer"),
         (("mine.yaml", "--set", "compression.when.steps=[10]"), "cuts at step 10, after the last step, 9"),
         (("mine.yaml", "--seed", "-1"), "--seed -1: seed is -1, expected an integer from 0"),
         (("mine.yaml", "--order", "many"), "'many' is not an integer"),

@@ -251,14 +251,6 @@ def test_states_that_move_further_than_their_distance_are_followed_by_rank(tmp_p
     assert math.isnan(stretch.values[-1, 0])
 
 
-def test_snapshots_that_hold_no_numbers_are_left_out_and_counted(tmp_path):
-    path = write(Made(order=4), tmp_path)
-    RunDirectory(path).append(Spectrum(10_001, "blocks.0.ssm", [math.nan, 1.0], None))
-    (group,) = group_runs([read_run(RunDirectory(path))])
-    assert "1 snapshots with values that are no numbers are left out" in hankel_chart(group).caption
-    assert histories(group.shown)[0].steps[-1] == 10_000
-
-
 def test_phases_and_stages_hold_all_recorded_seconds(shallow):
     group = shallow[-1]
     seconds = sum(sum(timing.seconds.values()) for timing in group.shown.timings)

@@ -1,13 +1,14 @@
 """A run whose records cannot be true is left out of a report by name, and the others are still reported."""
 
 import json
+import os
 import re
 
 import pytest
 
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.groups import gather
-from compressm_lab.runs.records import TruncationRecord
+from compressm_lab.runs.records import RunError, TruncationRecord
 from tests.lab.reports.made_runs import Made, write
 
 MADE = Made(order=16, steps=100, every=10, cuts=((20, 0.5), (40, 0.5)), best=0.99)
@@ -28,6 +29,15 @@ def first_line_gone(text):
     return text.split("\n", 1)[1]
 
 
+def line_gone(*numbers):
+    def spoil(text):
+        lines = text.splitlines(keepends=True)
+        gone = {number % len(lines) for number in numbers}
+        return "".join(line for number, line in enumerate(lines) if number not in gone)
+
+    return spoil
+
+
 DAMAGES = [
     ("metrics.jsonl", value("seconds", "NaN"), r", line 1: seconds is nan, expected a finite number of at least 0"),
     ("metrics.jsonl", value("seconds", "-5.0"), r", line 1: seconds is -5\.0, expected a finite number"),
@@ -38,6 +48,12 @@ DAMAGES = [
     ("metrics.jsonl", lambda text: text.replace('"step": 100', '"step": 6000'), " has step 6000, and the run has 100"),
     ("metrics.jsonl", lambda text: "", " ends at step 0, and the run finished at step 100"),
     ("metrics.jsonl", lambda text: text[: len(text) // 2], r" ends at step 50, and the run finished at step 100"),
+    ("metrics.jsonl", lambda text: text[:-30], " lacks test of step 100: the file is damaged; put it back as it was"),
+    ("metrics.jsonl", line_gone(-1), " lacks test of step 100: the file is damaged; put it back as it was, or train"),
+    ("metrics.jsonl", line_gone(9), " lacks train of step 40"),
+    ("metrics.jsonl", line_gone(10), " lacks validation of step 40"),
+    ("metrics.jsonl", line_gone(9, 10), " lacks train and validation of step 40"),
+    ("metrics.jsonl", line_gone(9, 10, 11), " lacks step 40, and the recipe evaluates at multiples of 10"),
     ("timings.jsonl", value("evaluation", "NaN"), r", line 1: seconds is .*, expected finite numbers of at least 0 by"),
     ("timings.jsonl", lambda text: text + text, " counts 10 steps up to step 10, after a line of step 100"),
     ("timings.jsonl", lambda text: text.split("\n")[0] + "\n" + text, " counts 10 steps up to step 10, after a line"),
@@ -45,8 +61,25 @@ DAMAGES = [
     (
         "spectra.jsonl",
         value("sigma", "[-1", r"\[[^,]+"),
-        r", line 1: sigma is \[-1, .*, expected numbers of at least 0",
+        r", line 1: sigma is \[-1, .*, expected finite numbers of at least 0",
     ),
+    (
+        "spectra.jsonl",
+        value("sigma", "[NaN", r"\[[^,]+"),
+        r", line 1: sigma is \[nan, .*, expected finite numbers of at least 0",
+    ),
+    ("spectra.jsonl", value("weyl_bound", "Infinity"), r", line 1: weyl_bound is inf, expected a finite number of at"),
+    (
+        "spectra.jsonl",
+        lambda text: text.replace('"sigma": [', '"sigma": [9.0, '),
+        r" has 17 values of blocks\.0\.ssm at step 0, and the layer had 16 states: the file is damaged",
+    ),
+    (
+        "spectra.jsonl",
+        lambda text: re.sub(r'("step": 30, .*"sigma": )\[', rf"\1[{'9.0, ' * 8}", text),
+        r" has \d+ values of blocks\.0\.ssm at step 30, and the layer had \d+ states",
+    ),
+    ("spectra.jsonl", value("sigma", "[]", r"\[[^]]+\]"), r" has 0 values of blocks\.0\.ssm at step 0, and the layer"),
     (
         "spectra.jsonl",
         lambda text: text + text,
@@ -69,6 +102,7 @@ DAMAGES = [
     ),
     ("config.json", value("steps", '"x"', "100"), r": training\.steps is 'x', expected an integer of at least 1"),
     ("config.json", value("depth", "null"), r": model\.depth is None, expected an integer of at least 1"),
+    ("config.json", value("evaluate_every", "0"), r": training\.evaluate_every is 0, expected an integer of"),
     ("config.json", value("seed", "true"), r": seed is True, expected an integer of at least 0"),
     ("environment.json", value("python", "5", '"[^"]*"'), r": environment\.python is 5, expected str"),
     ("status.json", value("step", "-100", "100"), r": step is -100, expected an integer of at least 0"),
@@ -88,13 +122,15 @@ def test_a_record_that_cannot_be_true_is_named_and_the_others_are_reported(file,
     assert re.search(rf"^{run / file}{said}", "".join(found.broken)), found.broken
 
 
-def test_a_copy_that_was_not_recorded_is_named(runs):
+@pytest.mark.parametrize("given", ["validation", "test"])
+def test_a_copy_that_was_not_recorded_is_named(given, runs):
     folder, run = runs
     stored = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps(stored | {"truncation": {"orders": [4, 2]}}))
-    RunDirectory(run).append(TruncationRecord(100, "modal", 4, 4.0, None, "test", 0.1, 0.9))
+    for order, split in ((4, "validation"), (4, "test"), (2, given)):
+        RunDirectory(run).append(TruncationRecord(100, "modal", order, 4.0, None, split, 0.1, 0.9))
     (said,) = gather([folder]).broken
-    assert said == f"{run / 'truncations.jsonl'} lacks the copies cut to 2 states: the file is damaged"
+    assert said.startswith(f"{run / 'truncations.jsonl'} lacks copies cut to order 2: the file is damaged; put it")
 
 
 def test_a_run_as_training_leaves_it_is_not_damaged(runs):
@@ -102,10 +138,51 @@ def test_a_run_as_training_leaves_it_is_not_damaged(runs):
     assert (len(found.runs), found.broken) == (2, ())
 
 
-def test_files_of_a_run_that_was_cut_off_may_end_at_different_steps(runs):
-    folder, run = runs
+def unfinished(run):
     stored = json.loads((run / "status.json").read_text())
     (run / "status.json").write_text(json.dumps(stored | {"state": "running", "step": 20}))
+
+
+def test_files_of_a_run_that_was_cut_off_may_end_at_different_steps(runs):
+    folder, run = runs
+    unfinished(run)
     (run / "cuts.jsonl").write_text("")
     (run / "metrics.jsonl").write_text("")
     assert gather([folder]).broken == ()
+
+
+@pytest.mark.parametrize("left", [14, 13, 12, 4])
+def test_the_last_evaluation_of_a_run_that_was_cut_off_may_be_half_written(left, runs):
+    folder, run = runs
+    unfinished(run)
+    (run / "metrics.jsonl").write_text("".join((run / "metrics.jsonl").read_text().splitlines(keepends=True)[:left]))
+    assert gather([folder]).broken == ()
+
+
+def test_an_earlier_evaluation_of_a_run_that_was_cut_off_has_all_splits(runs):
+    folder, run = runs
+    unfinished(run)
+    (run / "metrics.jsonl").write_text(line_gone(5)((run / "metrics.jsonl").read_text()))
+    (said,) = gather([folder]).broken
+    assert said.startswith(f"{run / 'metrics.jsonl'} lacks test of step 20")
+
+
+def test_a_recipe_that_does_not_say_how_often_is_evaluated_twenty_times(runs):
+    folder, run = runs
+    stored = json.loads((run / "config.json").read_text())
+    del stored["training"]["evaluate_every"]
+    (run / "config.json").write_text(json.dumps(stored))
+    (said,) = gather([folder]).broken
+    assert "lacks step 5, and the recipe evaluates at multiples of 5" in said
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "cuts.jsonl", "timings.jsonl", "spectra.jsonl", "environment.json"])
+def test_a_pipe_in_the_place_of_a_file_is_named(file, runs):
+    folder, run = runs
+    (run / file).unlink()
+    os.mkfifo(run / file)
+    (said,) = gather([folder]).broken
+    assert said == f"{run / file} is no regular file, expected one of a run: move it away"
+    if file.endswith("l"):
+        with pytest.raises(RunError, match="is no regular file"):
+            RunDirectory(run).rewind(20)

@@ -1,12 +1,13 @@
 import json
 from math import isclose
 from statistics import mean, stdev
+from typing import get_args
 
 import pytest
 
 from compressm_lab.runs.directory import RunDirectory, Status, find_runs
 from compressm_lab.runs.groups import Statistic, group_runs, reference, speed_up, speed_ups
-from compressm_lab.runs.records import CutRecord, Evaluation, RestoredRecord, RunError, Timing
+from compressm_lab.runs.records import CutRecord, Evaluation, RestoredRecord, RunError, SplitName, Timing
 from compressm_lab.runs.run import read_run
 
 CONFIG = {
@@ -14,7 +15,7 @@ CONFIG = {
     "label": "compressed",
     "seed": 0,
     "model": {"layer": "LRU", "depth": 1, "width": 2, "order": 8},
-    "training": {"steps": 100, "batch": 4},
+    "training": {"steps": 100, "batch": 4, "evaluate_every": 100},
     "compression": {"tau": 0.1},
 }
 BASELINE = {"label": "baseline", "compression": None}
@@ -31,9 +32,11 @@ def cut(step, order, rank, *, module="ssm", bound=0.5):
 def made(folder, *records, state="finished", **changes):
     directory = RunDirectory(folder)
     directory.begin({**CONFIG, **changes})
-    directory.append(*records)
-    if state == "finished":  # the last step is always evaluated
-        directory.append(evaluated(100, "train", None, seconds=0))
+    if state == "finished":  # the last step is always evaluated, and every evaluation has all splits
+        there = {(record.step, record.split) for record in records if isinstance(record, Evaluation)}
+        wanted = ((step, split) for step in {100, *(step for step, _ in there)} for split in get_args(SplitName))
+        records += tuple(evaluated(*pair, None, seconds=0) for pair in wanted if pair not in there)
+    directory.append(*sorted(records, key=lambda record: record.step))
     directory.write_status(Status(state, 100, 100))
     return read_run(directory)
 
@@ -136,7 +139,7 @@ def test_groups_that_share_a_label_are_told_apart_by_their_settings(tmp_path):
 
 def test_how_often_a_checkpoint_is_written_does_not_part_seeds(tmp_path):
     runs = [
-        made(tmp_path / str(k), seed=k, training={"steps": 100, "checkpoint_every": k}, spectra={"every": k})
+        made(tmp_path / str(k), seed=k, training={**CONFIG["training"], "checkpoint_every": k}, spectra={"every": k})
         for k in (1, 2)
     ]
     assert len(group_runs(runs)) == 1
@@ -195,7 +198,7 @@ def test_speed_up_is_against_the_uncompressed_run_at_the_first_order(tmp_path):
     "changes",
     [
         {"name": "another"},
-        {"training": {"steps": 50, "batch": 4}},
+        {"training": {**CONFIG["training"], "batch": 8}},
         {"model": {**CONFIG["model"], "order": 16}},
         {"model": {**CONFIG["model"], "width": 4}},
     ],

@@ -73,8 +73,8 @@ def test_the_loss_is_looked_at_between_milestones_that_are_far_apart():
     ("when", "said"),
     [
         ("{steps: [5, 17]}", "compression.when cuts at step 17, after the last step, 16"),
-        ("{every: 17}", "the first cut is at step 17, after until = 16: it would never fire"),
-        ("{every: 2, first: 9, last: 8}", "the first cut is at step 9, after until = 8"),
+        ("{every: 17}", "the first cut is at step 17, after the last step of a cut, 16: it would never fire"),
+        ("{every: 2, first: 9, last: 8}", "the first cut is at step 9, after last, 8: it would never fire"),
         ("{every: 5, last: 30}", "cuts at step 20, after the last step, 16"),
         ("{warmup_cuts: 4}", "cuts is 4, but a warm-up of 0.1 of 16 steps has 1: too few"),
     ],

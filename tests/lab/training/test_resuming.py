@@ -247,13 +247,6 @@ def test_a_failure_is_in_the_status_and_the_run_can_go_on(whole, tmp_path):
     check_same_run(tmp_path / "run", whole)
 
 
-def unfinished(folder):
-    """Make a finished run one that failed just before it wrote its model."""
-    shutil.rmtree(folder / "model")
-    stored = json.loads((folder / "status.json").read_text())
-    (folder / "status.json").write_text(json.dumps(stored | {"state": "running"}))
-
-
 @pytest.mark.parametrize("left", [0, 1, 3])
 def test_truncations_that_were_cut_off_are_written_again_whole(left, tmp_path):
     found = recipe("truncation={orders: [4, 2], gramian: measured}")
@@ -261,7 +254,9 @@ def test_truncations_that_were_cut_off_are_written_again_whole(left, tmp_path):
     shutil.copytree(whole, tmp_path / "run")
     path = tmp_path / "run" / "truncations.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:left]))
-    unfinished(tmp_path / "run")
+    with pytest.raises(RunError, match=r"lacks copies cut to order (2, 4|2): .* or delete .*model, and --resume"):
+        train(found, tokens(), tmp_path / "run", resume=True)
+    shutil.rmtree(tmp_path / "run" / "model")
     train(found, tokens(), tmp_path / "run", resume=True)
     check_same_run(tmp_path / "run", whole, "metrics", "truncations")
     assert len(lines(whole, "truncations")) == 4
@@ -282,6 +277,7 @@ def lines_gone(first, last=None):
         ("spectra", lambda path: path.unlink(), "lacks 5 of its steps, the first 0"),
         ("spectra", lines_gone(1, 2), "lacks 1 of its steps, the first 3"),
         ("metrics", lambda path: path.write_text(""), "lacks 3 of its steps, the first 4"),
+        ("metrics", lines_gone(4, 5), "lacks 1 of its steps, the first 8"),
         ("timings", lines_gone(0, 1), r"has the times of \d+ steps instead of 12"),
         ("cuts", lambda path: path.write_text(""), "lacks 2 of 2 changes of order, the first of step 5"),
         ("cuts", lines_gone(1, 2), "lacks 1 of 2 changes of order, the first of step 11"),
@@ -297,6 +293,14 @@ def test_a_run_whose_records_were_lost_does_not_go_on_with_holes(file, spoil, sa
     shutil.rmtree(folder / "checkpoints")
     train(FULL, tokens(), folder, resume=True)
     check_same_run(folder, whole)
+
+
+@pytest.mark.parametrize(("first", "last"), [(-1, None), (0, 1), (3, 6)])
+def test_a_finished_run_whose_evaluations_were_lost_is_not_called_finished(first, last, whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    lines_gone(first, last)(tmp_path / "run" / "metrics.jsonl")
+    with pytest.raises(RunError, match=r"metrics\.jsonl lacks .* of step|metrics\.jsonl lacks step 8, .* put it back"):
+        train(FULL, tokens(), tmp_path / "run", resume=True)
 
 
 def test_a_file_in_the_place_of_the_checkpoints_is_named(tmp_path):
