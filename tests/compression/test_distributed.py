@@ -127,7 +127,7 @@ def test_data_of_all_processes_is_measured_together(found):
 def test_selective_layers_are_cut_by_the_averages_of_all_processes(found):
     for one in found["selective_layers"]:
         assert one["pooled"]
-        expected = [f"blocks.{k}.ssm: 12 -> {order} states" for k, order in enumerate(one["orders"])]
+        expected = [f"blocks.{k}.ssm: 12 -> {n} state{'s' * (n > 1)}" for k, n in enumerate(one["orders"])]
         assert [event.split(",")[0] for event in one["preview"]] == expected
         assert all(order < 12 for order in one["orders"])
 

@@ -250,7 +250,7 @@ def test_a_run_that_lost_its_evaluations_is_named_and_the_others_are_collected(t
     assert [row["seed"] for row in found.rows] == [1]
     assert [one.seed for one in missing(found, wanted)] == [0, 2]
     said = capsys.readouterr().err
-    assert f"left out: 256 states, seed 0: {copied} is finished, but has no accuracy on test: move it away" in said
+    assert f"left out: 256 states, seed 0: {copied}/metrics.jsonl lacks test of step" in said
     assert "left out: 256 states, seed 2:" in said
 
 
@@ -269,7 +269,7 @@ def test_runs_that_lost_a_part_are_named(tmp_path, capsys, trained):
     assert collected(tmp_path, "times", "end", "cuts")[0] is None
     said = capsys.readouterr().err
     assert "times/seed-0 has no times" in said
-    assert "end/seed-0 is finished, but its last test is at step 4 of 9" in said
+    assert "end/seed-0/metrics.jsonl lacks test of step" in said
     assert "cuts/seed-0 is finished, but has no test of the model that was cut after training" in said
 
 
