@@ -31,6 +31,7 @@ def test_streams_of_this_library_give_the_logits_of_the_whole_sequence():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # executorch warns of itself
 def test_every_runtime_gives_the_logits_of_pytorch_and_files_shrink():
     found = deploy.measure_deploy(quick=True).rows
     runtimes = ["PyTorch", "Stream", "onnxruntime", "ExecuTorch", "transformers"]
