@@ -254,6 +254,24 @@ def test_without_its_packages_a_format_says_how_to_install_them(package, format,
         cs.export(build("LRU", "language"), tmp_path / f"model{format.SUFFIX}")
 
 
+@pytest.mark.parametrize("format", RUNTIMES.values(), ids=RUNTIMES)
+def test_damaged_files_are_refused_by_name_when_they_are_loaded(format, tmp_path):
+    with pytest.raises(ExportError, match=r"is not a file, expected one that cs.export wrote"):
+        format.load(tmp_path / "none")
+    for k, content in enumerate((b"", b"text", bytes(range(256)) * 8)):
+        (path := tmp_path / f"{k}{format.SUFFIX}").write_bytes(content)
+        with pytest.raises(ExportError, match=rf"{path.name} does not load in .*: expected a whole file"):
+            format.load(path)
+
+
+@pytest.mark.parametrize("format", [TorchExport(), ONNX(), ExecuTorch()], ids=["torch.export", "onnx", "executorch"])
+def test_a_file_that_lost_its_end_is_refused_when_it_is_loaded(format, tmp_path):
+    path = exported(build("LRU", "language"), tmp_path, format).path
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ExportError, match="does not load in"):
+        format.load(path)
+
+
 def test_a_single_layer_is_a_model_too(tmp_path):
     assert exported(LRU(4, 3), tmp_path, TorchExport()).metadata["orders"] == {"layer": 3}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import os
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,9 +59,24 @@ class Format(ABC):
     def write(self, program: ExportedProgram, names: tuple[list[str], list[str]], path: Path, metadata: str) -> None:
         """Write the program; `names` are those of inputs and outputs."""
 
-    @abstractmethod
     def load(self, path: Path | str) -> Loaded:
         """Load a file that `write` wrote, in its runtime, on one thread of the CPU where the runtime lets us say."""
+        if not isinstance(path, str | os.PathLike) or not Path(path).is_file():
+            raise ExportError(f"{str(path)!r:.200} is not a file, expected one that cs.export wrote ({self.SUFFIX})")
+        try:
+            return self.loaded(Path(path))
+        except ModuleNotFoundError:
+            self.require()
+            raise
+        except Exception as error:  # runtimes have their own classes of errors
+            raise ExportError(
+                f"{path} does not load in {self.runtime}: expected a whole file that cs.export wrote with"
+                f" {type(self).__name__}(); {reason_of(error)}"
+            ) from error
+
+    @abstractmethod
+    def loaded(self, path: Path) -> Loaded:
+        """Load the file as `load` does; errors are those of the runtime."""
 
     def require(self) -> None:
         """Refuse to go on without the packages of the runtime."""
@@ -87,7 +103,7 @@ class TorchExport(Format):
         torch.export.save(program, buffer := BytesIO(), extra_files={f"{_KEY}.json": metadata})
         path.write_bytes(buffer.getbuffer())
 
-    def load(self, path: Path | str) -> Loaded:
+    def loaded(self, path: Path) -> Loaded:
         extra = {f"{_KEY}.json": ""}
         module = torch.export.load(path, extra_files=extra).module()
         return Loaded(lambda inputs: _several(module(*inputs)), json.loads(extra[f"{_KEY}.json"]))
@@ -105,7 +121,7 @@ class AOTInductor(Format):
         with torch.no_grad():
             torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
 
-    def load(self, path: Path | str) -> Loaded:
+    def loaded(self, path: Path) -> Loaded:
         model = torch._inductor.aoti_load_package(str(path))
         return Loaded(lambda inputs: _several(model(*inputs)), json.loads(model.get_metadata()[_KEY]))
 
@@ -148,7 +164,7 @@ class ONNX(Format):
         made.model.metadata_props[_KEY] = metadata
         made.save(path)
 
-    def load(self, path: Path | str) -> Loaded:
+    def loaded(self, path: Path) -> Loaded:
         ort = importlib.import_module("onnxruntime")
         options = ort.SessionOptions()
         options.intra_op_num_threads, options.log_severity_level = 1, 3
@@ -204,7 +220,7 @@ class ExecuTorch(Format):
         config = exir.ExecutorchBackendConfig(sym_shape_eval_pass=passes.ConstraintBasedSymShapeEvalPass())
         path.write_bytes(edge.to_executorch(config).buffer)
 
-    def load(self, path: Path | str) -> Loaded:
+    def loaded(self, path: Path) -> Loaded:
         program = importlib.import_module("executorch.runtime").Runtime.get().load_program(str(path))
         method = program.load_method("forward")
         text = bytes(program.load_method(_KEY).execute([])[0].tolist()).decode()
@@ -235,6 +251,12 @@ def format_for(path: Path, format: Format | None) -> Format:
 
 def _several(outputs: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
     return [outputs] if isinstance(outputs, Tensor) else outputs
+
+
+def reason_of(error: Exception) -> str:
+    """The class of an error and the first line of its text."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:400]
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from compressm.errors import ExportError, did_you_mean
-from compressm.exporting.formats import Format, Loaded, format_for, quietly
+from compressm.exporting.formats import Format, Loaded, format_for, quietly, reason_of
 from compressm.exporting.graphs import Graph, Model, SequenceGraph, StepGraph, layers_of, require_exportable
 from compressm.exporting.recurrences import LONGEST, at_ends, wide
 from compressm.files import replacing
@@ -106,7 +106,7 @@ def write(
     with quietly(), torch.no_grad(), replacing(target) as scratch:
         program = _reached(format, "trace the model", lambda: case.program(format))
         _reached(format, "write the file", lambda: format.write(program, case.names, scratch, json.dumps(metadata)))
-        difference = _reached(format, "run the file", lambda: case.difference(format.load(scratch), format))
+        difference = _reached(format, "run the file", lambda: case.difference(format.loaded(scratch), format))
         if not difference <= case.tolerance:
             raise ExportError(
                 f"in {format.runtime} the {what} differs from the model by {difference:.2e} of its largest output,"
@@ -137,12 +137,7 @@ def _reached(format: Format, aim: str, work: Callable[[], Result]) -> Result:
         raise
     except Exception as error:
         # Runtimes have their own classes of errors, some right below Exception.
-        raise ExportError(f"{format.runtime} cannot {aim}: {_reason(error)}") from error
-
-
-def _reason(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:400]
+        raise ExportError(f"{format.runtime} cannot {aim}: {reason_of(error)}") from error
 
 
 @final
