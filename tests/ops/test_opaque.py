@@ -11,7 +11,7 @@ from compressm.ops.lti.cost import Path
 from compressm.ops.lti.forms import padded_order
 from compressm.ops.lti.recurrence import by_doublings
 from compressm.ops.lti.scan import linear_recurrence, lti_bank, lti_layer, recurrence_loop
-from compressm.ops.opaque import recomputed
+from compressm.ops.opaque import define_recomputed, recomputed
 from compressm.ops.selective import selective_scan
 from compressm.ops.selective.conv_and_gate import plain_causal_conv, sum_of_shifts
 from tests import kernels, unhooked
@@ -205,3 +205,10 @@ def test_the_path_of_wide_layers_on_a_gpu_is_compiled_once_for_all_orders():
     count, worst = json.loads(unhooked.run(SCRIPT))
     assert count == 1
     assert worst < 1e-9
+
+
+def test_results_begin_where_generated_code_may_read_16_bytes_at_once():
+    define_recomputed("without_first", "Tensor x", lambda x: [(2 * x)[1:]], lambda x: [x.new_empty(x.shape[0] - 1)])
+    (found,) = recomputed("without_first", [torch.arange(5.0)])
+    assert found.tolist() == [2, 4, 6, 8]
+    assert found.data_ptr() % 16 == 0

@@ -80,11 +80,17 @@ def _filled(results: Sequence[Tensor | None]) -> list[Tensor]:
     return [first.new_empty(0) if value is None else value for value in results]
 
 
+# Code that torch.compile generates reads 16 bytes at once.
+_ALIGNED = 16
+
+
 def _apart(results: Sequence[Tensor], given: Sequence[Any]) -> list[Tensor]:
-    """The results in one piece, and none in the memory of what was given, as torch.compile expects of an op."""
+    """The results in one piece each, aligned, and none in the memory of what was given, as torch.compile expects."""
     places = {value.data_ptr() for value in given if isinstance(value, Tensor)}
     return [
-        value.clone(memory_format=torch.contiguous_format) if value.data_ptr() in places else value.contiguous()
+        value.clone(memory_format=torch.contiguous_format)
+        if value.data_ptr() in places or value.data_ptr() % _ALIGNED
+        else value.contiguous()
         for value in results
     ]
 

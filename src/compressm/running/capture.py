@@ -88,7 +88,7 @@ class CapturedStep:
         if self._stream is None:
             self._stream = torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream), self._seen.watching():
+        with torch.cuda.stream(self._stream), self._seen.watching(), _other_streams():
             returned = self.step_fn(*args, **named)
         torch.cuda.current_stream().wait_stream(self._stream)
         self._seen.prepare_()
@@ -105,6 +105,16 @@ class CapturedStep:
         recording = _record(self.step_fn, self._seen, leaves, spec, self._stream)
         shape.recordings = [recording, *shape.recordings][:_MOST_RECORDINGS]
         return recording
+
+
+@contextmanager
+def _other_streams() -> Iterator[None]:
+    """Let a DistributedDataParallel gather gradients on the stream that it was made on, which torch warns of."""
+    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+    try:
+        yield
+    finally:
+        torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(True)
 
 
 def _kind(leaf: Any) -> object:
@@ -309,7 +319,7 @@ def _record(
             afterwards.callback(vars(scheduler).pop, "step", None)
         try:
             # Other threads, such as those that load data, may use the GPU meanwhile.
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"), _other_streams():
                 returned = step_fn(*args, **named)
         except BaseException as error:
             for parameter, gradient in before:
