@@ -212,3 +212,53 @@ def test_results_begin_where_generated_code_may_read_16_bytes_at_once():
     (found,) = recomputed("without_first", [torch.arange(5.0)])
     assert found.tolist() == [2, 4, 6, 8]
     assert found.data_ptr() % 16 == 0
+
+
+def test_what_an_op_keeps_reaches_its_gradient_under_the_compiler():
+    found = json.loads(unhooked.run(KEPT, ""))
+    assert found["counts"] == [1, 1, 1]
+    assert found["worst"] < 1e-12
+    assert found["mean"] == found["eager mean"]
+
+
+KEPT = """
+import json
+import torch, torch._dynamo
+from compressm.ops.opaque import define_kept
+
+def forward(x, weight, total, scale):
+    total.add_(x.sum())
+    root = x @ weight.mT
+    return root.sin() * scale, root
+
+def pull(grad, saved, x, weight, scale):
+    inner = grad * saved[0].cos() * scale
+    return inner @ weight, inner.mT @ x
+
+def fake(x, weight, total, scale):
+    return tuple(x.new_empty(x.shape[0], weight.shape[0]) for _ in range(2))
+
+define_kept("waves", "Tensor x, Tensor weight", "Tensor(a!) total", "int scale", forward, fake, pull, 2)
+
+class Waves(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("total", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x, weight):
+        return torch.ops.compressm.waves(2 * x, weight, self.total, 3)[0].sum()
+
+counts, worst = [], 0.0
+plain, model = Waves(), Waves()
+run = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+for n in (4, 5, 7):
+    draw = torch.Generator().manual_seed(n)
+    given = [torch.randn(size, 3, generator=draw, dtype=torch.float64, requires_grad=True) for size in (6, n)]
+    wanted = torch.autograd.grad(plain(*given), given)
+    exact = torch.autograd.grad((3.0 * (2 * given[0] @ given[1].mT).sin()).sum(), given)
+    found = torch.autograd.grad(run(*given), given)
+    pairs = [*zip(found, exact), *zip(wanted, exact)]
+    worst = max([worst] + [(a - b).abs().max().item() for a, b in pairs])
+    counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+print(json.dumps({"counts": counts, "worst": worst, "mean": model.total.item(), "eager mean": plain.total.item()}))
+"""
