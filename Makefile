@@ -1,11 +1,12 @@
 # make demo   train digits large, small and compressed, with a report     make test   the tests
 # make lint   ruff and mypy     make bench   measure on this machine     make docs   run the documentation, redraw its pictures
+# make site   the documentation as a site, in out/site/html
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 OUT ?= out
 
-.PHONY: demo test slow lint format bench docs clean
+.PHONY: demo test slow lint format bench docs site clean
 
 demo: $(VENV)/demo-ready
 	$(BIN)/compressm demo --out $(OUT)/demo
@@ -40,6 +41,10 @@ docs: $(VENV)/ready
 		$(BIN)/compressm bench draw benchmarks/results/results-$$name.json --picture docs/images/results-$$name.png || exit 1; \
 	done
 	$(BIN)/python benchmarks/fill_tables.py
+
+site: $(VENV)/ready
+	$(BIN)/python docs/site.py
+	$(BIN)/zensical build --strict
 
 # Installed again whenever what to install has changed: the laboratory, and what tests and lint need beside it.
 $(VENV)/demo-ready: pyproject.toml constraints.txt
