@@ -41,6 +41,12 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_runtest_setup(item):
+    """Plans of kernels follow from constants that tests change."""
+    if "compressm.ops.launching_triton" in sys.modules:
+        sys.modules["compressm.ops.launching_triton"].forget_plans()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item, nextitem):
     """So does what a file of tests leaves behind, such as packages it imported: up to 200 000 objects."""

@@ -142,17 +142,14 @@ def nan_memory(monkeypatch):
 @pytest.fixture
 def few_programs(monkeypatch):
     """Every program takes several tiles, as at sizes that a test cannot have."""
-    from compressm.ops.block import gated_residual_triton as kernels
+    from compressm.ops.launching_triton import forget_plans
     from compressm.ops.memory import Launch
 
     workers = Launch.workers
     monkeypatch.setattr(Launch, "workers", lambda launch, tiles: workers(launch._replace(programs=3), tiles))
-    remembered = (kernels._wide_sizes, kernels._narrow_sizes)
-    for sizes in remembered:
-        sizes.cache_clear()
+    forget_plans()
     yield
-    for sizes in remembered:
-        sizes.cache_clear()
+    forget_plans()
 
 
 def _nan(tensor):

@@ -86,16 +86,17 @@ def test_what_is_frozen_changes_no_other_gradient(frozen):
 def scanned(monkeypatch):
     """As on a GPU: wide layers scan, and learn through the links of the norm before them."""
     from compressm.ops import Path
+    from compressm.ops.block import lru_block_triton as whole
     from compressm.ops.lti import scan as dispatch
     from compressm.ops.lti import scan_triton as triton
 
     calls = []
-    forward = triton.DrivenRecurrence.forward
+    pulled = triton.drive_gradient
     monkeypatch.setattr(dispatch, "runs_kernels", lambda u: u.dtype != torch.float64)
     monkeypatch.setattr(dispatch, "cheapest_path", lambda *_, gpu: Path.SCAN)
-    monkeypatch.setattr("compressm.ops.lti.scan_triton.compile_walks", lambda *_: None)
-    counted = staticmethod(lambda *args: calls.append(args) or forward(*args))
-    monkeypatch.setattr(triton.DrivenRecurrence, "forward", counted)
+    for module in (triton, whole):
+        monkeypatch.setattr(module, "compile_walks", lambda *_: None)
+        monkeypatch.setattr(module, "drive_gradient", lambda *args: calls.append(args) or pulled(*args))
     return calls
 
 
@@ -156,12 +157,11 @@ def stacked(width=40, depth=3, norm=BatchNorm()):  # noqa: B008
     "norm", later([BatchNorm(), BatchNorm(momentum=1.0, affine=False)], BatchNorm(momentum=1.0, affine=False)), ids=repr
 )
 def test_a_stack_leaves_moments_for_the_norms_between_its_blocks(norm, monkeypatch):
-    from compressm.ops.block import norm_triton as triton
+    from compressm.ops.block import lru_block_triton as whole
 
     read = []
-    forward = triton.FusedBatchNorm.forward
-    counted = staticmethod(lambda *args: read.append(args[-1] is not None) or forward(*args))
-    monkeypatch.setattr(triton.FusedBatchNorm, "forward", counted)
+    normalise = whole.normalise
+    monkeypatch.setattr(whole, "normalise", lambda *args: read.append(args[-1] is not None) or normalise(*args))
     check_against_the_plain_block(stacked(norm=norm), 5 + normal(3, 12, 40, seed=1))
     assert read == [False, True, True]
 

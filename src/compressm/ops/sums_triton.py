@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compressm.ops.launching_triton import launched
+from compressm.ops.launching_triton import Planned, launched, plan_of
 from compressm.ops.memory import cdiv
 
 _ROWS, _COLS = 256, 8
@@ -30,5 +30,10 @@ def column_sums(x: Tensor) -> Tensor:
     """Sum (rows, width) over its rows to (width,), float32; the rows are partial sums of earlier programs."""
     rows, width = x.shape
     out = torch.empty(width, dtype=torch.float32, device=x.device)
-    _column_sums[(cdiv(width, _COLS),)](x, out, rows, width, ROWS=_ROWS, COLS=_COLS, num_warps=8)
+    _plan(rows, width, x.device)(x, out)
     return out
+
+
+@plan_of
+def _plan(rows: int, width: int, device: torch.device) -> Planned:
+    return Planned(_column_sums, (cdiv(width, _COLS),), rows, width, ROWS=_ROWS, COLS=_COLS, num_warps=8)

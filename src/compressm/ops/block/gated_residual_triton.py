@@ -8,7 +8,6 @@ A wide kernel's work is cut into items, tiles of rows in one repeat of the flags
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compressm.ops.dispatch import full_precision, once_differentiable
-from compressm.ops.launching_triton import launched
+from compressm.ops.launching_triton import Planned, kinds_of, launched, plan_of
 from compressm.ops.memory import Launch, cdiv, next_power_of_2, product_in, rows_of
 from compressm.ops.sums_triton import column_sums
 
@@ -336,11 +335,51 @@ class Flags(NamedTuple):
     scale: float
 
 
-def _flags(keep: Tensor | None, rate: float, tokens: int) -> Flags:
+def flags_of(keep: Tensor | None, rate: float, tokens: int) -> Flags:
+    """The flags of a mask (2, rows, length, width)."""
     if keep is None:
         return Flags(None, None, tokens, 1.0)
-    first, second = keep.contiguous().view(torch.uint8)
+    first, second = keep.contiguous().view(torch.uint8).unbind(0)
     return Flags(first, second, keep.shape[1] * keep.shape[2], 1 / (1 - rate))
+
+
+def wide_gate(
+    y: Tensor, x: Tensor, cast: Tensor, bias: Tensor, u: Tensor | None, D: Tensor | None, flags: Flags, measured: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The output, z and (v, g) for the gradient, and moments if `measured`; `cast` is W in the dtype of the product."""
+    H = y.shape[-1]
+    tokens = y.numel() // H
+    kinds = kinds_of(y, x, cast, bias, u, D, flags.first)
+    plan = _wide_plan(tokens, H, flags.period, flags.scale, kinds, measured, 0, y.device)
+    z, out = torch.empty(tokens, H, dtype=cast.dtype, device=y.device), torch.empty_like(x)
+    plan.activate(y, u, D, flags.first, z)
+    vg = z @ cast.mT
+    moments = torch.empty(plan.moments, 3, H, dtype=torch.float32, device=y.device) if measured else None
+    plan.gate(vg, x, bias, flags.second, out, moments)
+    return out, z, vg, moments
+
+
+def gate_gradient(
+    dout: Tensor, y: Tensor, cast: Tensor, bias: Tensor, u: Tensor | None, D: Tensor | None, flags: Flags,
+    z: Tensor, vg: Tensor, *, onwards: bool = True, of_u: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
+    """∂L/∂(v, g), and if `onwards` those of y and, if wanted, u; with the rows of sums of all programs.
+
+    A row holds Σ ∂L/∂v, Σ ∂L/∂g, Σ ∂L/∂y and Σ ∂L/∂y ⊙ u.
+    """
+    tokens, H = z.shape
+    dense, steps = rows_of(dout)
+    kinds = kinds_of(y, dense, cast, bias, u, D, flags.first)
+    plan = _wide_plan(tokens, H, flags.period, flags.scale, kinds, of_u, steps, y.device)
+    # Half of a row is written by the second kernel.
+    partial = (torch.empty if onwards else torch.zeros)(plan.programs, 4 * H, dtype=torch.float32, device=y.device)
+    dvg = torch.empty_like(vg)
+    plan.gate_backward(dense, vg, bias, flags.second, dvg, partial)
+    if not onwards:
+        return dvg, None, None, partial
+    dz, dy, du = dvg @ cast, torch.empty_like(y), torch.empty_like(u) if of_u and u is not None else None
+    plan.activate_backward(dz, y, u, D, flags.first, dy, du, partial)
+    return dvg, dy, du, partial
 
 
 class WideGatedResidual(torch.autograd.Function):
@@ -362,18 +401,10 @@ class WideGatedResidual(torch.autograd.Function):
         dtype: torch.dtype,
         measured: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        y, x, u, H = y.contiguous(), x.contiguous(), None if u is None else u.contiguous(), y.shape[-1]
-        tokens = y.numel() // H
-        flags = _flags(keep, rate, tokens)
-        grid, sizes, options = _wide_plan(tokens, flags, y, _ACTIVATE)
-        z, out, cast = torch.empty(tokens, H, dtype=dtype, device=y.device), torch.empty_like(x), weight.to(dtype)
-        activate[grid](y, u, D, flags.first, z, *sizes, **options)
+        y, x, u = y.contiguous(), x.contiguous(), None if u is None else u.contiguous()
+        flags, cast = flags_of(keep, rate, y.numel() // y.shape[-1]), weight.to(dtype)
         with full_precision(y):
-            vg = z @ cast.mT
-        grid, sizes, options = _wide_plan(tokens, flags, y, _GATE)
-        workers = grid[0] // cdiv(H, options["COLS"])
-        moments = torch.empty(workers, 3, H, dtype=torch.float32, device=y.device) if measured else None
-        gate[grid](vg, x, bias, flags.second, out, moments, *sizes, **options)
+            out, z, vg, moments = wide_gate(y, x, cast, bias, u, D, flags, measured)
         ctx.save_for_backward(y, u, D, cast, bias, keep, z, vg)
         ctx.rate, ctx.weight_dtype = rate, weight.dtype
         if moments is None:
@@ -387,27 +418,14 @@ class WideGatedResidual(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         y, u, D, cast, bias, keep, z, vg = ctx.saved_tensors
         needs_y, _, needs_weight, needs_bias, needs_u, needs_D, needs_link, needs_totals = ctx.needs_input_grad[:8]
-        tokens, H = z.shape
-        flags = _flags(keep, ctx.rate, tokens)
-        grid, sizes, options = _wide_plan(tokens, flags, y, _BACKWARD)
-        workers = grid[0] // cdiv(H, options["COLS"])
+        H, flags = z.shape[1], flags_of(keep, ctx.rate, len(z))
         onwards = needs_y or needs_u or needs_D or needs_link
-        allocate = torch.empty if onwards else torch.zeros  # half of it is written by the second kernel
-        partial = allocate(workers, 4 * H, dtype=torch.float32, device=y.device)
-        (dense, steps), dvg = rows_of(dout), torch.empty_like(vg)
-        given = (dense, vg, bias, flags.second, dvg, partial, steps)
-        gate_backward[grid](*given, *sizes, SHARED=steps > 0, **options)
-        dy = du = dweight = dbias = dD = totals = None
+        dweight = dbias = dD = totals = None
         with full_precision(y):
+            given = (y, cast, bias, u, D, flags, z, vg)
+            dvg, dy, du, partial = gate_gradient(dout, *given, onwards=onwards, of_u=needs_u)
             if needs_weight:
                 dweight = product_in(ctx.weight_dtype, dvg.mT, z)
-            if onwards:
-                dz, dy = dvg @ cast, torch.empty_like(y)
-                du = torch.empty_like(u) if needs_u else None
-                # Twice as many programs with half the columns: three sequences and two sums fill the registers.
-                options = {**options, "COLS": min(options["COLS"], 64)}
-                grid = (workers * cdiv(H, options["COLS"]),)
-                activate_backward[grid](dz, y, u, D, flags.first, dy, du, partial, *sizes, **options)
         if needs_bias or needs_D or needs_totals:
             sums = column_sums(partial)
             dbias, dD = sums[: 2 * H].to(bias.dtype), sums[3 * H :].to(D.dtype) if needs_D else None
@@ -436,9 +454,10 @@ class NarrowGatedResidual(torch.autograd.Function):
         y, x, u, H = y.contiguous(), x.contiguous(), None if u is None else u.contiguous(), y.shape[-1]
         weight, out = weight.contiguous(), torch.empty_like(x)
         vg = torch.empty(2, *y.shape, dtype=y.dtype, device=y.device) if any(ctx.needs_input_grad) else None
-        flags = _flags(keep, rate, y.numel() // H)
-        tiles, sizes, options = _narrow_plan(flags, y)
-        narrow[(tiles,)](y, u, D, x, weight, bias, flags.first, flags.second, out, vg, *sizes, **options)
+        flags = flags_of(keep, rate, y.numel() // H)
+        kinds = kinds_of(y, u, D, x, weight, bias, keep, vg)
+        plan = _narrow_plan(y.numel() // H, flags.period, flags.scale, H, kinds, 0, y.device)
+        plan.forward(y, u, D, x, weight, bias, flags.first, flags.second, out, vg)
         ctx.save_for_backward(y, u, D, weight, bias, keep, vg)
         ctx.rate = rate
         return out
@@ -448,19 +467,16 @@ class NarrowGatedResidual(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         y, u, D, weight, bias, keep, vg = ctx.saved_tensors
         H, needs_u, needs_link = y.shape[-1], ctx.needs_input_grad[4], ctx.needs_input_grad[6]
-        flags = _flags(keep, ctx.rate, y.numel() // H)
-        tiles, sizes, options = _narrow_plan(flags, y)
-        workers = _NARROW.workers(tiles)
+        flags, (dense, steps) = flags_of(keep, ctx.rate, y.numel() // H), rows_of(dout)
         dy, du = torch.empty_like(y), torch.empty_like(u) if needs_u else None
-        width = 2 * H * H + 3 * H
-        partial = torch.empty(workers * options["PACK"], width, dtype=torch.float32, device=y.device)
-        dense, steps = rows_of(dout)
-        given = (dense, vg, y, u, D, weight, flags.first, flags.second, dy, du, partial, steps)
-        narrow_backward[(workers,)](*given, *sizes, SHARED=steps > 0, **options)
-        dweight, dbias, dD = column_sums(partial).split([2 * H * H, 2 * H, H])
+        kinds = kinds_of(y, u, D, dense, weight, du, keep)
+        plan = _narrow_plan(y.numel() // H, flags.period, flags.scale, H, kinds, steps, y.device)
+        partial = torch.empty(plan.rows, 2 * H * H + 3 * H, dtype=torch.float32, device=y.device)
+        plan.backward(dense, vg, y, u, D, weight, flags.first, flags.second, dy, du, partial)
+        dweight, dbias, dD = column_sums(partial).split_with_sizes([2 * H * H, 2 * H, H])
         dweight, dbias = dweight.view(2 * H, H).to(weight.dtype), dbias.to(bias.dtype)
         dD = None if D is None else dD.to(D.dtype)
-        return dy, dout, dweight, dbias, du, dD, dy if needs_link else None, None, None, None, None
+        return dy, dout, dweight, dbias, du, dD, dy if needs_link else None, None, None, None, None, None
 
 
 # Measured on an H200 with 512 columns in bfloat16.
@@ -471,36 +487,72 @@ _BACKWARD = Launch(ROWS=8, COLS=128, num_warps=2, programs=1056)
 _NARROW = Launch(ROWS=16, COLS=16, num_warps=1, programs=528)
 
 
-def _wide_plan(tokens: int, flags: Flags, y: Tensor, launch: Launch) -> tuple[tuple[int], tuple[Any, ...], dict]:
-    """The grid, sizes and options of a wide kernel; a tile has the same number of entries for every H."""
-    return _wide_sizes(tokens, flags.period, flags.scale, y.shape[-1], y.element_size(), launch)
+class _WidePlan(NamedTuple):
+    """The kernels of both passes; each program of `gate` has its moments, each of the backward pass a row of sums."""
+
+    activate: Planned
+    gate: Planned
+    moments: int
+    gate_backward: Planned
+    activate_backward: Planned
+    programs: int
 
 
-@lru_cache(256)
-def _wide_sizes(
-    tokens: int, period: int, scale: float, H: int, size: int, launch: Launch
-) -> tuple[tuple[int], tuple[Any, ...], dict]:
-    columns = min(next_power_of_2(H), launch.COLS)
-    launch = launch._replace(ROWS=launch.ROWS * launch.COLS // columns, COLS=columns)
-    repeats = tokens // period
-    items = cdiv(period, launch.ROWS) * repeats
-    grid = (launch.workers(items) * cdiv(H, columns),)
-    return grid, (period, repeats, items, scale), launch.options(H=H, VECTOR=16 // size, STAGES=3)
+@plan_of
+def _wide_plan(
+    tokens: int,
+    H: int,
+    period: int,
+    scale: float,
+    kinds: tuple[Any, ...],
+    variant: bool,
+    steps: int,
+    device: torch.device,
+) -> _WidePlan:
+    """Plan both passes; `variant` says if there are moments forward or a gradient of u backward."""
+    # One-byte flags are read as many at a time as values of y.
+    vector = 16 // kinds[0].itemsize
+
+    def planned(kernel: Any, launch: Launch, *first: int, **more: Any) -> tuple[Planned, int]:
+        columns = min(next_power_of_2(H), launch.COLS)
+        launch = launch._replace(ROWS=launch.ROWS * launch.COLS // columns, COLS=columns)
+        repeats = tokens // period
+        items = cdiv(period, launch.ROWS) * repeats
+        workers = launch.workers(items)
+        options = launch.options(H=H, VECTOR=vector, STAGES=3) | more
+        grid = (workers * cdiv(H, options["COLS"]),)
+        return Planned(kernel, grid, *first, period, repeats, items, scale, **options), workers
+
+    forward, _ = planned(activate, _ACTIVATE)
+    closing, moments = planned(gate, _GATE)
+    back, programs = planned(gate_backward, _BACKWARD, steps, SHARED=steps > 0)
+    # Twice as many programs with half the columns: three sequences and two sums fill the registers.
+    last, _ = planned(activate_backward, _BACKWARD, COLS=min(next_power_of_2(H), _BACKWARD.COLS, 64))
+    return _WidePlan(forward, closing, moments, back, last, programs)
 
 
-def _narrow_plan(flags: Flags, y: Tensor) -> tuple[int, tuple[Any, ...], dict]:
-    """The tiles, sizes and options of a narrow kernel; packed rows fit into 16 columns and divide the flags' period."""
-    H = y.shape[-1]
-    return _narrow_sizes(y.numel() // H, flags.period, flags.scale, H, y.element_size())
+class _NarrowPlan(NamedTuple):
+    """The kernels of both passes, and the rows of sums of the programs backward."""
+
+    forward: Planned
+    backward: Planned
+    rows: int
 
 
-@lru_cache(256)
-def _narrow_sizes(tokens: int, period: int, scale: float, H: int, size: int) -> tuple[int, tuple[Any, ...], dict]:
+@plan_of
+def _narrow_plan(
+    tokens: int, period: int, scale: float, H: int, kinds: tuple[Any, ...], steps: int, device: torch.device
+) -> _NarrowPlan:
+    """Plan both passes; packed rows fit into 16 columns and divide the flags' period."""
     pack = next(count for count in range(max(16 // H, 1), 0, -1) if period % count == 0)
     rows, columns = tokens // pack, max(16, next_power_of_2(H))
     launch = _NARROW._replace(COLS=columns, num_warps=columns // 16)
-    options = launch.options(H=H, PACK=pack, VECTOR=16 // size, PRECISION="tf32x3")
-    return cdiv(rows, launch.ROWS), (rows, period // pack, scale), options
+    options = launch.options(H=H, PACK=pack, VECTOR=16 // kinds[0].itemsize, PRECISION="tf32x3")
+    tiles, sizes = cdiv(rows, launch.ROWS), (rows, period // pack, scale)
+    workers = launch.workers(tiles)
+    forward = Planned(narrow, (tiles,), *sizes, **options)
+    backward = Planned(narrow_backward, (workers,), steps, *sizes, SHARED=steps > 0, **options)
+    return _NarrowPlan(forward, backward, workers * pack)
 
 
 _TILE = {"VALUES": 2048, "num_warps": 4}

@@ -2,7 +2,7 @@
 
 Norm, system, recurrence and gate are the functions of their own files; here they are called one after the other, and
 their gradients are passed on by hand. Autograd then has one node a block instead of five, and nothing is checked or
-chosen in between: on the host a block takes half as long.
+chosen in between.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compressm.ops.block.gated_residual_triton import NarrowGatedResidual, WideGatedResidual
+from compressm.ops.block.gated_residual_triton import NarrowGatedResidual, flags_of, gate_gradient, wide_gate
 from compressm.ops.block.norm import RunningStatistics, leave_moments, moments_of
-from compressm.ops.block.norm_triton import FusedBatchNorm
+from compressm.ops.block.norm_triton import norm_gradient, normalise
 from compressm.ops.dispatch import full_precision, once_differentiable
 from compressm.ops.lti.cost import FEW_STATES, NARROW
 from compressm.ops.lti.layer_triton import ChunkedLayer, NarrowLayer
-from compressm.ops.lti.lru_system_triton import LRUSystem
-from compressm.ops.lti.scan_triton import DrivenRecurrence
+from compressm.ops.lti.lru_system_triton import system_gradient, system_of
+from compressm.ops.lti.scan_triton import Walk, compile_walks, drive_gradient
 from compressm.ops.memory import product_in
+from compressm.ops.sums_triton import column_sums
 
 
 class BlockOptions(NamedTuple):
-    """What a block's kernels need beside tensors; `narrow` is for few channels, `dtype` that of the products."""
+    """What a block's kernels need beside tensors; `dtype` is that of the products."""
 
     momentum: float | None
     eps: float
     rate: float
     dtype: torch.dtype
-    narrow: bool
     measured: bool
 
 
@@ -48,24 +48,96 @@ def train_lru_block(
     """The output of a block; `vectors` are the norm's weight and bias, D, and the gate's weight and bias."""
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     # Narrow kernels count entries in 32 bits.
-    narrow = x.shape[-1] <= NARROW and x.numel() < 2**31
-    options = BlockOptions(running.momentum, eps, rate, dtype, narrow, measured and not narrow)
-    given = (None if vector is None else vector.contiguous() for vector in vectors)
-    out = LRUBlock.apply(x, *given, keep, moments_of(x), running[:3], options, *parameters)
-    if not options.measured:
+    if x.shape[-1] <= NARROW and x.numel() < 2**31:
+        options = BlockOptions(running.momentum, eps, rate, dtype, False)
+        return NarrowBlock.apply(x, *vectors, keep, running[:3], options, *parameters)
+    options = BlockOptions(running.momentum, eps, rate, dtype, measured)
+    out = WideBlock.apply(x, *vectors, keep, moments_of(x), running[:3], options, *parameters)
+    if not measured:
         return out
     leave_moments(*out)
     return out[0]
 
 
+def _dense(tensors: tuple[Tensor | None, ...]) -> list[Any]:
+    return [None if tensor is None else tensor.contiguous() for tensor in tensors]
+
+
+class WideBlock(torch.autograd.Function):
+    """x + dropout(GLU(dropout(GELU(LRU(batch_norm(x)))))), and moments of it for the next norm if `measured`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        D: Tensor,
+        gate: Tensor,
+        gate_bias: Tensor,
+        keep: Tensor | None,
+        moments: Tensor | None,
+        running: tuple[Tensor, Tensor, Tensor],
+        options: BlockOptions,
+        *parameters: Tensor,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        dtype, (batch, length, H) = options.dtype, x.shape
+        x, weight, bias, D, gate_bias, *own = _dense((x, weight, bias, D, gate_bias, *parameters))
+        compile_walks(dtype, torch.float32, x.device, -1, False, False, True, True)
+        with full_precision(x):
+            u, statistics = normalise(x, weight, bias, running, options.momentum, options.eps, moments)
+            logs, B, C = system_of(own, dtype)
+            rows = u.view(-1, H).to(dtype)
+            drive = (rows @ B.mT).view(batch, length, 2, -1)
+            # The conjugates of h: Re(C h) = [C_re, C_im] · [h̄_re, h̄_im].
+            walk = Walk(drive, logs, flip=-1)
+            h = walk.forward(drive, None, keep_last=False)[0]
+            y = (h.view(len(rows), -1) @ C.mT).view(batch, length, H).to(x.dtype)
+            cast, flags = gate.to(dtype), flags_of(keep, options.rate, len(rows))
+            out, z, vg, left = wide_gate(y, x, cast, gate_bias, u, D, flags, options.measured)
+        ctx.save_for_backward(
+            *(x, weight, bias, D, gate_bias, keep, u, statistics, rows, B, C, h, walk.table, y, cast, z, vg, *own[:5])
+        )
+        ctx.walk, ctx.options, ctx.gate_dtype = walk, options, gate.dtype
+        ctx.set_materialize_grads(False)
+        if left is None:
+            return out
+        ctx.mark_non_differentiable(left)
+        return out, left
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, *rest: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dout is None:
+            return (None,) * len(ctx.needs_input_grad)
+        x, weight, bias, D, gate_bias, keep, u, statistics, rows, B, C, h, _, y, cast, z, vg, *own = ctx.saved_tensors
+        H = x.shape[-1]
+        with full_precision(dout):
+            flags = flags_of(keep, ctx.options.rate, len(rows))
+            dvg, dy, _, partial = gate_gradient(dout, y, cast, gate_bias, u, D, flags, z, vg)
+            assert dy is not None
+            dgate = product_in(ctx.gate_dtype, dvg.mT, z)
+            # Σ over steps of ∂L/∂(v, g), of dy, and of dy ⊙ u.
+            dgate_bias, link = column_sums(partial).split_with_sizes([2 * H, 2 * H])
+            read, states = dy.view(-1, H).to(C.dtype), h.view(len(rows), -1)
+            dC, dh = product_in(torch.float32, read.mT, states), (read @ C).view_as(h)
+            g, dlogs, _, sums = ctx.walk.backward(dh, h, None, None, summed=True)
+            assert sums is not None
+            du, dB, drive = drive_gradient(g.view(len(rows), -1), sums, rows, B)
+            du = du.view_as(x).to(x.dtype)
+            dx, total = norm_gradient(du, dy, dout, (link, drive), x, weight, bias, D, statistics)
+            pulled = system_gradient(own, H, dlogs, dB, dC)
+        dbias, dweight = total.unbind(0)
+        return (
+            *(dx, None if weight is None else dweight.to(weight.dtype), None if bias is None else dbias.to(bias.dtype)),
+            *(link[H:].to(D.dtype), dgate, dgate_bias.to(gate_bias.dtype), None, None, None, None, *pulled),
+        )
+
+
 # The functions inside, whose contexts are stages here.
-_NORM: Any = FusedBatchNorm
-_SYSTEM: Any = LRUSystem
 _FEW: Any = NarrowLayer
 _MANY: Any = ChunkedLayer
-_SCAN: Any = DrivenRecurrence
-_NARROW_GATE: Any = NarrowGatedResidual
-_WIDE_GATE: Any = WideGatedResidual
+_GATE: Any = NarrowGatedResidual
 
 
 class Stage:
@@ -86,8 +158,8 @@ class Stage:
         """No gradient is passed to them."""
 
 
-class LRUBlock(torch.autograd.Function):
-    """x + dropout(GLU(dropout(GELU(LRU(batch_norm(x)))))), and moments of it for the next norm if `measured`."""
+class NarrowBlock(torch.autograd.Function):
+    """The same for few channels."""
 
     @staticmethod
     def forward(
@@ -99,66 +171,44 @@ class LRUBlock(torch.autograd.Function):
         gate: Tensor,
         gate_bias: Tensor,
         keep: Tensor | None,
-        moments: Tensor | None,
         running: tuple[Tensor, Tensor, Tensor],
         options: BlockOptions,
         *parameters: Tensor,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        norm, system, layer, after = Stage(True), Stage(), Stage(True), Stage(*[True] * 4, False, *[True] * 3)
+    ) -> Tensor:
+        layer, after = Stage(True), Stage(*[True] * 4, False, *[True] * 3)
+        x, weight, bias, D, gate, gate_bias, *own = _dense((x, weight, bias, D, gate, gate_bias, *parameters))
         with full_precision(x):
-            given: Any = (x, weight, bias, D, *running, options.momentum, options.eps, moments)
-            u, _, carrier, totals, drive, sums = _NORM.forward(norm, *given)
-            ends: Any = (keep, options.rate, options.dtype)
-            if options.narrow:
-                logs, B, C = _SYSTEM.forward(system, *parameters, torch.float32)
-                mixer, wide = (_FEW, u) if B.shape[1] <= FEW_STATES else (_MANY, u.float())
-                y = mixer.forward(layer, wide, logs, B, C, None).to(u.dtype)
-                out = _NARROW_GATE.forward(after, y, x, gate, gate_bias, u, D, carrier, None, *ends)
-            else:
-                logs, B, C = _SYSTEM.forward(system, *parameters, options.dtype)
-                mixer = _SCAN
-                h, _ = mixer.forward(layer, u, drive, sums, logs, B, None, True, False)
-                y = (h.flatten(0, 1).flatten(1) @ C.transpose(0, 1).flatten(1).mT).view(x.shape).to(u.dtype)
-                system.saved_tensors += (C, h)
-                given = (y, x, gate, gate_bias, u, D, carrier, totals, *ends)
-                out = _WIDE_GATE.forward(after, *given, options.measured)
-        stages = (norm, system, layer, after)
-        ctx.save_for_backward(*(tensor for stage in stages for tensor in stage.saved_tensors))
-        ctx.counts = [len(stage.saved_tensors) for stage in stages]
-        for stage in stages:
-            stage.saved_tensors = ()
-        ctx.stages, ctx.mixer, ctx.narrow = stages, mixer, options.narrow
+            u, statistics = normalise(x, weight, bias, running, options.momentum, options.eps, None)
+            logs, B, C = system_of(own, torch.float32)
+            few = logs.shape[1] <= FEW_STATES
+            B, C = B.view(2, -1, B.shape[1]), C.view(len(C), 2, -1).transpose(0, 1)
+            y = (_FEW if few else _MANY).forward(layer, u if few else u.float(), logs, B, C, None).to(u.dtype)
+            ends = (None, None, keep, options.rate, options.dtype)
+            out = _GATE.forward(after, y, x, gate, gate_bias, u, D, *ends)
+        ctx.save_for_backward(x, weight, bias, D, statistics, *own[:5], *layer.saved_tensors, *after.saved_tensors)
+        ctx.layer, ctx.after, ctx.split, ctx.few = layer, after, 10 + len(layer.saved_tensors), few
+        # The function around holds them.
+        layer.saved_tensors = after.saved_tensors = ()
         ctx.set_materialize_grads(False)
-        if isinstance(out, tuple):
-            ctx.mark_non_differentiable(out[1])
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None:
             return (None,) * len(ctx.needs_input_grad)
-        stages: tuple[Any, ...] = ctx.stages
-        norm, system, layer, after = stages
-        saved = list(ctx.saved_tensors)
-        for stage, count in zip(stages, ctx.counts, strict=True):
-            stage.saved_tensors, saved = tuple(saved[:count]), saved[count:]
-        arriving: Any
+        saved = ctx.saved_tensors
+        x, weight, bias, D, statistics, *own = saved[:10]
+        layer, after = ctx.layer, ctx.after
+        layer.saved_tensors, after.saved_tensors = saved[10 : ctx.split], saved[ctx.split :]
         with full_precision(dout):
-            if ctx.narrow:
-                dy, _, dgate, dgate_bias, _, dD, *_ = _NARROW_GATE.backward(after, dout)
-                du, dlogs, dB, dC, _ = ctx.mixer.backward(layer, dy)
-                arriving = (du.to(dy.dtype), dout, dy, None, None, None)
-            else:
-                dy, _, dgate, dgate_bias, _, dD, _, totals, *_ = _WIDE_GATE.backward(after, dout)
-                *system.saved_tensors, C, h = system.saved_tensors
-                rows, read = dy.flatten(0, 1).to(C.dtype), C.transpose(0, 1).flatten(1)
-                dC = product_in(torch.float32, rows.mT, h.flatten(0, 1).flatten(1)).view(C.shape[1], 2, -1)
-                dh = (rows @ read).view_as(h)
-                _, drive, sums, dlogs, dB, *_ = ctx.mixer.backward(layer, dh, None)
-                arriving, dC = (None, dout, dy, totals, drive, sums), dC.transpose(0, 1)
-            dx, dweight, dbias, *_ = _NORM.backward(norm, *arriving)
-            parameters = _SYSTEM.backward(system, dlogs, dB, dC)[:-1]
-        for stage in stages:
-            stage.saved_tensors = ()
-        return dx, dweight, dbias, dD, dgate, dgate_bias, None, None, None, None, *parameters
+            dy, _, dgate, dgate_bias, _, dD, *_ = _GATE.backward(after, dout)
+            du, dlogs, dB, dC, _ = (_FEW if ctx.few else _MANY).backward(layer, dy if ctx.few else dy.float())
+            dx, sums = norm_gradient(du.to(dy.dtype), dy, dout, None, x, weight, bias, D, statistics)
+            pulled = system_gradient(own, x.shape[-1], dlogs, dB, dC.transpose(0, 1))
+        layer.saved_tensors = after.saved_tensors = ()
+        dbias, dweight = sums.unbind(0)
+        return (
+            *(dx, None if weight is None else dweight.to(weight.dtype), None if bias is None else dbias.to(bias.dtype)),
+            *(dD, dgate, dgate_bias, None, None, None, *pulled),
+        )

@@ -7,7 +7,7 @@ program of the second pass merges them by itself, which is cheaper than one more
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compressm.ops.dispatch import once_differentiable
-from compressm.ops.launching_triton import launched
+from compressm.ops.launching_triton import Planned, kinds_of, launched, plan_of
 from compressm.ops.memory import Launch, cdiv, next_power_of_2, rows_of
 from compressm.ops.sums_triton import column_sums
 
@@ -73,13 +73,14 @@ def _settle(
     mean, variance, statistics, zero, running_mean, running_var, batch, momentum, eps, tokens, col, inside,
     H: tl.constexpr,
 ):  # fmt: skip
-    """Write once for all programs: the statistics, the running statistics, and a zero."""
+    """Write once for all programs: the statistics, the running statistics, and a zero if asked for."""
     tl.store(statistics + col, mean, mask=inside)
     tl.store(statistics + H + col, tl.rsqrt(variance + eps), mask=inside)
     count = tokens.to(tl.float32)
     _track(running_mean, batch, momentum, col, inside, mean)
     _track(running_var, batch, momentum, col, inside, variance * (count / (count - 1.0)))
-    tl.store(zero, 0.0)
+    if zero is not None:
+        tl.store(zero, 0.0)
 
 
 @launched
@@ -298,6 +299,130 @@ def _backward_apply(
     tl.store(dx + here + at, value.to(dx.dtype.element_ty), mask=live)
 
 
+def normalise(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running: tuple[Tensor, Tensor, Tensor],
+    momentum: float | None,
+    eps: float,
+    moments: Tensor | None,
+    zero: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """u and the statistics that its gradient needs; x is dense, and H > 32 where its moments are given."""
+    H = x.shape[-1]
+    u, statistics = torch.empty_like(x), torch.empty(2, H, dtype=torch.float32, device=x.device)
+    kinds = kinds_of(x, weight, bias, *running, zero)
+    counted = 0 if moments is None else len(moments)
+    plan = _forward_plan(x.numel() // H, H, counted, momentum, eps, kinds, x.device)
+    if moments is None:
+        moments = torch.empty(plan.programs, 2, H, dtype=torch.float32, device=x.device)
+    if plan.statistics is not None:
+        plan.statistics(x, moments, running[2])
+    if plan.combine is not None:
+        plan.combine(x, moments, statistics, zero, *running)
+        plan.apply(x, weight, bias, u, None, statistics, zero, *running)
+    else:
+        plan.apply(x, weight, bias, u, moments, statistics, zero, *running)
+    return u, statistics
+
+
+def norm_gradient(
+    du: Tensor | None,
+    dlink: Tensor | None,
+    dresidual: Tensor | None,
+    known: tuple[Tensor, Tensor] | None,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    skip: Tensor | None,
+    statistics: Tensor,
+    *,
+    of_x: bool = True,
+) -> tuple[Tensor | None, Tensor]:
+    """The gradient of x, if wanted, and the sums Σ g and Σ g x̂; `known` are the sums that came with dlink and du."""
+    H = x.shape[-1]
+    residual, steps = (None, 0) if dresidual is None else rows_of(dresidual)
+    kinds = kinds_of(du, dlink, skip, residual, x, weight, bias)
+    plan = _backward_plan(x.numel() // H, H, steps, known is not None, of_x, kinds, x.device)
+    partial = None
+    if known is not None:
+        link, drive = known
+        sums = torch.empty_like(statistics)
+        plan.sums(drive, link, du, dlink, skip, x, weight, bias, statistics, sums)
+    else:
+        partial = torch.empty(plan.programs, 2, H, dtype=torch.float32, device=x.device)
+        plan.sums(du, dlink, skip, x, statistics, partial)
+        sums = torch.empty_like(statistics) if plan.merges else column_sums(partial.view(-1, 2 * H)).view(2, H)
+    if not of_x:
+        return None, sums
+    dx = torch.empty_like(x)
+    plan.apply(du, dlink, skip, residual, x, weight, statistics, partial if plan.merges else None, sums, dx)
+    return dx, sums
+
+
+class _ForwardPlan(NamedTuple):
+    """The kernels of the forward pass; up to `_NARROW` columns `apply` does the work of `combine`."""
+
+    programs: int
+    statistics: Planned | None
+    combine: Planned | None
+    apply: Planned
+
+
+class _BackwardPlan(NamedTuple):
+    """The kernels of the backward pass; `apply` also merges the sums of all programs if it `merges`."""
+
+    programs: int
+    merges: bool
+    sums: Planned
+    apply: Planned
+
+
+@plan_of
+def _forward_plan(
+    tokens: int, H: int, counted: int, momentum: float | None, eps: float, kinds: tuple[Any, ...], device: torch.device
+) -> _ForwardPlan:
+    tiles, columns, programs, options = _tiles(tokens, H)
+    sizes = (momentum, eps, tokens, counted or programs)
+    statistics = combine = None
+    if not counted:
+        stages = 3 if H > _NARROW else 1
+        statistics = Planned(_statistics, (programs * columns,), tokens, STAGES=stages, **options)
+    if H > _NARROW:
+        few = options | {"COLS": 8, "CHUNK": 256, "num_warps": 8}
+        combine = Planned(_combine, (cdiv(H, 8),), *sizes, COUNTED=counted > 0, **few)
+    apply = Planned(_apply, (tiles * columns,), *sizes, COUNTED=counted > 0, CHUNK=128, **options)
+    return _ForwardPlan(programs, statistics, combine, apply)
+
+
+@plan_of
+def _backward_plan(
+    tokens: int, H: int, steps: int, known: bool, of_x: bool, kinds: tuple[Any, ...], device: torch.device
+) -> _BackwardPlan:
+    tiles, columns, programs, options = _tiles(tokens, H)
+    merges = not known and H <= _NARROW and of_x
+    if known:
+        sums = Planned(_known_sums, (cdiv(H, 16),), tokens, H=H, ROWS=128, COLS=16, num_warps=4)
+    else:
+        stages = 3 if H > _NARROW else 1
+        sums = Planned(_backward_sums, (programs * columns,), tokens, STAGES=stages, **options)
+    sizes = (tokens, programs, steps)
+    apply = Planned(_backward_apply, (tiles * columns,), *sizes, SHARED=steps > 0, CHUNK=128, **options)
+    return _BackwardPlan(programs, merges, sums, apply)
+
+
+def _tiles(tokens: int, H: int) -> tuple[int, int, int, dict[str, Any]]:
+    """Tiles of rows, blocks of columns, programs with a row of sums each, and the options of the kernels."""
+    columns = min(next_power_of_2(H), 128)
+    # Measured on an H200.
+    launch = Launch(ROWS=4096 // columns, COLS=columns, num_warps=8, programs=128)
+    if H > _NARROW:
+        launch = Launch(ROWS=2048 // columns, COLS=columns, num_warps=4, programs=132)
+    tiles = cdiv(tokens, launch.ROWS)
+    return tiles, cdiv(H, columns), launch.workers(tiles), launch.options(H=H)
+
+
 class FusedBatchNorm(torch.autograd.Function):
     """Batch norm: u, x again, and zeros for two links; all gradients arrive together and are added as they are read.
 
@@ -320,21 +445,9 @@ class FusedBatchNorm(torch.autograd.Function):
         moments: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:
         dense, H = x.contiguous(), x.shape[-1]
-        u, zero = torch.empty_like(dense), x.new_empty(1, dtype=torch.float32)
-        statistics = torch.empty(2, H, dtype=torch.float32, device=x.device)
-        tokens, tiles, columns, partial, options = _plan(dense)
-        counted = moments is not None and H > _NARROW
-        if counted:
-            partial = moments
-        else:
-            stages = 3 if H > _NARROW else 1
-            _statistics[(len(partial) * columns,)](dense, partial, batches, tokens, STAGES=stages, **options)
-        written = (statistics, zero, running_mean, running_var, batches, momentum, eps, tokens, len(partial))
-        if H > _NARROW:
-            few = options | {"COLS": 8, "CHUNK": 256, "num_warps": 8}
-            _combine[(cdiv(H, 8),)](dense, partial, *written, COUNTED=counted, **few)
-        merged = partial if H <= _NARROW else None
-        _apply[(tiles * columns,)](dense, weight, bias, u, merged, *written, COUNTED=counted, CHUNK=128, **options)
+        zero, moments = x.new_empty(1, dtype=torch.float32), moments if H > _NARROW else None
+        running = (running_mean, running_var, batches)
+        u, statistics = normalise(dense, weight, bias, running, momentum, eps, moments, zero)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(dense, weight, bias, skip, statistics)
         if skip is None:
@@ -350,46 +463,15 @@ class FusedBatchNorm(torch.autograd.Function):
         x, weight, bias, skip, statistics = ctx.saved_tensors
         du, dresidual, dlink, link, ddrive, drive = grads
         # A gradient that reaches u directly comes without sums.
-        known = du is None and link is not None and drive is not None
+        known = (link, drive) if du is None and link is not None and drive is not None else None
         du = ddrive if du is None else du if ddrive is None else du + ddrive
         du, dlink = (None if grad is None else grad.contiguous() for grad in (du, dlink))
         if du is None and dlink is None:
             return dresidual, *[None] * 9
-        residual, steps = (None, 0) if dresidual is None else rows_of(dresidual)
-        skip = None if dlink is None else skip
-        H = x.shape[-1]
-        tokens, tiles, columns, partial, options = _plan(x)
-        narrow = H <= _NARROW and ctx.needs_input_grad[0]
-        if known:
-            sums = torch.empty_like(statistics)
-            given = (drive, link, du, dlink, skip, x, weight, bias, statistics, sums, tokens)
-            _known_sums[(cdiv(H, 16),)](*given, H=H, ROWS=128, COLS=16, num_warps=4)
-        else:
-            stages = 3 if H > _NARROW else 1
-            grid = (len(partial) * columns,)
-            _backward_sums[grid](du, dlink, skip, x, statistics, partial, tokens, STAGES=stages, **options)
-            sums = torch.empty_like(statistics) if narrow else column_sums(partial.flatten(1)).view(2, H)
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dx = torch.empty_like(x)
-            given = (du, dlink, skip, residual, x, weight, statistics, partial if narrow else None, sums, dx)
-            sizes = (tokens, len(partial), steps)
-            _backward_apply[(tiles * columns,)](*given, *sizes, SHARED=steps > 0, CHUNK=128, **options)
+        given = (known, x, weight, bias, None if dlink is None else skip, statistics)
+        dx, sums = norm_gradient(du, dlink, dresidual, *given, of_x=ctx.needs_input_grad[0])
         dbias = None if bias is None else sums[0].to(bias.dtype)
         return dx, None if weight is None else sums[1].to(weight.dtype), dbias, *[None] * 7
-
-
-def _plan(x: Tensor) -> tuple[int, int, int, Tensor, dict]:
-    """Rows, tiles of rows, blocks of columns, memory for one row of sums a program, and the options of the kernels."""
-    H = x.shape[-1]
-    tokens, columns = x.numel() // H, min(next_power_of_2(H), 128)
-    # Measured on an H200.
-    launch = Launch(ROWS=4096 // columns, COLS=columns, num_warps=8, programs=128)
-    if H > _NARROW:
-        launch = Launch(ROWS=2048 // columns, COLS=columns, num_warps=4, programs=132)
-    tiles = cdiv(tokens, launch.ROWS)
-    partial = torch.empty(launch.workers(tiles), 2, H, dtype=torch.float32, device=x.device)
-    return tokens, tiles, cdiv(H, columns), partial, launch.options(H=H)
 
 
 _VALUES = 4096  # numbers in a tile
@@ -444,9 +526,9 @@ class RMSNormRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
         dense = x.contiguous()
-        out = torch.empty_like(dense)
-        rows, width, tile = _sizes(dense)
-        _normalise[(-(-rows // tile["ROWS"]),)](dense, weight, out, rows, width, eps, **tile)
+        out, width = torch.empty_like(dense), dense.shape[-1]
+        plan = _row_plan(dense.numel() // width, width, eps, kinds_of(dense, weight), dense.device)
+        plan.forward(dense, weight, out)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(dense, weight)
         ctx.eps = eps
@@ -458,17 +540,29 @@ class RMSNormRows(torch.autograd.Function):
         if dout is None:
             return beside, None, None
         x, weight = ctx.saved_tensors
-        dx = torch.empty_like(x)
-        rows, width, tile = _sizes(x)
-        programs = min(_PROGRAMS, -(-rows // tile["ROWS"]))
-        sums = None if weight is None else torch.empty(programs, width, dtype=torch.float32, device=x.device)
-        beside = None if beside is None else beside.contiguous()
-        _normalise_back[(programs,)](x, weight, dout.contiguous(), beside, dx, sums, rows, width, ctx.eps, **tile)
+        dx, width = torch.empty_like(x), x.shape[-1]
+        dout, beside = dout.contiguous(), None if beside is None else beside.contiguous()
+        plan = _row_plan(x.numel() // width, width, ctx.eps, kinds_of(x, weight), x.device)
+        sums = None if weight is None else torch.empty(plan.programs, width, dtype=torch.float32, device=x.device)
+        (plan.backward if beside is None else plan.backward_beside)(x, weight, dout, beside, dx, sums)
         return dx, None if sums is None else column_sums(sums).to(weight.dtype), None
 
 
-def _sizes(x: Tensor) -> tuple[int, int, dict[str, int]]:
-    """The rows, their width, and the tile of a program."""
-    width = x.shape[-1]
+class _RowPlan(NamedTuple):
+    """The kernels of RMS norm; there are two for the gradient, without and with another one to add."""
+
+    programs: int
+    forward: Planned
+    backward: Planned
+    backward_beside: Planned
+
+
+@plan_of
+def _row_plan(rows: int, width: int, eps: float, kinds: tuple[Any, ...], device: torch.device) -> _RowPlan:
     COLS = next_power_of_2(width)
-    return x.numel() // width, width, {"ROWS": max(1, _VALUES // COLS), "COLS": COLS, "num_warps": 4}
+    tile = {"ROWS": max(1, _VALUES // COLS), "COLS": COLS, "num_warps": 4}
+    tiles = cdiv(rows, tile["ROWS"])
+    programs = min(_PROGRAMS, tiles)
+    forward = Planned(_normalise, (tiles,), rows, width, eps, **tile)
+    back = (Planned(_normalise_back, (programs,), rows, width, eps, **tile) for _ in range(2))
+    return _RowPlan(programs, forward, *back)

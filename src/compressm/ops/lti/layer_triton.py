@@ -7,7 +7,7 @@ matrix products give y from h and ∂L/∂u from g. `ChunkedLayer` (many states)
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from compressm.ops.dispatch import once_differentiable
-from compressm.ops.launching_triton import launched
+from compressm.ops.launching_triton import Planned, kinds_of, launched, plan_of
 from compressm.ops.lti.scan_triton import Walk, _carried, _next_span, _poles, _power, _powers, _rows, _times
 from compressm.ops.memory import cdiv
 from compressm.ops.sums_triton import column_sums
@@ -61,7 +61,7 @@ def _driven(values, w_re, w_im, l_re, l_im, k: tl.constexpr, CHANNELS: tl.conste
 
 @launched
 @triton.jit(do_not_specialize=["by_pair", "by_mode", "by_channel", "length", "n", "segment"])
-def _ends(source, matrix, by_pair, by_mode, by_channel, table, ends, length, n, segment, SIGN: tl.constexpr,
+def _ends(source, matrix, table, ends, by_pair, by_mode, by_channel, length, n, segment, SIGN: tl.constexpr,
           CHANNELS: tl.constexpr, MODES: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr):  # fmt: skip
     """The state at the end of each whole segment, started from zero. SIGN −1 walks from the end, with conjugates."""
     batch, batches = tl.program_id(2).to(tl.int64), tl.num_programs(2)
@@ -181,16 +181,16 @@ def _backward(u, dy, C, h, table, state, ends, g, parts, dstate, length, n, segm
                 sum_im += g_re * b_im - g_im * b_re
             at -= ROWS
         c_re, c_im = _next_span(c_re, c_im, l_re, l_im, s_re, s_im)
-    if stop == length:
-        at_state = batch * 2 * n + mode
-        if HAS_STATE:
+    if HAS_STATE:
+        if stop == length:
+            at_state = batch * 2 * n + mode
             z_re = tl.load(state + at_state, mask=inside, other=0.0).to(tl.float32)
             z_im = tl.load(state + at_state + n, mask=inside, other=0.0).to(tl.float32)
             sum_re += r_re * z_re + r_im * z_im
             sum_im += r_re * z_im - r_im * z_re
-        r_re, r_im = _times(o_re, o_im, r_re, r_im)
-        tl.store(dstate + at_state, r_re, mask=inside)
-        tl.store(dstate + at_state + n, r_im, mask=inside)
+            r_re, r_im = _times(o_re, o_im, r_re, r_im)
+            tl.store(dstate + at_state, r_re, mask=inside)
+            tl.store(dstate + at_state + n, r_im, mask=inside)
     # log λ as (2, n), B as (2, n, p), C as (q, 2, n), one after the other.
     to = parts + (tl.program_id(1).to(tl.int64) * batches + batch) * (2 * n * (1 + P + Q))
     tl.store(to + mode, o_re * sum_re + o_im * sum_im, mask=inside)
@@ -227,50 +227,84 @@ class NarrowLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, u: Tensor, logs: Tensor, B: Tensor, C: Tensor, state: Tensor | None) -> Tensor:
         u, B, C = u.contiguous(), B.contiguous(), C.transpose(0, 1).contiguous()
-        (batch, length, p), n = u.shape, B.shape[1]
-        segments, segment = _segments(batch, length, n)
-        table = torch.empty(3, 2, n, dtype=torch.float64, device=u.device)
-        _powers[(cdiv(n, 32), 3)](logs.contiguous(), table, n, segment, STRIDE=1, SPAN=_SPAN, MODES=32,
-                                         num_warps=1)  # fmt: skip
-        ends = B.new_empty(max(1, segments - 1), batch, 2, n)
-        h = B.new_empty(batch * length, 2 * n)
-        sizes, blocks = (length, n, segment), cdiv(n, _NARROW_MODES)
-        if segments > 1:
-            _ends[(blocks, segments - 1, batch)](u, B, n * p, p, 1, table, ends, *sizes, SIGN=1, CHANNELS=p, **_SIZES)
+        (batch, length, _), n, q, device = u.shape, B.shape[1], len(C), u.device
+        plan = _narrow_plan(u.shape, n, q, kinds_of(u, logs, state), _precision(), device)
+        table = torch.empty(3, 2, n, dtype=torch.float64, device=device)
+        plan.powers(logs.contiguous(), table)
+        ends = torch.empty(plan.ends, dtype=torch.float32, device=device)
+        h = torch.empty(batch * length, 2 * n, dtype=torch.float32, device=device)
+        if plan.segments > 1:
+            plan.ends_forward(u, B, table, ends)
         state = None if state is None else state.contiguous()
-        _forward[(blocks, segments, batch)](u, B, table, h if state is None else state, ends, h, *sizes,
-                                            HAS_STATE=state is not None, P=p, **_SIZES)  # fmt: skip
+        plan.forward(u, B, table, h if state is None else state, ends, h)
         ctx.save_for_backward(u, B, C, h, table, state)
-        ctx.walk = (segments, segment, logs.dtype)
-        return _multiplied(h, C.flatten(1).mT, u.new_empty(batch, length, C.shape[0]))
+        ctx.plan, ctx.log_dtype = plan, logs.dtype
+        y = torch.empty(batch, length, q, dtype=u.dtype, device=device)
+        plan.readout(h, C, y)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         u, B, C, h, table, state = ctx.saved_tensors
-        dy, (segments, segment, log_dtype) = grads[0].contiguous(), ctx.walk
-        (batch, length, p), (q, _, n) = u.shape, C.shape
-        ends, g = B.new_empty(max(1, segments - 1), batch, 2, n), torch.empty_like(h)
-        parts, dstate = B.new_empty(segments * batch, 2 * n * (1 + p + q)), B.new_empty(batch, 2, n)
-        sizes, blocks = (length, n, segment), cdiv(n, _NARROW_MODES)
-        if segments > 1:
-            _ends[(blocks, segments - 1, batch)](dy, C, n, 1, 2 * n, table, ends, *sizes, SIGN=-1, CHANNELS=q, **_SIZES)
-        given = (u, dy, C, h, table, dstate if state is None else state, ends)
-        _backward[(blocks, segments, batch)](*given, g, parts, dstate, *sizes, HAS_STATE=state is not None,
-                                             P=p, Q=q, **_SIZES)  # fmt: skip
-        du = _multiplied(g, B.flatten(0, 1), torch.empty_like(u))
-        dlogs, dB, dC = column_sums(parts).split([2 * n, 2 * n * p, 2 * n * q])
-        dlogs, dB, dC = dlogs.view(2, n).to(log_dtype), dB.view(2, n, p), dC.view(q, 2, n).transpose(0, 1)
-        return du, dlogs, dB, dC, None if state is None else dstate.to(state.dtype)
+        dy, plan, device = grads[0].contiguous(), ctx.plan, u.device
+        p, (q, _, n) = u.shape[2], C.shape
+        ends, g = torch.empty(plan.ends, dtype=torch.float32, device=device), torch.empty_like(h)
+        parts = torch.empty(plan.rows, 2 * n * (1 + p + q), dtype=torch.float32, device=device)
+        dstate = None if state is None else torch.empty_like(state, dtype=torch.float32)
+        if plan.segments > 1:
+            plan.ends_backward(dy, C, table, ends)
+        plan.backward(u, dy, C, h, table, ends if state is None else state, ends, g, parts, dstate)
+        du = torch.empty_like(u)
+        plan.drive(g, B, du)
+        dlogs, dB, dC = column_sums(parts).split_with_sizes([2 * n, 2 * n * p, 2 * n * q])
+        dlogs, dB, dC = dlogs.view(2, n).to(ctx.log_dtype), dB.view(2, n, p), dC.view(q, 2, n).transpose(0, 1)
+        return du, dlogs, dB, dC, None if state is None or dstate is None else dstate.to(state.dtype)
 
 
-def _multiplied(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-    """Fill `out` with a @ b, as exact as torch's matmul precision asks."""
-    rows, depth = a.shape
-    precision = "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-    _product[(cdiv(rows, 64),)](a, b, out, rows, depth, b.stride(0), b.stride(1), COLUMNS=b.shape[1],
-                                       WIDE=16, ROWS=64, DEPTH=32, PRECISION=precision)  # fmt: skip
-    return out
+class _NarrowPlan(NamedTuple):
+    """The segments of a walk and the kernels of both passes."""
+
+    segments: int
+    rows: int
+    ends: tuple[int, ...]
+    powers: Planned
+    ends_forward: Planned
+    forward: Planned
+    readout: Planned
+    ends_backward: Planned
+    backward: Planned
+    drive: Planned
+
+
+@plan_of
+def _narrow_plan(
+    shape: tuple[int, ...], n: int, q: int, kinds: tuple[Any, ...], precision: str, device: torch.device
+) -> _NarrowPlan:
+    """Plan both passes; `kinds` are the dtypes of u, log λ and state."""
+    batch, length, p = shape
+    segments, segment = _segments(batch, length, n)
+    sizes, blocks, has_state = (length, n, segment), cdiv(n, _NARROW_MODES), kinds[2] is not None
+    powers = Planned(_powers, (cdiv(n, 32), 3), n, segment, STRIDE=1, SPAN=_SPAN, MODES=32, num_warps=1)
+    ends = (blocks, segments - 1, batch)
+    walk = (blocks, segments, batch)
+    forward = Planned(_ends, ends, n * p, p, 1, *sizes, SIGN=1, CHANNELS=p, **_SIZES)
+    back = Planned(_ends, ends, n, 1, 2 * n, *sizes, SIGN=-1, CHANNELS=q, **_SIZES)
+    product = {"WIDE": 16, "ROWS": 64, "DEPTH": 32, "PRECISION": precision}
+    rows = batch * length
+    # y = h Cᵀ for C as (q, 2n), ∂L/∂u = g B for B as (2n, p).
+    readout = Planned(_product, (cdiv(rows, 64),), rows, 2 * n, 1, 2 * n, COLUMNS=q, **product)
+    drive = Planned(_product, (cdiv(rows, 64),), rows, 2 * n, p, 1, COLUMNS=p, **product)
+    return _NarrowPlan(
+        *(segments, segments * batch, (max(1, segments - 1), batch, 2, n), powers),
+        *(forward, Planned(_forward, walk, *sizes, HAS_STATE=has_state, P=p, **_SIZES), readout),
+        *(back, Planned(_backward, walk, *sizes, HAS_STATE=has_state, P=p, Q=q, **_SIZES), drive),
+    )
+
+
+def _precision() -> str:
+    """Products are as exact as torch's matmul precision asks."""
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 _SIZES: dict[str, Any] = {"MODES": _NARROW_MODES, "ROWS": _ROWS, "SPAN": _SPAN, "num_warps": _NARROW_MODES // 32}
@@ -396,43 +430,67 @@ class ChunkedLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, u: Tensor, logs: Tensor, B: Tensor, C: Tensor, state: Tensor | None) -> Tensor:
         logs, B, C = logs.float().contiguous(), B.contiguous(), C.transpose(0, 1).contiguous()
-        (batch, length, p), (q, _, n), T = u.shape, C.shape, STEPS
-        sizes = {"T": T, "P": p, "Q": q}
-        collect, collect_t, own = B.new_empty(2 * n, T * p), B.new_empty(T * p, 2 * n), B.new_empty(T * q, T * p)
-        emit, emit_t = B.new_empty((T + 1) * q, 2 * n), B.new_empty(2 * n, T * q)
-        tables = (collect, collect_t, emit, emit_t)
-        _tables[(cdiv(n, 32), T + 1)](logs, B, C, *tables, n, MODES=32, num_warps=1, **sizes)
-        _toeplitz[(cdiv(own.numel(), _BLOCK),)](emit[:q] @ collect_t.mT, own, BLOCK=_BLOCK, **sizes)
+        (batch, length, p), (q, _, n), T, device = u.shape, C.shape, STEPS, u.device
+        plan = _chunked_plan(n, p, q, device)
+        # Both tables, each also transposed.
+        shapes = ((2 * n, T * p), (T * p, 2 * n), ((T + 1) * q, 2 * n), (2 * n, T * q), (T * q, T * p))
+        *tables, own = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
+        collect, collect_t, emit, _ = tables
+        plan.tables(logs, B, C, *tables)
+        plan.toeplitz(emit[:q] @ collect_t.mT, own)
         blocks = _in_chunks(u)
-        ends = (blocks @ collect.mT).reshape(batch, -1, 2, n)
+        ends = (blocks @ collect.mT).view(batch, -1, 2, n)
         walk = Walk(ends, logs, exclusive=True, stride=T)
         state = None if state is None else state.contiguous()
         before = walk.forward(ends, state, keep_last=False)[0]
         y = (blocks @ own.mT).addmm_(before.view(-1, 2 * n), emit[q:].mT)
         ctx.save_for_backward(blocks, logs, B, C, *tables, own, before, state)
-        ctx.walk, ctx.sizes, ctx.length = walk, sizes, length
-        return y.view(batch, -1, q)[:, :length]
+        ctx.walk, ctx.plan, ctx.length = walk, plan, length
+        y = y.view(batch, -1, q)
+        return y if y.shape[1] == length else y[:, :length]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         blocks, logs, B, C, collect, collect_t, emit, emit_t, own, before, state = ctx.saved_tensors
-        (_, n, p), q, sizes = B.shape, C.shape[0], ctx.sizes
+        (_, n, p), q, plan, device = B.shape, C.shape[0], ctx.plan, B.device
         dy = _in_chunks(grads[0])
         dends, dcarry, dstate, _ = ctx.walk.backward((dy @ emit_t.mT).view_as(before), before, state, None)
         dends = dends.view(-1, 2 * n)
         du = (dy @ own).addmm_(dends, collect_t.mT)
-        dkernel = B.new_empty(q, STEPS * p)
-        _lags[(cdiv(dkernel.numel(), _BLOCK),)](dy.mT @ blocks, dkernel, BLOCK=_BLOCK, **sizes)
+        dkernel = torch.empty(q, STEPS * p, dtype=torch.float32, device=device)
+        plan.lags(dy.mT @ blocks, dkernel)
         dcollect, demit = (dends.mT @ blocks).addmm_(emit[:q].mT, dkernel), torch.empty_like(emit)
         torch.mm(dkernel, collect.mT, out=demit[:q])
         torch.mm(dy.mT, before.view(-1, 2 * n), out=demit[q:])
-        parts, dB, dC = B.new_empty(p + q, 2, n), torch.empty_like(B), torch.empty_like(C)
-        _tables_backward[(cdiv(n, _TABLE_MODES), p + q)](logs, B, C, dcollect, demit, parts, dB, dC, n,
-                                                          POWERS=2 * STEPS, MODES=_TABLE_MODES, **sizes)  # fmt: skip
-        dlogs = column_sums(parts.flatten(1)).view(2, n).add_(dcarry, alpha=STEPS)
-        du = du.view(before.shape[0], -1, p)[:, : ctx.length]
+        parts = torch.empty(p + q, 2 * n, dtype=torch.float32, device=device)
+        dB, dC = torch.empty_like(B), torch.empty_like(C)
+        plan.tables_backward(logs, B, C, dcollect, demit, parts, dB, dC)
+        dlogs = column_sums(parts).view(2, n).add_(dcarry, alpha=STEPS)
+        du = du.view(before.shape[0], -1, p)
+        du = du if du.shape[1] == ctx.length else du[:, : ctx.length]
         return du, dlogs, dB, dC.transpose(0, 1), None if state is None else dstate.to(state.dtype)
+
+
+class _ChunkedPlan(NamedTuple):
+    """The kernels around the products of both passes."""
+
+    tables: Planned
+    toeplitz: Planned
+    lags: Planned
+    tables_backward: Planned
+
+
+@plan_of
+def _chunked_plan(n: int, p: int, q: int, device: torch.device) -> _ChunkedPlan:
+    T = STEPS
+    sizes = {"T": T, "P": p, "Q": q}
+    return _ChunkedPlan(
+        Planned(_tables, (cdiv(n, 32), T + 1), n, MODES=32, num_warps=1, **sizes),
+        Planned(_toeplitz, (cdiv(T * q * T * p, _BLOCK),), BLOCK=_BLOCK, **sizes),
+        Planned(_lags, (cdiv(q * T * p, _BLOCK),), BLOCK=_BLOCK, **sizes),
+        Planned(_tables_backward, (cdiv(n, _TABLE_MODES), p + q), n, POWERS=2 * T, MODES=_TABLE_MODES, **sizes),
+    )
 
 
 def _in_chunks(sequence: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compressm.ops.dispatch import once_differentiable
-from compressm.ops.launching_triton import launched
+from compressm.ops.launching_triton import Planned, kinds_of, launched, plan_of
 from compressm.ops.memory import cdiv
 
 _MODES, _CHANNELS = 16, 64
@@ -87,6 +87,61 @@ def _backward(nu, theta, gamma, b_re, b_im, dlogs, dB, dC, dnu, dtheta, dgamma, 
             tl.store(dc_im + to, tl.load(dC + at + m, mask=live, other=0.0).to(tl.float32), mask=live)
 
 
+def system_of(parameters: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Poles (2, m), B (2m, p) and C (q, 2m), for dense parameters in float32."""
+    (n, p), q, device = parameters[3].shape, parameters[5].shape[0], parameters[0].device
+    plan = _plan(n, p, q, dtype, kinds_of(parameters[0]), device)
+    logs = torch.empty(2, plan.m, device=device)
+    B, C = (
+        torch.empty(2 * plan.m, p, device=device, dtype=dtype),
+        torch.empty(q, 2 * plan.m, device=device, dtype=dtype),
+    )
+    plan.forward(*parameters, logs, B, C)
+    return logs, B, C
+
+
+def system_gradient(
+    parameters: tuple[Tensor, ...], q: int, dlogs: Tensor, dB: Tensor, dC: Tensor
+) -> tuple[Tensor, ...]:
+    """The gradients of all seven parameters, in one piece of memory; the first five are given.
+
+    Those that arrive are dense, in the shapes that `system_of` gives.
+    """
+    (n, p), device = parameters[3].shape, dlogs.device
+    plan = _plan(n, p, q, torch.float32, kinds_of(dlogs, dB, dC), device)
+    # Every part begins at a multiple of 16 bytes.
+    parts = torch.empty(plan.size, dtype=torch.float32, device=device).split_with_sizes(plan.parts)
+    found = [part[:n] if plan.padded[0] else part for part in parts[:3]]
+    matrices = [part[: n * p] if plan.padded[1] else part for part in parts[3:5]]
+    found += [part.view(n, p) for part in matrices]
+    matrices = [part[: n * q] if plan.padded[2] else part for part in parts[5:]]
+    found += [part.view(q, n) for part in matrices]
+    plan.backward(*parameters, dlogs, dB, dC, *found)
+    return tuple(found)
+
+
+class _Plan(NamedTuple):
+    """The kernels of both passes, the padded order, and the memory of the gradients."""
+
+    forward: Planned
+    backward: Planned
+    m: int
+    size: int
+    parts: list[int]
+    padded: list[bool]
+
+
+@plan_of
+def _plan(n: int, p: int, q: int, dtype: torch.dtype, kinds: tuple[Any, ...], device: torch.device) -> _Plan:
+    m, readers = -(-n // 8) * 8, cdiv(q, _MODES)
+    given = ((cdiv(m, _MODES) + readers,), n, m, p, q, readers)
+    forward, backward = (Planned(kernel, *given, MODES=_MODES, CHANNELS=_CHANNELS) for kernel in (_forward, _backward))
+    sizes = (n, n * p, n * q)
+    vector, drive, readout = (-(-size // 4) * 4 for size in sizes)
+    parts = [vector] * 3 + [drive] * 2 + [readout] * 2
+    return _Plan(forward, backward, m, sum(parts), parts, [size % 4 > 0 for size in sizes])
+
+
 class LRUSystem(torch.autograd.Function):
     """The system of a linear recurrent unit; C lies in memory as (q, 2, m), so that [h_re, h_im] needs no copy."""
 
@@ -94,29 +149,13 @@ class LRUSystem(torch.autograd.Function):
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
         *parameters, dtype = given
         parameters = [tensor.contiguous() for tensor in parameters]
-        (n, p), q = parameters[3].shape, parameters[5].shape[0]
-        m = -(-n // 8) * 8
-        device = parameters[0].device
-        logs = torch.empty(2, m, device=device)
-        B, C = torch.empty(2, m, p, device=device, dtype=dtype), torch.empty(q, 2, m, device=device, dtype=dtype)
-        grid, readers = _grid(m, q)
-        _forward[grid](*parameters, logs, B, C, n, m, p, q, readers, MODES=_MODES, CHANNELS=_CHANNELS)
+        logs, B, C = system_of(parameters, dtype)
         ctx.save_for_backward(*parameters[:5])
-        ctx.sizes = (n, m, p, q)
-        return logs, B, C.transpose(0, 1)
+        ctx.q = len(C)
+        return logs, B.view(2, -1, B.shape[1]), C.view(len(C), 2, -1).transpose(0, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved, (n, m, p, q) = ctx.saved_tensors, ctx.sizes
         arriving = (grads[0].contiguous(), grads[1].contiguous(), grads[2].transpose(0, 1).contiguous())
-        vectors = [torch.empty(n, device=saved[0].device) for _ in range(3)]
-        matrices = [saved[0].new_empty(shape) for shape in ((n, p), (n, p), (q, n), (q, n))]
-        grid, readers = _grid(m, q)
-        _backward[grid](*saved, *arriving, *vectors, *matrices, n, m, p, q, readers, MODES=_MODES, CHANNELS=_CHANNELS)
-        return (*vectors, *matrices, None)
-
-
-def _grid(m: int, q: int) -> tuple[tuple[int], int]:
-    readers = cdiv(q, _MODES)
-    return (cdiv(m, _MODES) + readers,), readers
+        return *system_gradient(ctx.saved_tensors, ctx.q, *arriving), None

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from compressm.ops.block.norm import Link
 from compressm.ops.dispatch import once_differentiable
-from compressm.ops.launching_triton import launched
+from compressm.ops.launching_triton import Planned, kinds_of, launched, plan_of
 from compressm.ops.memory import cdiv, product_in
 from compressm.ops.sums_triton import column_sums
 
@@ -318,50 +318,99 @@ class Walk:
     """
 
     def __init__(self, x: Tensor, logs: Tensor, *, flip: int = 1, exclusive: bool = False, stride: int = 1) -> None:
-        self.batch, self.length, _, self.n = x.shape
-        self.segments, self.segment = _segments(self.batch, self.length, self.n)
-        self.options = {"FLIP": flip, "EXCLUSIVE": exclusive}
-        self.table = torch.empty(3, 2, self.n, dtype=torch.float64, device=x.device)
-        sizes = {"STRIDE": stride, "SPAN": _SPAN, "MODES": 32, "num_warps": 1}
-        _powers[(cdiv(self.n, 32), 3)](logs, self.table, self.n, self.segment, **sizes)
+        self.plan = _walk_plan(x.shape, x.dtype, logs.dtype, flip, exclusive, stride, x.device)
+        self.table = torch.empty(3, 2, self.plan.n, dtype=torch.float64, device=x.device)
+        self.plan.powers(logs, self.table)
 
     def forward(self, x: Tensor, state: Tensor | None, *, keep_last: bool) -> tuple[Tensor, Tensor | None]:
         """Return every h, and with `keep_last` the last one."""
-        h, last = torch.empty_like(x), x.new_empty(self.batch, 2, self.n, dtype=torch.float32)
-        ends = self._ends(x, sign=1, flip=1)
-        given = (x, self.table, last if state is None else state, ends, h, last, *self._sizes())
-        grid, sizes = self._plan(_FORWARD, self.segments)
-        _forward[grid](*given, HAS_STATE=state is not None, KEEP_LAST=keep_last, **self.options, **sizes)
-        return h, last if keep_last else None
+        plan = self.plan
+        h, ends = torch.empty_like(x), torch.empty(plan.ends, dtype=torch.float32, device=x.device)
+        if plan.segments > 1:
+            plan.end(x, self.table, ends, 1)
+        last = torch.empty(plan.state, dtype=torch.float32, device=x.device) if keep_last else None
+        walk = plan.forward(None if state is None else state.dtype, keep_last)
+        walk(x, self.table, ends if state is None else state, ends, h, ends if last is None else last)
+        return h, last
 
     def backward(
         self, dh: Tensor, h: Tensor, state: Tensor | None, dlast: Tensor | None, *, summed: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Return ∂L/∂x, ∂L/∂log λ (2, n), ∂L/∂state, and if `summed` Σ ∂L/∂x over batch and time (2, n)."""
-        ends = self._ends(dh, sign=-1, flip=self.options["FLIP"], last=dlast)
-        dx, dlog = torch.empty_like(h), ends.new_empty(self.segments * self.batch, (4 if summed else 2) * self.n)
-        dstate = ends.new_empty(self.batch, 2, self.n)
-        given = (dh, h, self.table, *(dstate if tensor is None else tensor for tensor in (state, dlast)), ends)
-        grid, sizes = self._plan(_BACKWARD, self.segments)
-        _backward[grid](*given, dx, dlog, dstate, *self._sizes(), HAS_STATE=state is not None,
-                        HAS_LAST=dlast is not None, SUMMED=summed, **self.options, **sizes)  # fmt: skip
-        sums = column_sums(dlog).view(-1, self.n)
-        return dx, sums[:2], dstate, sums[2:] if summed else None
+        plan, device = self.plan, h.device
+        ends = torch.empty(plan.ends, dtype=torch.float32, device=device)
+        if plan.segments > 1:
+            plan.end(dh, self.table, ends, -1, dlast)
+        dx = torch.empty_like(h)
+        dlog = torch.empty(plan.rows, (4 if summed else 2) * plan.n, dtype=torch.float32, device=device)
+        dstate = None if state is None else torch.empty(plan.state, dtype=torch.float32, device=device)
+        kinds = kinds_of(state, dlast)
+        walk = plan.backward(kinds[0], kinds[1], summed)
+        first, last, from_start = (ends if tensor is None else tensor for tensor in (state, dlast, dstate))
+        walk(dh, h, self.table, first, last, ends, dx, dlog, from_start)
+        sums = column_sums(dlog).view(-1, plan.n)
+        return (dx, sums[:2], dstate, sums[2:]) if summed else (dx, sums, dstate, None)
 
-    def _ends(self, x: Tensor, *, sign: int, flip: int, last: Tensor | None = None) -> Tensor:
-        ends = x.new_empty(max(1, self.segments - 1), self.batch, 2, self.n, dtype=torch.float32)
-        if self.segments > 1:
-            given = (x, self.table, ends if last is None else last, ends, *self._sizes())
-            grid, sizes = self._plan(_ENDS, self.segments - 1)
-            _ends[grid](*given, SIGN=sign, FLIP=flip, HAS_LAST=last is not None, **sizes)
-        return ends
 
-    def _plan(self, launches: dict[bool, ScanLaunch], segments: int) -> tuple[tuple[int, int, int], dict[str, int]]:
+class _WalkPlan:
+    """The segments of a recurrence and the kernels that walk through them, for one shape, dtype and device.
+
+    Kernels ignore a state that they are not given: any memory stands in for it.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        log_dtype: torch.dtype,
+        flip: int,
+        exclusive: bool,
+        stride: int,
+        device: torch.device,
+    ) -> None:
+        batch, length, _, self.n = shape
+        self.segments, segment = _segments(batch, length, self.n)
+        self.rows, self.batch, self.flip = self.segments * batch, batch, flip
+        self.ends, self.state = (max(1, self.segments - 1), batch, 2, self.n), (batch, 2, self.n)
+        self.sizes, self.options = (length, self.n, segment), {"FLIP": flip, "EXCLUSIVE": exclusive}
+        powers = {"STRIDE": stride, "SPAN": _SPAN, "MODES": 32, "num_warps": 1}
+        self.powers = Planned(_powers, (cdiv(self.n, 32), 3), self.n, segment, **powers)
+        self._walks: dict[object, Planned] = {}
+
+    def end(self, x: Tensor, table: Tensor, ends: Tensor, sign: int, last: Tensor | None = None) -> None:
+        """Write the states at the ends of segments."""
+        kind = None if last is None else last.dtype
+        walk = self._walks.get((sign, kind))
+        if walk is None:
+            flags = {"SIGN": sign, "FLIP": 1 if sign == 1 else self.flip, "HAS_LAST": last is not None}
+            walk = self._walks[sign, kind] = self._planned(_ends, _ENDS, self.segments - 1, flags)
+        walk(x, table, ends if last is None else last, ends)
+
+    def forward(self, state: torch.dtype | None, keep_last: bool) -> Planned:
+        """The forward walk, for a state of this dtype or none."""
+        walk = self._walks.get((state, keep_last))
+        if walk is None:
+            flags = {"HAS_STATE": state is not None, "KEEP_LAST": keep_last}
+            walk = self._planned(_forward, _FORWARD, self.segments, flags | self.options)
+            self._walks[state, keep_last] = walk
+        return walk
+
+    def backward(self, state: torch.dtype | None, last: torch.dtype | None, summed: bool) -> Planned:
+        """The walk back."""
+        walk = self._walks.get((state, last, summed))
+        if walk is None:
+            flags = {"HAS_STATE": state is not None, "HAS_LAST": last is not None, "SUMMED": summed}
+            walk = self._planned(_backward, _BACKWARD, self.segments, flags | self.options)
+            self._walks[state, last, summed] = walk
+        return walk
+
+    def _planned(self, kernel: Any, launches: dict[bool, ScanLaunch], segments: int, flags: dict[str, Any]) -> Planned:
         launch = launches[self.n <= _FEW]
-        return (cdiv(self.n, launch.MODES), segments, self.batch), {**launch._asdict(), "SPAN": _SPAN}
+        grid = (cdiv(self.n, launch.MODES), segments, self.batch)
+        return Planned(kernel, grid, *self.sizes, **flags, **launch._asdict(), SPAN=_SPAN)
 
-    def _sizes(self) -> tuple[int, int, int]:
-        return self.length, self.n, self.segment
+
+_walk_plan = plan_of(_WalkPlan)
 
 
 def _segments(batch: int, length: int, n: int) -> tuple[int, int]:
@@ -414,6 +463,23 @@ def _totals(B, dB, sums, totals, out, rows, width, ROWS: tl.constexpr, COLS: tl.
     tl.store(totals + width + col, tl.sum(along, 0), mask=col < width)
 
 
+def drive_gradient(g: Tensor, sums: Tensor, rows: Tensor, flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """From the gradient g (tokens, 2n) of x = u Bᵀ and its sums: those of u, of B in its dtype, and Σ over steps.
+
+    `flat` is B as (2n, p); the last are Σ ∂L/∂u and Σ ∂L/∂u ⊙ u, (2, p).
+    """
+    du, dB = g @ flat, product_in(torch.float32, g.mT, rows)
+    totals = torch.empty(2, flat.shape[1], dtype=torch.float32, device=g.device)
+    narrow = None if flat.dtype == torch.float32 else torch.empty_like(flat)
+    _totals_plan(len(flat), flat.shape[1], flat.dtype, g.device)(flat, dB, sums, totals, narrow)
+    return du, dB if narrow is None else narrow, totals
+
+
+@plan_of
+def _totals_plan(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Planned:
+    return Planned(_totals, (cdiv(width, 16),), rows, width, ROWS=64, COLS=16, num_warps=4)
+
+
 def driven_recurrence(
     drive: Link, log_poles: Tensor, B: Tensor, state: Tensor | None, *, conjugate: bool, keep_last: bool = True
 ) -> tuple[Tensor, Tensor | None]:
@@ -457,12 +523,8 @@ class DrivenRecurrence(torch.autograd.Function):
         dh = torch.zeros_like(h) if grads[0] is None else grads[0].contiguous()
         dlast = None if grads[1] is None else grads[1].contiguous()
         dx, dlog, dstate, sums = ctx.walk.backward(dh, h, state, dlast, summed=True)
-        flat, g = B.flatten(0, 1), dx.flatten(0, 1).flatten(1)
-        du, dB = (g @ flat).view(*h.shape[:2], -1), product_in(torch.float32, g.mT, rows)
-        totals = torch.empty(2, flat.shape[1], dtype=torch.float32, device=g.device)
-        grid, narrow = (cdiv(flat.shape[1], 16),), None if B.dtype == torch.float32 else torch.empty_like(B)
-        _totals[grid](flat, dB, sums, totals, narrow, *flat.shape, ROWS=64, COLS=16, num_warps=4)
-        dB = dB.view_as(B) if narrow is None else narrow
+        du, dB, totals = drive_gradient(dx.view(len(rows), -1), sums, rows, B.view(-1, B.shape[2]))
+        du, dB = du.view(*h.shape[:2], -1), dB.view_as(B)
         u_dtype, log_dtype = ctx.dtypes
         dstate = None if state is None else dstate.to(state.dtype)
         return None, du.to(u_dtype), totals, dlog.to(log_dtype), dB, dstate, None, None
