@@ -19,6 +19,7 @@ SPAN = 4
 @pytest.fixture
 def sized(monkeypatch):
     """Short spans; with `segments` time is cut, with `most` states are taken so many at a time."""
+    from compressm.ops.launching_triton import forget_plans
     from compressm.ops.selective import gpu as programs
 
     monkeypatch.setattr("compressm.ops.dispatch._DEVICES", (DEVICE.type,))
@@ -29,6 +30,7 @@ def sized(monkeypatch):
         for name, value in changed.items():
             held = getattr(programs, name)
             monkeypatch.setattr(programs, name, dict.fromkeys(held, value) if isinstance(held, dict) else value)
+        forget_plans()
 
     size()
     return size
@@ -96,9 +98,9 @@ def test_segments_and_blocks_are_what_is_tested(sized):
 
     sized(segments=True, most=4)
     shape = programs.ScanSizes(1, 35, 3, 9, own=False, complex=False)
-    assert len(programs.blocks_of(shape, None)) == 3
+    assert len(programs.blocks_of(shape, False)) == 3
     sized(few=8)
-    assert len(programs.blocks_of(shape, None)) == 2
+    assert len(programs.blocks_of(shape, False)) == 2
     sized(segments=True, most=4)
     assert all(programs.ProgramTile.of(shape, 4, back=back).segments > 1 for back in (False, True))
 

@@ -53,9 +53,16 @@ def rows_of(gradient: Tensor) -> tuple[Tensor, int]:
 
 def rows(x: Tensor) -> tuple[Tensor, int]:
     """x (batch, length, …) and the distance of its steps; a copy unless rows are dense, as in half of a projection."""
-    dense = torch.empty(x.shape[2:], device="meta").stride()
-    if x.stride()[2:] != dense or (x.shape[0] > 1 and x.stride(0) != x.shape[1] * x.stride(1)):
-        x = x.contiguous()
+    batch, length, *last = x.shape
+    by_batch, by_step, *strides = x.stride()
+    size = 1
+    is_dense = batch == 1 or by_batch == length * by_step
+    for count, stride in zip(reversed(last), reversed(strides), strict=True):
+        is_dense = is_dense and (count == 1 or stride == size)
+        size *= count
+    if is_dense:
+        return x, by_step
+    x = x.contiguous()
     return x, x.stride(1)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compressm.ops.dispatch import once_differentiable
-from compressm.ops.launching_triton import launched
+from compressm.ops.launching_triton import Planned, kinds_of, launched, plan_of
 from compressm.ops.memory import rows
 from compressm.ops.sums_triton import column_sums
 
@@ -93,7 +93,7 @@ def _convolve(
 @launched
 @triton.jit
 def _convolve_back(
-    v, weight, bias, dout, dv, sums, length, channels, v_row,
+    v, weight, bias, dout, dv, sums, length, channels, v_row, dv_row,
     K: tl.constexpr, SPAN: tl.constexpr, AHEAD: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """dv[t − K + 1] = Σ weight[k] g[t − k], g the gradient before SiLU; the walk goes K − 1 steps past the end.
@@ -106,7 +106,7 @@ def _convolve_back(
     col, there, taps, shift = _channels(weight, bias, channels, K, COLS)
     v += begin * v_row
     dout += begin * channels
-    dv += begin * channels
+    dv += begin * dv_row
     earlier = _read(v, v_row, col, there, t, length, 2 - 2 * K, 2 * K - 2)
     from_earlier = _read(dout, channels, col, there, t, length, 1 - K, K - 1)
     slopes = ()
@@ -131,13 +131,13 @@ def _convolve_back(
             for k in tl.static_range(K):
                 back += taps[k] * known[K - 1 + i - k]
             live = there & (t + (i - K + 1) >= 0) & (t + (i - K + 1) < length)
-            tl.store(dv + (i - K + 1) * channels + col, back.to(dv.dtype.element_ty), mask=live)
+            tl.store(dv + (i - K + 1) * dv_row + col, back.to(dv.dtype.element_ty), mask=live)
         before = _last(seen, AHEAD, K - 1)
         slopes = _last(known, AHEAD, K - 1)
         t += AHEAD
         v += AHEAD * v_row
         dout += AHEAD * channels
-        dv += AHEAD * channels
+        dv += AHEAD * dv_row
     target = sums + (b * tl.num_programs(0) + tl.program_id(0)) * (K + 1) * channels + col
     for k in tl.static_range(K + 1):
         tl.store(target + k * channels, totals[k], mask=there)
@@ -151,7 +151,7 @@ class CausalConv(torch.autograd.Function):
         v, v_row = rows(v)
         weight = weight.contiguous()
         out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        _convolve[_conv_grid(v)](v, weight, bias, out, *v.shape[1:], v_row, K=weight.shape[-1], **_WALK)
+        _conv_plan(v.shape, v_row, weight.shape[-1], kinds_of(v, weight, bias), v.device)(v, weight, bias, out)
         ctx.save_for_backward(v, weight, bias)
         return out
 
@@ -159,19 +159,41 @@ class CausalConv(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         v, weight, bias = ctx.saved_tensors
-        taps, channels, grid = weight.shape[-1], v.shape[2], _conv_grid(v, behind=weight.shape[-1] - 1)
         dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        sums = torch.empty(grid[0] * grid[2], taps + 1, channels, dtype=torch.float32, device=v.device)
-        _convolve_back[grid](
-            *(v, weight, bias, dout.contiguous(), dv, sums, *v.shape[1:], v.stride(1)), K=taps, **_WALK
-        )
-        total = column_sums(sums.flatten(1)).view(taps + 1, channels)
-        dweight = total[:taps].mT.reshape(weight.shape).to(weight.dtype)
-        return dv, dweight, None if bias is None else total[taps].to(bias.dtype)
+        return dv, *conv_gradient(dout.contiguous(), v, weight, bias, dv)
 
 
-def _conv_grid(v: Tensor, *, behind: int = 0) -> tuple[int, int, int]:
-    return -(-(v.shape[1] + behind) // _WALK["SPAN"]), -(-v.shape[2] // _WALK["COLS"]), v.shape[0]
+def conv_gradient(
+    dout: Tensor, v: Tensor, weight: Tensor, bias: Tensor | None, dv: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Write the gradient of v into `dv`, whose rows are dense, and return those of weight and bias."""
+    taps, channels = weight.shape[-1], v.shape[2]
+    kinds = kinds_of(v, weight, bias)
+    plan, programs = _conv_back_plan(v.shape, v.stride(1), dv.stride(1), taps, kinds, v.device)
+    sums = torch.empty(programs, (taps + 1) * channels, dtype=torch.float32, device=v.device)
+    plan(v, weight, bias, dout, dv, sums)
+    total = column_sums(sums).view(taps + 1, channels)
+    dweight = total[:taps].mT.reshape(weight.shape).to(weight.dtype)
+    return dweight, None if bias is None else total[taps].to(bias.dtype)
+
+
+@plan_of
+def _conv_plan(shape: tuple[int, ...], v_row: int, taps: int, kinds: tuple[Any, ...], device: torch.device) -> Planned:
+    return Planned(_convolve, _conv_grid(shape), *shape[1:], v_row, K=taps, **_WALK)
+
+
+@plan_of
+def _conv_back_plan(
+    shape: tuple[int, ...], v_row: int, dv_row: int, taps: int, kinds: tuple[Any, ...], device: torch.device
+) -> tuple[Planned, int]:
+    """The kernel, and the number of its programs that write sums."""
+    grid = _conv_grid(shape, behind=taps - 1)
+    return Planned(_convolve_back, grid, *shape[1:], v_row, dv_row, K=taps, **_WALK), grid[0] * grid[2]
+
+
+def _conv_grid(shape: tuple[int, ...], *, behind: int = 0) -> tuple[int, int, int]:
+    batch, length, channels = shape
+    return -(-(length + behind) // _WALK["SPAN"]), -(-channels // _WALK["COLS"]), batch
 
 
 _TILE = {"ROWS": 32, "COLS": 128, "num_warps": 4}
@@ -247,7 +269,7 @@ def _gate(y, z, out, total, width, y_row, z_row, ROWS: tl.constexpr, COLS: tl.co
 
 @launched
 @triton.jit
-def _gate_back(y, z, dout, dy, dz, total, width, y_row, z_row, ROWS: tl.constexpr, COLS: tl.constexpr):
+def _gate_back(y, z, dout, dy, dz, total, width, y_row, z_row, dz_row, ROWS: tl.constexpr, COLS: tl.constexpr):
     row, col, live = _place(total, width, ROWS, COLS)
     value = tl.load(y + row[:, None] * y_row + col[None, :], mask=live, other=0.0).to(tl.float32)
     gate = tl.load(z + row[:, None] * z_row + col[None, :], mask=live, other=0.0).to(tl.float32)
@@ -256,7 +278,17 @@ def _gate_back(y, z, dout, dy, dz, total, width, y_row, z_row, ROWS: tl.constexp
     at = row[:, None] * width + col[None, :]
     tl.store(dy + at, (given * gate * share).to(dy.dtype.element_ty), mask=live)
     slope = share * (1.0 + gate * (1.0 - share))
+    at = row[:, None] * dz_row + col[None, :]
     tl.store(dz + at, (given * value * slope).to(dz.dtype.element_ty), mask=live)
+
+
+def soft_steps(delta: Tensor, bias: Tensor | None, lengths: Tensor | None, *, softplus: bool = True) -> Tensor:
+    """Δ in float32, after bias and softplus, 0 at and after `lengths` (int64); rows of delta are dense."""
+    step = torch.empty(delta.shape, dtype=torch.float32, device=delta.device)
+    kinds = kinds_of(delta, bias, lengths)
+    plan = _steps_plan(delta.shape, delta.stride(1), softplus, kinds, delta.device)
+    plan.forward(delta, bias, lengths, step)
+    return step
 
 
 class StepSizes(torch.autograd.Function):
@@ -264,27 +296,22 @@ class StepSizes(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, delta: Tensor, bias: Tensor | None, lengths: Tensor | None, softplus: bool) -> Tensor:
-        delta, delta_row = rows(delta)
+        delta, _ = rows(delta)
         lengths = None if lengths is None else lengths.to(delta.device, torch.int64)
-        step = torch.empty(delta.shape, dtype=torch.float32, device=delta.device)
-        _steps[_grid(delta)](*(delta, bias, lengths, step, *_sizes(delta), delta_row), SOFTPLUS=softplus, **_TILE)
         ctx.save_for_backward(delta, bias, lengths)
-        ctx.softplus, ctx.delta_row = softplus, delta_row
-        return step
+        ctx.softplus = softplus
+        return soft_steps(delta, bias, lengths, softplus=softplus)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dstep: Tensor) -> tuple[Tensor | None, ...]:
         delta, bias, lengths = ctx.saved_tensors
         ddelta = torch.empty(delta.shape, dtype=delta.dtype, device=delta.device)
+        plan = _steps_plan(delta.shape, delta.stride(1), ctx.softplus, kinds_of(delta, bias, lengths), delta.device)
         sums = None
         if bias is not None:
-            sums = torch.empty(_grid(delta)[0], delta.shape[2], dtype=torch.float32, device=delta.device)
-        _steps_back[_grid(delta)](
-            *(delta, bias, lengths, dstep.contiguous(), ddelta, sums, *_sizes(delta), ctx.delta_row),
-            SOFTPLUS=ctx.softplus,
-            **_TILE,
-        )
+            sums = torch.empty(plan.tiles, delta.shape[2], dtype=torch.float32, device=delta.device)
+        plan.backward(delta, bias, lengths, dstep.contiguous(), ddelta, sums)
         return ddelta, None if sums is None or bias is None else column_sums(sums).to(bias.dtype), None, None
 
 
@@ -295,26 +322,57 @@ class Gate(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, z: Tensor) -> Tensor:
         (y, y_row), (z, z_row) = rows(y), rows(z)
         out = torch.empty(y.shape, dtype=y.dtype, device=y.device)
-        total, _, width = _sizes(y)
-        _gate[_grid(y)](y, z, out, total, width, y_row, z_row, **_TILE)
+        _gate_plan(y.shape, y_row, z_row, 0, kinds_of(y, z), y.device).forward(y, z, out)
         ctx.save_for_backward(y, z)
-        ctx.rows = y_row, z_row
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
         y, z = ctx.saved_tensors
-        dy, dz = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (y, z))
-        total, _, width = _sizes(y)
-        _gate_back[_grid(y)](y, z, dout.contiguous(), dy, dz, total, width, *ctx.rows, **_TILE)
-        return dy, dz
+        dz = torch.empty(z.shape, dtype=z.dtype, device=z.device)
+        return gate_gradient(dout.contiguous(), y, z, dz), dz
 
 
-def _sizes(x: Tensor) -> tuple[int, int, int]:
+def gate_gradient(dout: Tensor, y: Tensor, z: Tensor, dz: Tensor) -> Tensor:
+    """Write the gradient of z into `dz`, whose rows are dense, and return that of y."""
+    dy = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    plan = _gate_plan(y.shape, y.stride(1), z.stride(1), dz.stride(1), kinds_of(y, z), y.device)
+    plan.backward(y, z, dout, dy, dz)
+    return dy
+
+
+class _BothWays(NamedTuple):
+    """The kernels of both passes, and the number of tiles of rows."""
+
+    forward: Planned
+    backward: Planned
+    tiles: int
+
+
+@plan_of
+def _steps_plan(
+    shape: tuple[int, ...], delta_row: int, softplus: bool, kinds: tuple[Any, ...], device: torch.device
+) -> _BothWays:
+    grid, (total, length, width) = _grid(shape), _sizes(shape)
+    options = {"SOFTPLUS": softplus, **_TILE}
+    kernels = (Planned(kernel, grid, total, length, width, delta_row, **options) for kernel in (_steps, _steps_back))
+    return _BothWays(*kernels, grid[0])
+
+
+@plan_of
+def _gate_plan(
+    shape: tuple[int, ...], y_row: int, z_row: int, dz_row: int, kinds: tuple[Any, ...], device: torch.device
+) -> _BothWays:
+    grid, (total, _, width) = _grid(shape), _sizes(shape)
+    forward = Planned(_gate, grid, total, width, y_row, z_row, **_TILE)
+    return _BothWays(forward, Planned(_gate_back, grid, total, width, y_row, z_row, dz_row, **_TILE), grid[0])
+
+
+def _sizes(shape: tuple[int, ...]) -> tuple[int, int, int]:
     """The rows in all, the steps of a sequence, and the channels."""
-    return x.shape[0] * x.shape[1], x.shape[1], x.shape[2]
+    return shape[0] * shape[1], shape[1], shape[2]
 
 
-def _grid(x: Tensor) -> tuple[int, int]:
-    return -(-x.shape[0] * x.shape[1] // _TILE["ROWS"]), -(-x.shape[2] // _TILE["COLS"])
+def _grid(shape: tuple[int, ...]) -> tuple[int, int]:
+    return -(-shape[0] * shape[1] // _TILE["ROWS"]), -(-shape[2] // _TILE["COLS"])

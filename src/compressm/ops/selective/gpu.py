@@ -9,9 +9,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from compressm.ops.dispatch import once_differentiable
+from compressm.ops.launching_triton import Planned, kinds_of, plan_of
 from compressm.ops.memory import rows
 from compressm.ops.selective import scan_triton as kernels
 from compressm.ops.selective.conv_and_gate import gated, step_sizes
+from compressm.ops.selective.conv_and_gate_triton import soft_steps
 from compressm.ops.selective.reference import Selective
 from compressm.ops.sums_triton import column_sums
 
@@ -138,9 +140,9 @@ class ProgramTile(NamedTuple):
         return {"BD": self.BD, "BN": self.BN, "TILES": self.TILES, "num_warps": 1, "maxnreg": self.registers}
 
 
-def blocks_of(shape: ScanSizes, orders: Tensor | None) -> range:
+def blocks_of(shape: ScanSizes, ragged: bool) -> range:
     """The first state of each block; programs take the blocks one after the other."""
-    most = _MOST if orders is None else _MOST_OF_ORDERS
+    most = _MOST_OF_ORDERS if ragged else _MOST
     return range(0, shape.n, _NARROW if _NARROW < shape.n <= 2 * _NARROW else most)
 
 
@@ -190,8 +192,7 @@ class Scan(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         batch, length, channels = u.shape
         shape = ScanSizes(batch, length, channels, A.shape[-1], B.ndim == 4 + (A.ndim == 3), A.ndim == 3)
-        blocks = blocks_of(shape, orders)
-        tile = ProgramTile.of(shape, blocks.step, back=False)
+        blocks, tile = _cut(shape, orders is not None, False)
         (u, u_row), (B, B_row), (C, C_row) = rows(u), tile.rows_of(B, shape, blocks), tile.rows_of(C, shape, blocks)
         A = A.float().contiguous()
         state = None if state is None else state.float().contiguous()
@@ -203,12 +204,8 @@ class Scan(torch.autograd.Function):
         marks = _fresh(u, len(blocks), *tile.kept(shape, shape.batch, tile.spans(shape))) if kept else None
         for place, first in enumerate(blocks):
             starts = _starts(tile, shape, first, u, u_row, step, None if first else raw, A, B, B_row, orders, state)
-            kernels._scan[tile.grid(shape)](
-                *(u, step, A, B, C, D, orders, starts, y, None if marks is None else marks[place], last),
-                *(shape.length, shape.channels, shape.n, first, u_row, B_row, C_row),
-                *(tile.segments, tile.per_segment),
-                **tile.walk(shape, first),
-            )
+            given = (u, step, A, B, C, D, orders, starts, y, None if marks is None else marks[place], last)
+            _walk(tile, shape, first, (u_row, B_row, C_row), kinds_of(*given), u.device)(*given)
         ctx.save_for_backward(u, step, A, B, C, D, orders, marks)
         ctx.shape, ctx.has_state, ctx.rows = shape, state is not None, (u_row, B_row, C_row)
         ctx.soft, ctx.delta = soft, (delta.dtype, None if bias is None else bias.dtype)
@@ -221,22 +218,22 @@ class Scan(torch.autograd.Function):
         shape, (u_row, B_row, C_row) = ctx.shape, ctx.rows
         dy = dy.contiguous()
         dlast = None if dlast is None else dlast.float().contiguous()
-        blocks = blocks_of(shape, orders)
-        tile = ProgramTile.of(shape, blocks.step, back=True)
+        blocks, tile = _cut(shape, orders is not None, True)
         has = (ctx.delta[1] is not None, D is not None, ctx.has_state)
         room = Room.of(tile, shape, len(blocks), (u, ctx.delta[0], B), has, ragged=orders is not None)
+        sums = room.sums.unbind(0)
+        padded = sums[0].shape[-1] != shape.n
         for place, first in enumerate(blocks):
             starts = _starts_back(tile, shape, first, step, A, C, C_row, dy, orders, dlast)
-            kernels._scan_back[tile.grid(shape)](
+            given = (
                 *(u, step, A, B, C, D, orders, dy, marks[place], starts, room.scratch, room.du, room.ddelta),
-                *(None if room.dbias is None else room.dbias[place], room.drates, *room.sums, room.dskip, room.dstate),
-                *(shape.length, shape.channels, shape.n, first, u_row, B_row, C_row),
-                *(room.row, room.sums[0].numel(), tile.segments, tile.per_segment),
-                **tile.walk(shape, first),
-                SOFT=ctx.soft,
-                LANES=tile.sums_over_lanes(shape),
+                *(None if room.dbias is None else room.dbias[place], room.drates, *sums, room.dskip, room.dstate),
             )
-        dB, dC = (total[..., : shape.n].to(M.dtype) for total, M in zip(room.sums, (B, C), strict=True))
+            apart = (u_row, B_row, C_row, room.row, sums[0].numel())
+            _walk_back(tile, shape, first, apart, ctx.soft, kinds_of(*given), u.device)(*given)
+        dB, dC = (
+            (total[..., : shape.n] if padded else total).to(M.dtype) for total, M in zip(sums, (B, C), strict=True)
+        )
         dbias, dD = (
             None if total is None else column_sums(total.flatten(0, -2)).to(dtype)
             for total, dtype in ((room.dbias, ctx.delta[1]), (room.dskip, None if D is None else D.dtype))
@@ -250,7 +247,7 @@ def _steps(delta: Tensor, bias: Tensor | None, lengths: Tensor | None, *, soft: 
     """Δ in float32; if `later`, only memory for it, which the kernel that finds the ends of segments fills."""
     if later:
         return _fresh(delta, *delta.shape)
-    return step_sizes(delta, bias, lengths) if soft else delta.float().contiguous()
+    return soft_steps(delta, bias, lengths) if soft else delta.float().contiguous()
 
 
 class Room(NamedTuple):
@@ -317,13 +314,8 @@ def _starts(
     delta, delta_row = (None, 0) if delta is None else rows(delta)
     ends = _fresh(u, *tile.kept(shape, shape.batch, tile.segments))
     totals = _fresh(u, shape.batch, tile.segments, shape.channels)
-    kernels._ends[tile.grid(shape)[0], tile.segments - (raw is None)](
-        *(u, delta, bias, lengths, step, A, B, orders, ends, totals),
-        *(shape.length, shape.channels, shape.n, first, u_row, delta_row, B_row, tile.segments, tile.per_segment),
-        **tile.sizes(),
-        **shape.kind(),
-        T=_STEPS_TO_ENDS,
-    )
+    given = (u, delta, bias, lengths, step, A, B, orders, ends, totals)
+    _to_ends(tile, shape, first, (u_row, delta_row, B_row), kinds_of(*given), u.device)(*given)
     return _joined(tile, shape, first, A, orders, ends, totals, state, back=False)
 
 
@@ -344,13 +336,8 @@ def _starts_back(
         return dlast
     ends = _fresh(dy, *tile.kept(shape, shape.batch, tile.segments))
     totals = _fresh(dy, shape.batch, tile.segments, shape.channels)
-    kernels._ends_back[tile.grid(shape)[0], tile.segments - 1](
-        *(step, A, C, dy, orders, ends, totals),
-        *(shape.length, shape.channels, shape.n, first, C_row, tile.segments, tile.per_segment),
-        **tile.sizes(),
-        **shape.kind(),
-        T=_STEPS_TO_ENDS,
-    )
+    given = (step, A, C, dy, orders, ends, totals)
+    _to_ends_back(tile, shape, first, C_row, kinds_of(*given), dy.device)(*given)
     return _joined(tile, shape, first, A, orders, ends, totals, dlast, back=True)
 
 
@@ -367,15 +354,68 @@ def _joined(
     back: bool,
 ) -> Tensor:
     starts = torch.empty_like(ends)
-    tile = tile._replace(BD=max(1, tile.BD // 4))
-    kernels._join[tile.grid(shape)[:1]](
-        *(A, orders, ends, totals, begin, starts, shape.channels, shape.n, first, tile.segments),
-        **tile.sizes(),
-        AHEAD=_AHEAD,
-        BACK=back,
-        COMPLEX=shape.complex,
-    )
+    given = (A, orders, ends, totals, begin, starts)
+    _join(tile, shape, first, back, kinds_of(*given), ends.device)(*given)
     return starts
+
+
+@plan_of
+def _cut(shape: ScanSizes, ragged: bool, back: bool) -> tuple[range, ProgramTile]:
+    """The blocks of states, and the tile of a program."""
+    blocks = blocks_of(shape, ragged)
+    return blocks, ProgramTile.of(shape, blocks.step, back=back)
+
+
+@plan_of
+def _walk(
+    tile: ProgramTile, shape: ScanSizes, first: int, rows: tuple[int, ...], kinds: tuple[Any, ...], device: torch.device
+) -> Planned:
+    sizes = (shape.length, shape.channels, shape.n, first, *rows, tile.segments, tile.per_segment)
+    return Planned(kernels._scan, tile.grid(shape), *sizes, **tile.walk(shape, first))
+
+
+@plan_of
+def _walk_back(
+    tile: ProgramTile,
+    shape: ScanSizes,
+    first: int,
+    rows: tuple[int, ...],
+    soft: bool,
+    kinds: tuple[Any, ...],
+    device: torch.device,
+) -> Planned:
+    sizes = (shape.length, shape.channels, shape.n, first, *rows, tile.segments, tile.per_segment)
+    options = tile.walk(shape, first) | {"SOFT": soft, "LANES": tile.sums_over_lanes(shape)}
+    return Planned(kernels._scan_back, tile.grid(shape), *sizes, **options)
+
+
+@plan_of
+def _to_ends(
+    tile: ProgramTile, shape: ScanSizes, first: int, rows: tuple[int, ...], kinds: tuple[Any, ...], device: torch.device
+) -> Planned:
+    # Steps that come before softplus (a delta) are written for the last segment too, whose end nobody needs.
+    grid = (tile.grid(shape)[0], tile.segments - (kinds[1] is None))
+    sizes = (shape.length, shape.channels, shape.n, first, *rows, tile.segments, tile.per_segment)
+    return Planned(kernels._ends, grid, *sizes, T=_STEPS_TO_ENDS, **tile.sizes(), **shape.kind())
+
+
+@plan_of
+def _to_ends_back(
+    tile: ProgramTile, shape: ScanSizes, first: int, C_row: int, kinds: tuple[Any, ...], device: torch.device
+) -> Planned:
+    grid = (tile.grid(shape)[0], tile.segments - 1)
+    sizes = (shape.length, shape.channels, shape.n, first, C_row, tile.segments, tile.per_segment)
+    return Planned(kernels._ends_back, grid, *sizes, T=_STEPS_TO_ENDS, **tile.sizes(), **shape.kind())
+
+
+@plan_of
+def _join(
+    tile: ProgramTile, shape: ScanSizes, first: int, back: bool, kinds: tuple[Any, ...], device: torch.device
+) -> Planned:
+    tile = tile._replace(BD=max(1, tile.BD // 4))
+    sizes = (shape.channels, shape.n, first, tile.segments)
+    options = {"AHEAD": _AHEAD, "BACK": back, "COMPLEX": shape.complex}
+    return Planned(kernels._join, tile.grid(shape)[:1], *sizes, **tile.sizes(), **options)
 
 
 def _room_for_sums(B: Tensor, shape: ScanSizes, n: int, *, ragged: bool) -> tuple[Tensor, int]:

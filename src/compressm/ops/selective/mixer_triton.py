@@ -15,7 +15,7 @@ from torch import Tensor
 from compressm.ops.block.lru_block_triton import Stage
 from compressm.ops.dispatch import full_precision, once_differentiable
 from compressm.ops.memory import product_in
-from compressm.ops.selective.conv_and_gate_triton import CausalConv, Gate
+from compressm.ops.selective.conv_and_gate_triton import CausalConv, Gate, conv_gradient, gate_gradient
 from compressm.ops.selective.gpu import Scan
 
 _CONV: Any = CausalConv
@@ -101,7 +101,9 @@ class MambaMixer(torch.autograd.Function):
             dout = rows.new_zeros(rows.shape[0], w_out.shape[0]) if dout is None else dout.to(rows.dtype)
             dout = dout.reshape(-1, w_out.shape[0])
             dw_out = product_in(kinds.out_proj, dout.mT, g.view(-1, inner))
-            dy, dz = _GATE.backward(gate, (dout @ w_out).view(batch, length, inner))
+            dvz = torch.empty(batch, length, 2 * inner, dtype=rows.dtype, device=rows.device)
+            dv, dz = dvz[..., :inner], dvz[..., inner:]
+            dy = gate_gradient((dout @ w_out).view(batch, length, inner), *gate.saved_tensors, dz)
             du, ddelta, dbias, _, dA, dB, dC, dD, *_ = _SCAN.backward(scan, dy, dlast)
             ddelta, dt = ddelta.view(-1, inner), chosen.view(-1, chosen.shape[-1])[:, :rank]
             dw_dt = product_in(kinds.dt_proj, ddelta.mT, dt)
@@ -110,8 +112,7 @@ class MambaMixer(torch.autograd.Function):
             torch.cat([dB, dC], dim=-1, out=dchosen[:, rank:].view(batch, length, -1))
             dw_x = product_in(kinds.x_proj, dchosen.mT, u.view(-1, inner))
             du = du.view(-1, inner).addmm_(dchosen, w_x).view(batch, length, inner)
-            dv, dconv, dconv_bias = _CONV.backward(conv, du)
-            dvz = torch.cat([dv, dz], dim=-1)
+            dconv, dconv_bias = conv_gradient(du, *conv.saved_tensors, dv)
             if dbefore is not None:
                 dvz[:, length - dbefore.shape[1] :, :inner] += dbefore
             dvz = dvz.view(-1, 2 * inner)
