@@ -224,3 +224,20 @@ def test_what_stands_in_the_place_of_an_embedding_is_called(looked_up):
     embedding = Doubled(9, 6, device=DEVICE)
     assert torch.equal(token_features(drawn(9, (4,)), embedding), 2 * embedding.weight[drawn(9, (4,))])
     assert looked_up == []
+
+
+@pytest.mark.usefixtures("kernels_here")
+def test_of_tokens_on_a_gpu_no_value_is_read(monkeypatch):
+    """A step would wait for all steps before it; a token outside the vocabulary is NaN in its features instead."""
+    from compressm.models import encoder as module
+
+    monkeypatch.setattr(module, "require_within", lambda *_: pytest.fail("values are read"))
+    features = module.EmbeddingEncoder(9, 6).to(DEVICE)(torch.tensor([[0, 8], [9, -1]], device=DEVICE))
+    assert features[0].isfinite().all()
+    assert features[1].isnan().all()
+
+
+def test_a_gradient_of_tokens_outside_a_large_vocabulary_stays_in_the_table():
+    table = normal(1500, 4).requires_grad_()
+    tokens = torch.tensor([3, 1500, -1], device=DEVICE)
+    assert gradient_of(table, tokens, torch.float32, torch.ones(3, 4, device=DEVICE)).shape == table.shape

@@ -146,14 +146,6 @@ def test_forms_and_stacks_are_streamed(model):
     assert torch.equal(x, numbers())
 
 
-@pytest.mark.parametrize("kind", [None, "real"])
-def test_the_way_of_the_gpu_through_the_scan_gives_the_same(kind):
-    layer, x = mamba_with_maps(kind, width=WIDTH).double(), numbers()
-    stream = Stream(layer, BATCH)
-    stream._program.steppers[0].by_kernel = True
-    check_close(streamed(stream, x), layer(x)[0].detach())
-
-
 @pytest.mark.parametrize("layer", [LRU, S4D])
 @pytest.mark.parametrize("value", [0.0, 1e-30, 1e30])
 def test_a_skip_of_any_size_is_streamed(layer, value):

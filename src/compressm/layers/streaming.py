@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from compressm.ops.dispatch import kernels_serve
-from compressm.ops.selective import selective_scan
 
 if TYPE_CHECKING:
     from compressm.layers.base import SSMLayer
@@ -199,52 +199,57 @@ class SelectiveStepper(Stepper):
         inputs, h = state.split([self.past * self.inner, self.size - self.past * self.inner], dim=-1)
         self.window, self.h = inputs.unflatten(-1, (self.past, self.inner)), h.unflatten(-1, (self.inner, -1))
         self.modes = torch.view_as_complex(self.h.unflatten(-1, (-1, 2))) if self.complex else self.h
-        self.by_kernel = kernels_serve(state) and not self.complex
         # Results of products, with views of their parts: to make a view takes as long as to add two vectors.
         self.vz, self.chosen = (state.new_empty(len(state), rows.shape[1]) for rows in (self.into, self.select))
         v, self.z = self.vz.chunk(2, dim=1)
         self.inputs = state.new_empty(len(state), self.past + 1, self.inner)
         self.joined, self.newest = [self.window, v[:, None]], self.inputs[:, 1:]
         self.dt, self.B, self.C = self.chosen.split(self.parts, dim=1)
+        self.by_kernel = kernels_serve(state) and state.dtype is torch.float32 and not self.complex
+        if self.by_kernel:
+            from compressm.ops.selective.step_triton import plan_advance, plan_convolution
+
+            self.u, self.y = (state.new_empty(len(state), self.inner) for _ in range(2))
+            self.weight, self.rates = self.steps.mT.contiguous(), self.rates.contiguous()
+            self.convolve = plan_convolution(self.vz, self.window, self.taps)
+            B_row = self.chosen.stride(0) if self.maps is None else self.h[0].numel()
+            self.advance = plan_advance(self.z, self.dt, B_row, self.h, own=self.maps is not None)
 
     def step(self, v: Float[Tensor, "batch width"]) -> Float[Tensor, "batch width"]:
         if self.into_bias is None:
             torch.mm(v, self.into, out=self.vz)
         else:
             torch.addmm(self.into_bias, v, self.into, out=self.vz)
+        y = self._by_kernels() if self.by_kernel else self._by_definition()
+        y = torch.mm(y, self.out) if self.out_bias is None else torch.addmm(self.out_bias, y, self.out)
+        return y if self.gain == 1 else y.mul_(self.gain)
+
+    def _by_definition(self) -> Float[Tensor, "batch inner"]:
         inputs = torch.cat(self.joined, 1, out=self.inputs)
         self.window.copy_(self.newest)
         u = inputs.mul_(self.taps).sum(1)
         u = silu(u if self.conv_bias is None else u.add_(self.conv_bias), inplace=True)
         torch.mm(u, self.select, out=self.chosen)
-        if self.maps is None:
-            B, C = self.B[:, None], self.C[:, None]
-        else:
-            B, C = (torch.mm(x, rows).view(self.h.shape) for x, rows in zip((self.B, self.C), self.maps, strict=True))
-        y = self._by_kernel(u, B, C) if self.by_kernel else self._by_definition(u, B, C)
-        y = torch.mm(y, self.out) if self.out_bias is None else torch.addmm(self.out_bias, y, self.out)
-        return y if self.gain == 1 else y.mul_(self.gain)
-
-    def _by_definition(
-        self, u: Float[Tensor, "batch inner"], B: Float[Tensor, "batch *own n"], C: Float[Tensor, "batch *own n"]
-    ) -> Float[Tensor, "batch inner"]:
+        B, C = (self.B[:, None], self.C[:, None]) if self.maps is None else self._mapped()
         delta = softplus(torch.addmm(self.step_bias, self.dt, self.steps))
         self.modes.mul_((delta[..., None] * self.rates).exp_())
         self.h.addcmul_((delta * u)[..., None], B)
         y = torch.bmm(self.h, C.mT)[..., 0] if self.maps is None else (self.h * C).sum(-1)
         return y.addcmul_(u, self.D).mul_(silu(self.z))
 
-    def _by_kernel(
-        self, u: Float[Tensor, "batch inner"], B: Float[Tensor, "batch *own n"], C: Float[Tensor, "batch *own n"]
-    ) -> Float[Tensor, "batch inner"]:
-        B, C = (B, C) if self.maps is None else (B[:, None], C[:, None])
-        y, h = selective_scan(
-            *(u[:, None], torch.mm(self.dt, self.steps)[:, None], self.rates, B, C, self.D, self.z[:, None], self.h),
-            delta_bias=self.step_bias,
-            softplus=True,
-        )
-        self.h.copy_(h)
-        return y[:, 0]
+    def _mapped(self) -> Iterator[Tensor]:
+        """B and C of every channel, in the shape of the states."""
+        assert self.maps is not None
+        return (torch.mm(x, rows).view(self.h.shape) for x, rows in zip((self.B, self.C), self.maps, strict=True))
+
+    def _by_kernels(self) -> Float[Tensor, "batch inner"]:
+        """Do the same by two kernels around the product with `select`; the result is overwritten by the next step."""
+        self.convolve(self.vz, self.window, self.taps, self.conv_bias, self.u)
+        torch.mm(self.u, self.select, out=self.chosen)
+        B, C = (self.B, self.C) if self.maps is None else self._mapped()
+        given = (self.weight, self.step_bias, self.rates, self.D, self.h, self.y)
+        self.advance(self.u, self.z, self.dt, B, C, *given)
+        return self.y
 
     def read(self) -> Float[Tensor, "batch inner kept"]:
         h = self.h.unflatten(-1, (-1, 2)).mT.flatten(-2) if self.complex else self.h

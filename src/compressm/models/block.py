@@ -217,7 +217,7 @@ class Block(ResidualBlock):
     def _at_once(self, x: Tensor, measured: bool) -> Tensor | None:
         """The output where kernels train the whole block at once and no hook has to see its parts, else None."""
         norm, layer, width = self.norm, self.ssm, x.shape[-1]
-        if not isinstance(norm, PaddedBatchNorm) or not norm.training or norm.running_mean is None:
+        if type(norm) is not PaddedBatchNorm or not norm.training or norm._buffers["running_mean"] is None:
             return None
         # In between, some of the kernels are those for narrow models and others those for wide ones.
         alike = width <= 16 or width > 32
@@ -228,7 +228,8 @@ class Block(ResidualBlock):
             return None
         from compressm.ops.block.lru_block_triton import train_lru_block
 
-        vectors = (norm.weight, norm.bias, layer.D, self.gate.weight, self.gate.bias)
+        gate = self.gate
+        vectors = (norm.weight, norm.bias, layer.D, gate.weight, gate.bias)
         keep, rate = self.dropout.keep(x, 2), self.dropout.rate
         return train_lru_block(x, vectors, keep, rate, norm.running, norm.eps, parameters, measured=measured)
 

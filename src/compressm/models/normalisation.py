@@ -144,10 +144,12 @@ class PaddedBatchNorm(nn.BatchNorm1d):
     @property
     def running(self) -> RunningStatistics:
         """The running averages, which kernels update in place."""
-        assert self.running_mean is not None
-        assert self.running_var is not None
-        assert self.num_batches_tracked is not None
-        return RunningStatistics(self.running_mean, self.running_var, self.num_batches_tracked, self.momentum)
+        held = self._buffers  # an attribute is looked for in three tables
+        mean, variance, batches = held["running_mean"], held["running_var"], held["num_batches_tracked"]
+        assert mean is not None
+        assert variance is not None
+        assert batches is not None
+        return RunningStatistics(mean, variance, batches, self.momentum)
 
     def fork(self, x: Float[Tensor, "batch length width"], D: Float[Tensor, " width"]) -> Normalised:
         """Normalise in training without padding, by kernels that combine the gradients of u, D ⊙ u and x."""

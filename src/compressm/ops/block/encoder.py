@@ -48,7 +48,7 @@ def _several_steps_a_row(
 
 def token_features(tokens: Int[Tensor, "*leading"], embedding: nn.Embedding) -> Float[Tensor, "*leading width"]:
     """Look up each token's row of the embedding; under autocast, in autocast's dtype."""
-    if not (kernels_serve(embedding.weight) and _only_looks_up(embedding)):
+    if not looks_up_by_kernel(embedding):
         features = embedding(tokens)
         return features.to(_dtype_of_features(features))
     from compressm.ops.block.encoder_triton import TokenFeatures
@@ -60,6 +60,11 @@ def _dtype_of_features(x: Tensor) -> torch.dtype:
     # Every block adds to these features: under autocast they have its dtype, as after a linear encoder.
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def looks_up_by_kernel(embedding: nn.Embedding) -> bool:
+    """True if a kernel looks up the rows; a token outside the table then gives NaN, so nothing has to be checked."""
+    return kernels_serve(embedding.weight) and _only_looks_up(embedding)
 
 
 def _only_looks_up(embedding: nn.Embedding) -> bool:

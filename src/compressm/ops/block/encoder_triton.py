@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compressm.ops.dispatch import once_differentiable
-from compressm.ops.launching_triton import launched
+from compressm.ops.launching_triton import Planned, kinds_of, launched, plan_of
 from compressm.ops.memory import Launch, cdiv, next_power_of_2
 from compressm.ops.sums_triton import column_sums
 
@@ -62,10 +62,9 @@ class LinearOfFew(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, dtype: torch.dtype) -> Tensor:
         x, weight, bias, (H, inputs) = x.contiguous(), weight.contiguous(), bias.contiguous(), weight.shape
-        z, rows = torch.empty(*x.shape[:-1], H, dtype=dtype, device=x.device), x.numel() // inputs
-        launch = _launch(H)
-        grid = (cdiv(rows, launch.ROWS) * cdiv(H, launch.COLS),)
-        _forward[grid](x, weight, bias, z, rows, **launch.options(H=H, INPUTS=inputs))
+        z = torch.empty(*x.shape[:-1], H, dtype=dtype, device=x.device)
+        plan = _linear_plan(x.numel() // inputs, inputs, H, kinds_of(x, weight, bias, z), x.device)
+        plan.forward(x, weight, bias, z)
         ctx.save_for_backward(x)
         ctx.dtypes = weight.dtype, bias.dtype
         return z
@@ -74,18 +73,31 @@ class LinearOfFew(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
         (x,), dz, H = ctx.saved_tensors, dz.contiguous(), dz.shape[-1]
-        inputs, launch, rows = x.shape[-1], _launch(H), dz.numel() // H
-        workers = launch.workers(cdiv(rows, launch.ROWS))
-        partial = torch.empty(workers, (1 + inputs) * H, dtype=torch.float32, device=x.device)
-        grid = (workers * cdiv(H, launch.COLS),)
-        _backward[grid](x, dz, partial, rows, **launch.options(H=H, INPUTS=inputs, STAGES=3))
-        dbias, dweight = column_sums(partial).split([H, inputs * H])
+        inputs = x.shape[-1]
+        plan = _linear_plan(x.numel() // inputs, inputs, H, (x.dtype, *ctx.dtypes, dz.dtype), x.device)
+        partial = torch.empty(plan.programs, (1 + inputs) * H, dtype=torch.float32, device=x.device)
+        plan.backward(x, dz, partial)
+        dbias, dweight = column_sums(partial).split_with_sizes([H, inputs * H])
         return None, dweight.view(inputs, H).mT.to(ctx.dtypes[0]), dbias.to(ctx.dtypes[1]), None
 
 
-def _launch(H: int) -> Launch:
+class _LinearPlan(NamedTuple):
+    """The kernels of both passes, and the programs backward, each with a row of sums."""
+
+    forward: Planned
+    backward: Planned
+    programs: int
+
+
+@plan_of
+def _linear_plan(rows: int, inputs: int, H: int, kinds: tuple[Any, ...], device: torch.device) -> _LinearPlan:
     columns = min(next_power_of_2(H), 128)
-    return Launch(ROWS=2048 // columns, COLS=columns, num_warps=4, programs=264)
+    launch = Launch(ROWS=2048 // columns, COLS=columns, num_warps=4, programs=264)
+    tiles, blocks = cdiv(rows, launch.ROWS), cdiv(H, columns)
+    programs = launch.workers(tiles)
+    forward = Planned(_forward, (tiles * blocks,), rows, **launch.options(H=H, INPUTS=inputs))
+    backward = Planned(_backward, (programs * blocks,), rows, **launch.options(H=H, INPUTS=inputs, STAGES=3))
+    return _LinearPlan(forward, backward, programs)
 
 
 _VALUES = 4096  # numbers in a tile of the forward pass
@@ -160,7 +172,7 @@ class TokenFeatures(torch.autograd.Function):
         (tokens,) = ctx.saved_tensors
         if ctx.vocabulary <= _LARGEST[dout.dtype]:
             return None, _gradient(tokens, dout.contiguous(), ctx.vocabulary).to(ctx.dtype), None
-        dout = dout.to(ctx.dtype)
+        dout, tokens = dout.to(ctx.dtype), tokens.clamp(0, ctx.vocabulary - 1)  # others would write outside the table
         return None, torch.ops.aten.embedding_dense_backward(dout, tokens, ctx.vocabulary, -1, False), None
 
 

@@ -356,8 +356,10 @@ def _steps_plan(
 ) -> _BothWays:
     grid, (total, length, width) = _grid(shape), _sizes(shape)
     options = {"SOFTPLUS": softplus, **_TILE}
-    kernels = (Planned(kernel, grid, total, length, width, delta_row, **options) for kernel in (_steps, _steps_back))
-    return _BothWays(*kernels, grid[0])
+    forward, back = (
+        Planned(kernel, grid, total, length, width, delta_row, **options) for kernel in (_steps, _steps_back)
+    )
+    return _BothWays(forward, back, grid[0])
 
 
 @plan_of

@@ -103,7 +103,8 @@ class MambaMixer(torch.autograd.Function):
             dw_out = product_in(kinds.out_proj, dout.mT, g.view(-1, inner))
             dvz = torch.empty(batch, length, 2 * inner, dtype=rows.dtype, device=rows.device)
             dv, dz = dvz[..., :inner], dvz[..., inner:]
-            dy = gate_gradient((dout @ w_out).view(batch, length, inner), *gate.saved_tensors, dz)
+            y, z = gate.saved_tensors
+            dy = gate_gradient((dout @ w_out).view(batch, length, inner), y, z, dz)
             du, ddelta, dbias, _, dA, dB, dC, dD, *_ = _SCAN.backward(scan, dy, dlast)
             ddelta, dt = ddelta.view(-1, inner), chosen.view(-1, chosen.shape[-1])[:, :rank]
             dw_dt = product_in(kinds.dt_proj, ddelta.mT, dt)
@@ -112,7 +113,8 @@ class MambaMixer(torch.autograd.Function):
             torch.cat([dB, dC], dim=-1, out=dchosen[:, rank:].view(batch, length, -1))
             dw_x = product_in(kinds.x_proj, dchosen.mT, u.view(-1, inner))
             du = du.view(-1, inner).addmm_(dchosen, w_x).view(batch, length, inner)
-            dconv, dconv_bias = conv_gradient(du, *conv.saved_tensors, dv)
+            v, weight, bias = conv.saved_tensors
+            dconv, dconv_bias = conv_gradient(du, v, weight, bias, dv)
             if dbefore is not None:
                 dvz[:, length - dbefore.shape[1] :, :inner] += dbefore
             dvz = dvz.view(-1, 2 * inner)
