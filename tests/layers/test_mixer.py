@@ -77,3 +77,16 @@ def test_other_cases_take_the_parts_one_by_one(why, counted):
         x = x[:, :2]
     assert layer(x, **options)[0].shape == x.shape
     assert not counted
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_weights_are_cast_together(dtype, monkeypatch):
+    from compressm.ops.selective import mixer_triton
+
+    monkeypatch.setattr(mixer_triton, "_BLOCK", 16)
+    weights = [normal(*shape, seed=k) for k, shape in enumerate([(7, 5), (3, 11), (16, 1), (2, 2)])]
+    weights[1] = weights[1].mT
+    cast, A = mixer_triton.cast_weights(tuple(weights), normal(9, 2, seed=9), dtype)
+    for one, other in zip(cast, weights, strict=True):
+        assert torch.equal(one, other.to(dtype))
+    torch.testing.assert_close(A, -torch.exp(normal(9, 2, seed=9)))

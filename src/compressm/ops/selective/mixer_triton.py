@@ -10,11 +10,14 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from compressm.ops.block.lru_block_triton import Stage
 from compressm.ops.dispatch import full_precision, once_differentiable
-from compressm.ops.memory import product_in
+from compressm.ops.launching_triton import Planned, kinds_of, launched, plan_of
+from compressm.ops.memory import cdiv, product_in
 from compressm.ops.selective.conv_and_gate_triton import CausalConv, Gate, conv_gradient, gate_gradient
 from compressm.ops.selective.gpu import Scan
 
@@ -59,8 +62,8 @@ class MambaMixer(torch.autograd.Function):
         inner, past = weights.D.shape[0], weights.conv.shape[-1] - 1
         rank = weights.dt_proj.shape[1]
         n = (weights.x_proj.shape[0] - rank) // 2
-        names = ("in_proj", "x_proj", "dt_proj", "out_proj")
-        w_in, w_x, w_dt, w_out = (getattr(weights, name).to(dtype) for name in names)
+        given = (weights.in_proj, weights.x_proj, weights.dt_proj, weights.out_proj)
+        (w_in, w_x, w_dt, w_out), A = cast_weights(given, weights.A_log, dtype)
         with full_precision(x):
             rows = x.reshape(-1, x.shape[-1]).to(dtype)
             vz = _product(rows, w_in, weights.in_bias).view(batch, length, 2 * inner)
@@ -69,7 +72,6 @@ class MambaMixer(torch.autograd.Function):
             chosen = (u.view(-1, inner) @ w_x.mT).view(batch, length, -1)
             delta = (chosen.view(-1, rank + 2 * n)[:, :rank] @ w_dt.mT).view(batch, length, inner)
             B, C = chosen[..., rank : rank + n], chosen[..., rank + n :]
-            A = -torch.exp(weights.A_log.float())
             rest = (A, B, C, weights.D, None, None, True, wanted)
             y, last = _SCAN.forward(scan, u, delta, weights.dt_bias, None, *rest)
             g = _GATE.forward(gate, y, z)
@@ -130,6 +132,59 @@ class MambaMixer(torch.autograd.Function):
             *(dx.view(batch, length, -1).to(kinds.x), None, None, dw_in, in_bias, dconv, dconv_bias, dw_x, dw_dt),
             *(dbias, dA_log, dD, dw_out, out_bias),
         )
+
+
+@launched
+@triton.jit(do_not_specialize=["first", "second", "third", "fourth", "rates"])
+def _cast(
+    w_in, w_x, w_dt, w_out, A_log, to_in, to_x, to_dt, to_out, A, first, second, third, fourth, rates,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy four matrices in another dtype and write −exp(A_log); each program takes a block of one of them."""
+    block, at = tl.program_id(0), tl.arange(0, BLOCK)
+    if block < tl.cdiv(first, BLOCK):
+        _copy(w_in, to_in, block * BLOCK + at, first)
+    block -= tl.cdiv(first, BLOCK)
+    if (block >= 0) & (block < tl.cdiv(second, BLOCK)):
+        _copy(w_x, to_x, block * BLOCK + at, second)
+    block -= tl.cdiv(second, BLOCK)
+    if (block >= 0) & (block < tl.cdiv(third, BLOCK)):
+        _copy(w_dt, to_dt, block * BLOCK + at, third)
+    block -= tl.cdiv(third, BLOCK)
+    if (block >= 0) & (block < tl.cdiv(fourth, BLOCK)):
+        _copy(w_out, to_out, block * BLOCK + at, fourth)
+    block -= tl.cdiv(fourth, BLOCK)
+    if block >= 0:
+        place = block * BLOCK + at
+        value = tl.load(A_log + place, mask=place < rates, other=0.0).to(tl.float32)
+        tl.store(A + place, -tl.exp(value), mask=place < rates)
+
+
+@triton.jit
+def _copy(source, target, at, count):
+    value = tl.load(source + at, mask=at < count, other=0.0)
+    tl.store(target + at, value.to(target.dtype.element_ty), mask=at < count)
+
+
+_BLOCK = 2048  # numbers that a program casts
+
+
+def cast_weights(given: tuple[Tensor, ...], A_log: Tensor, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Four matrices in `dtype`, and the rates −exp(A_log) in float32, by one kernel if there is anything to cast."""
+    if all(weight.dtype is dtype for weight in given):
+        return given, -torch.exp(A_log.float())
+    given, A_log = tuple([weight.contiguous() for weight in given]), A_log.contiguous()
+    cast = tuple([torch.empty_like(weight, dtype=dtype) for weight in given])
+    A = torch.empty_like(A_log, dtype=torch.float32)
+    counts = tuple([weight.numel() for weight in (*given, A_log)])
+    _cast_plan(counts, dtype, kinds_of(*given, A_log), A.device)(*given, A_log, *cast, A)
+    return cast, A
+
+
+@plan_of
+def _cast_plan(counts: tuple[int, ...], dtype: torch.dtype, kinds: tuple[Any, ...], device: torch.device) -> Planned:
+    grid = (sum(cdiv(count, _BLOCK) for count in counts),)
+    return Planned(_cast, grid, *counts, BLOCK=_BLOCK, num_warps=4)
 
 
 class _Kinds(NamedTuple):
