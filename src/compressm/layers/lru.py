@@ -77,12 +77,19 @@ class LRU(LTILayer):
         return self.nu_log, self.theta_log, self.gamma_log, self.B_re, self.B_im, self.C_re, self.C_im
 
     def kernel_parameters(self) -> tuple[Tensor, ...] | None:
-        held = self._parameters
-        # In half the time of seven attributes; some may be computed from others, as by torch's parametrizations.
-        found = tuple([parameter for name in self.STATE_AXES if (parameter := held.get(name)) is not None])
-        parameters = found if len(found) == len(self.STATE_AXES) else self.parameters_of_system()
+        parameters = self._at_hand() if not torch.compiler.is_compiling() else None
+        parameters = self.parameters_of_system() if parameters is None else parameters
         single = {parameter.dtype for parameter in parameters} == {torch.float32}
         return parameters if self.path is None and single else None
+
+    def _at_hand(self) -> tuple[Tensor, ...] | None:
+        """The same parameters in half the time of seven attributes; None if some are computed, as by parametrizations.
+
+        A compiler takes the sizes of what is read so as constants.
+        """
+        held = self._parameters
+        found = tuple([parameter for name in self.STATE_AXES if (parameter := held.get(name)) is not None])
+        return found if len(found) == len(self.STATE_AXES) else None
 
     def _mix(
         self,

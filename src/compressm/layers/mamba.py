@@ -18,9 +18,10 @@ from compressm.layers.parameters import Ordered, refuse_to_train_, replace_data
 from compressm.layers.streaming import EagerStepper, SelectiveStepper, Stepper
 from compressm.ops import SequenceError
 from compressm.ops.block.pooling import valid_rows
-from compressm.ops.dispatch import is_watched, kernels_serve, require_lengths, require_path
+from compressm.ops.dispatch import compiled_kernels_serve, is_watched, kernels_serve, require_lengths, require_path
 from compressm.ops.selective import ScanPath, selective_scan, selective_step
 from compressm.ops.selective.conv_and_gate import causal_conv, sum_of_shifts
+from compressm.ops.selective.mixer import compiled_mixer
 
 # Tensors that only a layer with maps has; A_imag only with complex rates.
 OF_MAPS = ("B_map", "C_map", "orders", "A_imag")
@@ -240,15 +241,21 @@ class Mamba(SSMLayer):
         parts = (self.in_proj, self.conv1d, self.x_proj, self.dt_proj, self.out_proj)
         kinds = (nn.Linear, nn.Conv1d, RowsAsStored, nn.Linear, nn.Linear)
         own = all(type(part) is kind and not is_watched(part) for part, kind in zip(parts, kinds, strict=True))
-        return own and self.B_map is None and self.path is None and x.shape[1] >= self.conv_width and kernels_serve(x)
+        if not own or self.B_map is not None or self.path is not None or x.shape[1] < self.conv_width:
+            return False
+        # The compiled function keeps what gradients need.
+        return (torch.is_grad_enabled() and compiled_kernels_serve(x)) or kernels_serve(x)
 
     def _at_once(self, x: Tensor, keep_state: bool) -> tuple[Tensor, Tensor | None]:
-        from compressm.ops.selective.mixer_triton import MixerWeights, mix
-
         ends = (self.in_proj.weight, self.in_proj.bias, self.conv1d.weight, self.conv1d.bias, self.x_proj.weight)
         inside = (self.dt_proj.weight, self.dt_proj.bias, self.A_log, self.D)
-        weights = MixerWeights(*ends, *inside, self.out_proj.weight, self.out_proj.bias)
-        out, state = mix(x, weights, keep_state=keep_state)
+        weights = (*ends, *inside, self.out_proj.weight, self.out_proj.bias)
+        if torch.compiler.is_compiling():
+            out, state = compiled_mixer(x, weights, keep_state=keep_state)
+        else:
+            from compressm.ops.selective.mixer_triton import MixerWeights, mix
+
+            out, state = mix(x, MixerWeights(*weights), keep_state=keep_state)
         if state is None:
             return out, None
         before, h = state

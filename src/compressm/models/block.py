@@ -17,8 +17,15 @@ from compressm.layers import LTILayer, SequenceError, SSMLayer
 from compressm.models.checks import require_counts
 from compressm.models.normalisation import BatchNorm, Norm, PaddedBatchNorm, forked, normed, require_norm
 from compressm.ops.block.gated_residual import dropped, dropped_residual, gated_residual
+from compressm.ops.block.lru_block import compiled_lru_block
 from compressm.ops.block.norm import Link
-from compressm.ops.dispatch import is_only_read, is_watched, kernels_serve, wants_trained_kernels
+from compressm.ops.dispatch import (
+    compiled_kernels_serve,
+    is_only_read,
+    is_watched,
+    kernels_serve,
+    wants_trained_kernels,
+)
 
 
 @dataclass(frozen=True)
@@ -221,16 +228,21 @@ class Block(ResidualBlock):
             return None
         # In between, some of the kernels are those for narrow models and others those for wide ones.
         alike = width <= 16 or width > 32
-        if not (alike and kernels_serve(x)) or is_watched(norm) or is_watched(layer) or x.shape[:2].numel() == 1:
+        compiled = compiled_kernels_serve(x)
+        if not (alike and (compiled or kernels_serve(x))) or is_watched(norm) or is_watched(layer):
+            return None
+        if x.shape[0] * x.shape[1] == 1:
             return None
         parameters = layer.kernel_parameters()
         if parameters is None:
             return None
-        from compressm.ops.block.lru_block_triton import train_lru_block
-
         gate = self.gate
         vectors = (norm.weight, norm.bias, layer.D, gate.weight, gate.bias)
         keep, rate = self.dropout.keep(x, 2), self.dropout.rate
+        if compiled:
+            return compiled_lru_block(x, vectors, keep, rate, norm.running, norm.eps, parameters)
+        from compressm.ops.block.lru_block_triton import train_lru_block
+
         return train_lru_block(x, vectors, keep, rate, norm.running, norm.eps, parameters, measured=measured)
 
 

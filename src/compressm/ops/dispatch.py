@@ -37,6 +37,17 @@ def kernels_serve(x: Tensor) -> bool:
     return has_triton() and not is_transformed()
 
 
+# Known before torch.compile traces what asks for it.
+_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def compiled_kernels_serve(x: Tensor) -> bool:
+    """True inside torch.compile where `kernels_serve` would be true outside; not in an export."""
+    if not torch.compiler.is_compiling() or torch.compiler.is_exporting() or is_transformed():
+        return False
+    return _TRITON and x.device.type in _DEVICES and x.dtype in _DTYPES
+
+
 def is_transformed() -> bool:
     """True inside torch.func and forward-mode derivatives, which need nothing but operations of torch."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0

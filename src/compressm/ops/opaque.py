@@ -83,13 +83,13 @@ def define_kept(
     function: Callable[..., Sequence[Tensor]],
     fake: Callable[..., Sequence[Tensor]],
     pull: Callable[..., Sequence[Tensor | None]],
-    results: int,
+    results: tuple[int, int],
 ) -> None:
-    """Define an op with one result, and one for its gradient, which reads what the first one has kept for it.
+    """Define an op, and one for its gradient, which reads what the first one has kept for it.
 
-    `function` takes tensors, states, which it updates in place, and flags. It returns `results` tensors: the result,
-    then all that is kept, in shapes that are the same for every path inside. `pull` takes the gradient of the result,
-    what was kept, tensors and flags, and returns a gradient, or None, for every tensor.
+    `function` takes tensors, states, which it updates in place, and flags. It returns the results and then all that is
+    kept, as many as `results` says, in shapes that are the same for every path inside. `pull` takes the gradients of
+    the results, what was kept, tensors and flags, and returns a gradient, or None, for every tensor.
     """
     count, moved = tensors.count("Tensor"), states.count("Tensor")
 
@@ -101,19 +101,20 @@ def define_kept(
         return tuple(fake(*given))
 
     def derived(*given: Any) -> tuple[Tensor, ...]:
-        return _Kept.apply(name, (count, moved), *given)
+        return _Kept.apply(name, (results[0], count, moved), *given)
 
-    def back(grad: Tensor, saved: list[Tensor], *given: Any) -> tuple[Tensor, ...]:
+    def back(grads: list[Tensor], saved: list[Tensor], *given: Any) -> tuple[Tensor, ...]:
         with torch.no_grad():
-            found = [grad.new_empty(0) if value is None else value for value in pull(grad, saved, *given)]
-            return tuple(_apart(found, (grad, *saved, *given)))
+            found = [grads[0].new_empty(0) if value is None else value for value in pull(grads, saved, *given)]
+            return tuple(_apart(found, (*grads, *saved, *given)))
 
-    def fake_back(grad: Tensor, saved: list[Tensor], *given: Any) -> tuple[Tensor, ...]:
-        return tuple(value.new_empty(value.shape) if _is_real(value) else grad.new_empty(0) for value in given[:count])
+    def fake_back(grads: list[Tensor], saved: list[Tensor], *given: Any) -> tuple[Tensor, ...]:
+        none = grads[0].new_empty(0)
+        return tuple(value.new_empty(value.shape) if _is_real(value) else none.clone() for value in given[:count])
 
     arguments, shared = (", ".join(filter(None, parts)) for parts in ((tensors, states, flags), (tensors, flags)))
-    define(f"{name}({arguments}) -> ({_tensors(results)})", op, fake_op, derived)
-    define(f"{name}_back(Tensor grad, Tensor[] saved, {shared}) -> ({_tensors(count)})", back, fake_back)
+    define(f"{name}({arguments}) -> ({_tensors(sum(results))})", op, fake_op, derived)
+    define(f"{name}_back(Tensor[] grads, Tensor[] saved, {shared}) -> ({_tensors(count)})", back, fake_back)
 
 
 def _tensors(count: int) -> str:
@@ -124,24 +125,26 @@ class _Kept(torch.autograd.Function):
     """An op of `define_kept`; states, which later passes update, are not saved."""
 
     @staticmethod
-    def forward(name: str, counts: tuple[int, int], *given: Any) -> tuple[Tensor, ...]:
+    def forward(name: str, counts: tuple[int, int, int], *given: Any) -> tuple[Tensor, ...]:
         with inside():
             return tuple(getattr(torch.ops.compressm, name)(*given))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.name, (count, moved), *given = inputs
-        ctx.mark_non_differentiable(*output[1:])
-        ctx.count, ctx.moved, ctx.flags = count, moved, given[count + moved :]
-        ctx.save_for_backward(*given[:count], *output[1:])
+        ctx.name, (results, count, moved), *given = inputs
+        ctx.mark_non_differentiable(*output[results:])
+        ctx.counts, ctx.flags = (results, count, moved), given[count + moved :]
+        ctx.save_for_backward(*given[:count], *output[results:])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        given, saved = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
-        found = getattr(torch.ops.compressm, f"{ctx.name}_back")(grad, list(saved), *given, *ctx.flags)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        results, count, moved = ctx.counts
+        given, saved = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        back = getattr(torch.ops.compressm, f"{ctx.name}_back")
+        found = back(list(grads[:results]), list(saved), *given, *ctx.flags)
         pulled = [one if _is_real(value) else None for one, value in zip(found, given, strict=True)]
-        return None, None, *pulled, *[None] * (ctx.moved + len(ctx.flags))
+        return None, None, *pulled, *[None] * (moved + len(ctx.flags))
 
 
 def _filled(results: Sequence[Tensor | None]) -> list[Tensor]:

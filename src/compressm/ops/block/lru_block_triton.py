@@ -63,6 +63,85 @@ def _dense(tensors: tuple[Tensor | None, ...]) -> list[Any]:
     return [None if tensor is None else tensor.contiguous() for tensor in tensors]
 
 
+class WideKept(NamedTuple):
+    """What the gradient of a wide block needs beside its arguments; `rows` is u, and `cast` the gate, for products."""
+
+    statistics: Tensor
+    u: Tensor
+    rows: Tensor
+    logs: Tensor
+    B: Tensor
+    C: Tensor
+    h: Tensor
+    y: Tensor
+    cast: Tensor
+    z: Tensor
+    vg: Tensor
+
+
+def wide_forward(
+    x: Tensor,
+    vectors: tuple[Any, ...],
+    keep: Tensor | None,
+    moments: Tensor | None,
+    running: tuple[Tensor, Tensor, Tensor],
+    options: BlockOptions,
+    parameters: tuple[Tensor, ...],
+) -> tuple[Tensor, Tensor | None, WideKept, Walk]:
+    """The output of a wide block and its moments, with what the gradient needs; all tensors are dense."""
+    dtype, (batch, length, H) = options.dtype, x.shape
+    weight, bias, D, gate, gate_bias = vectors
+    compile_walks(dtype, torch.float32, x.device, -1, False, False, True, True)
+    with full_precision(x):
+        u, statistics = normalise(x, weight, bias, running, options.momentum, options.eps, moments)
+        logs, B, C = system_of(list(parameters), dtype)
+        rows = u.view(-1, H).to(dtype)
+        drive = (rows @ B.mT).view(batch, length, 2, -1)
+        # The conjugates of h: Re(C h) = [C_re, C_im] · [h̄_re, h̄_im].
+        walk = Walk(drive, logs, flip=-1)
+        h = walk.forward(drive, None, keep_last=False)[0]
+        y = (h.view(len(rows), -1) @ C.mT).view(batch, length, H).to(x.dtype)
+        cast, flags = gate.to(dtype), flags_of(keep, options.rate, len(rows))
+        out, z, vg, left = wide_gate(y, x, cast, gate_bias, u, D, flags, options.measured)
+    return out, left, WideKept(statistics, u, rows, logs, B, C, h, y, cast, z, vg), walk
+
+
+def wide_backward(
+    dout: Tensor,
+    x: Tensor,
+    vectors: tuple[Any, ...],
+    keep: Tensor | None,
+    rate: float,
+    kept: WideKept,
+    walk: Walk,
+    parameters: tuple[Tensor, ...],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of x, of the vectors and of the seven parameters, the first five of which are given."""
+    weight, bias, D, gate, gate_bias = vectors
+    statistics, u, rows, _, B, C, h, y, cast, z, vg = kept
+    H = x.shape[-1]
+    with full_precision(dout):
+        flags = flags_of(keep, rate, len(rows))
+        dvg, dy, _, partial = gate_gradient(dout, y, cast, gate_bias, u, D, flags, z, vg)
+        assert dy is not None
+        dgate = product_in(gate.dtype, dvg.mT, z)
+        # Σ over steps of ∂L/∂(v, g), of dy, and of dy ⊙ u.
+        dgate_bias, link = column_sums(partial).split_with_sizes([2 * H, 2 * H])
+        read, states = dy.view(-1, H).to(C.dtype), h.view(len(rows), -1)
+        dC, dh = product_in(torch.float32, read.mT, states), (read @ C).view_as(h)
+        g, dlogs, _, sums = walk.backward(dh, h, None, None, summed=True)
+        assert sums is not None
+        du, dB, drive = drive_gradient(g.view(len(rows), -1), sums, rows, B)
+        du = du.view_as(x).to(x.dtype)
+        dx, total = norm_gradient(du, dy, dout, (link, drive), x, weight, bias, D, statistics)
+        pulled = system_gradient(parameters, H, dlogs, dB, dC)
+    dbias, dweight = total.unbind(0)
+    return (
+        *(dx, None if weight is None else dweight.to(weight.dtype), None if bias is None else dbias.to(bias.dtype)),
+        *(link[H:].to(D.dtype), dgate, dgate_bias.to(gate_bias.dtype), *pulled),
+    )
+
+
 class WideBlock(torch.autograd.Function):
     """x + dropout(GLU(dropout(GELU(LRU(batch_norm(x)))))), and moments of it for the next norm if `measured`."""
 
@@ -81,24 +160,11 @@ class WideBlock(torch.autograd.Function):
         options: BlockOptions,
         *parameters: Tensor,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        dtype, (batch, length, H) = options.dtype, x.shape
         x, weight, bias, D, gate_bias, *own = _dense((x, weight, bias, D, gate_bias, *parameters))
-        compile_walks(dtype, torch.float32, x.device, -1, False, False, True, True)
-        with full_precision(x):
-            u, statistics = normalise(x, weight, bias, running, options.momentum, options.eps, moments)
-            logs, B, C = system_of(own, dtype)
-            rows = u.view(-1, H).to(dtype)
-            drive = (rows @ B.mT).view(batch, length, 2, -1)
-            # The conjugates of h: Re(C h) = [C_re, C_im] · [h̄_re, h̄_im].
-            walk = Walk(drive, logs, flip=-1)
-            h = walk.forward(drive, None, keep_last=False)[0]
-            y = (h.view(len(rows), -1) @ C.mT).view(batch, length, H).to(x.dtype)
-            cast, flags = gate.to(dtype), flags_of(keep, options.rate, len(rows))
-            out, z, vg, left = wide_gate(y, x, cast, gate_bias, u, D, flags, options.measured)
-        ctx.save_for_backward(
-            *(x, weight, bias, D, gate_bias, keep, u, statistics, rows, B, C, h, walk.table, y, cast, z, vg, *own[:5])
-        )
-        ctx.walk, ctx.options, ctx.gate_dtype = walk, options, gate.dtype
+        vectors = (weight, bias, D, gate, gate_bias)
+        out, left, kept, ctx.walk = wide_forward(x, vectors, keep, moments, running, options, tuple(own))
+        ctx.save_for_backward(x, weight, bias, D, gate, gate_bias, keep, *own[:5], *kept)
+        ctx.rate = options.rate
         ctx.set_materialize_grads(False)
         if left is None:
             return out
@@ -110,28 +176,10 @@ class WideBlock(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, *rest: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None:
             return (None,) * len(ctx.needs_input_grad)
-        x, weight, bias, D, gate_bias, keep, u, statistics, rows, B, C, h, _, y, cast, z, vg, *own = ctx.saved_tensors
-        H = x.shape[-1]
-        with full_precision(dout):
-            flags = flags_of(keep, ctx.options.rate, len(rows))
-            dvg, dy, _, partial = gate_gradient(dout, y, cast, gate_bias, u, D, flags, z, vg)
-            assert dy is not None
-            dgate = product_in(ctx.gate_dtype, dvg.mT, z)
-            # Σ over steps of ∂L/∂(v, g), of dy, and of dy ⊙ u.
-            dgate_bias, link = column_sums(partial).split_with_sizes([2 * H, 2 * H])
-            read, states = dy.view(-1, H).to(C.dtype), h.view(len(rows), -1)
-            dC, dh = product_in(torch.float32, read.mT, states), (read @ C).view_as(h)
-            g, dlogs, _, sums = ctx.walk.backward(dh, h, None, None, summed=True)
-            assert sums is not None
-            du, dB, drive = drive_gradient(g.view(len(rows), -1), sums, rows, B)
-            du = du.view_as(x).to(x.dtype)
-            dx, total = norm_gradient(du, dy, dout, (link, drive), x, weight, bias, D, statistics)
-            pulled = system_gradient(own, H, dlogs, dB, dC)
-        dbias, dweight = total.unbind(0)
-        return (
-            *(dx, None if weight is None else dweight.to(weight.dtype), None if bias is None else dbias.to(bias.dtype)),
-            *(link[H:].to(D.dtype), dgate, dgate_bias.to(gate_bias.dtype), None, None, None, None, *pulled),
-        )
+        x, *vectors, keep = ctx.saved_tensors[:7]
+        own, kept = ctx.saved_tensors[7:12], WideKept(*ctx.saved_tensors[12:])
+        found = wide_backward(dout, x, tuple(vectors), keep, ctx.rate, kept, ctx.walk, own)
+        return *found[:6], None, None, None, None, *found[6:]
 
 
 # The functions inside, whose contexts are stages here.
@@ -158,6 +206,67 @@ class Stage:
         """No gradient is passed to them."""
 
 
+def layer_stage() -> Any:
+    """The stage of the recurrence of few channels."""
+    return Stage(True)
+
+
+def gate_stage() -> Any:
+    """The stage of the gate of few channels; u gets its gradient as a link."""
+    return Stage(*[True] * 4, False, *[True] * 3)
+
+
+def mixed(layer: Stage, u: Tensor, parameters: tuple[Tensor, ...]) -> tuple[Tensor, bool]:
+    """The output of the recurrence for few channels, and whether its states are few."""
+    logs, B, C = system_of(list(parameters), torch.float32)
+    few = logs.shape[1] <= FEW_STATES
+    B, C = B.view(2, -1, B.shape[1]), C.view(len(C), 2, -1).transpose(0, 1)
+    return (_FEW if few else _MANY).forward(layer, u if few else u.float(), logs, B, C, None).to(u.dtype), few
+
+
+def narrow_forward(
+    x: Tensor,
+    vectors: tuple[Any, ...],
+    keep: Tensor | None,
+    running: tuple[Tensor, Tensor, Tensor],
+    options: BlockOptions,
+    parameters: tuple[Tensor, ...],
+) -> tuple[Tensor, Tensor, Any, Any, bool]:
+    """The output of a narrow block, its statistics, the stages of layer and gate, and whether states are few."""
+    weight, bias, D, gate, gate_bias = vectors
+    layer, after = layer_stage(), gate_stage()
+    with full_precision(x):
+        u, statistics = normalise(x, weight, bias, running, options.momentum, options.eps, None)
+        y, few = mixed(layer, u, parameters)
+        ends = (None, None, keep, options.rate, options.dtype)
+        out = _GATE.forward(after, y, x, gate, gate_bias, u, D, *ends)
+    return out, statistics, layer, after, few
+
+
+def narrow_backward(
+    dout: Tensor,
+    x: Tensor,
+    vectors: tuple[Any, ...],
+    statistics: Tensor,
+    layer: Any,
+    few: bool,
+    after: Any,
+    parameters: tuple[Tensor, ...],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of x, of the vectors and of the seven parameters, the first five of which are given."""
+    weight, bias, D, *_ = vectors
+    with full_precision(dout):
+        dy, _, dgate, dgate_bias, _, dD, *_ = _GATE.backward(after, dout)
+        du, dlogs, dB, dC, _ = (_FEW if few else _MANY).backward(layer, dy if few else dy.float())
+        dx, sums = norm_gradient(du.to(dy.dtype), dy, dout, None, x, weight, bias, D, statistics)
+        pulled = system_gradient(parameters, x.shape[-1], dlogs, dB, dC.transpose(0, 1))
+    dbias, dweight = sums.unbind(0)
+    return (
+        *(dx, None if weight is None else dweight.to(weight.dtype), None if bias is None else dbias.to(bias.dtype)),
+        *(dD, dgate, dgate_bias, *pulled),
+    )
+
+
 class NarrowBlock(torch.autograd.Function):
     """The same for few channels."""
 
@@ -175,16 +284,9 @@ class NarrowBlock(torch.autograd.Function):
         options: BlockOptions,
         *parameters: Tensor,
     ) -> Tensor:
-        layer, after = Stage(True), Stage(*[True] * 4, False, *[True] * 3)
         x, weight, bias, D, gate, gate_bias, *own = _dense((x, weight, bias, D, gate, gate_bias, *parameters))
-        with full_precision(x):
-            u, statistics = normalise(x, weight, bias, running, options.momentum, options.eps, None)
-            logs, B, C = system_of(own, torch.float32)
-            few = logs.shape[1] <= FEW_STATES
-            B, C = B.view(2, -1, B.shape[1]), C.view(len(C), 2, -1).transpose(0, 1)
-            y = (_FEW if few else _MANY).forward(layer, u if few else u.float(), logs, B, C, None).to(u.dtype)
-            ends = (None, None, keep, options.rate, options.dtype)
-            out = _GATE.forward(after, y, x, gate, gate_bias, u, D, *ends)
+        vectors = (weight, bias, D, gate, gate_bias)
+        out, statistics, layer, after, few = narrow_forward(x, vectors, keep, running, options, tuple(own))
         ctx.save_for_backward(x, weight, bias, D, statistics, *own[:5], *layer.saved_tensors, *after.saved_tensors)
         ctx.layer, ctx.after, ctx.split, ctx.few = layer, after, 10 + len(layer.saved_tensors), few
         # The function around holds them.
@@ -201,14 +303,6 @@ class NarrowBlock(torch.autograd.Function):
         x, weight, bias, D, statistics, *own = saved[:10]
         layer, after = ctx.layer, ctx.after
         layer.saved_tensors, after.saved_tensors = saved[10 : ctx.split], saved[ctx.split :]
-        with full_precision(dout):
-            dy, _, dgate, dgate_bias, _, dD, *_ = _GATE.backward(after, dout)
-            du, dlogs, dB, dC, _ = (_FEW if ctx.few else _MANY).backward(layer, dy if ctx.few else dy.float())
-            dx, sums = norm_gradient(du.to(dy.dtype), dy, dout, None, x, weight, bias, D, statistics)
-            pulled = system_gradient(own, x.shape[-1], dlogs, dB, dC.transpose(0, 1))
+        found = narrow_backward(dout, x, (weight, bias, D), statistics, layer, ctx.few, after, tuple(own))
         layer.saved_tensors = after.saved_tensors = ()
-        dbias, dweight = sums.unbind(0)
-        return (
-            *(dx, None if weight is None else dweight.to(weight.dtype), None if bias is None else dbias.to(bias.dtype)),
-            *(dD, dgate, dgate_bias, None, None, None, *pulled),
-        )
+        return *found[:6], None, None, None, *found[6:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -189,6 +190,7 @@ class Scan(torch.autograd.Function):
         orders: Tensor | None,
         soft: bool,
         wanted: tuple[bool, bool],
+        memory: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         batch, length, channels = u.shape
         shape = ScanSizes(batch, length, channels, A.shape[-1], B.ndim == 4 + (A.ndim == 3), A.ndim == 3)
@@ -201,7 +203,7 @@ class Scan(torch.autograd.Function):
         raw = (delta, bias, lengths) if soft and tile.segments > 1 else None
         step = _steps(delta, bias, lengths, soft=soft, later=raw is not None)
         kept = wanted[1] and any(ctx.needs_input_grad)
-        marks = _fresh(u, len(blocks), *tile.kept(shape, shape.batch, tile.spans(shape))) if kept else None
+        marks = _marks(tile, shape, len(blocks), _fresh(u, 0) if memory is None else memory) if kept else None
         for place, first in enumerate(blocks):
             starts = _starts(tile, shape, first, u, u_row, step, None if first else raw, A, B, B_row, orders, state)
             given = (u, step, A, B, C, D, orders, starts, y, None if marks is None else marks[place], last)
@@ -241,6 +243,32 @@ class Scan(torch.autograd.Function):
         dA = column_sums(room.drates.flatten(0, 1).flatten(1)).view(A.shape)
         dsteps = (room.ddelta.to(ctx.delta[0]), dbias, None)
         return room.du.to(u.dtype), *dsteps, dA, dB, dC, dD, room.dstate, None, None, None
+
+
+def _marks(tile: ProgramTile, shape: ScanSizes, blocks: int, memory: Tensor) -> Tensor:
+    """The states that are kept for the backward pass, in this memory if there is any."""
+    sizes = (blocks, *tile.kept(shape, shape.batch, tile.spans(shape)))
+    return memory[: math.prod(sizes)].view(sizes) if memory.numel() else memory.new_empty(sizes)
+
+
+def most_marks(batch: int, length: int, channels: int, n: int) -> int:
+    """The memory that `_marks` needs at most, for any real rates: a formula without cases, for symbolic sizes.
+
+    Narrow tiles keep up to n + 15 states every 8 steps; wide ones up to 2n every 16 steps.
+    """
+    return batch * channels * (n + 16) * ((length + 7) // 8 + 1)
+
+
+def resume(
+    ctx: Any, u: Tensor, step: Tensor, bias: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, memory: Tensor
+) -> None:
+    """Make a context as `Scan.forward` has left it, from what it computed, without a state, lengths and orders."""
+    shape = ScanSizes(u.shape[0], u.shape[1], u.shape[2], A.shape[-1], False, False)
+    blocks, tile = _cut(shape, False, False)
+    (u, u_row), (B, B_row), (C, C_row) = rows(u), tile.rows_of(B, shape, blocks), tile.rows_of(C, shape, blocks)
+    ctx.save_for_backward(u, step, A, B, C, D, None, _marks(tile, shape, len(blocks), memory))
+    ctx.shape, ctx.has_state, ctx.rows = shape, False, (u_row, B_row, C_row)
+    ctx.soft, ctx.delta = True, (u.dtype, bias.dtype)
 
 
 def _steps(delta: Tensor, bias: Tensor | None, lengths: Tensor | None, *, soft: bool, later: bool) -> Tensor:

@@ -49,6 +49,96 @@ def mix(x: Tensor, weights: MixerWeights, *, keep_state: bool) -> tuple[Tensor, 
     return out, (before, last) if keep_state else None
 
 
+class Kept(NamedTuple):
+    """What the gradient of a layer needs beside its arguments: inputs and weights for products, and what they gave."""
+
+    rows: Tensor
+    vz: Tensor
+    u: Tensor
+    chosen: Tensor
+    g: Tensor
+    A: Tensor
+    in_proj: Tensor
+    x_proj: Tensor
+    dt_proj: Tensor
+    out_proj: Tensor
+
+
+def stages() -> tuple[Any, Any, Any]:
+    """The stages of convolution, scan and gate."""
+    return Stage(True), Stage(True), Stage(True)
+
+
+def prepared(x: Tensor, weights: MixerWeights, dtype: torch.dtype) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """The rows of x, the rates, and the weights of the four projections, for products in `dtype`."""
+    given = (weights.in_proj, weights.x_proj, weights.dt_proj, weights.out_proj)
+    casts, A = cast_weights(given, weights.A_log, dtype)
+    return x.reshape(-1, x.shape[-1]).to(dtype), A, casts
+
+
+def mixer_forward(
+    x: Tensor, dtype: torch.dtype, wanted: tuple[bool, bool], weights: MixerWeights, memory: Tensor | None = None
+) -> tuple[Tensor, Tensor | None, Tensor | None, Kept, tuple[Any, Any, Any]]:
+    """The output, last inputs of the convolution and states if wanted, and what the gradient needs."""
+    conv, scan, gate = parts = stages()
+    batch, length, _ = x.shape
+    inner, past, rank = weights.D.shape[0], weights.conv.shape[-1] - 1, weights.dt_proj.shape[1]
+    n = (weights.x_proj.shape[0] - rank) // 2
+    with full_precision(x):
+        rows, A, (w_in, w_x, w_dt, w_out) = prepared(x, weights, dtype)
+        vz = _product(rows, w_in, weights.in_bias).view(batch, length, 2 * inner)
+        v, z = vz[..., :inner], vz[..., inner:]
+        u = _CONV.forward(conv, v, weights.conv, weights.conv_bias)
+        chosen = (u.view(-1, inner) @ w_x.mT).view(batch, length, -1)
+        delta = (chosen.view(-1, rank + 2 * n)[:, :rank] @ w_dt.mT).view(batch, length, inner)
+        rest = (A, *chosen[..., rank:].split_with_sizes([n, n], dim=-1), weights.D, None, None, True, wanted, memory)
+        y, last = _SCAN.forward(scan, u, delta, weights.dt_bias, None, *rest)
+        g = _GATE.forward(gate, y, z)
+        out = _product(g.view(-1, inner), w_out, weights.out_bias).view(batch, length, -1)
+    before = v[:, max(0, length - past) :].clone() if wanted[0] else None
+    return out, before, last, Kept(rows, vz, u, chosen, g, A, w_in, w_x, w_dt, w_out), parts
+
+
+def mixer_backward(
+    grads: tuple[Tensor | None, Tensor | None, Tensor | None], kept: Kept, parts: tuple[Any, Any, Any], kinds: Kinds
+) -> tuple[Tensor | None, ...]:
+    """The gradients of x and of all weights."""
+    rows, vz, u, chosen, g, A, w_in, w_x, w_dt, w_out = kept
+    batch, length, inner = u.shape
+    (conv, scan, gate), (dout, dbefore, dlast), rank = parts, grads, w_dt.shape[1]
+    with full_precision(rows):
+        dout = rows.new_zeros(rows.shape[0], w_out.shape[0]) if dout is None else dout.to(rows.dtype)
+        dout = dout.reshape(-1, w_out.shape[0])
+        dw_out = product_in(kinds.out_proj, dout.mT, g.view(-1, inner))
+        dvz = torch.empty_like(vz)
+        dv, dz = dvz[..., :inner], dvz[..., inner:]
+        y, z = gate.saved_tensors
+        dy = gate_gradient((dout @ w_out).view(batch, length, inner), y, z, dz)
+        du, ddelta, dbias, _, dA, dB, dC, dD, *_ = _SCAN.backward(scan, dy, dlast)
+        ddelta, dt = ddelta.view(-1, inner), chosen.view(-1, chosen.shape[-1])[:, :rank]
+        dw_dt = product_in(kinds.dt_proj, ddelta.mT, dt)
+        dchosen = torch.empty_like(chosen).view(-1, chosen.shape[-1])
+        torch.mm(ddelta, w_dt, out=dchosen[:, :rank])
+        torch.cat([dB, dC], dim=-1, out=dchosen[:, rank:].view(batch, length, -1))
+        dw_x = product_in(kinds.x_proj, dchosen.mT, u.view(-1, inner))
+        du = du.view(-1, inner).addmm_(dchosen, w_x).view(batch, length, inner)
+        v, weight, bias = conv.saved_tensors
+        dconv, dconv_bias = conv_gradient(du, v, weight, bias, dv)
+        if dbefore is not None:
+            dvz[:, length - dbefore.shape[1] :, :inner] += dbefore
+        dvz = dvz.view(-1, 2 * inner)
+        dw_in, dx = product_in(kinds.in_proj, dvz.mT, rows), dvz @ w_in
+    in_bias, out_bias = (
+        None if kind is None else total.sum(0, dtype=torch.float32).to(kind)
+        for kind, total in ((kinds.in_bias, dvz), (kinds.out_bias, dout))
+    )
+    dA_log = (dA * A).to(kinds.A_log)
+    return (
+        *(dx.view(batch, length, -1).to(kinds.x), dw_in, in_bias, dconv, dconv_bias, dw_x, dw_dt),
+        *(dbias, dA_log, dD, dw_out, out_bias),
+    )
+
+
 class MambaMixer(torch.autograd.Function):
     """out_proj((Re(C h) + D u) ⊙ silu(z)), and the last inputs of the convolution and states if wanted."""
 
@@ -57,34 +147,13 @@ class MambaMixer(torch.autograd.Function):
         ctx: Any, x: Tensor, dtype: torch.dtype, wanted: tuple[bool, bool], *given: Any
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         weights = MixerWeights(*given)
-        conv, scan, gate = Stage(True), Stage(True), Stage(True)
-        batch, length, _ = x.shape
-        inner, past = weights.D.shape[0], weights.conv.shape[-1] - 1
-        rank = weights.dt_proj.shape[1]
-        n = (weights.x_proj.shape[0] - rank) // 2
-        given = (weights.in_proj, weights.x_proj, weights.dt_proj, weights.out_proj)
-        (w_in, w_x, w_dt, w_out), A = cast_weights(given, weights.A_log, dtype)
-        with full_precision(x):
-            rows = x.reshape(-1, x.shape[-1]).to(dtype)
-            vz = _product(rows, w_in, weights.in_bias).view(batch, length, 2 * inner)
-            v, z = vz[..., :inner], vz[..., inner:]
-            u = _CONV.forward(conv, v, weights.conv, weights.conv_bias)
-            chosen = (u.view(-1, inner) @ w_x.mT).view(batch, length, -1)
-            delta = (chosen.view(-1, rank + 2 * n)[:, :rank] @ w_dt.mT).view(batch, length, inner)
-            B, C = chosen[..., rank : rank + n], chosen[..., rank + n :]
-            rest = (A, B, C, weights.D, None, None, True, wanted)
-            y, last = _SCAN.forward(scan, u, delta, weights.dt_bias, None, *rest)
-            g = _GATE.forward(gate, y, z)
-            out = _product(g.view(-1, inner), w_out, weights.out_bias).view(batch, length, -1)
-        stages = (conv, scan, gate)
-        own = (rows, u, chosen, g, A, w_in, w_x, w_dt, w_out)
-        ctx.save_for_backward(*own, *(tensor for stage in stages for tensor in stage.saved_tensors))
-        ctx.counts = [len(stage.saved_tensors) for stage in stages]
-        for stage in stages:
-            stage.saved_tensors = ()
-        ctx.stages, ctx.sizes, ctx.kinds = stages, (batch, length, inner, rank, past), _kinds(x, weights)
+        out, before, last, kept, parts = mixer_forward(x, dtype, wanted, weights)
+        ctx.save_for_backward(*kept, *(tensor for part in parts for tensor in part.saved_tensors))
+        ctx.counts = [len(part.saved_tensors) for part in parts]
+        for part in parts:
+            part.saved_tensors = ()
+        ctx.parts, ctx.kinds = parts, learned_kinds(x, weights)
         ctx.set_materialize_grads(False)
-        before = v[:, max(0, length - past) :].clone() if wanted[0] else None
         return out, before, last
 
     @staticmethod
@@ -92,46 +161,14 @@ class MambaMixer(torch.autograd.Function):
     def backward(
         ctx: Any, dout: Tensor | None, dbefore: Tensor | None, dlast: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        batch, length, inner, rank, _ = ctx.sizes
-        rows, u, chosen, g, A, w_in, w_x, w_dt, w_out, *saved = ctx.saved_tensors
-        stages: tuple[Any, ...] = ctx.stages
-        for stage, count in zip(stages, ctx.counts, strict=True):
-            stage.saved_tensors, saved = tuple(saved[:count]), saved[count:]
-        conv, scan, gate = stages
-        kinds = ctx.kinds
-        with full_precision(rows):
-            dout = rows.new_zeros(rows.shape[0], w_out.shape[0]) if dout is None else dout.to(rows.dtype)
-            dout = dout.reshape(-1, w_out.shape[0])
-            dw_out = product_in(kinds.out_proj, dout.mT, g.view(-1, inner))
-            dvz = torch.empty(batch, length, 2 * inner, dtype=rows.dtype, device=rows.device)
-            dv, dz = dvz[..., :inner], dvz[..., inner:]
-            y, z = gate.saved_tensors
-            dy = gate_gradient((dout @ w_out).view(batch, length, inner), y, z, dz)
-            du, ddelta, dbias, _, dA, dB, dC, dD, *_ = _SCAN.backward(scan, dy, dlast)
-            ddelta, dt = ddelta.view(-1, inner), chosen.view(-1, chosen.shape[-1])[:, :rank]
-            dw_dt = product_in(kinds.dt_proj, ddelta.mT, dt)
-            dchosen = torch.empty_like(chosen).view(-1, chosen.shape[-1])
-            torch.mm(ddelta, w_dt, out=dchosen[:, :rank])
-            torch.cat([dB, dC], dim=-1, out=dchosen[:, rank:].view(batch, length, -1))
-            dw_x = product_in(kinds.x_proj, dchosen.mT, u.view(-1, inner))
-            du = du.view(-1, inner).addmm_(dchosen, w_x).view(batch, length, inner)
-            v, weight, bias = conv.saved_tensors
-            dconv, dconv_bias = conv_gradient(du, v, weight, bias, dv)
-            if dbefore is not None:
-                dvz[:, length - dbefore.shape[1] :, :inner] += dbefore
-            dvz = dvz.view(-1, 2 * inner)
-            dw_in, dx = product_in(kinds.in_proj, dvz.mT, rows), dvz @ w_in
-        for stage in stages:
-            stage.saved_tensors = ()
-        in_bias, out_bias = (
-            None if kind is None else total.sum(0, dtype=torch.float32).to(kind)
-            for kind, total in ((kinds.in_bias, dvz), (kinds.out_bias, dout))
-        )
-        dA_log = (dA * A).to(kinds.A_log)
-        return (
-            *(dx.view(batch, length, -1).to(kinds.x), None, None, dw_in, in_bias, dconv, dconv_bias, dw_x, dw_dt),
-            *(dbias, dA_log, dD, dw_out, out_bias),
-        )
+        saved = list(ctx.saved_tensors)
+        kept, saved = Kept(*saved[: len(Kept._fields)]), saved[len(Kept._fields) :]
+        for part, count in zip(ctx.parts, ctx.counts, strict=True):
+            part.saved_tensors, saved = tuple(saved[:count]), saved[count:]
+        dx, *found = mixer_backward((dout, dbefore, dlast), kept, ctx.parts, ctx.kinds)
+        for part in ctx.parts:
+            part.saved_tensors = ()
+        return dx, None, None, *found
 
 
 @launched
@@ -187,7 +224,7 @@ def _cast_plan(counts: tuple[int, ...], dtype: torch.dtype, kinds: tuple[Any, ..
     return Planned(_cast, grid, *counts, BLOCK=_BLOCK, num_warps=4)
 
 
-class _Kinds(NamedTuple):
+class Kinds(NamedTuple):
     """The dtypes of what gets a gradient."""
 
     x: torch.dtype
@@ -200,10 +237,11 @@ class _Kinds(NamedTuple):
     out_bias: torch.dtype | None
 
 
-def _kinds(x: Tensor, weights: MixerWeights) -> _Kinds:
-    held = (getattr(weights, name) for name in _Kinds._fields[1:])
+def learned_kinds(x: Tensor, weights: MixerWeights) -> Kinds:
+    """The dtypes of x and of the weights."""
+    held = (getattr(weights, name) for name in Kinds._fields[1:])
     kinds: list[Any] = [None if weight is None else weight.dtype for weight in held]
-    return _Kinds(x.dtype, *kinds)
+    return Kinds(x.dtype, *kinds)
 
 
 def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
