@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, final
@@ -275,6 +275,10 @@ _SYNCHRONISED = ("broadcast_buffers", "forward_sync_buffers", "require_forward_p
 _MEGABYTE = 1024 * 1024
 
 
+# The mark of a wrapper whose steps are recorded as CUDA graphs.
+RECORDED = "_compressm_recorded"
+
+
 def rewrap_(model: nn.Module) -> None:
     """Renew every DistributedDataParallel in the model, in place, with its options and hooks.
 
@@ -346,7 +350,7 @@ def _made_anew_(wrapper: DistributedDataParallel) -> None:
     hooks = [(hook, state) for hook, state in wrapper._comm_hooks]
     try:
         # All processes already agree, so nothing is compared or sent.
-        with _stream_aside(next(module.parameters()).device):
+        with _stream_aside(next(module.parameters()).device) if before.get(RECORDED) else nullcontext():
             DistributedDataParallel.__init__(wrapper, module, init_sync=False, **_options(wrapper))
         for hook, state in hooks:
             wrapper.register_comm_hook(state, hook)
@@ -379,6 +383,8 @@ def _bring_back_(wrapper: DistributedDataParallel, before: dict[str, Any]) -> No
     for name in _SYNCHRONISED:
         if name in before:
             wrapper.__dict__[name] = before[name]
+    if before.get(RECORDED):
+        wrapper.__dict__[RECORDED] = True
     wrapper._modules.update({name: child for name, child in before["_modules"].items() if name != "module"})
     trust_(wrapper)
 

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
+from compressm.compression.distributed import RECORDED
 from compressm.errors import CaptureError
 from compressm.layers.parameters import form_changes
 
@@ -180,7 +181,10 @@ class _Seen:
         self.parameters = list({id(p): p for p in (*held, *trained)}.values())
         self.device = next((p.device for p in self.parameters if p.is_cuda), None)
         known = set(map(id, self.parameters))
-        self.is_wrapped = any(id(p) in known for wrapper in wrappers for p in wrapper.parameters())
+        around = [wrapper for wrapper in wrappers if any(id(p) in known for p in wrapper.parameters())]
+        self.is_wrapped = bool(around)
+        for wrapper in around if self.device is not None else ():
+            vars(wrapper)[RECORDED] = True
         self._watched = True
         # A tensor that is changed in place is changed by the recording too.
         changed = [group for group, rate in rates if group["lr"] is not rate and not _is_equal(group["lr"], rate)]
