@@ -43,7 +43,8 @@ _TRITON = importlib.util.find_spec("triton") is not None
 
 def compiled_kernels_serve(x: Tensor) -> bool:
     """True inside torch.compile where `kernels_serve` would be true outside; not in an export."""
-    if not torch.compiler.is_compiling() or torch.compiler.is_exporting() or is_transformed():
+    # torch.compiler.is_exporting() is always true in what torch 2.11 compiles; the flag behind it is not.
+    if not torch.compiler.is_compiling() or torch.compiler._is_exporting_flag or is_transformed():
         return False
     return _TRITON and x.device.type in _DEVICES and x.dtype in _DTYPES
 
