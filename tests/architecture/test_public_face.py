@@ -127,6 +127,7 @@ ADAPTER_NAMES = {
     "ConformanceError",
     "Finding",
     "LRUAdapter",
+    "LinOSSAdapter",
     "MambaAdapter",
     "Mamba2MixerAdapter",
     "MambaMixerAdapter",

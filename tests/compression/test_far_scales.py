@@ -7,12 +7,12 @@ import torch
 
 import compressm as cs
 from compressm.adapters import adapter_for
-from compressm.layers import LRU, S4D, S5, Mamba
+from compressm.layers import LRU, S4D, S5, LinOSS, Mamba
 
 SIZES = [1e-300, 1e-170, 1e150]
 PARTS = {"B": ("B_re", "B_im"), "C": ("C_re", "C_im"), "inputs": ()}
 # B of an S4D layer is fixed.
-CASES = [(kind, part) for kind in (LRU, S5, S4D) for part in PARTS if (kind, part) != (S4D, "B")]
+CASES = [(kind, part) for kind in (LRU, S5, S4D, LinOSS) for part in PARTS if (kind, part) != (S4D, "B")]
 
 
 def made(kind):

@@ -12,7 +12,7 @@ from compressm.compression import CompressionError, Compressor, KeepFraction, Ro
 from compressm.compression.optimizer import Transport, carried_states
 from compressm.compression.several import as_optimizer
 from compressm.compression.surgery import apply_cuts, prepare_cut
-from compressm.layers import LRU, S4D, S5, Mamba
+from compressm.layers import LRU, S4D, S5, LinOSS, Mamba
 from compressm.models import SequenceClassifier
 from tests.compression.test_moments import lru_formulas
 from tests.compression.test_rollback import same
@@ -48,7 +48,7 @@ def options_for(kind):
     return {"calibrate": lambda model: model(X)} if kind is Mamba else {}
 
 
-@pytest.mark.parametrize("kind", [LRU, S5, S4D, Mamba])
+@pytest.mark.parametrize("kind", [LRU, S5, S4D, LinOSS, Mamba])
 def test_muon_and_adamw_train_on_through_cuts(kind):
     model = make(kind)
     optimizers = both(model)

@@ -6,6 +6,7 @@
 
 from compressm.adapters.base import Adapter, Basis, SSMAdapter, adapter_for, adapts, find, state_axes
 from compressm.adapters.conformance import check_adapter
+from compressm.adapters.linoss import LinOSSAdapter
 from compressm.adapters.lru import LRUAdapter
 from compressm.adapters.mamba import MambaAdapter, SelectiveAdapter
 from compressm.adapters.memory import MemoryAdapter
@@ -24,6 +25,7 @@ __all__ = [
     "ConformanceError",
     "Finding",
     "LRUAdapter",
+    "LinOSSAdapter",
     "Mamba2MixerAdapter",
     "MambaAdapter",
     "MambaMixerAdapter",

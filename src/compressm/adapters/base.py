@@ -151,6 +151,8 @@ class SSMAdapter(Adapter[Module, DiagonalSystem]):
     SYSTEM = DiagonalSystem
     STORES = frozenset({Basis.ANY, Basis.SELECTED})
     RECURRENCE = "linear"
+    # A pole that every module stores, for states without effect.
+    IDLE: ClassVar[complex] = 0.5
 
     @abstractmethod
     def read(self, module: Module) -> DiagonalSystem:
@@ -169,6 +171,13 @@ class SSMAdapter(Adapter[Module, DiagonalSystem]):
         was read gives the present values. Parameters that are not named keep their values.
         """
 
+    def nearest(self, module: Module, system: DiagonalSystem) -> DiagonalSystem:
+        """What the module stores in the place of a reduced system: the nearest poles that it has, with C refitted.
+
+        It is the given one where the module stores every pole. The bound of a cut includes the distance.
+        """
+        return system
+
     def setting(self, module: Module) -> Hashable | None:
         """Everything beside parameters that `read` and `encode` depend on; None if they take one module at a time.
 
@@ -182,7 +191,7 @@ class SSMAdapter(Adapter[Module, DiagonalSystem]):
     def growth(self, module: Module) -> dict[str, Growth]:
         """The axes that grow if a mode with B = 0 and C = 0 is added to the system, and the entries that it gets."""
         system = read_with(self, module)
-        values, n = encode_with(self, module, {}, _with_an_idle_mode(system)), system.order
+        values, n = encode_with(self, module, {}, _with_an_idle_mode(system, self.IDLE)), system.order
         axes = {name: _grown_axis(module, name, value) for name, value in values.items()}
         return {
             name: Growth(axis, idle=values[name].narrow(axis, n, 1)) for name, axis in axes.items() if axis is not None
@@ -488,10 +497,11 @@ def _grown_axis(module: nn.Module, name: str, value: Tensor) -> int | None:
     return grown[0] if grown else None
 
 
-def _with_an_idle_mode(system: DiagonalSystem) -> DiagonalSystem:
-    """The system with one more mode, λ = ½, that has neither input nor output."""
+def _with_an_idle_mode(system: DiagonalSystem, pole: complex) -> DiagonalSystem:
+    """The system with one more mode that has neither input nor output."""
     pad = torch.nn.functional.pad
-    return DiagonalSystem(pad(system.poles, (0, 1), value=0.5), pad(system.B, (0, 0, 0, 1)), pad(system.C, (0, 1)))
+    idle = torch.full_like(system.poles[..., :1], pole)
+    return DiagonalSystem(torch.cat([system.poles, idle], -1), pad(system.B, (0, 0, 0, 1)), pad(system.C, (0, 1)))
 
 
 def _with_a_mode_twice(system: DiagonalSystem) -> DiagonalSystem:

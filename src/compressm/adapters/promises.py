@@ -16,6 +16,7 @@ from torch.autograd.gradcheck import GradcheckError
 from compressm.adapters.base import encode_with, parameter_of, read_with, stacked_parameters, stacking_key, state_axes
 from compressm.adapters.writing import write
 from compressm.control import DiagonalSystem, ShapeError, Truncation, balanced_truncation, fold
+from compressm.control.moving import distance_bound
 from compressm.control.selective import SelectiveSystem
 from compressm.errors import AdapterError
 
@@ -96,8 +97,13 @@ class Trial(_Trial):
         """Reduce the module in place to this order."""
         system = self.read(module)
         truncation = balanced_truncation(fold(system) if folded else system, order).diagonalise()
-        write(module, self.adapter.encode(module, diagonal(truncation)))
-        return truncation
+        reduced = diagonal(truncation)
+        stored = self.adapter.nearest(module, reduced)
+        write(module, self.adapter.encode(module, stored))
+        if stored is reduced:
+            return truncation
+        assert truncation.error_bound is not None
+        return replace(truncation, system=stored, error_bound=truncation.error_bound + distance_bound(reduced, stored))
 
     def half(self, module: nn.Module) -> int:
         return self.order(module) // 2
