@@ -45,7 +45,7 @@ def test_our_adapters_keep_their_promises(name):
     assert len({finding.promise for finding in findings}) >= 20
 
 
-@pytest.mark.parametrize("name", later(["LRU", "S5", "S4D", "LinOSS", "LinOSS, damped"], "S5"))
+@pytest.mark.parametrize("name", later(["LRU", "S5", "S4", "S4D", "LinOSS", "LinOSS, damped"], "S5"))
 def test_single_precision_is_enough_for_a_looser_tolerance(name):
     assert check_adapter(MODULES[name], dtype=torch.float32, tolerance=1e-3)
 

@@ -12,10 +12,10 @@ from compressm.adapters import find
 from compressm.compression import CompressionError
 from compressm.compression.planning import Options, changes_of, found_layers, plan_cuts
 from compressm.compression.surgery import prepare_cuts
-from compressm.layers import LRU, S4D, S5, ZOH, Bilinear, LinOSS, Mamba
+from compressm.layers import LRU, S4, S4D, S5, ZOH, Bilinear, LinOSS, Mamba
 from compressm.models import SequenceClassifier
 
-LAYERS = [LRU, S5, S4D, LinOSS, Mamba]
+LAYERS = [LRU, S5, S4, S4D, LinOSS, Mamba]
 X = torch.randn(3, 40, 3, generator=torch.Generator().manual_seed(0))
 
 

@@ -7,7 +7,7 @@ from tests import unhooked
 PREAMBLE = """
 import torch
 from torch import ones, tensor, zeros
-from compressm.layers import *, LinOSS
+from compressm.layers import *
 
 x = ones(3, 40, 6)
 
@@ -17,10 +17,10 @@ def broken(layer):
     next(layer.parameters()).data.view(-1)[0] = float("nan")
     return layer
 
-kinds = {"LRU": LRU, "S5": S5, "S4D": S4D, "LinOSS": LinOSS, "Mamba": Mamba}
+kinds = {"LRU": LRU, "S5": S5, "S4": S4, "S4D": S4D, "LinOSS": LinOSS, "Mamba": Mamba}
 layers = {name: build(6, order=5) for name, build in kinds.items()}
 """
-LAYERS = ("LRU", "S5", "S4D", "LinOSS", "Mamba")
+LAYERS = ("LRU", "S5", "S4", "S4D", "LinOSS", "Mamba")
 
 CASES = {
     "a sequence without a batch": ("layer(zeros(40, 6))", "(40, 6)", "(batch, length, width)"),

@@ -9,14 +9,14 @@ import torch
 
 import compressm as cs
 from compressm.compression import load_checkpoint, save_checkpoint, surgery
-from compressm.layers import LRU, S4D, S5, LinOSS, Mamba, SequenceError
+from compressm.layers import LRU, S4, S4D, S5, LinOSS, Mamba, SequenceError
 from compressm.layers.parameters import state_holders
 from compressm.models import BatchNorm, LanguageModel, SequenceClassifier
 from compressm.running import Stream
 
 from .test_stream import BATCH, VOCABULARY, WIDTH, check_close, language_model, streamed, tokens
 
-LINEAR = (LRU, S5, S4D, LinOSS)
+LINEAR = (LRU, S5, S4, S4D, LinOSS)
 HALF = 10
 
 
@@ -227,7 +227,7 @@ def test_cuts_of_other_models_leave_a_stream_alone():
         check_close(streamed(stream, x[:, HALF:]), model(x)[0][:, HALF:])
 
 
-@pytest.mark.parametrize("layer", [LRU, S5, S4D, LinOSS, Mamba])
+@pytest.mark.parametrize("layer", [LRU, S5, S4, S4D, LinOSS, Mamba])
 def test_states_are_bit_for_bit_as_before_a_cut_that_was_taken_back(layer, monkeypatch):
     """A stream of S4D divides its states by B, and was off by a rounding."""
     model = language_model(layer, dtype=torch.float32)

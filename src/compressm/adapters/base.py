@@ -82,6 +82,8 @@ class Adapter(ABC, Generic[Module, System]):
     OPTIONAL: ClassVar[frozenset[str]] = frozenset()
     # Parameters that a cut may add, each with the parameter whose optimizer group it joins.
     JOINS: ClassVar[Mapping[str, str]] = {}
+    # Parameters that are 0 after a cut, and stay 0 in training: their gradients are 0 there.
+    RESTING: ClassVar[frozenset[str]] = frozenset()
     # Attributes in objects that modules share, such as a config: `renewed` writes them.
     SHARED: ClassVar[frozenset[str]] = frozenset()
     # The name of the recurrence in tables of runtimes, such as "Mamba-1".
@@ -352,7 +354,7 @@ def read_with(adapter: Adapter[Any, System], module: nn.Module, values: Mapping[
 
     An adapter that reads anything else is refused by name.
     """
-    system: System = _with(module, values, adapter.read)
+    system: System = with_values(module, values, adapter.read)
     if not isinstance(system, adapter.SYSTEM):
         raise AdapterError(f"{adapter}.read gives {system!r:.80}, expected a {adapter.SYSTEM.__name__}")
     return system
@@ -365,7 +367,7 @@ def encode_with(
 
     An adapter that encodes no values of parameters is refused by name.
     """
-    encoded: dict[str, Tensor] = _with(module, values, lambda swapped: adapter.encode(swapped, system))
+    encoded: dict[str, Tensor] = with_values(module, values, lambda swapped: adapter.encode(swapped, system))
     if not isinstance(encoded, Mapping) or not all(isinstance(name, str) for name in encoded):
         raise AdapterError(f"{adapter}.encode gives {encoded!r:.80}, expected {{parameter name: tensor}}")
     parameters = dict(module.named_parameters(remove_duplicate=False))
@@ -451,7 +453,8 @@ def stacked_parameters(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
     return {name: torch.stack([parameters[name].detach() for parameters in held]) for name in held[0]}
 
 
-def _with(module: nn.Module, values: Mapping[str, Tensor], function: Callable[[nn.Module], Any]) -> Any:
+def with_values(module: nn.Module, values: Mapping[str, Tensor], function: Callable[[nn.Module], Any]) -> Any:
+    """The function of the module with these values in the place of its parameters; differentiable."""
     if not values:
         return function(module)
     return functional_call(_Holder(module, function), {f"module.{name}": value for name, value in values.items()}, ())

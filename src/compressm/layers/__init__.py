@@ -10,6 +10,7 @@ from compressm.layers.initialisation import Initialisation, Inv, Legs, Lin
 from compressm.layers.linoss import IM, IMEX, DampedIMEX, LinOSS, Scheme
 from compressm.layers.lru import LRU
 from compressm.layers.mamba import Mamba
+from compressm.layers.s4 import S4
 from compressm.layers.s4d import S4D
 from compressm.layers.s5 import S5
 from compressm.ops import SequenceError
@@ -18,6 +19,7 @@ __all__ = [
     "IM",
     "IMEX",
     "LRU",
+    "S4",
     "S4D",
     "S5",
     "ZOH",

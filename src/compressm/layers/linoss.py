@@ -140,13 +140,16 @@ class LinOSS(LTILayer):
         self.C_position = nn.Parameter((2 * torch.rand(width, order) - 1) / math.sqrt(order))
         self.D = nn.Parameter(torch.randn(width))
 
-    def discrete(self) -> tuple[Float[Tensor, "2 n"], Float[Tensor, "2 n width"], Float[Tensor, "2 width n"]]:
+    def discrete(
+        self, dtype: torch.dtype | None = None
+    ) -> tuple[Float[Tensor, "2 n"], Float[Tensor, "2 n width"], Float[Tensor, "2 width n"]]:
         """(log λ, B, C) of the recurrence h[t] = λ h[t−1] + B u[t], y[t] = Re(C h[t]) + D u[t]."""
         damping = None if self.log_damping is None else torch.exp(self.log_damping.double())
         step = torch.exp(self.log_step.double())
         log_poles, basis = self.scheme(torch.exp(self.log_frequency.double()), damping, step)
-        drive, basis = (part.to(self.D.dtype) for part in (step * exponential(log_poles), basis))
-        return log_poles, *modal(drive, basis, self.B_velocity, self.B_position, self.C_velocity, self.C_position)
+        dtype = self.D.dtype if dtype is None else dtype
+        forces = (part.to(dtype) for part in (self.B_velocity, self.B_position, self.C_velocity, self.C_position))
+        return log_poles, *modal((step * exponential(log_poles)).to(dtype), basis.to(dtype), *forces)
 
     def log_poles(self) -> Float[Tensor, "2 n"]:
         """(log |λ|, arg λ), in float64."""
@@ -177,7 +180,7 @@ class LinOSS(LTILayer):
         return h[0] @ C[0].mT - h[1] @ C[1].mT + self.D * x, h.movedim(0, 1)
 
     def stepper(self, dtype: torch.dtype, *, gain: float = 1.0, scaled: bool = False) -> SystemStepper:
-        return SystemStepper(*self.discrete(), self.D, dtype, gain=gain, scaled=scaled)
+        return SystemStepper(*self.discrete(torch.float64), self.D, dtype, gain=gain, scaled=scaled)
 
     def initial_state(self, batch: int) -> Float[Tensor, "batch 2 n"]:
         require_batch(batch)

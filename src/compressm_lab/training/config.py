@@ -18,7 +18,7 @@ from compressm.deploy import named_orders
 from compressm.errors import did_you_mean
 from compressm.families import family_of
 from compressm.families.choices import RoundTo, as_allowed_orders
-from compressm.layers import LRU, S4D, S5, LinOSS, Mamba, SSMLayer
+from compressm.layers import LRU, S4, S4D, S5, LinOSS, Mamba, SSMLayer
 from compressm.saving.kinds import is_known
 from compressm_lab.baselines import ALPHA, TEMPERATURE, HankelNuclearNorm
 from compressm_lab.data import DataError
@@ -27,7 +27,7 @@ from compressm_lab.runs.run import evaluation_interval
 
 Precision = Literal["float32", "tf32", "bfloat16"]
 GramianName = Literal["white_noise", "measured", "modal"]
-LAYERS: dict[str, type[SSMLayer]] = {"LRU": LRU, "S5": S5, "S4D": S4D, "LinOSS": LinOSS, "Mamba": Mamba}
+LAYERS: dict[str, type[SSMLayer]] = {"LRU": LRU, "S5": S5, "S4": S4, "S4D": S4D, "LinOSS": LinOSS, "Mamba": Mamba}
 
 
 _MOST_STEPS = 10**9
@@ -121,7 +121,7 @@ class _LayerName:
 class ModelConfig(Config):
     """A `SequenceClassifier`; its inputs and classes are those of the task.
 
-    layer: LRU, S5, S4D, LinOSS, Mamba, or your own class, "package.module:Name", that is built as (width, order=n).
+    layer: LRU, S5, S4, S4D, LinOSS, Mamba, or your own class, "package.module:Name", that is built as (width, order=n).
     dropout_form: "batch" is one mask for the whole batch, as in the paper's own code, "element" one for every element.
     pooling: "steps" keeps every step, for tasks that ask at each of them.
     """

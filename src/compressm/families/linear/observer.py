@@ -24,13 +24,11 @@ from compressm.ops.dispatch import only_reads
 _PER_STATE = 32
 
 
-@final
 @dataclass
-class LinearObserver(InputObserver):
-    """A hook on the input of a linear layer."""
+class SequenceObserver(InputObserver):
+    """A hook on the input of a layer that is called with sequences, and with `lengths` if they are padded."""
 
     observations: Observations
-    system: DiagonalSystem
 
     def attach(self) -> Sequence[RemovableHandle]:
         return [self.module.register_forward_pre_hook(self._observe, with_kwargs=True)]
@@ -50,6 +48,14 @@ class LinearObserver(InputObserver):
         if lengths is not None:
             inside = torch.arange(x.shape[1], device=x.device) < lengths.to(x.device)[:, None]
         self.add(x.detach(), inside)
+
+
+@final
+@dataclass
+class LinearObserver(SequenceObserver):
+    """The observer of a layer with poles: states are formed at the sampled steps only."""
+
+    system: DiagonalSystem
 
     def accumulate(self, u: Tensor, counts: Tensor | None) -> None:
         covariance = self.observations.covariance

@@ -1,0 +1,215 @@
+"""The family of layers with full real matrices (S4): balanced truncation of matrices, the result stored as modes.
+
+The spectrum has one value for a mode, σ₂ⱼ₋₁ + σ₂ⱼ of the real system of 2n states: a mode stands for two of them. A
+reduced real pole takes a mode for itself; the cut then keeps fewer states, and its bound says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from compressm.adapters.base import read_with
+from compressm.adapters.dense import DenseAdapter
+from compressm.control import DenseSystem, DiagonalSystem, hankel_singular_values
+from compressm.control.folding import PairTruncation, pair_truncation
+from compressm.control.linear_algebra import coarse_scale, largest_part
+from compressm.errors import CompressionError
+from compressm.families import observing
+from compressm.families.base import Family, Layer, PlannedCut, Total, Values, Writing, energy_lost, reads
+from compressm.families.choices import Choices, Largest
+from compressm.families.dense.transport import DenseChange, Projection
+from compressm.families.linear import simulation
+from compressm.families.linear.observer import SequenceObserver, scaled_gramian
+from compressm.families.observing import ZERO_INPUTS, Observations, ratio_of, sequences_at_once
+from compressm.layers.parameters import StateMap
+from compressm.ops.lti.dense import dense_bank
+
+
+@final
+@dataclass
+class DenseObserver(SequenceObserver):
+    """The observer of a layer with full matrices, whose states are all formed, some sequences at a time."""
+
+    system: DenseSystem
+
+    def accumulate(self, u: Tensor, counts: Tensor | None) -> None:
+        covariance, system = self.observations.covariance, self.system
+        assert covariance is not None
+        steps = self.sampled_steps(u, counts)
+        everything = torch.eye(system.order, dtype=u.dtype, device=u.device).expand(*system.bank, -1, -1)
+        share = sequences_at_once(u.shape[1], system.B.numel())
+        for start in range(0, len(u), share):
+            part = slice(start, start + share)
+            h, _ = dense_bank(u[part], system.A, system.B[..., 0], everything, keep_state=False)
+            places = steps[part][..., None, None].expand(-1, -1, *h.shape[2:])
+            samples = h.gather(1, places).flatten(0, 1).movedim(0, -2)
+            mask = None if counts is None else counts[part].gather(1, steps[part]).flatten()
+            covariance.add(samples, None if mask is None else mask.expand(samples.shape[:-1]))
+
+
+@final
+@dataclass(frozen=True)
+class DenseLayer(Layer):
+    """A module, its system of full matrices, and its observations if there is data."""
+
+    name: str
+    module: nn.Module
+    adapter: DenseAdapter[Any]
+    system: DenseSystem
+    observations: Observations | None = None
+
+    @property
+    def order(self) -> int:
+        return self.system.order // 2
+
+    @property
+    def why_zero(self) -> str:
+        for name, part in (("B", self.system.B), ("C", self.system.C)):
+            if not bool(part.any()):
+                return f"{name} is zero"
+        return ZERO_INPUTS if self.observations is not None and self.observations.are_zeros else super().why_zero
+
+    def gramian(self) -> tuple[Tensor, Tensor]:
+        """The measured P over scale², and the scale."""
+        assert self.observations is not None
+        return scaled_gramian(self.observations)
+
+    def observer(self, choices: Choices) -> DenseObserver:
+        return DenseObserver(Observations(self.name), self.module, self.system, choices.measurement)
+
+    def with_observations(self, observer: DenseObserver) -> DenseLayer:
+        return replace(self, observations=observer.observations)
+
+    def imagined(self) -> DenseLayer:
+        return self
+
+    def over(self, total: Total) -> DenseLayer:
+        return self if self.observations is None else replace(self, observations=self.observations.over(total))
+
+    def received(self, sent: Any) -> DenseCut:
+        system, left, right, bound, lost = sent
+        device = self.system.device
+        projection = Projection(left.to(device), right.to(device))
+        return DenseCut(self, system.to(device), projection, bound, None, lost)
+
+
+@final
+@dataclass(frozen=True)
+class DenseCut(PlannedCut):
+    """The modes of a layer's reduced system, the projection on them, and the error."""
+
+    layer: DenseLayer
+    system: DiagonalSystem
+    projection: Projection
+    error_bound: float | None
+    measured_error: float | None
+    energy_lost: float
+
+    @property
+    def rank(self) -> int:
+        return self.system.order
+
+    def change(self) -> DenseChange:
+        layer = self.layer
+        writing = Writing.of(layer.module, layer.adapter, self.system, self.rank)
+        return DenseChange(layer.module, layer.adapter, layer.system, self.system, self.projection, writing)
+
+    def following(self, module: nn.Module, adapter: DenseAdapter[Any]) -> Writing:
+        moved = self.projection.system(read_with(adapter, module).detach())
+        return Writing.of(module, adapter, moved, self.rank)
+
+    def state_map(self, module: nn.Module, adapter: DenseAdapter[Any], values: Values) -> StateMap | None:
+        projection = self.projection
+
+        def carried(state: Float[Tensor, "batch 2 width n"]) -> Float[Tensor, "batch 2 width r"]:
+            z = state.double().movedim(1, -2).flatten(-2)
+            h = (projection.left @ z[..., None].to(projection.left.dtype))[..., 0]
+            return torch.stack([h.real, h.imag], dim=1).to(state.dtype)
+
+        return carried
+
+    def sent(self) -> Any:
+        sides = (self.projection.left.to("cpu"), self.projection.right.to("cpu"))
+        return self.system.to("cpu"), *sides, self.error_bound, self.energy_lost
+
+    def squared_change(self) -> Float[Tensor, "2"] | None:
+        observations, old = self.layer.observations, self.layer.system
+        if observations is None:
+            return None
+        share = sequences_at_once(observations.sample.longest, old.B.numel())
+        unit: Tensor | float = 1.0
+        if observations.covariance is not None and observations.covariance.scale is not None:
+            unit = coarse_scale(largest_part(old.C).max() * observations.covariance.scale.max())
+        return observing.squared_change(_outputs, old, self.system, observations.sample, share, unit)
+
+
+def _outputs(system: DenseSystem | DiagonalSystem, u: Tensor) -> Tensor:
+    if isinstance(system, DiagonalSystem):
+        return simulation.outputs(system, u)
+    return dense_bank(u, system.A, system.B[..., 0], system.C, keep_state=False)[0][..., 0]
+
+
+@reads(DenseAdapter)
+@final
+class DenseFamily(Family):
+    """Balanced truncation of full matrices; the reduced systems are diagonalised and stored as modes."""
+
+    called = "layers with full matrices"
+    uses = frozenset()
+
+    def require_choices(self, names: Sequence[str], choices: Choices) -> None:
+        super().require_choices(names, choices)
+        said = ", ".join(name or "the model" for name in names)
+        if choices.is_modal:
+            raise CompressionError(
+                f"{said}: gramian is Modal(), which drops modes of a diagonal A; {self.called} have none before their"
+                " first cut: expected WhiteNoise() or Measured()"
+            )
+        if not isinstance(choices.select, Largest):
+            raise CompressionError(
+                f"{said}: select is {choices.select}; {self.called} keep the largest values: expected Largest()"
+            )
+
+    def read(self, name: str, module: nn.Module, adapter: DenseAdapter[Any], choices: Choices) -> DenseLayer:
+        return DenseLayer(name, module, adapter, read_with(adapter, module).detach())
+
+    def is_bounded(self, choices: Choices) -> bool:
+        return not choices.is_measured
+
+    def spectra(self, layers: Sequence[DenseLayer], choices: Choices) -> dict[str, Float[Tensor, "*bank n"]]:
+        """σ₂ⱼ₋₁ + σ₂ⱼ of the real systems."""
+        found = {}
+        for layer in layers:
+            P, scale = layer.gramian() if choices.is_measured else (None, None)
+            sigma = hankel_singular_values(layer.system, P=P)
+            sigma = sigma if scale is None else sigma * scale[..., None]
+            found[layer.name] = sigma.unflatten(-1, (-1, 2)).sum(-1).cpu()
+        return found
+
+    def plan(
+        self,
+        layers: Sequence[DenseLayer],
+        orders: Mapping[str, Any],
+        spectra: Mapping[str, Tensor],
+        choices: Choices,
+        salt: int,
+    ) -> dict[str, PlannedCut]:
+        cuts: dict[str, PlannedCut] = {}
+        for layer in layers:
+            order = orders[layer.name]
+            found = pair_truncation(layer.system, order, P=layer.gramian()[0] if choices.is_measured else None)
+            cut = _cut_of(layer, found, energy_lost(spectra[layer.name], torch.arange(order)))
+            squares = cut.squared_change()
+            cuts[layer.name] = cut if squares is None else replace(cut, measured_error=ratio_of(squares))
+        return cuts
+
+
+def _cut_of(layer: DenseLayer, found: PairTruncation, lost: float) -> DenseCut:
+    bound = None if found.error_bound is None else float(found.error_bound.max())
+    return DenseCut(layer, found.system, Projection(found.left, found.right), bound, None, lost)
