@@ -9,7 +9,7 @@ import torch
 import compressm as cs
 from compressm.adapters import adapter_for, write
 from compressm.control import DiagonalSystem, h_infinity_error
-from compressm.control.moving import with_poles
+from compressm.control.norms import with_poles
 from compressm.families.linear.reduction import drop_modes, reduce_system
 from compressm.layers import IM, DampedIMEX, LinOSS
 from tests.layers.test_linoss import by_hand, make

@@ -115,8 +115,13 @@ def test_matrices_of_another_structure_cannot_be_stored():
 
 
 def without_effect(order=8, idle=3):
-    """A layer with some states that have neither input nor output: a cut loses nothing."""
+    """A layer with some states that have neither input nor output: a cut loses nothing.
+
+    HiPPO itself has real poles, each of which takes a mode; with a tenth of its p all poles are pairs.
+    """
     layer = make(order=order - idle)
+    for name in ("p_re", "p_im"):
+        layer.get_parameter(name).data *= 0.1
     values = {
         name: growth.resized(layer.get_parameter(name).detach(), order)
         for name, growth in adapter_for(layer).growth(layer).items()
@@ -139,13 +144,13 @@ def test_means_of_gradients_of_b_and_c_become_those_of_the_reduced_layer():
     cs.compress_(layer, keep=cs.TargetOrder(5), optimizer=optimizer)
     optimizer.zero_grad()
     loss = loss_of(layer)
-    assert loss.item() == pytest.approx(before, rel=1e-5)
+    assert loss.item() == pytest.approx(before, rel=1e-9)
     loss.backward()
     for name in ("B_re", "B_im", "C_re", "C_im", "log_step"):
         parameter = layer.get_parameter(name)
         momentum = optimizer.state[parameter]["momentum_buffer"]
         cosine = torch.nn.functional.cosine_similarity(momentum.flatten(), parameter.grad.flatten(), dim=0)
-        assert cosine > 0.99, (name, float(cosine))
+        assert cosine > 0.9999, (name, float(cosine))
 
 
 def test_squares_of_gradients_stay_in_their_sizes():

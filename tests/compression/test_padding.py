@@ -94,6 +94,9 @@ def test_old_states_keep_their_bits_and_new_ones_have_neither_input_nor_output(l
         if layer is Mamba:
             assert not system.W_B[7:].any()
             assert not system.W_C[7:].any()
+        elif layer is S4:
+            grown = ("p_re", "p_im", "B_re", "B_im", "C_re", "C_im")
+            assert not any(module.get_parameter(name)[:, 7:].any() for name in grown)
         else:
             assert not system.C[..., 7:].any()
             assert layer is S4D or not system.B[7:].any()

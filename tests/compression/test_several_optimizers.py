@@ -59,7 +59,9 @@ def test_muon_and_adamw_train_on_through_cuts(kind):
     for number in range(1, 30):
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         losses.append(step(model, optimizers))
-        assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters())
+        still = {name for name, p in model.named_parameters() if torch.equal(p, before[name])}
+        # p of an S4 layer is 0 after a cut, and stays there.
+        assert {name.rpartition(".")[2] for name in still} <= ({"p_re", "p_im"} if number > 10 else set())
         compressor.step(number)
     assert [block.ssm.order for block in model.blocks] == [3, 3]
     assert [[list(map(id, g["params"])) for g in o.param_groups] for o in optimizers] == groups

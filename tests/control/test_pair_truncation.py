@@ -14,7 +14,7 @@ from compressm.control import (
 )
 from compressm.control.folding import conjugate_pairs, pair_truncation, real_balanced_truncation
 from compressm.layers import S4
-from tests.control.test_moving import random_system
+from tests.control.test_with_poles import random_system
 
 
 def legs(order=16, width=3, seed=0):

@@ -29,8 +29,11 @@ def redundant(layer, order=8):
                 rank, rows = block.ssm.dt_rank, block.ssm.x_proj.weight
                 rows[rank + order // 2 : rank + order] = rows[rank + order // 2 + order :] = 0
             else:
-                for name in ("C_re", "C_im"):
-                    getattr(block.ssm, name)[..., order // 2 :] = 0
+                for name, value in block.ssm.named_parameters():
+                    if name.startswith(("C_", "p_")):
+                        value[..., order // 2 :] = 0
+                    if name.startswith("p_"):
+                        value *= 0.1  # HiPPO's own real poles take a mode each
     return model
 
 

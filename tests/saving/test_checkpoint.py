@@ -33,7 +33,7 @@ class Shrinker:
             self.history.append({"step": step, "order": order, "was": block.ssm.D.detach().clone()})
 
     def cut(self, layer, order):
-        axes = layer.STATE_AXES
+        axes = {name: axis for name, axis in layer.STATE_AXES.items() if getattr(layer, name) is not None}
         values = {name: getattr(layer, name).detach().narrow(axis, 0, order).double() for name, axis in axes.items()}
         write(layer, values)
         for name, axis in axes.items():

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from compressm.adapters.base import Adapter, adapter_for, linear_adapter, require_call
-from compressm.adapters.dense import DenseAdapter
-from compressm.adapters.dense_promises import DENSE_PROMISES, DenseTrial
+from compressm.adapters.dense import DENSE_PROMISES, DenseAdapter, DenseTrial
 from compressm.adapters.mamba import SelectiveAdapter
 from compressm.adapters.promises import (
     PROMISES,
@@ -25,7 +24,7 @@ from compressm.control.validation import as_integer, is_number
 from compressm.errors import AdapterError, ConformanceError
 from compressm.layers import SSMLayer
 
-AnyTrial = TypeVar("AnyTrial", Trial, SelectiveTrial)
+AnyTrial = TypeVar("AnyTrial", Trial, DenseTrial, SelectiveTrial)
 
 # The tests halve the order, and they remove two states.
 _SMALLEST_ORDER = 4

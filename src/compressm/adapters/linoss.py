@@ -13,7 +13,7 @@ from compressm.adapters.base import SSMAdapter, adapts, encodable, finite_double
 from compressm.adapters.poles import SMALLEST_POLE, log_poles, nearest_old, old_modes
 from compressm.control import DiagonalSystem
 from compressm.control.linear_algebra import modulus, square_modulus
-from compressm.control.moving import with_poles
+from compressm.control.norms import with_poles
 from compressm.layers import LinOSS
 from compressm.layers.discretisation import exponential
 from compressm.layers.linoss import modal

@@ -16,8 +16,10 @@ from torch.autograd.gradcheck import GradcheckError
 from compressm.adapters.base import encode_with, parameter_of, read_with, stacked_parameters, stacking_key
 from compressm.adapters.writing import write
 from compressm.control import DiagonalSystem, ShapeError, Truncation, balanced_truncation, fold
-from compressm.control.moving import distance_bound
+from compressm.control.folding import PairTruncation
+from compressm.control.norms import distance_bound
 from compressm.control.selective import SelectiveSystem
+from compressm.control.system import LinearSystem
 from compressm.errors import AdapterError
 
 Simulation = Callable[[nn.Module, Tensor], Tensor]
@@ -120,13 +122,13 @@ def make_seeded(make: Callable[[], nn.Module], seed: int) -> nn.Module:
     return module
 
 
-def diagonal(truncation: Truncation) -> DiagonalSystem:
+def diagonal(truncation: Truncation | PairTruncation) -> DiagonalSystem:
     """The truncated system; its A is diagonal after `diagonalise`."""
     assert isinstance(truncation.system, DiagonalSystem)
     return truncation.system
 
 
-def channels(system: DiagonalSystem) -> int:
+def channels(system: LinearSystem) -> int:
     """The number of channels of the module: the inputs of one system, or one for each member of a bank."""
     if not system.bank:
         return system.inputs
@@ -135,7 +137,7 @@ def channels(system: DiagonalSystem) -> int:
     return system.bank[0]
 
 
-def simulated(system: DiagonalSystem, u: Float[Tensor, "batch length channels"]) -> Float[Tensor, "batch length out"]:
+def simulated(system: LinearSystem, u: Float[Tensor, "batch length channels"]) -> Float[Tensor, "batch length out"]:
     """Re(C h) for the channels of a module."""
     if not system.bank:
         return system.simulate(u.double()).real

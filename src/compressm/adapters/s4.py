@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar, final
 
 import torch
@@ -59,7 +60,7 @@ class S4Adapter(DenseAdapter[S4]):
 
     def growth(self, module: S4) -> dict[str, Growth]:
         # −½ as at the start; B = C = p = 0.
-        idle = {"log_A_real": torch.log(torch.tensor(0.5)).item()}
+        idle = {"log_A_real": math.log(0.5)}
         return {name: Growth(axis, idle=idle.get(name, 0.0)) for name, axis in S4.STATE_AXES.items()}
 
     def state_bytes(self, module: S4, order: int) -> int:

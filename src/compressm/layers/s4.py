@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from compressm.layers.base import LTILayer, keeps_arguments, require_batch
 from compressm.layers.discretisation import Bilinear, random_log_steps, times
 from compressm.layers.initialisation import legs_modes
-from compressm.layers.streaming import BankStepper, EagerStepper, Stepper
+from compressm.layers.streaming import BankStepper, LowRankStepper, Stepper
 from compressm.ops import lti_bank
 from compressm.ops.block.norm import Link
 from compressm.ops.dispatch import can_read
@@ -84,11 +84,14 @@ class S4(LTILayer):
         sign = torch.cat([torch.ones_like(re[..., 0]), -torch.ones_like(re[..., 0])], -1)
         return 2 * inverse - torch.eye(inverse.shape[-1], dtype=B.dtype, device=B.device), B, 2 * sign * C
 
-    def diagonal(self) -> tuple[Float[Tensor, "2 width n"], Float[Tensor, "2 width n"], Float[Tensor, "2 width n"]]:
+    def diagonal(
+        self, dtype: torch.dtype | None = None
+    ) -> tuple[Float[Tensor, "2 width n"], Float[Tensor, "2 width n"], Float[Tensor, "2 width n"]]:
         """(log λ, B, C) of the modes without p: what the layer computes if p = 0."""
         step, a, _, B, C = self._modes()
         log_poles, scale = Bilinear()(a, step.expand_as(a[0]))
-        return log_poles, times(scale, B).to(self.D.dtype), (2 * C).to(self.D.dtype)
+        dtype = self.D.dtype if dtype is None else dtype
+        return log_poles, times(scale, B).to(dtype), (2 * C).to(dtype)
 
     def is_diagonal(self) -> bool:
         """True if p = 0."""
@@ -128,9 +131,13 @@ class S4(LTILayer):
         return 2 * (C[0] * h[0] - C[1] * h[1]).sum(-1) + self.D * x, h.movedim(0, 1)
 
     def stepper(self, dtype: torch.dtype, *, gain: float = 1.0, scaled: bool = False) -> Stepper:
-        if self.is_diagonal():
-            return BankStepper(*self.diagonal(), self.D, dtype, gain=gain, scaled=scaled)
-        return EagerStepper(self, gain=gain)
+        log_poles, B, C = self.diagonal(torch.float64)
+        # Steps of a bank divide states by B.
+        if self.is_diagonal() and bool(B.any(0).all()):
+            return BankStepper(log_poles, B, C, self.D, dtype, gain=gain, scaled=scaled)
+        *resolvent, step = self._resolvent()
+        d, left, right, drive = (torch.complex(*pair) for pair in (*resolvent, step * self._modes()[3] / 2))
+        return LowRankStepper((d, left, right), drive, torch.complex(*C), self.D, dtype, gain=gain)
 
     def initial_state(self, batch: int) -> Float[Tensor, "batch 2 width n"]:
         require_batch(batch)

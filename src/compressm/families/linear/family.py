@@ -17,7 +17,7 @@ from compressm.control import ControlError, DiagonalSystem, fold
 from compressm.control.balancing import GramianPair, hankel_values
 from compressm.control.hankel import gramian_pair
 from compressm.control.linear_algebra import each
-from compressm.control.moving import distance_bound
+from compressm.control.norms import distance_bound
 from compressm.errors import CompressionError
 from compressm.families.base import Change, Family, Layer, PlannedCut, Total, Values, Writing, energy_lost, reads
 from compressm.families.choices import Choices, Largest

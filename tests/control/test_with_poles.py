@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from compressm.control import DiagonalSystem, h2_error, h_infinity_error
-from compressm.control.moving import distance_bound, with_poles
+from compressm.control.norms import distance_bound, with_poles
 
 
 def random_system(n=6, inputs=2, outputs=3, bank=(), seed=0):
