@@ -71,6 +71,12 @@ def needs_data(name: str) -> bool:
     return adapter is not None and family_of(adapter).needs_data
 
 
+def has_poles(name: str) -> bool:
+    """Tell if a layer has fixed poles, as penalties need, or no adapter that could say so."""
+    adapter = adapter_of(layer_class(name))
+    return adapter is None or family_of(adapter).has_poles
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """A part of a recipe; an unknown key in a file is an error."""
@@ -453,9 +459,9 @@ class Recipe(Config):
             yield f"compression: {modal}"
         if not selective and compression is not None and compression.selective is not None:
             yield f"compression: selective is for layer Mamba, and layer is {layer}: leave it out"
-        if selective and self.regulariser is not None:
+        if self.regulariser is not None and not has_poles(layer):
             yield (
-                f"regulariser: {self.regulariser.kind} is for layers that are linear systems, and layer is {layer}:"
+                f"regulariser: {self.regulariser.kind} is for layers with fixed poles, and layer is {layer}:"
                 " expected LRU, S5, S4D or LinOSS"
             )
         if truncation is not None and max(truncation.orders) >= self.model.order:

@@ -178,6 +178,7 @@ class LinearFamily(Family):
     """Balanced truncation of fixed systems; layers of equal shape go through one batched call."""
 
     called = "linear layers"
+    has_poles = True
     uses = frozenset({"fold"})
 
     def read(self, name: str, module: nn.Module, adapter: SSMAdapter[Any], choices: Choices) -> LinearLayer:
