@@ -22,16 +22,14 @@ from compressm.adapters.base import parameter_of, read_with
 from compressm.adapters.dense import DenseAdapter, modes_with
 from compressm.control import DenseSystem, DiagonalSystem, hankel_singular_values
 from compressm.control.folding import PairTruncation, pair_truncation
-from compressm.control.linear_algebra import coarse_scale, largest_part
 from compressm.control.validation import values_unread
 from compressm.errors import CompressionError
-from compressm.families import observing
 from compressm.families.base import Change, Family, Layer, PlannedCut, Total, Values, Writing, energy_lost, reads
 from compressm.families.choices import Choices, Largest
 from compressm.families.linear import simulation
-from compressm.families.linear.observer import SequenceObserver, scaled_gramian
+from compressm.families.linear.observer import SequenceObserver, scaled_gramian, squared_change, why_zero
 from compressm.families.linear.transport import Jacobian
-from compressm.families.observing import ZERO_INPUTS, Observations, ratio_of, sequences_at_once
+from compressm.families.observing import Observations, ratio_of, sequences_at_once
 from compressm.layers.parameters import StateMap
 from compressm.ops.lti.dense import dense_bank
 
@@ -207,10 +205,7 @@ class DenseLayer(Layer):
 
     @property
     def why_zero(self) -> str:
-        for name, part in (("B", self.system.B), ("C", self.system.C)):
-            if not bool(part.any()):
-                return f"{name} is zero"
-        return ZERO_INPUTS if self.observations is not None and self.observations.are_zeros else super().why_zero
+        return why_zero(self.system, self.observations) or super().why_zero
 
     def gramian(self) -> tuple[Tensor, Tensor]:
         """The measured P over scale², and the scale."""
@@ -276,14 +271,10 @@ class DenseCut(PlannedCut):
         return self.system.to("cpu"), *sides, self.error_bound, self.energy_lost
 
     def squared_change(self) -> Float[Tensor, "2"] | None:
-        observations, old = self.layer.observations, self.layer.system
+        observations = self.layer.observations
         if observations is None:
             return None
-        share = sequences_at_once(observations.sample.longest, old.B.numel())
-        unit: Tensor | float = 1.0
-        if observations.covariance is not None and observations.covariance.scale is not None:
-            unit = coarse_scale(largest_part(old.C).max() * observations.covariance.scale.max())
-        return observing.squared_change(_outputs, old, self.system, observations.sample, share, unit)
+        return squared_change(self.layer.system, self.system, observations, _outputs)
 
 
 def _outputs(system: DenseSystem | DiagonalSystem, u: Tensor) -> Tensor:

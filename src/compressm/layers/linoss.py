@@ -12,11 +12,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from compressm.layers.base import LTILayer, keeps_arguments, require_batch
+from compressm.layers.base import SystemLayer, keeps_arguments
 from compressm.layers.discretisation import exponential, random_log_steps, times
 from compressm.layers.streaming import SystemStepper
-from compressm.ops import Path, SequenceError, lti_layer
-from compressm.ops.block.norm import Link
+from compressm.ops import Path, SequenceError
 from compressm.ops.dispatch import require_path
 
 
@@ -96,7 +95,7 @@ _UNDAMPED = (
 
 @final
 @keeps_arguments
-class LinOSS(LTILayer):
+class LinOSS(SystemLayer):
     """velocity' = −a position − g velocity + B u, position' = velocity, y = C position + D u, sampled by a `Scheme`.
 
     The order counts oscillators; each is one complex mode. Forces on the position and a readout of the velocity start
@@ -151,40 +150,9 @@ class LinOSS(LTILayer):
         forces = (part.to(dtype) for part in (self.B_velocity, self.B_position, self.C_velocity, self.C_position))
         return log_poles, *modal((step * exponential(log_poles)).to(dtype), basis.to(dtype), *forces)
 
-    def log_poles(self) -> Float[Tensor, "2 n"]:
-        """(log |λ|, arg λ), in float64."""
-        return self.discrete()[0]
-
-    def matrices(self) -> tuple[Float[Tensor, "2 n width"], Float[Tensor, "2 width n"]]:
-        """B and C of the modes, as real pairs."""
-        return self.discrete()[1:]
-
-    def _mix(
-        self,
-        x: Tensor,
-        state: Tensor | None,
-        lengths: Tensor | None,
-        keep_state: bool,
-        D: Tensor | None,
-        drive: Link | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        self._check(x, state, axes="batch length")
-        return lti_layer(x, *self.discrete(), state, lengths, D=D, keep_state=keep_state, path=self.path, drive=drive)
-
-    def step(
-        self, x: Float[Tensor, "batch width"], state: Float[Tensor, "batch 2 n"]
-    ) -> tuple[Float[Tensor, "batch width"], Float[Tensor, "batch 2 n"]]:
-        self._check_step(x, state)
-        log_poles, B, C = self.discrete()
-        h = times(exponential(log_poles).to(state.dtype), state.movedim(1, 0)) + x @ B.mT
-        return h[0] @ C[0].mT - h[1] @ C[1].mT + self.D * x, h.movedim(0, 1)
-
     def stepper(self, dtype: torch.dtype, *, gain: float = 1.0, scaled: bool = False) -> SystemStepper:
+        # κ in half precision would cost digits of C.
         return SystemStepper(*self.discrete(torch.float64), self.D, dtype, gain=gain, scaled=scaled)
-
-    def initial_state(self, batch: int) -> Float[Tensor, "batch 2 n"]:
-        require_batch(batch)
-        return self.log_frequency.new_zeros(batch, 2, self.order)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, scheme={self.scheme}"

@@ -21,10 +21,10 @@ from compressm.control.norms import distance_bound
 from compressm.errors import CompressionError
 from compressm.families.base import Change, Family, Layer, PlannedCut, Total, Values, Writing, energy_lost, reads
 from compressm.families.choices import Choices, Largest
-from compressm.families.linear.observer import LinearObserver, scaled_gramian, squared_change
+from compressm.families.linear.observer import LinearObserver, scaled_gramian, squared_change, why_zero
 from compressm.families.linear.reduction import BasisChange, Triple, drop_modes, reduce_system, sorted_sizes
 from compressm.families.linear.transport import ModuleChange
-from compressm.families.observing import ZERO_INPUTS, Observations, ratio_of
+from compressm.families.observing import Observations, ratio_of
 from compressm.layers.parameters import StateMap
 
 Item = TypeVar("Item")
@@ -58,10 +58,7 @@ class LinearLayer(Layer):
 
     @property
     def why_zero(self) -> str:
-        for name, part in (("B", self.system.B), ("C", self.system.C)):
-            if not bool(part.any()):
-                return f"{name} is zero"
-        return ZERO_INPUTS if self.observations is not None and self.observations.are_zeros else super().why_zero
+        return why_zero(self.system, self.observations) or super().why_zero
 
     @property
     def linear_system(self) -> DiagonalSystem:
