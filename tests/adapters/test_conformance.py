@@ -9,7 +9,7 @@ import torch
 from compressm.adapters import ConformanceError, LRUAdapter, S5Adapter, SSMAdapter, check_adapter
 from compressm.adapters.promises import Finding
 from compressm.control import DiagonalSystem
-from compressm.layers import LRU, S4D, S5, Bilinear, Inv, Legs
+from compressm.layers import LRU, S4, S4D, S5, Bilinear, DampedIMEX, Inv, Legs, LinOSS
 from tests.marks import every_other, later
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding_an_adapter.md"
@@ -27,18 +27,28 @@ MODULES = {
     "S4D, bilinear": lambda: S4D(5, 12, discretisation=Bilinear()),
     "S4D-LegS": lambda: S4D(3, 24, initialisation=Legs()),
     "S4D-Inv": lambda: S4D(3, 8, initialisation=Inv()),
+    "LinOSS": lambda: LinOSS(4, 12),
+    "LinOSS with short steps": lambda: LinOSS(3, 9, step_min=1e-2, step_max=0.1),
+    "LinOSS with one channel": lambda: LinOSS(1, 16),
+    "LinOSS, damped": lambda: LinOSS(4, 12, scheme=DampedIMEX()),
+    "LinOSS, damped, with short steps": lambda: LinOSS(3, 8, scheme=DampedIMEX(), step_min=1e-3, step_max=0.1),
+    "S4": lambda: S4(4, 12),
+    "S4 with long steps": lambda: S4(2, 16, step_max=1.0),
     "LRU in double precision": lambda: LRU(3, 8).double(),
 }
 
 
-@pytest.mark.parametrize("name", later(MODULES, "LRU", "slow LRU", "smallest LRU", "S5, bilinear", "S4D"))
+NOW = ("LRU", "slow LRU", "smallest LRU", "S5, bilinear", "S4", "S4D", "LinOSS", "LinOSS, damped")
+
+
+@pytest.mark.parametrize("name", later(MODULES, *NOW))
 def test_our_adapters_keep_their_promises(name):
     findings = check_adapter(MODULES[name])
     assert all(finding.holds for finding in findings)
     assert len({finding.promise for finding in findings}) >= 20
 
 
-@pytest.mark.parametrize("name", later(["LRU", "S5", "S4D"], "S5"))
+@pytest.mark.parametrize("name", later(["LRU", "S5", "S4", "S4D", "LinOSS", "LinOSS, damped"], "S5"))
 def test_single_precision_is_enough_for_a_looser_tolerance(name):
     assert check_adapter(MODULES[name], dtype=torch.float32, tolerance=1e-3)
 

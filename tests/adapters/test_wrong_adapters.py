@@ -12,7 +12,7 @@ from compressm.adapters.base import encode_with, read_with
 from compressm.compression import CompressionError, Restart, Slice
 from compressm.control import DenseSystem, DiagonalSystem
 from compressm.errors import AdapterError
-from compressm.layers import LRU, S4D, S5
+from compressm.layers import LRU, S4, S4D, S5, LinOSS
 
 
 class Leaky(nn.Module):
@@ -171,7 +171,7 @@ def test_a_read_that_detaches_may_cut_where_no_moment_is_carried(moments):
     assert cut.rank == 4
 
 
-@pytest.mark.parametrize("layer", [LRU, S5, S4D])
+@pytest.mark.parametrize("layer", [LRU, S5, S4, S4D, LinOSS])
 def test_our_own_adapters_pass_with_frozen_parameters(layer):
     module = layer(4, 8)
     for frozen in (None, *dict(module.named_parameters())):

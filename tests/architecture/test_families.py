@@ -18,9 +18,11 @@ def kinds():
     """Names of adapters, families, their layers and cuts, systems and SSM layers."""
     adapters = {name for name in compressm.adapters.__all__ if name.endswith("Adapter")} - {"Adapter"}
     families = {
-        f"{family}{part}" for family in ("Linear", "Selective", "Memory") for part in ("Family", "Layer", "Cut")
+        f"{family}{part}"
+        for family in ("Linear", "Dense", "Selective", "Memory")
+        for part in ("Family", "Layer", "Cut")
     }
-    layers = {"LRU", "S5", "S4D", "Mamba", "LTILayer"}
+    layers = {"LRU", "S5", "S4", "S4D", "LinOSS", "Mamba", "LTILayer"}
     assert all(hasattr(compressm.layers, name) for name in layers)
     return (
         adapters
@@ -41,7 +43,7 @@ def questions(path):
             yield from (part.id for part in ast.walk(node.args[1]) if isinstance(part, ast.Name))
         if isinstance(node, ast.Compare):
             texts = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
-            yield from (text for text in texts if text in {"LRU", "S5", "S4D", "Mamba"})
+            yield from (text for text in texts if text in {"LRU", "S5", "S4", "S4D", "LinOSS", "Mamba"})
 
 
 def test_nobody_else_asks_what_kind_a_layer_is():

@@ -45,11 +45,25 @@ def test_a_bad_call_is_refused_by_name_and_changes_nothing(call, outcomes):
 WITHOUT_ARGUMENTS = {
     *("Largest", "Modal", "PAPER", "Restart", "Slice", "Smallest", "Transport", "WhiteNoise", "__version__"),
     "powers_of_two",
-    *("ZOH", "Bilinear", "Inv", "Legs", "Lin", "EveryStep", "LastStep", "MeanPooling", "NoNorm"),
+    *(
+        "ZOH",
+        "Bilinear",
+        "Inv",
+        "Legs",
+        "Lin",
+        "IM",
+        "IMEX",
+        "DampedIMEX",
+        "EveryStep",
+        "LastStep",
+        "MeanPooling",
+        "NoNorm",
+    ),
 }
 NOT_MADE = {
     *("HankelChange", "Projection", "RealTruncation", "Trajectories", "Truncation", "LinearSystem", "Adapter", "Basis"),
     *("ClassifierState", "Dropout", "Encoder", "Norm", "Pooling", "ResidualBlock", "Discretisation", "Initialisation"),
+    *("Scheme", "DenseAdapter"),
     *("LTILayer", "SSMLayer", "Finding", "MambaMixerAdapter", "SSMAdapter", "SelectiveAdapter"),
     *("Mamba2MixerAdapter", "MemoryAdapter"),
 }

@@ -14,7 +14,7 @@ import compressm as cs
 from compressm import deploy
 from compressm.compression import CompressionError, choose_orders
 from compressm.families.choices import Multiples, OneOf, PowersOfTwo, as_allowed_orders
-from compressm.layers import LRU, S4D, S5, Mamba
+from compressm.layers import LRU, S4, S4D, S5, LinOSS, Mamba
 from compressm.models import SequenceClassifier
 from tests.compression.spectra import spectra_of_a_model
 
@@ -28,7 +28,7 @@ def model_of(layer=LRU, order=12, **options):
 
 
 def orders_of(model):
-    return [module.order for module in model.modules() if isinstance(module, LRU | S5 | S4D | Mamba)]
+    return [module.order for module in model.modules() if isinstance(module, LRU | S5 | S4 | S4D | LinOSS | Mamba)]
 
 
 def of_low_rank_(model, rank):

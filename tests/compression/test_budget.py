@@ -13,7 +13,7 @@ import compressm as cs
 from compressm.compression import Budget, CompressionError
 from compressm.compression.budget import Prices
 from compressm.compression.policies import Limits, choose_orders
-from compressm.layers import LRU, S4D, S5, Mamba, SSMLayer
+from compressm.layers import LRU, S4, S4D, S5, LinOSS, Mamba, SSMLayer
 from compressm.models import LanguageModel, SequenceClassifier
 from tests.compression.spectra import bound_of, spectra_of_a_model
 
@@ -183,7 +183,7 @@ def count_of(model):
 X = torch.randn(4, 20, 3, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("layer", [LRU, S5, S4D, Mamba])
+@pytest.mark.parametrize("layer", [LRU, S5, S4, S4D, LinOSS, Mamba])
 @pytest.mark.parametrize(
     "options", [{}, {"gate": 0.7}, {"round_to": 4}, {"round_to": (2, 6, 9)}, {"uniform": True}], ids=str
 )

@@ -14,7 +14,7 @@ from compressm.compression.record import Cut, Restored
 from compressm.compression.rollback import Rollback
 from compressm.errors import CompressionError
 from compressm.families.choices import Random, Smallest
-from compressm.layers import LRU, S4D, S5, Mamba
+from compressm.layers import LRU, S4, S4D, S5, LinOSS, Mamba
 from compressm.models import SequenceClassifier
 
 
@@ -31,7 +31,7 @@ def batches(count, seed=7):
 
 
 @pytest.mark.parametrize("with_data", [False, True])
-@pytest.mark.parametrize("kind", [LRU, S5, S4D, Mamba])
+@pytest.mark.parametrize("kind", [LRU, S5, S4, S4D, LinOSS, Mamba])
 def test_where_libraries_load_late_a_cut_is_rehearsed_that_changes_nothing(kind, with_data, monkeypatch):
     from compressm.compression import planning as rehearsal
 
@@ -70,7 +70,7 @@ def orders(model):
     return [block.ssm.order for block in model.blocks]
 
 
-@pytest.mark.parametrize("kind", [LRU, S5, S4D])
+@pytest.mark.parametrize("kind", [LRU, S5, S4, S4D, LinOSS])
 @pytest.mark.parametrize("moments", [Transport(), Restart(), Slice()], ids=repr)
 def test_training_goes_on_through_cuts(kind, moments):
     model = make(kind)
@@ -93,7 +93,7 @@ def test_training_goes_on_through_cuts(kind, moments):
     assert compressor.history == events
 
 
-@pytest.mark.parametrize("kind", [LRU, S5, S4D])
+@pytest.mark.parametrize("kind", [LRU, S5, S4, S4D, LinOSS])
 def test_a_cut_changes_the_output_within_its_bound(kind):
     model = make(kind, depth=1)
     layer, u = model.blocks[0].ssm, torch.randn(6, 400, 4)

@@ -199,6 +199,8 @@ def test_parameters_that_a_system_leaves_open_are_found():
         "S5 bilinear": {"log_step"},
         "S4D": set(),
         "S4D above the sampling rate": set(),
+        "LinOSS": {"log_step"},
+        "LinOSS damped": {"log_step"},
         "somebody's": set(),
     }
 

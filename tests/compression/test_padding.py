@@ -12,10 +12,10 @@ from compressm.adapters import find
 from compressm.compression import CompressionError
 from compressm.compression.planning import Options, changes_of, found_layers, plan_cuts
 from compressm.compression.surgery import prepare_cuts
-from compressm.layers import LRU, S4D, S5, ZOH, Bilinear, Mamba
+from compressm.layers import LRU, S4, S4D, S5, ZOH, Bilinear, LinOSS, Mamba
 from compressm.models import SequenceClassifier
 
-LAYERS = [LRU, S5, S4D, Mamba]
+LAYERS = [LRU, S5, S4, S4D, LinOSS, Mamba]
 X = torch.randn(3, 40, 3, generator=torch.Generator().manual_seed(0))
 
 
@@ -94,6 +94,9 @@ def test_old_states_keep_their_bits_and_new_ones_have_neither_input_nor_output(l
         if layer is Mamba:
             assert not system.W_B[7:].any()
             assert not system.W_C[7:].any()
+        elif layer is S4:
+            grown = ("p_re", "p_im", "B_re", "B_im", "C_re", "C_im")
+            assert not any(module.get_parameter(name)[:, 7:].any() for name in grown)
         else:
             assert not system.C[..., 7:].any()
             assert layer is S4D or not system.B[7:].any()

@@ -15,7 +15,7 @@ from compressm.errors import CompressionError
 from compressm.families import read_layer
 from compressm.families.choices import Measured, Random, WhiteNoise
 from compressm.families.linear import family as linear
-from compressm.layers import LRU, S4D, S5
+from compressm.layers import LRU, S4, S4D, S5, LinOSS
 from compressm.models import Block, Blocks, SequenceClassifier
 
 
@@ -28,7 +28,7 @@ def data(model):
     return model(torch.randn(4, 40, 3, generator=torch.Generator().manual_seed(1)))
 
 
-@pytest.mark.parametrize("kind", [LRU, S5, S4D])
+@pytest.mark.parametrize("kind", [LRU, S5, S4, S4D, LinOSS])
 @pytest.mark.parametrize("calibrate", [None, data], ids=["white noise", "measured"])
 def test_layers_side_by_side_are_cut_as_each_alone(kind, calibrate):
     model = make(kind)
@@ -52,7 +52,7 @@ def test_bounds_and_energy_are_those_of_the_spectrum():
         assert cut.energy_lost == pytest.approx(float(sigma[5:].sum() / sigma.sum()), rel=1e-9)
 
 
-@pytest.mark.parametrize("kind", [LRU, S5, S4D])
+@pytest.mark.parametrize("kind", [LRU, S5, S4D, LinOSS])
 def test_planning_changes_nothing_and_what_is_planned_is_what_the_module_becomes(kind):
     model, options = make(kind, depth=1), Options(TargetOrder(5), calibrate=data)
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -12,7 +12,7 @@ from compressm.compression import CompressionError, Compressor, KeepFraction, Ro
 from compressm.compression.optimizer import Transport, carried_states
 from compressm.compression.several import as_optimizer
 from compressm.compression.surgery import apply_cuts, prepare_cut
-from compressm.layers import LRU, S4D, S5, Mamba
+from compressm.layers import LRU, S4, S4D, S5, LinOSS, Mamba
 from compressm.models import SequenceClassifier
 from tests.compression.test_moments import lru_formulas
 from tests.compression.test_rollback import same
@@ -48,7 +48,7 @@ def options_for(kind):
     return {"calibrate": lambda model: model(X)} if kind is Mamba else {}
 
 
-@pytest.mark.parametrize("kind", [LRU, S5, S4D, Mamba])
+@pytest.mark.parametrize("kind", [LRU, S5, S4, S4D, LinOSS, Mamba])
 def test_muon_and_adamw_train_on_through_cuts(kind):
     model = make(kind)
     optimizers = both(model)
@@ -59,7 +59,9 @@ def test_muon_and_adamw_train_on_through_cuts(kind):
     for number in range(1, 30):
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         losses.append(step(model, optimizers))
-        assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters())
+        still = {name for name, p in model.named_parameters() if torch.equal(p, before[name])}
+        # p of an S4 layer is 0 after a cut, and stays there.
+        assert {name.rpartition(".")[2] for name in still} <= ({"p_re", "p_im"} if number > 10 else set())
         compressor.step(number)
     assert [block.ssm.order for block in model.blocks] == [3, 3]
     assert [[list(map(id, g["params"])) for g in o.param_groups] for o in optimizers] == groups
@@ -102,7 +104,7 @@ def test_the_momentum_of_a_matrix_becomes_the_gradient_of_the_changed_layer(name
     cut(layer, optimizers, 8)
     expected = gradients_of(layer)
     matrices = [key for key, p in layer.named_parameters() if p.ndim == 2]
-    assert set(matrices) >= {"C_re", "C_im"}
+    assert {key for key in matrices if key.startswith("C")} > set()
     for key in matrices:
         momentum = optimizers[0].state[layer.get_parameter(key)]["momentum_buffer"]
         torch.testing.assert_close(momentum, 0.05 * expected[key], rtol=1e-9, atol=1e-12)

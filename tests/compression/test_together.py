@@ -14,7 +14,7 @@ from compressm.compression.surgery import prepare_cut, prepare_cuts
 from compressm.control import DiagonalSystem
 from compressm.families.linear import simulation
 from compressm.families.linear.transport import ModuleChange
-from compressm.layers import LRU, S4D, S5, Bilinear
+from compressm.layers import LRU, S4, S4D, S5, Bilinear, LinOSS
 from compressm.models import SequenceClassifier
 
 OPTIMIZERS = {
@@ -61,7 +61,7 @@ def check_equal(together, apart):
 
 @pytest.mark.parametrize("orders", [(4, 4, 4), (5, 1, 3)], ids=str)
 @pytest.mark.parametrize("moments", [Transport(), Restart(), Slice()], ids=repr)
-@pytest.mark.parametrize("kind", [LRU, S5, S4D])
+@pytest.mark.parametrize("kind", [LRU, S5, S4, S4D, LinOSS])
 def test_moments_are_those_of_single_cuts(kind, moments, orders):
     model, optimizer = trained(kind)
     found = changes(model, orders)

@@ -8,7 +8,7 @@ from torch import nn
 
 import compressm as cs
 from compressm.compression import planning
-from compressm.layers import LRU, S4D, S5, Mamba
+from compressm.layers import LRU, S4, S4D, S5, LinOSS, Mamba
 
 ALL_ZERO = "not cut, because all values of their states are zero: "
 ZERO_INPUTS = "calibrate gave it inputs that are all zeros: run the model on real data"
@@ -52,7 +52,7 @@ def said(model, **options):
     return str(found[0].message), [layer.order for layer in model]
 
 
-@pytest.mark.parametrize("kind", [LRU, S5, S4D, Mamba])
+@pytest.mark.parametrize("kind", [LRU, S5, S4, S4D, LinOSS, Mamba])
 def test_inputs_of_zeros_are_said(kind):
     model = made(kind)
     if kind is Mamba:  # its bias would turn zeros into other inputs of the scan

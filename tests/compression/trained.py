@@ -10,7 +10,7 @@ from compressm.control import DiagonalSystem
 from compressm.families import Writing
 from compressm.families.linear.reduction import reduce_system
 from compressm.families.linear.transport import ModuleChange
-from compressm.layers import LRU, S4D, S5, Bilinear
+from compressm.layers import LRU, S4D, S5, Bilinear, DampedIMEX, LinOSS
 
 LAYERS = {
     "LRU": lambda width=3, order=8: LRU(width, order),
@@ -18,6 +18,8 @@ LAYERS = {
     "S5 bilinear": lambda width=3, order=8: S5(width, order, discretisation=Bilinear()),
     "S4D": lambda width=3, order=8: S4D(width, order),
     "S4D above the sampling rate": lambda width=3, order=8: S4D(width, order, step_min=0.3, step_max=1.0),
+    "LinOSS": lambda width=3, order=8: LinOSS(width, order),
+    "LinOSS damped": lambda width=3, order=8: LinOSS(width, order, scheme=DampedIMEX()),
     "somebody's": lambda width=3, order=8: Spirals(width, order),
 }
 
@@ -82,5 +84,5 @@ def change_of(layer, order, **options):
     adapter = adapter_for(layer)
     old = adapter.read(layer).detach()
     reduction = reduce_system(old, order, **options)
-    writing = Writing.of(layer, adapter, reduction.system, reduction.system.order)
-    return ModuleChange(layer, adapter, old, reduction.system, reduction.change, writing)
+    new = adapter.nearest(layer, reduction.system)
+    return ModuleChange(layer, adapter, old, new, reduction.change, Writing.of(layer, adapter, new, new.order))

@@ -6,7 +6,7 @@ import compressm as cs
 from compressm import layers
 from compressm.models import LanguageModel, SequenceClassifier
 
-LAYERS = ("LRU", "S5", "S4D", "Mamba")
+LAYERS = ("LRU", "S5", "S4", "S4D", "LinOSS", "Mamba")
 MODELS = ("classifier", "language")
 VOCABULARY, INPUTS = 11, 2
 

@@ -17,9 +17,10 @@ def broken(layer):
     next(layer.parameters()).data.view(-1)[0] = float("nan")
     return layer
 
-layers = {name: build(6, order=5) for name, build in {"LRU": LRU, "S5": S5, "S4D": S4D, "Mamba": Mamba}.items()}
+kinds = {"LRU": LRU, "S5": S5, "S4": S4, "S4D": S4D, "LinOSS": LinOSS, "Mamba": Mamba}
+layers = {name: build(6, order=5) for name, build in kinds.items()}
 """
-LAYERS = ("LRU", "S5", "S4D", "Mamba")
+LAYERS = ("LRU", "S5", "S4", "S4D", "LinOSS", "Mamba")
 
 CASES = {
     "a sequence without a batch": ("layer(zeros(40, 6))", "(40, 6)", "(batch, length, width)"),

@@ -97,7 +97,7 @@ CASES = {
 print(json.dumps(CASES[sys.argv[1]](sys.argv[2])))
 """
 
-LAYERS = ("LRU", "S5", "S4D", "Mamba")
+LAYERS = ("LRU", "S5", "S4", "S4D", "LinOSS", "Mamba")
 NOW = [*(("traced", name) for name in LAYERS), ("compiled", "LRU"), ("padded", "Mamba"), ("scanned", "LRU")]
 LATER = [
     *((case, name) for case in ("compiled", "generated", "padded", "padded with states") for name in LAYERS),

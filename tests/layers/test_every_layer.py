@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 
-from compressm.layers import LRU, S4D, S5, Mamba
+from compressm.layers import LRU, S4, S4D, S5, LinOSS, Mamba
 
 WIDTH, ORDER = 6, 5
-LAYERS = {"LRU": LRU, "S5": S5, "S4D": S4D, "Mamba": Mamba}
+LAYERS = {"LRU": LRU, "S5": S5, "S4": S4, "S4D": S4D, "LinOSS": LinOSS, "Mamba": Mamba}
 # One product a parameter: what makes a layer cheap enough for finite differences.
 TINY = {Mamba: {"expand": 1, "conv_width": 2}}
 

@@ -12,13 +12,13 @@ from torch.optim.optimizer import _foreach_supported_types
 
 from compressm.compression.compressor import Compressor
 from compressm.compression.policies import KeepFraction
-from compressm.layers import LRU, S4D, S5, Mamba
+from compressm.layers import LRU, S4, S4D, S5, LinOSS, Mamba
 from compressm.layers.parameters import StateColumns, StateParameter, StateRows, is_plain, replace_data
 from compressm.models import SequenceClassifier
 from compressm.saving import load_checkpoint, load_model, save_checkpoint, save_model
 from tests.marks import later
 
-LAYERS = (LRU, S5, S4D, Mamba)
+LAYERS = (LRU, S5, S4, S4D, LinOSS, Mamba)
 X = torch.randn(3, 20, 4, generator=torch.Generator().manual_seed(0))
 
 

@@ -6,11 +6,11 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jvp, vmap
 
-from compressm.layers import LRU, S4D, S5, Mamba
+from compressm.layers import LRU, S4, S4D, S5, LinOSS, Mamba
 from compressm.models import LanguageModel, LayerNorm, RMSNorm, SequenceClassifier
 from tests.marks import later
 
-LAYERS = (LRU, S5, S4D, Mamba)
+LAYERS = (LRU, S5, S4, S4D, LinOSS, Mamba)
 
 
 class Summed(nn.Module):

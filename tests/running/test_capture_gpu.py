@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import compressm as cs
 from compressm.errors import CaptureError
-from compressm.layers import LRU, S4D, S5, Mamba
+from compressm.layers import LRU, S4, S4D, S5, LinOSS, Mamba
 from compressm.models import LanguageModel, SequenceClassifier
 from compressm.saving import load_checkpoint, save_checkpoint
 
@@ -80,7 +80,7 @@ def test_losses_are_those_of_the_plain_loop(name):
     check_same(*(Run(captured, optimizer=name).train(1, 20) for captured in (True, False)))
 
 
-@pytest.mark.parametrize("layer", [LRU, S5, S4D, Mamba])
+@pytest.mark.parametrize("layer", [LRU, S5, S4, S4D, LinOSS, Mamba])
 def test_a_step_is_recorded_anew_after_each_of_three_cuts(layer):
     options = {"when": [6, 12, 18], "keep": cs.KeepFraction(0.7)}
     torch.manual_seed(1)

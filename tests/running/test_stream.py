@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compressm.layers import LRU, S4D, S5, Bilinear, Mamba, SequenceError
+from compressm.layers import LRU, S4, S4D, S5, Bilinear, LinOSS, Mamba, SequenceError
 from compressm.layers.base import SSMLayer
 from compressm.models import (
     BatchNorm,
@@ -26,7 +26,7 @@ from compressm.models import (
 from compressm.running import Stream
 from tests.layers.test_channel_maps import make as mamba_with_maps
 
-LAYERS = (LRU, S5, S4D, Mamba)
+LAYERS = (LRU, S5, S4, S4D, LinOSS, Mamba)
 NORMS = (LayerNorm(), LayerNorm(affine=False), BatchNorm(), RunningNorm(), RMSNorm(), RMSNorm(affine=False), NoNorm())
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-11}
 BATCH, WIDTH, VOCABULARY = 3, 6, 11

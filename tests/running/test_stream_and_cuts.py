@@ -9,14 +9,14 @@ import torch
 
 import compressm as cs
 from compressm.compression import load_checkpoint, save_checkpoint, surgery
-from compressm.layers import LRU, S4D, S5, Mamba, SequenceError
+from compressm.layers import LRU, S4, S4D, S5, LinOSS, Mamba, SequenceError
 from compressm.layers.parameters import state_holders
 from compressm.models import BatchNorm, LanguageModel, SequenceClassifier
 from compressm.running import Stream
 
 from .test_stream import BATCH, VOCABULARY, WIDTH, check_close, language_model, streamed, tokens
 
-LINEAR = (LRU, S5, S4D)
+LINEAR = (LRU, S5, S4, S4D, LinOSS)
 HALF = 10
 
 
@@ -29,8 +29,11 @@ def redundant(layer, order=8):
                 rank, rows = block.ssm.dt_rank, block.ssm.x_proj.weight
                 rows[rank + order // 2 : rank + order] = rows[rank + order // 2 + order :] = 0
             else:
-                for name in ("C_re", "C_im"):
-                    getattr(block.ssm, name)[..., order // 2 :] = 0
+                for name, value in block.ssm.named_parameters():
+                    if name.startswith(("C_", "p_")):
+                        value[..., order // 2 :] = 0
+                    if name.startswith("p_"):
+                        value *= 0.1  # HiPPO's own real poles take a mode each
     return model
 
 
@@ -227,7 +230,7 @@ def test_cuts_of_other_models_leave_a_stream_alone():
         check_close(streamed(stream, x[:, HALF:]), model(x)[0][:, HALF:])
 
 
-@pytest.mark.parametrize("layer", [LRU, S5, S4D, Mamba])
+@pytest.mark.parametrize("layer", [LRU, S5, S4, S4D, LinOSS, Mamba])
 def test_states_are_bit_for_bit_as_before_a_cut_that_was_taken_back(layer, monkeypatch):
     """A stream of S4D divides its states by B, and was off by a rounding."""
     model = language_model(layer, dtype=torch.float32)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import compressm as cs
-from compressm.layers import LRU, S4D, S5, Mamba, SequenceError
+from compressm.layers import LRU, S4, S4D, S5, LinOSS, Mamba, SequenceError
 from compressm.models import LayerNorm, RMSNorm, SequenceClassifier
 from compressm.running import Stream
 
@@ -12,7 +12,7 @@ from .test_stream import BATCH, VOCABULARY, WIDTH, language_model, streamed, tok
 from .test_stream_and_cuts import HALF, redundant
 
 pytestmark = pytest.mark.gpu
-LAYERS = (LRU, S5, S4D, Mamba)
+LAYERS = (LRU, S5, S4, S4D, LinOSS, Mamba)
 
 
 def check_close(one, other, tolerance=1e-3):

@@ -9,7 +9,7 @@ from torch.optim import Adam, AdamW, Muon
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
 from compressm.compression import Compressor, KeepFraction, Rollback, SavingError, load_checkpoint, save_checkpoint
-from compressm.layers import LRU, S4D, S5, Mamba
+from compressm.layers import LRU, S4, S4D, S5, LinOSS, Mamba
 from compressm.models import SequenceClassifier
 from tests.compression.test_rollback import same
 from tests.marks import later
@@ -66,7 +66,7 @@ class Run:
 
 @pytest.mark.parametrize(
     ("kind", "guarded"),
-    later([(k, g) for k in (LRU, S5, S4D, Mamba) for g in (False, True)], (LRU, True), (Mamba, False)),
+    later([(k, g) for k in (LRU, S5, S4, S4D, LinOSS, Mamba) for g in (False, True)], (LRU, True), (Mamba, False)),
 )
 @pytest.mark.parametrize("at", [1, 3, 5])
 def test_training_with_several_optimizers_resumes_bit_for_bit(kind, guarded, at, tmp_path):

@@ -82,6 +82,8 @@ class Adapter(ABC, Generic[Module, System]):
     OPTIONAL: ClassVar[frozenset[str]] = frozenset()
     # Parameters that a cut may add, each with the parameter whose optimizer group it joins.
     JOINS: ClassVar[Mapping[str, str]] = {}
+    # Parameters that are 0 after a cut, and stay 0 in training: their gradients are 0 there.
+    RESTING: ClassVar[frozenset[str]] = frozenset()
     # Attributes in objects that modules share, such as a config: `renewed` writes them.
     SHARED: ClassVar[frozenset[str]] = frozenset()
     # The name of the recurrence in tables of runtimes, such as "Mamba-1".
@@ -151,6 +153,8 @@ class SSMAdapter(Adapter[Module, DiagonalSystem]):
     SYSTEM = DiagonalSystem
     STORES = frozenset({Basis.ANY, Basis.SELECTED})
     RECURRENCE = "linear"
+    # A pole that every module stores, for states without effect.
+    IDLE: ClassVar[complex] = 0.5
 
     @abstractmethod
     def read(self, module: Module) -> DiagonalSystem:
@@ -169,6 +173,13 @@ class SSMAdapter(Adapter[Module, DiagonalSystem]):
         was read gives the present values. Parameters that are not named keep their values.
         """
 
+    def nearest(self, module: Module, system: DiagonalSystem) -> DiagonalSystem:
+        """What the module stores in the place of a reduced system: the nearest poles that it has, with C refitted.
+
+        It is the given one where the module stores every pole. The bound of a cut includes the distance.
+        """
+        return system
+
     def setting(self, module: Module) -> Hashable | None:
         """Everything beside parameters that `read` and `encode` depend on; None if they take one module at a time.
 
@@ -182,7 +193,7 @@ class SSMAdapter(Adapter[Module, DiagonalSystem]):
     def growth(self, module: Module) -> dict[str, Growth]:
         """The axes that grow if a mode with B = 0 and C = 0 is added to the system, and the entries that it gets."""
         system = read_with(self, module)
-        values, n = encode_with(self, module, {}, _with_an_idle_mode(system)), system.order
+        values, n = encode_with(self, module, {}, _with_an_idle_mode(system, self.IDLE)), system.order
         axes = {name: _grown_axis(module, name, value) for name, value in values.items()}
         return {
             name: Growth(axis, idle=values[name].narrow(axis, n, 1)) for name, axis in axes.items() if axis is not None
@@ -343,7 +354,7 @@ def read_with(adapter: Adapter[Any, System], module: nn.Module, values: Mapping[
 
     An adapter that reads anything else is refused by name.
     """
-    system: System = _with(module, values, adapter.read)
+    system: System = with_values(module, values, adapter.read)
     if not isinstance(system, adapter.SYSTEM):
         raise AdapterError(f"{adapter}.read gives {system!r:.80}, expected a {adapter.SYSTEM.__name__}")
     return system
@@ -356,7 +367,7 @@ def encode_with(
 
     An adapter that encodes no values of parameters is refused by name.
     """
-    encoded: dict[str, Tensor] = _with(module, values, lambda swapped: adapter.encode(swapped, system))
+    encoded: dict[str, Tensor] = with_values(module, values, lambda swapped: adapter.encode(swapped, system))
     if not isinstance(encoded, Mapping) or not all(isinstance(name, str) for name in encoded):
         raise AdapterError(f"{adapter}.encode gives {encoded!r:.80}, expected {{parameter name: tensor}}")
     parameters = dict(module.named_parameters(remove_duplicate=False))
@@ -442,7 +453,8 @@ def stacked_parameters(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
     return {name: torch.stack([parameters[name].detach() for parameters in held]) for name in held[0]}
 
 
-def _with(module: nn.Module, values: Mapping[str, Tensor], function: Callable[[nn.Module], Any]) -> Any:
+def with_values(module: nn.Module, values: Mapping[str, Tensor], function: Callable[[nn.Module], Any]) -> Any:
+    """The function of the module with these values in the place of its parameters; differentiable."""
     if not values:
         return function(module)
     return functional_call(_Holder(module, function), {f"module.{name}": value for name, value in values.items()}, ())
@@ -488,10 +500,11 @@ def _grown_axis(module: nn.Module, name: str, value: Tensor) -> int | None:
     return grown[0] if grown else None
 
 
-def _with_an_idle_mode(system: DiagonalSystem) -> DiagonalSystem:
-    """The system with one more mode, λ = ½, that has neither input nor output."""
+def _with_an_idle_mode(system: DiagonalSystem, pole: complex) -> DiagonalSystem:
+    """The system with one more mode that has neither input nor output."""
     pad = torch.nn.functional.pad
-    return DiagonalSystem(pad(system.poles, (0, 1), value=0.5), pad(system.B, (0, 0, 0, 1)), pad(system.C, (0, 1)))
+    idle = torch.full_like(system.poles[..., :1], pole)
+    return DiagonalSystem(torch.cat([system.poles, idle], -1), pad(system.B, (0, 0, 0, 1)), pad(system.C, (0, 1)))
 
 
 def _with_a_mode_twice(system: DiagonalSystem) -> DiagonalSystem:

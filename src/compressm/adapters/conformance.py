@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from compressm.adapters.base import Adapter, adapter_for, linear_adapter, require_call
+from compressm.adapters.dense import DENSE_PROMISES, DenseAdapter, DenseTrial
 from compressm.adapters.mamba import SelectiveAdapter
 from compressm.adapters.promises import (
     PROMISES,
@@ -23,7 +24,7 @@ from compressm.control.validation import as_integer, is_number
 from compressm.errors import AdapterError, ConformanceError
 from compressm.layers import SSMLayer
 
-AnyTrial = TypeVar("AnyTrial", Trial, SelectiveTrial)
+AnyTrial = TypeVar("AnyTrial", Trial, DenseTrial, SelectiveTrial)
 
 # The tests halve the order, and they remove two states.
 _SMALLEST_ORDER = 4
@@ -56,13 +57,15 @@ def check_adapter(
     relative to its largest output. `run(module, u)` is the output for u of shape (batch, length, channels), by default
     `module(u)` or its first item. `stream(module, u)` is the same step by step; it is optional, and our layers have it.
 
+    A `DenseAdapter` promises the same, but states without effect and stacks; parameters that rest need not move.
+
     A `SelectiveAdapter` makes fewer promises: x_proj gets u; encode(read) gives the values back; another order or scale
     of states, or removing states without input or output, changes nothing; after a cut all weights are trained.
     """
     _require_settings(make_module, run, stream, dtype, tolerance, length, seed)
     module = make_seeded(make_module, seed)
     found = adapter or adapter_for(module)
-    tested = found if isinstance(found, SelectiveAdapter) else linear_adapter(module, found)
+    tested = found if isinstance(found, SelectiveAdapter | DenseAdapter) else linear_adapter(module, found)
     order = tested.order(module)
     if order < _SMALLEST_ORDER:
         raise AdapterError(f"make_module returns a module of order {order}, expected at least {_SMALLEST_ORDER}")
@@ -71,6 +74,8 @@ def check_adapter(
         return _findings(SELECTIVE_PROMISES, SelectiveTrial(*settings))
     if stream is None and isinstance(module, SSMLayer):
         stream = _streamed
+    if isinstance(tested, DenseAdapter):
+        return _findings(DENSE_PROMISES, DenseTrial(*settings, make_module, stream))
     return _findings(PROMISES, Trial(*settings, make_module, stream))
 
 

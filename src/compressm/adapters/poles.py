@@ -92,6 +92,17 @@ def old_modes(
     return same.any(-1), place, mirrored
 
 
+def nearest_old(new: DiagonalSystem, old: DiagonalSystem) -> Int[Tensor, "*bank r"]:
+    """The old pole with the least hyperbolic distance to each new one, in the upper half disc; the first of equals.
+
+    |λ − μ| / |1 − λ μ̄| weighs a difference by the width of the resonances. With |1 − λ μ̄|² = |λ − μ|² +
+    (1 − |λ|²)(1 − |μ|²) the nearest μ has the least |λ − μ|² / (1 − |μ|²), where nothing cancels.
+    """
+    (x, y), (u, v) = upper_half(new.poles), upper_half(old.poles)
+    square = (x[..., :, None] - u[..., None, :]) ** 2 + (y[..., :, None] - v[..., None, :]) ** 2
+    return (square / old.decay[..., None, :]).argsort(dim=-1, stable=True)[..., 0]
+
+
 def with_old_frequencies(
     rule: Discretisation,
     a: Float[Tensor, "2 *bank n"],

@@ -13,10 +13,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.gradcheck import GradcheckError
 
-from compressm.adapters.base import encode_with, parameter_of, read_with, stacked_parameters, stacking_key, state_axes
+from compressm.adapters.base import encode_with, parameter_of, read_with, stacked_parameters, stacking_key
 from compressm.adapters.writing import write
 from compressm.control import DiagonalSystem, ShapeError, Truncation, balanced_truncation, fold
+from compressm.control.folding import PairTruncation
+from compressm.control.norms import distance_bound
 from compressm.control.selective import SelectiveSystem
+from compressm.control.system import LinearSystem
 from compressm.errors import AdapterError
 
 Simulation = Callable[[nn.Module, Tensor], Tensor]
@@ -96,8 +99,13 @@ class Trial(_Trial):
         """Reduce the module in place to this order."""
         system = self.read(module)
         truncation = balanced_truncation(fold(system) if folded else system, order).diagonalise()
-        write(module, self.adapter.encode(module, diagonal(truncation)))
-        return truncation
+        reduced = diagonal(truncation)
+        stored = self.adapter.nearest(module, reduced)
+        write(module, self.adapter.encode(module, stored))
+        if stored is reduced:
+            return truncation
+        assert truncation.error_bound is not None
+        return replace(truncation, system=stored, error_bound=truncation.error_bound + distance_bound(reduced, stored))
 
     def half(self, module: nn.Module) -> int:
         return self.order(module) // 2
@@ -114,13 +122,13 @@ def make_seeded(make: Callable[[], nn.Module], seed: int) -> nn.Module:
     return module
 
 
-def diagonal(truncation: Truncation) -> DiagonalSystem:
+def diagonal(truncation: Truncation | PairTruncation) -> DiagonalSystem:
     """The truncated system; its A is diagonal after `diagonalise`."""
     assert isinstance(truncation.system, DiagonalSystem)
     return truncation.system
 
 
-def channels(system: DiagonalSystem) -> int:
+def channels(system: LinearSystem) -> int:
     """The number of channels of the module: the inputs of one system, or one for each member of a bank."""
     if not system.bank:
         return system.inputs
@@ -129,7 +137,7 @@ def channels(system: DiagonalSystem) -> int:
     return system.bank[0]
 
 
-def simulated(system: DiagonalSystem, u: Float[Tensor, "batch length channels"]) -> Float[Tensor, "batch length out"]:
+def simulated(system: LinearSystem, u: Float[Tensor, "batch length channels"]) -> Float[Tensor, "batch length out"]:
     """Re(C h) for the channels of a module."""
     if not system.bank:
         return system.simulate(u.double()).real
@@ -173,7 +181,7 @@ def encoding(trial: Trial) -> Iterator[Finding]:
     values = trial.adapter.encode(module, trial.read(module))
     wrong = [name for name, value in values.items() if value.dtype != torch.float64]
     yield Finding.none_of(wrong, "encode gives float64")
-    yield Finding.none_of(_changed(module, twin), "encode leaves the module alone")
+    yield Finding.none_of(changed(module, twin), "encode leaves the module alone")
     # An optimizer's moments belong to the present values, so encode must give exactly these.
     moved = max(difference(parameter_of(module, name).detach(), value.detach()) for name, value in values.items())
     yield Finding("encode(read) gives the values back", moved, trial.tolerance)
@@ -263,7 +271,8 @@ def parameters(trial: Trial) -> Iterator[Finding]:
         for parameter in module.parameters():
             parameter.requires_grad_(not frozen)
             parameter.__dict__["_optim"] = {"lr": 1e-3}
-        axes, order = state_axes(module, trial.adapter), trial.order(module)
+        axes = {name: own.axis for name, own in trial.adapter.growth(module).items()}
+        order = trial.order(module)
         before = {name: (id(parameter), *_traits(parameter)) for name, parameter in module.named_parameters()}
         shapes = {name: _shape(parameter, axes.get(name)) for name, parameter in module.named_parameters()}
         rank = diagonal(trial.cut(module, trial.half(module))).order
@@ -294,6 +303,7 @@ def training(trial: Trial) -> Iterator[Finding]:
     yield Finding.none_of(before, "a training step moves every weight")
     trial.cut(module, trial.half(module))
     loss, *after = _train(module, lambda: (trial.run(module, u) - wanted).square().mean())
+    after = [name for name in after if name not in trial.adapter.RESTING]
     yield Finding.none_of(after, "a training step after a cut moves every weight, while an earlier loss is referenced")
     losses = (value.item() for value in (held, loss))
     yield Finding.none_of((str(value) for value in losses if not math.isfinite(value)), "losses are finite")
@@ -345,13 +355,13 @@ def derivatives(trial: Trial) -> Iterator[Finding]:
 
     def read(*values: Tensor) -> Tensor:
         system = read_with(trial.adapter, module, dict(zip(names, values, strict=True)))
-        return _in_one(system.poles, system.B, system.C)
+        return in_one(system.poles, system.B, system.C)
 
-    yield _gradients("read", read, tensors)
+    yield gradients("read", read, tensors)
     for folded in (False, True):
         system = trial.read(module)
         system = diagonal(balanced_truncation(fold(system) if folded else system, trial.half(module)).diagonalise())
-        yield _gradients(
+        yield gradients(
             f"encode of {'a folded' if folded else 'an unfolded'} system",
             _encode_near(trial, module, system),
             (torch.zeros_like(system.poles), system.B, system.C),
@@ -385,17 +395,18 @@ def _encode_near(trial: Trial, module: nn.Module, system: DiagonalSystem) -> Cal
 
     def encode(moves: Tensor, B: Tensor, C: Tensor) -> Tensor:
         values = trial.adapter.encode(module, DiagonalSystem(system.poles + system.decay * moves, B, C))
-        return _in_one(*values.values())
+        return in_one(*values.values())
 
     return encode
 
 
-def _in_one(*tensors: Tensor) -> Tensor:
+def in_one(*tensors: Tensor) -> Tensor:
     """Join all tensors to one vector: torch would not check separate results that have no gradient."""
     return torch.cat([tensor.flatten() for tensor in tensors])
 
 
-def _gradients(what: str, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Finding:
+def gradients(what: str, function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Finding:
+    """The finding that derivatives equal finite differences."""
     inputs = tuple(tensor.requires_grad_() for tensor in inputs)
     promise = f"derivatives of {what} equal finite differences"
     if not function(*inputs).requires_grad:
@@ -408,7 +419,8 @@ def _gradients(what: str, function: Callable[..., Tensor], inputs: tuple[Tensor,
     return Finding.none_of([], promise)
 
 
-def _changed(module: nn.Module, twin: nn.Module) -> list[str]:
+def changed(module: nn.Module, twin: nn.Module) -> list[str]:
+    """The tensors in which two modules differ."""
     other = twin.state_dict()
     return [name for name, value in module.state_dict().items() if not torch.equal(value, other[name])]
 
@@ -465,7 +477,7 @@ def selective_reading(trial: SelectiveTrial) -> Iterator[Finding]:
     values = trial.adapter.encode(module, system)
     moved = max(difference(parameter_of(module, name).detach(), value) for name, value in values.items())
     yield Finding("encode(read) gives the values back", moved, trial.tolerance)
-    yield Finding.none_of(_changed(module, trial.module()), "encode leaves the module alone")
+    yield Finding.none_of(changed(module, trial.module()), "encode leaves the module alone")
 
 
 def renaming(trial: SelectiveTrial) -> Iterator[Finding]:

@@ -6,11 +6,10 @@ from collections.abc import Hashable
 from typing import final
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from compressm.adapters.base import SSMAdapter, adapts, encodable, finite_doubles
-from compressm.adapters.poles import continuous_poles, old_modes, upper_half, with_old_frequencies
+from compressm.adapters.poles import continuous_poles, nearest_old, old_modes, with_old_frequencies
 from compressm.control import DiagonalSystem
 from compressm.layers import S5
 
@@ -46,7 +45,7 @@ class S5Adapter(SSMAdapter[S5]):
         with torch.no_grad():
             old = self.read(module)
             known, place, mirrored = old_modes(system, old.poles, old.decay)
-            place = torch.where(known, place, _nearest(system, old))
+            place = torch.where(known, place, nearest_old(system, old))
             log_step, old_imag = (part.double().gather(-1, place) for part in (module.log_step, module.A_imag))
         a = continuous_poles(module.discretisation, system, torch.exp(log_step))
         a = with_old_frequencies(module.discretisation, a, old_imag, torch.exp(log_step), known & ~mirrored)
@@ -61,14 +60,3 @@ class S5Adapter(SSMAdapter[S5]):
             "C_re": C.real,
             "C_im": C.imag,
         }
-
-
-def _nearest(new: DiagonalSystem, old: DiagonalSystem) -> Int[Tensor, "*bank r"]:
-    """The old pole with the least hyperbolic distance to each new one, in the upper half disc; the first of equals.
-
-    |λ − μ| / |1 − λ μ̄| weighs a difference by the width of the resonances. With |1 − λ μ̄|² = |λ − μ|² +
-    (1 − |λ|²)(1 − |μ|²) the nearest μ has the least |λ − μ|² / (1 − |μ|²), where nothing cancels.
-    """
-    (x, y), (u, v) = upper_half(new.poles), upper_half(old.poles)
-    square = (x[..., :, None] - u[..., None, :]) ** 2 + (y[..., :, None] - v[..., None, :]) ** 2
-    return (square / old.decay[..., None, :]).argsort(dim=-1, stable=True)[..., 0]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import SupportsIndex
+from typing import NamedTuple, SupportsIndex
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Complex, Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from compressm.control import validation
 from compressm.control.balancing import (
@@ -22,6 +24,7 @@ from compressm.control.balancing import (
 )
 from compressm.control.factors import cauchy_factor, cholesky_strength
 from compressm.control.gramians import gramians
+from compressm.control.hankel import dense_factors, gramian_pair
 from compressm.control.linear_algebra import exponential
 from compressm.control.system import DenseSystem, DiagonalSystem
 from compressm.control.truncation import condition_number, eigenbasis, in_eigenbasis
@@ -127,12 +130,10 @@ def real_balanced_truncation(system: DiagonalSystem, order: SupportsIndex) -> Re
         count = len(flat.poles)
         balancing = _balance(flat, torch.arange(2 * order, device=system.device).expand(count, -1))
         members = [_fit(_reduced(real_form(flat[i]), balancing, i), order, balancing.sigma[i]) for i in range(count)]
-        reduced = DiagonalSystem(
-            *(torch.stack(parts) for parts in zip(*(modes for modes, _, _ in members), strict=True))
-        )
-        real_order = torch.tensor([size for _, size, _ in members], device=system.device)
+        reduced = _stacked(members)
+        real_order = torch.tensor([one.size for one in members], device=system.device)
         bound = error_bounds(balancing.sigma).gather(-1, real_order[:, None])[:, 0]
-        condition = torch.stack([condition for _, _, condition in members])
+        condition = torch.stack([one.condition for one in members])
         bound = bound + rounding_floor(balancing.sigma, flat.stability_margin, condition)
         bank = system.bank
         shaped = reduced._map(lambda tensor: tensor.reshape(*bank, *tensor.shape[1:]))
@@ -181,29 +182,97 @@ def _reduced(real: DenseSystem, balancing: Balancing, member: int) -> DenseSyste
     return DenseSystem._unchecked(left.mT @ real.A @ right, left.mT @ real.B, real.C @ right)
 
 
-def _fit(balanced: DenseSystem, order: int, sigma: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], int, Tensor]:
-    """The modes, padded with zeros to `order`, of the largest leading part with (pairs + real poles) ≤ order.
+class _Fitted(NamedTuple):
+    """Modes padded with zeros, the size of the part that they are, its eigenvectors and the dual ones as rows."""
 
-    Then follow the size of that part, and the condition number of its eigenvectors.
-    """
+    poles: Complex[Tensor, " r"]
+    B: Complex[Tensor, "r p"]
+    C: Complex[Tensor, "q r"]
+    size: int
+    columns: Complex[Tensor, "size r"]
+    rows: Complex[Tensor, "r size"]
+    condition: Tensor
+
+
+def _stacked(members: Sequence[_Fitted]) -> DiagonalSystem:
+    return DiagonalSystem(*(torch.stack([getattr(one, name) for one in members]) for name in ("poles", "B", "C")))
+
+
+def _fit(balanced: DenseSystem, order: int, sigma: Tensor) -> _Fitted:
+    """The modes of the largest leading part with (pairs + real poles) ≤ order; Re(C h) is the output of a pair."""
     size = max(1, min(balanced.order, int(numerical_rank(sigma))))
     while True:
         A, B, C = balanced.A[:size, :size], balanced.B[:size], balanced.C[:, :size]
         part = DenseSystem._unchecked(A, B, C)
         X, poles = eigenbasis(part)
-        modal = in_eigenbasis(part, X, poles)
         # LAPACK returns exact conjugate pairs and exactly real eigenvalues for a real matrix.
-        upper, real = modal.poles.imag > 0, modal.poles.imag == 0
+        upper, real = poles.imag > 0, poles.imag == 0
         if int(upper.sum() + real.sum()) <= order:
             break
         size -= 1
     kept = torch.cat([torch.nonzero(upper), torch.nonzero(real)]).flatten()
     weight = torch.where(upper[kept], 2.0, 1.0)  # Re(2c h) is the output of a conjugate pair
     missing = order - len(kept)
-    pad = torch.nn.functional.pad
-    modes = (
+    modal = in_eigenbasis(part, X, poles)
+    rows = torch.linalg.inv(X)[kept]
+    return _Fitted(
         pad(modal.poles[kept], (0, missing)),
         pad(modal.B[kept], (0, 0, 0, missing)),
         pad(modal.C[:, kept] * weight, (0, missing)),
+        size,
+        pad(X[:, kept] * weight, (0, missing)),
+        pad(rows, (0, 0, 0, missing)),
+        condition_number(X),
     )
-    return modes, size, condition_number(X)
+
+
+@dataclass(frozen=True)
+class PairTruncation:
+    """A real system reduced to complex modes h = left z, with z ≈ Re(right h) and the output Re(C h)."""
+
+    system: DiagonalSystem
+    left: Complex[Tensor, "*bank r n"]
+    right: Complex[Tensor, "*bank n r"]
+    sigma: Float[Tensor, "*bank n"]
+    error_bound: Float[Tensor, "*bank"] | None
+
+
+def pair_truncation(system: DenseSystem, order: int, *, P: Float[Tensor, "*bank n n"] | None = None) -> PairTruncation:
+    """Balance a real system of full matrices, and keep the largest part that fits into `order` complex modes.
+
+    A itself is never diagonalised: HiPPO-LegS has eigenvectors of condition 8e20, its reduced models of less than 10.
+    Modes that a member of the bank does not need are zero. A measured P gives no bound.
+    """
+    if system.is_complex:
+        raise PrecisionError(f"pair_truncation got a {system.dtype} system, expected a real one")
+    n, bank = system.order, system.bank
+    with torch.no_grad():
+        system = system.detach()
+        states = torch.arange(min(2 * order, n), device=system.device).expand(bank.numel(), -1)
+        if P is None:
+            Lc, Lo = (factor.reshape(-1, n, n) for factor in dense_factors(system))
+            balancing = balance_factors(Lc, Lo, states)
+        else:
+            balancing = balance(gramian_pair(system, P), states)
+        flat = DenseSystem._unchecked(
+            *(part.reshape(-1, *part.shape[len(bank) :]) for part in (system.A, system.B, system.C))
+        )
+        members = [_fit(_reduced(flat[i], balancing, i), order, balancing.sigma[i]) for i in range(bank.numel())]
+        reduced = _stacked(members)
+        left = torch.stack(
+            [one.rows @ balancing.left[i, :, : one.size].mT.to(one.rows.dtype) for i, one in enumerate(members)]
+        )
+        right = torch.stack(
+            [balancing.right[i, :, : one.size].to(one.rows.dtype) @ one.columns for i, one in enumerate(members)]
+        )
+        bound = None
+        if P is None:
+            sizes = torch.tensor([one.size for one in members], device=system.device)
+            condition = torch.stack([one.condition for one in members])
+            bound = error_bounds(balancing.sigma).gather(-1, sizes[:, None])[:, 0]
+            bound = (bound + rounding_floor(balancing.sigma, flat.stability_margin, condition)).reshape(bank)
+
+        def shaped(part: Tensor) -> Tensor:
+            return part.reshape(*bank, *part.shape[1:])
+
+        return PairTruncation(reduced._map(shaped), shaped(left), shaped(right), shaped(balancing.sigma), bound)

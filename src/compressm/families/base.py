@@ -199,6 +199,8 @@ class Family(ABC):
     called: ClassVar[str]
     # True if its states can only be valued on data.
     needs_data: ClassVar[bool] = False
+    # True if its layers have fixed poles, which penalties on a spectrum need.
+    has_poles: ClassVar[bool] = False
     # Options of a cut that families may leave unused; the compressor warns about those that no layer uses.
     uses: ClassVar[frozenset[str]] = frozenset({"fold", "form", "selective"})
 

@@ -15,9 +15,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from compressm.layers.discretisation import exponential, times
 from compressm.layers.parameters import Kept, Remembered, refuse_to_train_, replace_data, require_free
-from compressm.layers.streaming import EagerStepper, Stepper
-from compressm.ops import SequenceError
+from compressm.layers.streaming import EagerStepper, Stepper, SystemStepper
+from compressm.ops import Path, SequenceError, lti_layer
 from compressm.ops.block.norm import Link
 
 Kind = TypeVar("Kind", bound=type[nn.Module])
@@ -373,3 +374,48 @@ class LTILayer(SSMLayer):
         drive: Link | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The recurrence, plus the skip D·x if D is given."""
+
+
+class SystemLayer(LTILayer):
+    """A linear layer with one system for all channels, which `discrete` computes from the parameters."""
+
+    path: Path | None
+
+    @abstractmethod
+    def discrete(self) -> tuple[Float[Tensor, "2 n"], Float[Tensor, "2 n width"], Float[Tensor, "2 width n"]]:
+        """(log λ, B, C) of the recurrence h[t] = λ h[t−1] + B u[t], y[t] = Re(C h[t]) + D u[t]; log λ in float64."""
+
+    def log_poles(self) -> Float[Tensor, "2 n"]:
+        """(log |λ|, arg λ), in float64."""
+        return self.discrete()[0]
+
+    def matrices(self) -> tuple[Float[Tensor, "2 n width"], Float[Tensor, "2 width n"]]:
+        """B and C, as real pairs."""
+        return self.discrete()[1:]
+
+    def _mix(
+        self,
+        x: Tensor,
+        state: Tensor | None,
+        lengths: Tensor | None,
+        keep_state: bool,
+        D: Tensor | None,
+        drive: Link | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        self._check(x, state, axes="batch length")
+        return lti_layer(x, *self.discrete(), state, lengths, D=D, keep_state=keep_state, path=self.path, drive=drive)
+
+    def step(
+        self, x: Float[Tensor, "batch width"], state: Float[Tensor, "batch 2 n"]
+    ) -> tuple[Float[Tensor, "batch width"], Float[Tensor, "batch 2 n"]]:
+        self._check_step(x, state)
+        log_poles, B, C = self.discrete()
+        h = times(exponential(log_poles).to(state.dtype), state.movedim(1, 0)) + x @ B.mT
+        return h[0] @ C[0].mT - h[1] @ C[1].mT + self.D * x, h.movedim(0, 1)
+
+    def stepper(self, dtype: torch.dtype, *, gain: float = 1.0, scaled: bool = False) -> SystemStepper:
+        return SystemStepper(*self.discrete(), self.D, dtype, gain=gain, scaled=scaled)
+
+    def initial_state(self, batch: int) -> Float[Tensor, "batch 2 n"]:
+        require_batch(batch)
+        return self.D.new_zeros(batch, 2, self.order)

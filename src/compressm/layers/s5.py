@@ -10,25 +10,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from compressm.layers.base import LTILayer, keeps_arguments, require_batch
-from compressm.layers.discretisation import (
-    ZOH,
-    Discretisation,
-    exponential,
-    random_log_steps,
-    require_discretisation,
-    times,
-)
+from compressm.layers.base import SystemLayer, keeps_arguments
+from compressm.layers.discretisation import ZOH, Discretisation, random_log_steps, require_discretisation, times
 from compressm.layers.initialisation import legs_modes
-from compressm.layers.streaming import SystemStepper
-from compressm.ops import Path, lti_layer
-from compressm.ops.block.norm import Link
+from compressm.ops import Path
 from compressm.ops.dispatch import require_path
 
 
 @final
 @keeps_arguments
-class S5(LTILayer):
+class S5(SystemLayer):
     """h' = a h + B u, y = 2 Re(C h) + D u, a = −exp(log_A_real) + i A_imag; each mode stands for a conjugate pair.
 
     The poles start as the eigenvalues of the normal part of HiPPO-LegS of size 2n; B and C start as real random
@@ -79,41 +70,6 @@ class S5(LTILayer):
         log_poles, scale = self.discretisation(a, torch.exp(self.log_step.double()))
         B = times(scale.to(self.B_re.dtype)[..., None], torch.stack([self.B_re, self.B_im]))
         return log_poles, B, 2 * torch.stack([self.C_re, self.C_im])
-
-    def log_poles(self) -> Float[Tensor, "2 n"]:
-        """(log |λ|, arg λ), in float64."""
-        return self.discrete()[0]
-
-    def matrices(self) -> tuple[Float[Tensor, "2 n width"], Float[Tensor, "2 width n"]]:
-        """s B and 2 C, as real pairs."""
-        return self.discrete()[1:]
-
-    def _mix(
-        self,
-        x: Tensor,
-        state: Tensor | None,
-        lengths: Tensor | None,
-        keep_state: bool,
-        D: Tensor | None,
-        drive: Link | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        self._check(x, state, axes="batch length")
-        return lti_layer(x, *self.discrete(), state, lengths, D=D, keep_state=keep_state, path=self.path, drive=drive)
-
-    def step(
-        self, x: Float[Tensor, "batch width"], state: Float[Tensor, "batch 2 n"]
-    ) -> tuple[Float[Tensor, "batch width"], Float[Tensor, "batch 2 n"]]:
-        self._check_step(x, state)
-        log_poles, B, C = self.discrete()
-        h = times(exponential(log_poles).to(state.dtype), state.movedim(1, 0)) + x @ B.mT
-        return h[0] @ C[0].mT - h[1] @ C[1].mT + self.D * x, h.movedim(0, 1)
-
-    def stepper(self, dtype: torch.dtype, *, gain: float = 1.0, scaled: bool = False) -> SystemStepper:
-        return SystemStepper(*self.discrete(), self.D, dtype, gain=gain, scaled=scaled)
-
-    def initial_state(self, batch: int) -> Float[Tensor, "batch 2 n"]:
-        require_batch(batch)
-        return self.log_A_real.new_zeros(batch, 2, self.order)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, discretisation={self.discretisation}"

@@ -156,6 +156,43 @@ class BankStepper(LTIStepper):
 
 
 @final
+class LowRankStepper(Stepper):
+    """An S4 layer: h ← 2 R (h + ½ΔB x) − h with R h = d h − left Re(rightᴴ h), y = Re(C h) + D x."""
+
+    def __init__(
+        self,
+        resolvent: tuple[Complex[Tensor, "width n"], Complex[Tensor, "width n"], Complex[Tensor, "width n"]],
+        drive: Complex[Tensor, "width n"],
+        C: Complex[Tensor, "width n"],
+        D: Float[Tensor, " width"],
+        dtype: torch.dtype,
+        *,
+        gain: float = 1.0,
+    ) -> None:
+        super().__init__(2 * drive.numel())
+        self.dtype, kind = dtype, _complex(dtype)
+        d, left, right = resolvent
+        self.twice, self.left, self.right = 2 * d.to(kind), 2 * left.to(kind), right.conj().resolve_conj().to(kind)
+        self.drive, self.C, self.D = drive.to(kind), (gain * C).to(kind), (gain * D.double()).to(dtype)
+
+    def bind_(self, state: Float[Tensor, "batch size"]) -> None:
+        super().bind_(state)
+        self.modes = torch.view_as_complex(state.unflatten(-1, (*self.drive.shape, 2)))
+
+    def step(self, v: Float[Tensor, "batch width"]) -> Float[Tensor, "batch width"]:
+        moved = self.modes + self.drive * v[..., None]
+        read = (self.right * moved).real.sum(-1, keepdim=True)
+        self.modes.neg_().add_(self.twice * moved - self.left * read)
+        return (self.C * self.modes).real.sum(-1) + self.D * v
+
+    def read(self) -> Float[Tensor, "batch 2 width n"]:
+        return torch.stack([self.modes.real, self.modes.imag], dim=1)
+
+    def write_(self, state: Float[Tensor, "batch 2 width n"]) -> None:
+        self.modes.copy_(torch.complex(*state.to(self.dtype).unbind(1)))
+
+
+@final
 class SelectiveStepper(Stepper):
     """A Mamba layer: its state is the last inputs of the convolution, time first, and then h."""
 

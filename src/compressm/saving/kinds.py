@@ -19,7 +19,7 @@ from compressm.adapters import AdapterError
 from compressm.adapters import transformers as foreign
 from compressm.adapters.base import COMPILED
 from compressm.errors import SavingError
-from compressm.layers import LRU, S4D, S5, ZOH, Bilinear, Inv, Legs, Lin, Mamba
+from compressm.layers import IM, LRU, S4, S4D, S5, ZOH, Bilinear, DampedIMEX, Inv, Legs, Lin, LinOSS, Mamba
 from compressm.layers.base import arguments_of, keeps_arguments
 from compressm.models.block import RandomMask
 from compressm.models.normalisation import PaddedBatchNorm, PaddedRunningNorm, StepNorm, StepRMSNorm, Unchanged
@@ -30,7 +30,7 @@ Kind = TypeVar("Kind", bound=type[Any])
 Stored: TypeAlias = Any  # what JSON can hold
 
 _OURS: tuple[type[Any], ...] = (
-    *(LRU, S4D, S5, Mamba, ZOH, Bilinear, Inv, Legs, Lin, Path, ScanPath),
+    *(LRU, S4, S4D, S5, LinOSS, Mamba, ZOH, Bilinear, Inv, Legs, Lin, IM, DampedIMEX, Path, ScanPath),
     *(models.SequenceClassifier, models.LanguageModel, models.PerElement, models.OneMask),
     *(models.BatchNorm, models.RunningNorm, models.LayerNorm, models.RMSNorm, models.NoNorm),
     *(models.MeanPooling, models.LastStep, models.EveryStep),

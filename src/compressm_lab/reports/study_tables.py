@@ -246,6 +246,17 @@ def selective_cuts_grids(measurement: Measurement) -> list[Grid]:
     return tables
 
 
+def lti_newcomers_grids(measurement: Measurement) -> list[Grid]:
+    """A table a system: relative errors of its cuts; one row a way."""
+    needed = ("setting", "seed", "way", "order", "rank", "error")
+    _require(measurement, "lti_newcomers", needed, "setting", "way", "device")
+    seeds = f"{measurement.repeats} seeds"
+    return [
+        _by_way(rows, "error", f"{setting[0].upper()}{setting[1:]}: relative error", seeds)
+        for setting, rows in by("setting", measurement.rows).items()
+    ]
+
+
 def _by_way(rows: list[Row], column: str, title: str, caption: str) -> Grid:
     ranks = list(dict.fromkeys(int(row["rank"]) for row in rows))
     seeds = len({row["seed"] for row in rows})
@@ -475,6 +486,7 @@ GRIDS: dict[str, Callable[[Measurement], list[Grid]]] = {
     "kills": kills_grids,
     "smnist_settings": setting_grids,
     "imdb_mamba": imdb_mamba_grids,
+    "lti_newcomers": lti_newcomers_grids,
     "selective_cuts": selective_cuts_grids,
     **dict.fromkeys(RESULTS, result_grids),
 }

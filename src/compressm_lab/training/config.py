@@ -18,7 +18,7 @@ from compressm.deploy import named_orders
 from compressm.errors import did_you_mean
 from compressm.families import family_of
 from compressm.families.choices import RoundTo, as_allowed_orders
-from compressm.layers import LRU, S4D, S5, Mamba, SSMLayer
+from compressm.layers import LRU, S4, S4D, S5, LinOSS, Mamba, SSMLayer
 from compressm.saving.kinds import is_known
 from compressm_lab.baselines import ALPHA, TEMPERATURE, HankelNuclearNorm
 from compressm_lab.data import DataError
@@ -27,7 +27,7 @@ from compressm_lab.runs.run import evaluation_interval
 
 Precision = Literal["float32", "tf32", "bfloat16"]
 GramianName = Literal["white_noise", "measured", "modal"]
-LAYERS: dict[str, type[SSMLayer]] = {"LRU": LRU, "S5": S5, "S4D": S4D, "Mamba": Mamba}
+LAYERS: dict[str, type[SSMLayer]] = {"LRU": LRU, "S5": S5, "S4": S4, "S4D": S4D, "LinOSS": LinOSS, "Mamba": Mamba}
 
 
 _MOST_STEPS = 10**9
@@ -69,6 +69,12 @@ def needs_data(name: str) -> bool:
     """Tell if a layer can only be cut with data, as selective layers: it has no fixed poles and no error bound."""
     adapter = adapter_of(layer_class(name))
     return adapter is not None and family_of(adapter).needs_data
+
+
+def has_poles(name: str) -> bool:
+    """Tell if a layer has fixed poles, as penalties need, or no adapter that could say so."""
+    adapter = adapter_of(layer_class(name))
+    return adapter is None or family_of(adapter).has_poles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +127,7 @@ class _LayerName:
 class ModelConfig(Config):
     """A `SequenceClassifier`; its inputs and classes are those of the task.
 
-    layer: LRU, S5, S4D, Mamba, or a class of your own, "package.module:Name", that is built as (width, order=n).
+    layer: LRU, S5, S4, S4D, LinOSS, Mamba, or your own class, "package.module:Name", that is built as (width, order=n).
     dropout_form: "batch" is one mask for the whole batch, as in the paper's own code, "element" one for every element.
     pooling: "steps" keeps every step, for tasks that ask at each of them.
     """
@@ -453,10 +459,10 @@ class Recipe(Config):
             yield f"compression: {modal}"
         if not selective and compression is not None and compression.selective is not None:
             yield f"compression: selective is for layer Mamba, and layer is {layer}: leave it out"
-        if selective and self.regulariser is not None:
+        if self.regulariser is not None and not has_poles(layer):
             yield (
-                f"regulariser: {self.regulariser.kind} is for layers that are linear systems, and layer is {layer}:"
-                " expected LRU, S5 or S4D"
+                f"regulariser: {self.regulariser.kind} is for layers with fixed poles, and layer is {layer}:"
+                " expected LRU, S5, S4D or LinOSS"
             )
         if truncation is not None and max(truncation.orders) >= self.model.order:
             yield f"truncation: orders has {max(truncation.orders)}, expected less than order, {self.model.order}"

@@ -11,7 +11,7 @@ from compressm.families.choices import Measured
 from compressm.families.linear.observer import LinearObserver, scaled_gramian, squared_change
 from compressm.families.linear.simulation import outputs
 from compressm.families.observing import Observations, observe, ratio_of, sampled_steps
-from compressm.layers import LRU, S4D, S5
+from compressm.layers import LRU, S4D, S5, LinOSS
 from compressm.models import OneMask, SequenceClassifier
 
 
@@ -49,7 +49,7 @@ def layers_of(model, *, folded=True):
     return {name: (layer, fold(system_of(layer)) if folded else system_of(layer)) for name, layer in found.items()}
 
 
-@pytest.mark.parametrize("kind", [LRU, S5, S4D])
+@pytest.mark.parametrize("kind", [LRU, S5, S4D, LinOSS])
 def test_outputs_are_those_of_the_layer(kind):
     torch.manual_seed(1)
     layer, u = kind(4, order=5).double(), torch.randn(3, 40, 4, dtype=torch.float64)

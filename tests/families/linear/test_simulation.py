@@ -10,7 +10,7 @@ from compressm.families.choices import Measured
 from compressm.families.linear.observer import LinearObserver, scaled_gramian
 from compressm.families.linear.simulation import chunk_of, outputs, outputs_by_products, sampled_states
 from compressm.families.observing import Observations, sampled_steps
-from compressm.layers import LRU, S4D, S5
+from compressm.layers import LRU, S4D, S5, LinOSS
 
 
 def loop(system, u):
@@ -35,7 +35,7 @@ def system_of(kind, width=3, order=5):
 
 @pytest.mark.parametrize("chunk", [None, 1, 2, 7, 40])
 @pytest.mark.parametrize(("length", "stride"), [(1, 1), (7, 8), (40, 1), (63, 8), (64, 5)])
-@pytest.mark.parametrize("kind", [LRU, S5, S4D])
+@pytest.mark.parametrize("kind", [LRU, S5, S4D, LinOSS])
 def test_sampled_states_are_those_of_a_loop(kind, length, stride, chunk):
     system, u = system_of(kind), torch.randn(4, length, 3, dtype=torch.float64)
     steps = sampled_steps(4, length, stride)

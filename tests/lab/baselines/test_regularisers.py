@@ -9,7 +9,7 @@ from torch import nn
 
 from compressm.adapters import AdapterError, adapter_for
 from compressm.control import ControlError
-from compressm.layers import LRU, S4D, S5, Mamba
+from compressm.layers import LRU, S4D, S5, LinOSS, Mamba
 from compressm.models import SequenceClassifier
 from compressm_lab.baselines import HankelMajoriser, HankelNuclearNorm, ModalL1
 from tests.oracles import as_arrays, finite_hankel_values
@@ -52,7 +52,7 @@ def test_the_majoriser_and_the_modal_norm_are_what_they_say():
 
 
 @pytest.mark.parametrize("penalty", PENALTIES, ids=str)
-@pytest.mark.parametrize("layer", [LRU, S5, S4D])
+@pytest.mark.parametrize("layer", [LRU, S5, S4D, LinOSS])
 def test_the_gradient_of_every_parameter_agrees_with_finite_differences(penalty, layer):
     model = classifier(layer, depth=1, order=3).double()
     module = model.blocks[0].ssm

@@ -77,7 +77,7 @@ BAD_VALUES = [
     ("compression.when.steps=[5, true]", "compression.when.steps is True: expected a number"),
     ("model=null", "model is None: expected its keys, depth, width, order"),
     ("compression.rho=1", "compression: rho is 1.0, with which nothing is ever cut: expected a number below 1"),
-    ("model.layer=GRU", "model.layer is 'GRU': Input should be 'LRU', 'S5', 'S4D' or 'Mamba'"),
+    ("model.layer=GRU", "model.layer is 'GRU': Input should be 'LRU', 'S5', 'S4', 'S4D', 'LinOSS' or 'Mamba'"),
     ("model.dropout=1", "model: dropout is 1.0, expected a number at least 0 and below 1"),
     ("model.dropout=.nan", "model: dropout is nan"),
     ("training.learning_rate=-1", "training: learning_rate is -1.0, expected at least 0"),
@@ -135,7 +135,7 @@ HINTS = [
     ("compression.when.stepz=[3]", "expected one of warmup_cuts, every, first, last, steps", "did you mean 'steps'?"),
     ("tau=0.1", "tau is not a key of a recipe", "did you mean 'compression.tau'?"),
     ("order=3", "order is not a key of a recipe", "did you mean 'model.order' or 'compression.order'?"),
-    ("model.layer=lru", "Input should be 'LRU', 'S5', 'S4D' or 'Mamba'", "did you mean 'LRU'?"),
+    ("model.layer=lru", "Input should be 'LRU', 'S5', 'S4', 'S4D', 'LinOSS' or 'Mamba'", "did you mean 'LRU'?"),
     (
         "compression.gramian=white-noise",
         "Input should be 'white_noise', 'measured' or 'modal'",

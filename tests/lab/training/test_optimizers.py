@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from compressm.layers import LRU, S4D, S5, Mamba
+from compressm.layers import LRU, S4, S4D, S5, LinOSS, Mamba
 from compressm.models import SequenceClassifier
 from compressm_lab.training import TrainingConfig
 from compressm_lab.training.building import build_optimizer, dynamics, keep_rates_on_, set_rate
@@ -18,7 +18,7 @@ def config(**options):
     return TrainingConfig(steps=10, batch=2, learning_rate=0.1, **options)
 
 
-@pytest.mark.parametrize("layer", [LRU, S5, S4D])
+@pytest.mark.parametrize("layer", [LRU, S5, S4, S4D, LinOSS])
 def test_poles_steps_and_input_matrices_are_slow_and_nothing_else(layer):
     model = model_of(layer)
     slow = {id(parameter) for parameter in dynamics(model)}

@@ -167,7 +167,11 @@ def test_a_recipe_and_what_is_given_must_agree(tmp_path):
         (("regulariser={kind: modal-l1, beta: 1, colour: red}",), "regulariser.colour is not a key of a recipe"),
         (
             ("regulariser={kind: modal-l1, beta: 1}", "model.layer=Mamba"),
-            "regulariser: modal-l1 is for layers that are linear systems, and layer is Mamba",
+            "regulariser: modal-l1 is for layers with fixed poles, and layer is Mamba",
+        ),
+        (
+            ("regulariser={kind: modal-l1, beta: 1}", "model.layer=S4"),
+            "regulariser: modal-l1 is for layers with fixed poles, and layer is S4: expected LRU, S5, S4D or LinOSS",
         ),
         (("distillation={}",), "distillation.teacher is missing"),
         (("distillation={teacher: there, alpha: 2}",), "alpha is 2.0, expected a number at least 0 and at most 1"),

@@ -7,7 +7,7 @@ from compressm.compression.distributed import Processes
 from compressm.control import DiagonalSystem, NonFiniteError, nuclear_norm
 from compressm.control.nuclear_norm import mean_by_products
 from compressm.control.validation import values_unread
-from compressm.layers import LRU, S4D, S5
+from compressm.layers import LRU, S4D, S5, LinOSS
 from compressm.models import SequenceClassifier
 from compressm_lab.baselines import HankelMajoriser, HankelNuclearNorm, ModalL1
 from compressm_lab.training import RegulariserConfig, penalty
@@ -64,7 +64,7 @@ def evaluation(model, penalty):
     return work
 
 
-@pytest.mark.parametrize("layer", [LRU, S5, S4D])
+@pytest.mark.parametrize("layer", [LRU, S5, S4D, LinOSS])
 @pytest.mark.parametrize("penalty", PENALTIES, ids=str)
 def test_the_host_waits_for_nothing_on_the_way_from_parameters_to_gradients(layer, penalty):
     seen = require_no_waiting(evaluation(classifier(layer, depth=2), penalty))
@@ -153,7 +153,7 @@ def test_a_penalty_that_cannot_be_recorded_goes_on_and_says_why(recorded):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layer", [LRU, S5, S4D])
+@pytest.mark.parametrize("layer", [LRU, S5, S4D, LinOSS])
 @pytest.mark.parametrize("penalty", PENALTIES, ids=str)
 def test_a_cuda_graph_finds_what_launches_find(layer, penalty):
     model = classifier(layer, depth=2, order=16).cuda()

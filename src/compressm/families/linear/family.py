@@ -17,13 +17,14 @@ from compressm.control import ControlError, DiagonalSystem, fold
 from compressm.control.balancing import GramianPair, hankel_values
 from compressm.control.hankel import gramian_pair
 from compressm.control.linear_algebra import each
+from compressm.control.norms import distance_bound
 from compressm.errors import CompressionError
 from compressm.families.base import Change, Family, Layer, PlannedCut, Total, Values, Writing, energy_lost, reads
 from compressm.families.choices import Choices, Largest
-from compressm.families.linear.observer import LinearObserver, scaled_gramian, squared_change
+from compressm.families.linear.observer import LinearObserver, scaled_gramian, squared_change, why_zero
 from compressm.families.linear.reduction import BasisChange, Triple, drop_modes, reduce_system, sorted_sizes
 from compressm.families.linear.transport import ModuleChange
-from compressm.families.observing import ZERO_INPUTS, Observations, ratio_of
+from compressm.families.observing import Observations, ratio_of
 from compressm.layers.parameters import StateMap
 
 Item = TypeVar("Item")
@@ -57,10 +58,7 @@ class LinearLayer(Layer):
 
     @property
     def why_zero(self) -> str:
-        for name, part in (("B", self.system.B), ("C", self.system.C)):
-            if not bool(part.any()):
-                return f"{name} is zero"
-        return ZERO_INPUTS if self.observations is not None and self.observations.are_zeros else super().why_zero
+        return why_zero(self.system, self.observations) or super().why_zero
 
     @property
     def linear_system(self) -> DiagonalSystem:
@@ -92,6 +90,14 @@ class LinearLayer(Layer):
 
     def over(self, total: Total) -> LinearLayer:
         return self if self.observations is None else replace(self, observations=self.observations.over(total))
+
+    def stored(self, reduced: DiagonalSystem, bound: float | None) -> tuple[DiagonalSystem, float | None]:
+        """What the module stores in the place of a reduced system, and the bound of both errors together."""
+        with torch.no_grad():
+            stored = self.adapter.nearest(self.module, reduced)
+        if stored is reduced or bound is None:
+            return stored, bound
+        return stored, bound + float(distance_bound(reduced, stored).max())
 
     def received(self, sent: Any) -> LinearCut:
         system, change, bound, lost = sent
@@ -141,7 +147,8 @@ class LinearCut(PlannedCut):
 
     def following(self, module: nn.Module, adapter: SSMAdapter[Any]) -> Writing:
         moved = self.basis.vector(Triple.of(read_with(adapter, module)))
-        return Writing.of(module, adapter, DiagonalSystem(moved.poles, moved.B, moved.C), self.rank)
+        stored = adapter.nearest(module, DiagonalSystem(moved.poles, moved.B, moved.C))
+        return Writing.of(module, adapter, stored, self.rank)
 
     @torch.no_grad()
     def state_map(self, module: nn.Module, adapter: SSMAdapter[Any], values: Values) -> StateMap:
@@ -168,6 +175,7 @@ class LinearFamily(Family):
     """Balanced truncation of fixed systems; layers of equal shape go through one batched call."""
 
     called = "linear layers"
+    has_poles = True
     uses = frozenset({"fold"})
 
     def read(self, name: str, module: nn.Module, adapter: SSMAdapter[Any], choices: Choices) -> LinearLayer:
@@ -265,7 +273,8 @@ def _plan_group(
     cuts = []
     for k, layer in enumerate(group):
         lost = energy_lost(spectra[layer.name], kept[k])
-        cuts.append(LinearCut(layer, reduction.system[k], reduction.change[k], bounds[k], None, lost))
+        system, bound = layer.stored(reduction.system[k], bounds[k])
+        cuts.append(LinearCut(layer, system, reduction.change[k], bound, None, lost))
     squares = [square for cut in cuts if (square := cut.squared_change()) is not None]
     if squares:  # of all layers, or of none
         ratios = map(ratio_of, torch.stack(squares).cpu())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -13,10 +13,11 @@ from torch.utils.hooks import RemovableHandle
 
 from compressm.control import DiagonalSystem
 from compressm.control.linear_algebra import coarse_scale, largest_part
+from compressm.control.system import LinearSystem
 from compressm.errors import CompressionError
 from compressm.families import observing
 from compressm.families.linear.simulation import outputs, sampled_states
-from compressm.families.observing import InputObserver, Observations, sequences_at_once
+from compressm.families.observing import ZERO_INPUTS, InputObserver, Observations, sequences_at_once
 from compressm.ops.dispatch import only_reads
 
 # Numbers to reserve for each sampled state, which has a window of inputs. A CPU thus forms 8 MB of states at a time:
@@ -24,13 +25,11 @@ from compressm.ops.dispatch import only_reads
 _PER_STATE = 32
 
 
-@final
 @dataclass
-class LinearObserver(InputObserver):
-    """A hook on the input of a linear layer."""
+class SequenceObserver(InputObserver):
+    """A hook on the input of a layer that is called with sequences, and with `lengths` if they are padded."""
 
     observations: Observations
-    system: DiagonalSystem
 
     def attach(self) -> Sequence[RemovableHandle]:
         return [self.module.register_forward_pre_hook(self._observe, with_kwargs=True)]
@@ -50,6 +49,14 @@ class LinearObserver(InputObserver):
         if lengths is not None:
             inside = torch.arange(x.shape[1], device=x.device) < lengths.to(x.device)[:, None]
         self.add(x.detach(), inside)
+
+
+@final
+@dataclass
+class LinearObserver(SequenceObserver):
+    """The observer of a layer with poles: states are formed at the sampled steps only."""
+
+    system: DiagonalSystem
 
     def accumulate(self, u: Tensor, counts: Tensor | None) -> None:
         covariance = self.observations.covariance
@@ -72,11 +79,21 @@ def scaled_gramian(observations: Observations) -> tuple[Tensor, Tensor]:
     return covariance.scaled_gramian()
 
 
-def squared_change(old: DiagonalSystem, new: DiagonalSystem, observations: Observations) -> Float[Tensor, "2"]:
+def squared_change(
+    old: LinearSystem, new: LinearSystem, observations: Observations, respond: Callable[[Any, Tensor], Tensor] = outputs
+) -> Float[Tensor, "2"]:
     """‖y_new − y_old‖² and ‖y_old‖² of the layer's output without its skip D·u, scaled up to all observed steps."""
-    share = sequences_at_once(observations.sample.longest, old.poles.numel())
+    share = sequences_at_once(observations.sample.longest, old.B.shape[:-1].numel())
     unit: Tensor | float = 1.0
     if observations.covariance is not None and observations.covariance.scale is not None:
         # All processes know these sizes, so their sums have the same unit.
         unit = coarse_scale(largest_part(old.C).max() * observations.covariance.scale.max())
-    return observing.squared_change(outputs, old, new, observations.sample, share, unit)
+    return observing.squared_change(respond, old, new, observations.sample, share, unit)
+
+
+def why_zero(system: LinearSystem, observations: Observations | None) -> str | None:
+    """The reason why all values of a layer's states are zero, if its B, its C or its inputs are."""
+    for name, part in (("B", system.B), ("C", system.C)):
+        if not bool(part.any()):
+            return f"{name} is zero"
+    return ZERO_INPUTS if observations is not None and observations.are_zeros else None
