@@ -74,7 +74,7 @@ class Form(ABC):
                 " or Selected()"
             )
 
-    def values(self, layer: ObservedMemory) -> Float[Tensor, "bank n"]:
+    def spectrum(self, layer: ObservedMemory) -> Float[Tensor, "bank n"]:
         """The mean square of every state's part of the output, falling, in units of the layer's moments."""
         return _scores(layer)
 
@@ -86,7 +86,7 @@ class Form(ABC):
 class _Balanced(Form):
     """A form that takes any W and T: the balanced ones, with the smallest error."""
 
-    def values(self, layer: ObservedMemory) -> Float[Tensor, "bank n"]:
+    def spectrum(self, layer: ObservedMemory) -> Float[Tensor, "bank n"]:
         return matrix_states.memory_values(*layer.moments).square()
 
     def _basis(self, layer: ObservedMemory, kept: Int[Tensor, " r"]) -> MemoryBasis:
@@ -202,7 +202,7 @@ def compared_forms(layer: ObservedMemory, order: int) -> list[ComparedForm]:
     forms = [Mapped(), Selected()] if layer.memory.key_map is not None else [*best, Fitted(), Selected()]
     found = []
     for form in forms:
-        values, reduction = form.values(layer), form.reduce(layer, kept)
+        values, reduction = form.spectrum(layer), form.reduce(layer, kept)
         whole = float(values.sum())
         share = float(values[:, order:].sum()) / whole if whole > 0 else 0.0
         estimate = share**0.5 if isinstance(form, _Balanced) else None
