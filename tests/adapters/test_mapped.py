@@ -139,30 +139,88 @@ def trained(model, optimizer):
     optimizer.step()
 
 
-def test_maps_join_the_group_of_their_projection_and_are_trained():
+def adamw(model, **options):
+    """AdamW with a group without weight decay, which is still empty."""
+    groups = [{"params": list(model.parameters())}, {"params": [], "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-3, **options)
+
+
+def group_of(optimizer, parameter):
+    return next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+
+
+def test_maps_join_a_group_without_weight_decay_and_are_trained_under_a_scheduler():
     model = make().train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 / (1 + k))
     half = cs.KeepFraction(0.5)
     compressor = cs.Compressor(model, optimizer, when=[2, 4], keep=half, calibrate=runs, form=cs.Mapped())
     for step in range(1, 6):
         trained(model, optimizer)
+        scheduler.step()
         compressor.step(step)
     mixer = mixers(model)["backbone.layers.0.mixer"]
     assert [event.rank for event in compressor.history] == [4, 4, 4, 2, 2, 2]
-    group = next(g for g in optimizer.param_groups if any(p is mixer.in_proj.weight for p in g["params"]))
     for part in (mixer.key_map, mixer.query_map):
-        assert any(p is part for p in group["params"])
+        assert group_of(optimizer, part) is optimizer.param_groups[1]
         assert optimizer.state[part]["exp_avg"].shape == (2, 8, 2)
         before = part.detach().clone()
         trained(model, optimizer)
         assert not torch.equal(part, before)
+    assert group_of(optimizer, mixer.in_proj.weight)["weight_decay"] > 0
+
+
+def cut_with(optimizer, model):
+    compressor = cs.Compressor(model, optimizer, when=[1], keep=THREE, calibrate=runs, form=cs.Mapped())
+    compressor.step(1)
+    return mixers(model)["backbone.layers.0.mixer"].key_map
+
+
+def test_maps_join_the_group_of_norms_and_rates_whose_options_may_differ():
+    model = make()
+    small = [p for p in model.parameters() if p.ndim == 1]
+    large = [p for p in model.parameters() if p.ndim > 1]
+    groups = [{"params": large, "lr": 1e-3}, {"params": small, "lr": 1e-4, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups)
+    assert group_of(optimizer, cut_with(optimizer, model)) is optimizer.param_groups[1]
+
+
+def test_maps_without_a_group_for_them_decay_with_a_warning():
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with pytest.warns(UserWarning, match=r"maps get the weight decay 0.01 .*a group without weight decay"):
+        part = cut_with(optimizer, model)
+    assert group_of(optimizer, part) is optimizer.param_groups[0]
+
+
+def test_maps_are_not_trained_by_muon_which_takes_matrices_alone():
+    def split(model):
+        rest = [p for p in model.parameters() if p.ndim != 2]
+        return torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=1e-3), rest
+
+    model = make().train()
+    muon, rest = split(model)
+    adam = torch.optim.AdamW(rest, lr=1e-3, weight_decay=0.0)
+    part = cut_with([muon, adam], model)
+    assert group_of(adam, part) is adam.param_groups[0]
+    model(IDS, labels=IDS).loss.backward()
+    for optimizer in (muon, adam):
+        optimizer.step()
+
+    model = make()
+    muon, rest = split(model)
+    for p in rest:
+        p.requires_grad_(False)
+    with pytest.raises(CompressionError, match=r"Muon cannot train maps of shape \(2, 8, 3\): train one of"):
+        cut_with(muon, model)
+    assert not hasattr(mixers(model)["backbone.layers.0.mixer"], "key_map")
 
 
 @pytest.mark.parametrize("form", [cs.Selected(), cs.Mapped()], ids=str)
 def test_a_training_goes_on_from_a_checkpoint(form, tmp_path):
     def begun(seed=0):
         model = make(seed=seed).train()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = adamw(model)
         return model, optimizer, cs.Compressor(model, optimizer, when=[2], keep=THREE, calibrate=runs, form=form)
 
     model, optimizer, compressor = begun()

@@ -82,6 +82,8 @@ class Adapter(ABC, Generic[Module, System]):
     OPTIONAL: ClassVar[frozenset[str]] = frozenset()
     # Parameters that a cut may add, each with the parameter whose optimizer group it joins.
     JOINS: ClassVar[Mapping[str, str]] = {}
+    # Those of them that join a group without weight decay, if the optimizer has one.
+    UNDECAYED: ClassVar[frozenset[str]] = frozenset()
     # Attributes in objects that modules share, such as a config: `renewed` writes them.
     SHARED: ClassVar[frozenset[str]] = frozenset()
     # The name of the recurrence in tables of runtimes, such as "Mamba-1".

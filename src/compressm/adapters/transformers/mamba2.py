@@ -38,6 +38,7 @@ class Mamba2Adapter(MemoryAdapter[nn.Module]):
     STORES = frozenset({Basis.MAPPED, Basis.SELECTED})
     OPTIONAL = frozenset({KEY_MAP, QUERY_MAP})
     JOINS: ClassVar[Mapping[str, str]] = dict.fromkeys((KEY_MAP, QUERY_MAP), "in_proj.weight")
+    UNDECAYED = OPTIONAL
     SHARED = frozenset({"config"})
     RECURRENCE = "Mamba-2"
     # Buffers with an axis of rows, their third.
