@@ -178,19 +178,17 @@ class MambaAdapter(SelectiveAdapter[Mamba]):
 # Mixers of transformers that are refused, and why.
 _NORMS = "normalises B and C over the states, which no change of basis preserves"
 _HEADS = "has a projection and rates for each of its heads"
-_APART = "is a delta net with a projection and a convolution each for queries, keys and values, not read yet"
 _GATED = "erases by the delta rule, with a gate for every key dimension and one size for keys and values"
 _WIDTH = "has as many states as channels: fewer states are fewer channels"
 REFUSED = {
     **dict.fromkeys(("FalconMambaMixer", "JambaMambaMixer"), _NORMS),
     "ZambaMambaMixer": _HEADS,
-    "OlmoHybridGatedDeltaNet": _APART,
     **dict.fromkeys(("KimiLinearDeltaAttention", "BailingHybridDeltaAttention", "Glm5NextTextLinearAttention"), _GATED),
     "MiniMaxLightningAttention": "has one size for keys, queries and values",
     "RecurrentGemmaRecurrentBlock": _WIDTH,
 }
 _SUPPORTED = (
-    "expected MambaMixer, the mixer of MambaModel and MambaForCausalLM, a mixer of Mamba-2 or a gated delta net of Qwen"
+    "expected MambaMixer, the mixer of MambaModel and MambaForCausalLM, a mixer of Mamba-2 or a gated delta net"
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -103,6 +103,8 @@ class MemoryAdapter(Adapter[Module, Memory]):
     """
 
     STORES = frozenset({Basis.SELECTED})
+    # True if the state erases by the delta rule: it must erase in the basis in which it writes, W = T.
+    ERASES: ClassVar[bool] = False
 
     @abstractmethod
     def rows(self, module: Module) -> dict[str, Rows]:
@@ -167,18 +169,22 @@ class MemoryAdapter(Adapter[Module, Memory]):
     def mapped_steps(self, module: Module, x: Tensor, memory: Memory, counted: Tensor | None = None) -> Steps:
         """The steps of a call, with the memory's maps applied."""
         steps = self.steps(module, x, memory, counted)
-        return replace(steps, **_mapped(steps.queries, steps.keys, memory))
+        queries, keys = self._mapped(steps.queries, steps.keys, memory)
+        return replace(steps, queries=queries, keys=keys)
 
     def steps_with(self, steps: Steps, module: Module, x: Tensor, memory: Memory, counted: Tensor | None) -> Steps:
         """The given steps with the queries and keys of another memory."""
-        return replace(steps, **_mapped(*self.queries_and_keys(module, x, memory, counted), memory))
+        queries, keys = self._mapped(*self.queries_and_keys(module, x, memory, counted), memory)
+        return replace(steps, queries=queries, keys=keys)
 
+    def _mapped(self, queries: Tensor, keys: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
+        return (queries, keys) if memory.key_map is None else self.through_maps(queries, keys, memory)
 
-def _mapped(queries: Tensor, keys: Tensor, memory: Memory) -> dict[str, Tensor]:
-    """Queries and keys behind the memory's maps."""
-    if memory.key_map is None or memory.query_map is None:
-        return {"queries": queries, "keys": keys}
-    return {"queries": queries @ memory.query_map.to(queries), "keys": keys @ memory.key_map.to(keys)}
+    def through_maps(self, queries: Tensor, keys: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
+        """Queries and keys behind the memory's maps."""
+        assert memory.key_map is not None
+        assert memory.query_map is not None
+        return queries @ memory.query_map.to(queries), keys @ memory.key_map.to(keys)
 
 
 def with_rows(name: str, parameter: Tensor, rows: Rows, keys: Tensor | None, queries: Tensor | None) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, softplus
 
 from compressm.adapters.base import Basis, Growth, adapts_named, parameter_of
-from compressm.adapters.memory import KEY_MAP, QUERY_MAP, Memory, MemoryAdapter, Rows, Steps, rows_that_stay
+from compressm.adapters.memory import KEY_MAP, QUERY_MAP, Memory, Rows, Steps, rows_that_stay
 from compressm.adapters.transformers.config import (
     PACKAGE,
     SINCE,
@@ -22,13 +22,13 @@ from compressm.adapters.transformers.config import (
     shown,
     whole_sequences,
 )
-from compressm.adapters.transformers.mapped import MapPlace
+from compressm.adapters.transformers.mapped import MappedAdapter, MappedMamba2, window_bytes
 from compressm.errors import AdapterError
 
 _OF_CONVOLUTION, _MULTIPLIERS = ("conv1d.weight", "conv1d.bias"), "mup_vector"
 
 
-class Mamba2Adapter(MemoryAdapter[nn.Module]):
+class Mamba2Adapter(MappedAdapter):
     """The adapter of mixers whose in_proj has the rows [gate, x, B, C, Δ] and whose conv1d has [x, B, C].
 
     B are the keys and C the queries, for each of the groups of heads; Δ x are the values, and exp(−Δ exp(A_log)) is the
@@ -36,13 +36,10 @@ class Mamba2Adapter(MemoryAdapter[nn.Module]):
     """
 
     STORES = frozenset({Basis.MAPPED, Basis.SELECTED})
-    OPTIONAL = frozenset({KEY_MAP, QUERY_MAP})
+    FORWARD = MappedMamba2
     JOINS: ClassVar[Mapping[str, str]] = dict.fromkeys((KEY_MAP, QUERY_MAP), "in_proj.weight")
-    UNDECAYED = OPTIONAL
     SHARED = frozenset({"config"})
     RECURRENCE = "Mamba-2"
-    # Buffers with an axis of rows, their third.
-    ROW_BUFFERS: ClassVar[tuple[str, ...]] = ()
     # The config's name of the order.
     SIZE: ClassVar[str] = "state_size"
 
@@ -83,18 +80,11 @@ class Mamba2Adapter(MemoryAdapter[nn.Module]):
         inner, groups, _ = _sizes(module)
         if self.maps(module) is not None:
             return self.mapped_state_bytes(module, order)
-        return _window_bytes(module, inner + 2 * groups * order) + 4 * order * inner
+        return window_bytes(module, inner + 2 * groups * order) + 4 * order * inner
 
     def mapped_state_bytes(self, module: nn.Module, order: int) -> int:
         inner, groups, rows = _sizes(module)
-        return _window_bytes(module, inner + 2 * groups * rows) + 4 * order * inner
-
-    def maps(self, module: nn.Module) -> tuple[Tensor, Tensor] | None:
-        keys, queries = (module._parameters.get(name) for name in (KEY_MAP, QUERY_MAP))
-        return None if keys is None or queries is None else (keys, queries)
-
-    def place(self, module: nn.Module, path: str) -> tuple[Any, str]:
-        return (MapPlace(module), path) if path in self.OPTIONAL else super().place(module, path)
+        return window_bytes(module, inner + 2 * groups * rows) + 4 * order * inner
 
     def attributes(self, module: nn.Module, order: int) -> dict[str, Any]:
         inner, groups, rows = _sizes(module)
@@ -156,33 +146,13 @@ class Mamba2Adapter(MemoryAdapter[nn.Module]):
         """Factors of x, B, C and Δ behind in_proj."""
         return 1.0, 1.0, 1.0, 1.0
 
-    def sizes_at(self, module: nn.Module, order: int) -> dict[str, tuple[int, int]]:
-        """The axis of rows, and their number at this order, of every parameter and buffer that grows with it."""
-        _, groups, now = _sizes(module)
-        grown = {name: (0, parameter_of(module, name).shape[0]) for name in self.rows(module)}
-        grown |= {name: (2, module.get_buffer(name).shape[2]) for name in self.ROW_BUFFERS}
-        return {name: (axis, rows - 2 * groups * (now - order)) for name, (axis, rows) in grown.items()}
-
-    def add_maps_(self, module: nn.Module, order: int) -> None:
-        """Give the module empty maps of this order."""
-        _, groups, rows = _sizes(module)
-        like = parameter_of(module, "in_proj.weight")
-        for name in (KEY_MAP, QUERY_MAP):
-            empty = torch.empty(groups, rows, order, device=like.device, dtype=like.dtype)
-            setattr(*self.place(module, name), nn.Parameter(empty))
-
     def observed(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Tensor, Bool[Tensor, "batch length"] | None]:
         return whole_sequences(module, args, kwargs)
 
     def renewed(self, model: nn.Module, modules: Sequence[nn.Module]) -> list[tuple[Any, str, Any]]:
-        return renewed_configs(model, configs_of(model, self.SIZE), self.SIZE, self, self.config_sizes)
-
-    def config_sizes(self, module: nn.Module) -> tuple[int, int | None]:
-        """The number of rows of every group, and the number of states if maps follow them."""
-        maps = self.maps(module)
-        return _sizes(module)[2], None if maps is None else maps[0].shape[-1]
+        return renewed_configs(model, configs_of(model, self.SIZE), self.SIZE, self, self.rows_and_maps)
 
     def _require_known(self, module: nn.Module) -> None:
         """Refuse a module whose parameters or call this adapter does not know."""
@@ -211,12 +181,6 @@ def _sizes(module: Any) -> tuple[int, int, int]:
             f"{shown(module)} has {rows} rows in in_proj, expected 2 · {inner} + {heads} + 2 · {groups} groups · states"
         )
     return inner, groups, order
-
-
-def _window_bytes(module: nn.Module, channels: int) -> int:
-    """The bytes of the last inputs of this many channels of the convolution."""
-    weight = parameter_of(module, "conv1d.weight")
-    return channels * weight.shape[-1] * weight.element_size()
 
 
 def _convolved(module: Any, x: Tensor, rows: Mapping[str, Tensor], factor: float, mask: Tensor | None) -> Tensor:
@@ -268,7 +232,6 @@ class FalconH1MixerAdapter(Mamba2Adapter):
     """The adapter of FalconH1Mixer: `mup_vector` multiplies the output of in_proj, each part by one number."""
 
     SIZE = "mamba_d_state"
-    ROW_BUFFERS = (_MULTIPLIERS,)
 
     def attributes(self, module: nn.Module, order: int) -> dict[str, Any]:
         sizes = super().attributes(module, order)

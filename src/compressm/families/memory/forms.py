@@ -117,12 +117,17 @@ class Folded(_Balanced):
 class Mapped(_Balanced):
     """The balanced projection, kept as two matrices per group that follow convolution and activation.
 
-    It has the smallest error of all forms where `Folded` is impossible. The layer becomes one of this package.
+    It has the smallest error of all forms where `Folded` is impossible. The layer becomes one of this package. With a
+    delta rule the projection is orthogonal: a state must be erased in the basis in which it is written.
     """
 
     needs = Basis.MAPPED
 
     def reduce(self, layer: ObservedMemory, kept: Int[Tensor, " r"]) -> MemoryReduction:
+        if layer.adapter.ERASES:
+            P, Q = layer.moments
+            basis = matrix_states.orthogonal(P, Q, len(kept), states=kept.to(P.device))
+            return MemoryReduction(basis.W, basis.T, mapped=True)
         basis = self._basis(layer, kept)
         return _evened(basis, _norms([basis.W.mT]), _norms([basis.T.mT]), mapped=True)
 
@@ -205,7 +210,8 @@ def compared_forms(layer: ObservedMemory, order: int) -> list[ComparedForm]:
         values, reduction = form.spectrum(layer), form.reduce(layer, kept)
         whole = float(values.sum())
         share = float(values[:, order:].sum()) / whole if whole > 0 else 0.0
-        estimate = share**0.5 if isinstance(form, _Balanced) else None
+        is_balanced = isinstance(form, _Balanced) and not layer.adapter.ERASES
+        estimate = share**0.5 if is_balanced else None
         found.append(ComparedForm(form, layer.error(reduction, judging), estimate, form.needed() in stores))
     return found
 
