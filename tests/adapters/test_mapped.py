@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch.func import functional_call
 
 import compressm as cs
 from compressm.adapters import find
@@ -252,17 +253,35 @@ def test_a_checkpoint_that_fails_to_load_leaves_no_map_behind(tmp_path):
     assert layers(model)["backbone.layers.0.mixer"].order == 8
 
 
-def test_moments_of_maps_are_carried_with_the_other_map():
-    model = mapped(order=6)
+def changed(model, order):
+    """A mixer with maps, a cut of them to this order, and what the cut would write."""
     layer = layers(model)["backbone.layers.0.mixer"]
-    reduction = layer.form.reduce(layer.data, torch.arange(3))
-    change = reduction.change(layer.module, layer.adapter, layer.system)
+    reduction = layer.form.reduce(layer.data, torch.arange(order))
+    return layer.module, reduction, reduction.change(layer.module, layer.adapter, layer.system)
+
+
+def test_gradients_of_maps_are_carried_as_the_vector_jacobian_product_of_the_lift():
+    mixer, reduction, change = changed(mapped(order=6).double(), 3)
+    small = {name: value.detach().requires_grad_() for name, value in change.values.items()}
+    full = {name: small[name] @ (reduction.T if name == "key_map" else reduction.W).mT for name in small}
+    x, y = torch.randn(4, 20, 16).double(), torch.randn(4, 20, 16).double()
+    there = functional_call(mixer, full, (x,))
+    # The lifted mixer computes what the reduced one computes.
+    torch.testing.assert_close(there, functional_call(mixer, small, (x,)))
+    on_full = torch.autograd.grad((there * y).sum(), list(full.values()), retain_graph=True)
+    expected = torch.autograd.grad((there * y).sum(), list(small.values()))
+    carried = change.gradient(dict(zip(full, on_full, strict=True)))
+    for name, value in zip(small, expected, strict=True):
+        assert value.any()
+        torch.testing.assert_close(carried[name], value)
+
+
+def test_updates_of_maps_are_carried_as_the_change_itself():
+    _, reduction, change = changed(mapped(order=6), 3)
     moments = {name: torch.randn(2, 8, 6, dtype=torch.float64) for name in ("key_map", "query_map")}
-    carried = change.gradient(moments)
-    torch.testing.assert_close(carried["key_map"], moments["key_map"] @ reduction.T)
-    torch.testing.assert_close(carried["query_map"], moments["query_map"] @ reduction.W)
     pushed = change.update(moments)
     torch.testing.assert_close(pushed["key_map"], moments["key_map"] @ reduction.W)
+    torch.testing.assert_close(pushed["query_map"], moments["query_map"] @ reduction.T)
     assert change.first("key_map", moments["key_map"]).shape == (2, 8, 3)
 
 

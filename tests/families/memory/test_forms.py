@@ -151,7 +151,7 @@ def lifted(module, reduction, small):
     return {name: (T if name.startswith("k") else W) @ value for name, value in small.items()}
 
 
-@pytest.mark.parametrize("form", [cs.Folded(), cs.Selected()], ids=str)
+@pytest.mark.parametrize("form", [cs.Folded(), cs.Selected(), cs.Selected(read_out=True), cs.Fitted(steps=2)], ids=str)
 def test_gradients_are_carried_as_the_vector_jacobian_product_of_the_lift(form):
     model = make()
     layer = layer_of(model)
@@ -170,7 +170,7 @@ def test_gradients_are_carried_as_the_vector_jacobian_product_of_the_lift(form):
         torch.testing.assert_close(carried[name], value)
 
 
-@pytest.mark.parametrize("form", [cs.Folded(), cs.Selected()], ids=str)
+@pytest.mark.parametrize("form", [cs.Folded(), cs.Selected(), cs.Selected(read_out=True), cs.Fitted(steps=2)], ids=str)
 def test_updates_are_carried_as_the_change_itself(form):
     model = make()
     layer = layer_of(model)

@@ -8,10 +8,10 @@ from typing import Any, ClassVar, final
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
-from torch.nn.functional import pad, silu, softplus
+from torch.nn.functional import silu, softplus
 
 from compressm.adapters.base import Basis, adapts_named, parameter_of
-from compressm.adapters.memory import KEY_MAP, QUERY_MAP, Memory, Rows, Steps
+from compressm.adapters.memory import KEY_MAP, QUERY_MAP, Memory, Rows, Steps, convolved, normalised
 from compressm.adapters.transformers.config import (
     PACKAGE,
     configs_of,
@@ -23,7 +23,7 @@ from compressm.adapters.transformers.config import (
 from compressm.adapters.transformers.mapped import MappedAdapter, MappedDeltaNet, window_bytes
 from compressm.errors import AdapterError
 
-_CONVOLUTION, _SIZE, _NORM_EPS = "conv1d.weight", "linear_key_head_dim", 1e-6
+_CONVOLUTION, _SIZE = "conv1d.weight", "linear_key_head_dim"
 
 
 class DeltaNetAdapter(MappedAdapter):
@@ -112,7 +112,7 @@ class DeltaNetAdapter(MappedAdapter):
         given = x if counted is None else torch.where(counted[..., None], x, 0)
         _, (name, places) = self.projections(module)
         taps = parameter_of(module, _CONVOLUTION).detach()[2 * heads * order :]
-        values = _convolved(given, parameter_of(module, name).detach()[places.flatten()], taps)
+        values = silu(convolved(given, parameter_of(module, name).detach()[places.flatten()], taps))
         strength, step = (part.detach() for part in self.gates(module, given))
         own = {part: parameter_of(module, part).detach().to(x) for part in ("A_log", "dt_bias")}
         log_decay = -torch.exp(own["A_log"]) * softplus(step + own["dt_bias"])
@@ -134,16 +134,16 @@ class DeltaNetAdapter(MappedAdapter):
         found = []
         for rows in (memory.queries, memory.keys):
             (name,) = rows.keys() - {_CONVOLUTION}
-            part = _convolved(given, rows[name].flatten(0, 1), rows[_CONVOLUTION].flatten(0, 1))
+            part = silu(convolved(given, rows[name].flatten(0, 1), rows[_CONVOLUTION].flatten(0, 1)))
             part = part.view(*x.shape[:2], memory.bank, -1).transpose(1, 2)
-            found.append(_normalised(part))
+            found.append(normalised(part))
         # Divided by the same number for every order: the norm behind the read-out cancels it.
         return found[0] / _sizes(self, module)[1] ** 0.5, found[1]
 
     def through_maps(self, queries: Tensor, keys: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
         """Keys get the length 1 again; the norm behind the read-out cancels the lengths of queries."""
         queries, keys = super().through_maps(queries, keys, memory)
-        return queries, _normalised(keys)
+        return queries, normalised(keys)
 
     def observed(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -168,17 +168,6 @@ def _applied(part: Any, x: Tensor) -> Tensor:
     """The output of a linear module, in the dtype of x."""
     found: Tensor = part(x) if part.weight.dtype == x.dtype else x @ part.weight.to(x).mT
     return found
-
-
-def _normalised(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)
-
-
-def _convolved(x: Tensor, projection: Tensor, kernel: Tensor) -> Tensor:
-    """SiLU of a causal convolution of projections of x."""
-    taps = kernel.to(x).reshape(len(projection), -1)
-    past = pad(x @ projection.to(x).mT, (0, 0, taps.shape[-1] - 1, 0))
-    return silu(torch.stack([past[:, j : j + x.shape[1]] * taps[:, j] for j in range(taps.shape[-1])]).sum(0))
 
 
 @adapts_named(f"{PACKAGE}.models.qwen3_5.modeling_qwen3_5.Qwen3_5GatedDeltaNet")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, final
 
 import torch
@@ -42,6 +42,8 @@ class Mamba2Adapter(MappedAdapter):
     RECURRENCE = "Mamba-2"
     # The config's name of the order.
     SIZE: ClassVar[str] = "state_size"
+    # Arguments that its forward pass takes.
+    CALLED: ClassVar[tuple[str, ...]] = ("hidden_states", "cache_params", "attention_mask")
 
     def rows(self, module: nn.Module) -> dict[str, Rows]:
         inner, groups, order = _sizes(module)
@@ -92,11 +94,14 @@ class Mamba2Adapter(MappedAdapter):
         channels = inner + 2 * groups * order
         sizes = {f"conv1d.{name}": channels for name in ("in_channels", "out_channels", "groups")}
         return {
-            "ssm_state_size": order,
-            "conv_dim": channels,
+            **self.counts(order, channels),
             "in_proj.out_features": inner + channels + len(parameter_of(module, "A_log")),
             **sizes,
         }
+
+    def counts(self, order: int, channels: int) -> dict[str, int]:
+        """The module's own attributes for its order and for the channels of its convolution."""
+        return {"ssm_state_size": order, "conv_dim": channels}
 
     def steps(
         self, module: nn.Module, x: Float[Tensor, "batch length width"], memory: Memory, counted: Tensor | None = None
@@ -109,11 +114,14 @@ class Mamba2Adapter(MappedAdapter):
         width = {"in_proj": slice(inner, 2 * inner), "conv1d": slice(inner)}
         rows = {name: value[width[name.partition(".")[0]]] for name, value in own.items() if name in memory.keys}
         last = {name: value[-heads:] for name, value in own.items() if name.startswith("in_proj")}
-        low, high = module.time_step_limit  # type: ignore[misc]
+        low, high = _step_limit(module)
         step = softplus(_projected(given, last) * of_step + own["dt_bias"].to(x)).clamp(low, high)
         log_decay = (-torch.exp(own["A_log"].to(x)) * step).mT
         batch, length, _ = x.shape
-        values = _convolved(module, given, rows, of_x, mask).view(batch, length, heads, -1) * step[..., None]
+        values = (
+            _convolved(self.activation(module), given, rows, of_x, mask).view(batch, length, heads, -1)
+            * step[..., None]
+        )
         queries, keys = self.queries_and_keys(module, x, memory, counted)
         return Steps(
             queries,
@@ -128,7 +136,9 @@ class Mamba2Adapter(MappedAdapter):
         given, mask = self._input(module, x, counted)
         _, of_B, of_C, _ = self.multipliers(module)
         queries, keys = (
-            _convolved(module, given, rows, factor, mask).view(*x.shape[:2], memory.bank, -1).transpose(1, 2)
+            _convolved(self.activation(module), given, rows, factor, mask)
+            .view(*x.shape[:2], memory.bank, -1)
+            .transpose(1, 2)
             for rows, factor in ((memory.queries, of_C), (memory.keys, of_B))
         )
         return queries, keys
@@ -137,6 +147,11 @@ class Mamba2Adapter(MappedAdapter):
         """The input of in_proj, zeros in padding, and the mask of steps that are none."""
         mask = None if counted is None else counted[..., None]
         return self.scaled_input(module, x if mask is None else torch.where(mask, x, 0)), mask
+
+    def activation(self, module: Any) -> Callable[[Tensor], Tensor]:
+        """The activation behind the convolution, in any dtype."""
+        found: Callable[[Tensor], Tensor] = module.act
+        return found
 
     def scaled_input(self, module: nn.Module, x: Tensor) -> Tensor:
         """The input of in_proj."""
@@ -164,7 +179,7 @@ class Mamba2Adapter(MappedAdapter):
                 f"{shown(module)} differs in {', '.join(odd)} from a Mamba-2 mixer: expected {', '.join(sorted(known))}"
             )
         called = inspect.signature(type(module).forward).parameters
-        if missing := [name for name in ("hidden_states", "cache_params", "attention_mask") if name not in called]:
+        if missing := [name for name in self.CALLED if name not in called]:
             raise AdapterError(
                 f"{shown(module)} takes {', '.join(called)}, expected {' and '.join(missing)} too, as in"
                 f" {PACKAGE} {SINCE} or later"
@@ -174,7 +189,7 @@ class Mamba2Adapter(MappedAdapter):
 def _sizes(module: Any) -> tuple[int, int, int]:
     """The inner width, the number of groups, and the order, from the parameters."""
     inner, heads = parameter_of(module, "out_proj.weight").shape[1], len(parameter_of(module, "A_log"))
-    rows, groups = len(parameter_of(module, "in_proj.weight")), int(module.n_groups)
+    rows, groups = (len(parameter_of(module, "in_proj.weight")), int(getattr(module, "n_groups", 0) or module.ngroups))
     order, rest = divmod(rows - 2 * inner - heads, 2 * groups)
     if rest or order < 1:
         raise AdapterError(
@@ -183,15 +198,22 @@ def _sizes(module: Any) -> tuple[int, int, int]:
     return inner, groups, order
 
 
-def _convolved(module: Any, x: Tensor, rows: Mapping[str, Tensor], factor: float, mask: Tensor | None) -> Tensor:
+def _step_limit(module: Any) -> tuple[float, float]:
+    low, high = module.time_step_limit if hasattr(module, "time_step_limit") else module.dt_limit
+    return low, high
+
+
+def _convolved(
+    activation: Callable[[Tensor], Tensor], x: Tensor, rows: Mapping[str, Tensor], factor: float, mask: Tensor | None
+) -> Tensor:
     """The activation of a causal convolution of projections of x by these rows; padding gives zeros."""
     kernel, shift = (None if (part := rows.get(name)) is None else part.to(x) for name in _OF_CONVOLUTION)
     assert kernel is not None
     taps = kernel.reshape(-1, kernel.shape[-1])
     past = pad(_projected(x, rows) * factor, (0, 0, taps.shape[-1] - 1, 0))
     # Tap by tap: torch has no fast convolution of single channels in float64.
-    found = sum(past[:, j : j + x.shape[1]] * taps[:, j] for j in range(taps.shape[-1]))
-    found = module.act(found if shift is None else found + shift.flatten())
+    found = torch.stack([past[:, j : j + x.shape[1]] * taps[:, j] for j in range(taps.shape[-1])]).sum(0)
+    found = activation(found if shift is None else found + shift.flatten())
     return found if mask is None else torch.where(mask, found, 0)
 
 

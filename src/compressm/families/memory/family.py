@@ -110,7 +110,7 @@ class MemoryFamily(MeasuredFamily):
 
     def read(self, name: str, module: nn.Module, adapter: MemoryAdapter[Any], choices: Choices) -> MemoryLayer:
         memory = adapter.read(module).detach()
-        return MemoryLayer(name, module, adapter, memory, choices.form or default_form(adapter, memory))
+        return MemoryLayer(name, module, adapter, memory, choices.form or default_form(adapter, module, memory))
 
     def plan(
         self,

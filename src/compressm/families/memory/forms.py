@@ -62,8 +62,9 @@ class Form(ABC):
 
     def require(self, name: str, module: nn.Module, adapter: MemoryAdapter[Any], memory: Memory) -> None:
         """Refuse by name a layer that cannot store the result."""
-        if self.needed() not in adapter.STORES:
-            others = [kind.__name__ for kind in (Folded, Mapped, Fitted, Selected) if kind.needs in adapter.STORES]
+        stores = adapter.stores(module)
+        if self.needed() not in stores:
+            others = [kind.__name__ for kind in (Folded, Mapped, Fitted, Selected) if kind.needs in stores]
             raise CompressionError(
                 f"{name}: a {type(module).__name__} cannot store {self.needed().value}, which {self} needs; expected"
                 f" form={'() or '.join(others)}()"
@@ -191,16 +192,16 @@ class Fitted(Form):
         return min(start, found, key=lambda one: layer.error(one, judging))
 
 
-def default_form(adapter: MemoryAdapter[Any], memory: Memory) -> Form:
+def default_form(adapter: MemoryAdapter[Any], module: nn.Module, memory: Memory) -> Form:
     """The form with the smallest error that the layer can store as it is."""
     if memory.key_map is not None:
         return Mapped()
-    return Folded() if Basis.ANY in adapter.STORES else Fitted()
+    return Folded() if Basis.ANY in adapter.stores(module) else Fitted()
 
 
 def compared_forms(layer: ObservedMemory, order: int) -> list[ComparedForm]:
     """All forms of a cut to this order that make sense for the layer, each with its error on the same sequences."""
-    kept, stores = torch.arange(order), layer.adapter.STORES
+    kept, stores = torch.arange(order), layer.adapter.stores(layer.module)
     judging = halves(layer.observations.sample)[1]
     best: list[Form] = [Folded(), Selected(read_out=True)] if Basis.ANY in stores else []
     best += [Mapped()] if Basis.MAPPED in stores else []
