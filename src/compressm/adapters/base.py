@@ -88,6 +88,8 @@ class Adapter(ABC, Generic[Module, System]):
     SHARED: ClassVar[frozenset[str]] = frozenset()
     # The name of the recurrence in tables of runtimes, such as "Mamba-1".
     RECURRENCE: ClassVar[str] = ""
+    # The name of the order in constructors or configs.
+    SIZE: ClassVar[str] = "order"
 
     @abstractmethod
     def read(self, module: Module) -> System:
@@ -251,6 +253,11 @@ def adapts_named(path: str) -> Callable[[Kind], Kind]:
 def named_kinds() -> list[str]:
     """The classes with an adapter that are known by name."""
     return list(_NAMED)
+
+
+def adapters_by_kind() -> dict[str, Adapter[Any, Any]]:
+    """Every adapter by the class that it is for, "package.module.Class"."""
+    return {f"{kind.__module__}.{kind.__qualname__}": adapter for kind, adapter in _ADAPTERS.items()} | _NAMED
 
 
 def adapter_for(module: nn.Module) -> Adapter[Any, Any] | None:

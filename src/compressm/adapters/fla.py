@@ -216,8 +216,11 @@ def _plain(x: Tensor) -> Tensor:
 class SimpleGLAAdapter(FlaAdapter):
     """The adapter of SimpleGatedLinearAttention: without convolution queries and keys are linear, and can be folded."""
 
+    STORES = frozenset({Basis.ANY, Basis.SELECTED})
+    SIZE = "expand_k"
+
     def stores(self, module: Any) -> frozenset[Basis]:
-        return self.STORES if module.use_short_conv else self.STORES | {Basis.ANY}
+        return self.STORES - {Basis.ANY} if module.use_short_conv else self.STORES
 
     def query_gain(self, module: Any, order: int) -> float:
         return 1.0 if module.use_short_conv else (order / _heads_and_order(module)[1]) ** 0.5
@@ -250,6 +253,7 @@ class FlaDeltaNetAdapter(FlaAdapter):
     """The adapter of DeltaNet: the delta rule without a decay, behind an L2 norm of queries and keys."""
 
     ERASES: ClassVar[bool] = True
+    SIZE = "expand_k"
 
     def read(self, module: Any) -> Memory:
         if module.qk_norm != "l2":
@@ -277,6 +281,7 @@ class FlaGatedDeltaNetAdapter(FlaAdapter):
     """The adapter of GatedDeltaNet; the size of values stays by `expand_v`, which its config gives in heads."""
 
     ERASES: ClassVar[bool] = True
+    SIZE = "head_dim"
 
     def sizes(self, module: Any, order: int) -> dict[str, Any]:
         ratio = module.head_v_dim / order

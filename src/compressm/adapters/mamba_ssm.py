@@ -66,6 +66,7 @@ class SsmMamba2Adapter(_Selected):
     """The adapter of Mamba2 of mamba_ssm."""
 
     CALLED = ("u", "inference_params")
+    SIZE = "d_state"
 
     def read(self, module: Any) -> Memory:
         if module.d_ssm != module.d_inner or getattr(module, "process_group", None) is not None:
@@ -95,6 +96,7 @@ class SsmMamba2Adapter(_Selected):
 class SsmMambaAdapter(SelectiveAdapter[nn.Module]):
     """The adapter of Mamba of mamba_ssm; its fused kernel runs no part of it, so u is computed from its own input."""
 
+    SIZE = "d_state"
     SHARED = frozenset({"config"})
 
     def read(self, module: nn.Module) -> SelectiveSystem:

@@ -23,7 +23,7 @@ from compressm.adapters.transformers.config import (
 from compressm.adapters.transformers.mapped import MappedAdapter, MappedDeltaNet, window_bytes
 from compressm.errors import AdapterError
 
-_CONVOLUTION, _SIZE = "conv1d.weight", "linear_key_head_dim"
+_CONVOLUTION = "conv1d.weight"
 
 
 class DeltaNetAdapter(MappedAdapter):
@@ -38,6 +38,7 @@ class DeltaNetAdapter(MappedAdapter):
     STORES = frozenset({Basis.MAPPED, Basis.SELECTED})
     FORWARD = MappedDeltaNet
     ERASES = True
+    SIZE = "linear_key_head_dim"
     SHARED = frozenset({"config"})
     # The norm behind the read-out, and the projection behind it.
     NORM: ClassVar[str] = "norm"
@@ -151,7 +152,7 @@ class DeltaNetAdapter(MappedAdapter):
         return whole_sequences(module, args, kwargs)
 
     def renewed(self, model: nn.Module, modules: Sequence[nn.Module]) -> list[tuple[Any, str, Any]]:
-        return renewed_configs(model, configs_of(model, _SIZE), _SIZE, self, self.rows_and_maps)
+        return renewed_configs(model, configs_of(model, self.SIZE), self.SIZE, self, self.rows_and_maps)
 
 
 def _sizes(adapter: DeltaNetAdapter, module: Any) -> tuple[int, int, int]:
