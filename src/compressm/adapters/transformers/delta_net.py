@@ -38,6 +38,7 @@ class DeltaNetAdapter(MappedAdapter):
     STORES = frozenset({Basis.MAPPED, Basis.SELECTED})
     FORWARD = MappedDeltaNet
     ERASES = True
+    STATE_AXIS = -2
     SIZE = "linear_key_head_dim"
     SHARED = frozenset({"config"})
     # The norm behind the read-out, and the projection behind it.

@@ -87,6 +87,8 @@ class MappedAdapter(MemoryAdapter[nn.Module]):
 
     OPTIONAL = frozenset({KEY_MAP, QUERY_MAP})
     UNDECAYED = OPTIONAL
+    # The axis of states in caches.
+    STATE_AXIS: ClassVar[int] = -1
     # The forward pass with maps.
     FORWARD: ClassVar[type[MappedForward]]
 

@@ -6,17 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from compressm.adapters.memory import Memory, MemoryAdapter
+from compressm.adapters.memory import KEY_MAP, Memory, MemoryAdapter
 from compressm.errors import CompressionError
-from compressm.families.base import ComparedForm, PlannedCut, energy_lost, reads
+from compressm.families.base import ComparedForm, PlannedCut, Values, energy_lost, reads
 from compressm.families.choices import Choices, Measured, WhiteNoise, require_count
 from compressm.families.memory.forms import Form, Mapped, ObservedMemory, compared_forms, default_form
 from compressm.families.memory.observer import MemoryObservations, MemoryObserver
 from compressm.families.memory.reduction import MemoryReduction
 from compressm.families.observing import ZERO_INPUTS, MeasuredCut, MeasuredFamily, MeasuredLayer
+from compressm.layers.parameters import StateMap
 
 
 @final
@@ -84,6 +86,17 @@ class MemoryCut(MeasuredCut):
     `energy_lost` is the share of Σσ² that was dropped: for `Folded` and `Mapped` its root estimates the error, exactly
     so if queries and states are uncorrelated.
     """
+
+    def state_map(self, module: nn.Module, adapter: MemoryAdapter[Any], values: Values) -> StateMap:
+        """Ŝ = Wᵀ S for states (batch, heads, …, n); windows of convolutions keep their rows if maps follow them."""
+        W = self.reduction.W
+
+        def carried(state: Float[Tensor, "batch heads _ kept"]) -> Float[Tensor, "batch heads _ remaining"]:
+            by_group = state.double().reshape(len(state), len(W), -1, *state.shape[2:])
+            return torch.einsum("bgh...n,gnr->bgh...r", by_group, W.to(state.device)).flatten(1, 2).to(state.dtype)
+
+        vars(carried)["keeps_windows"] = KEY_MAP in values
+        return carried
 
     def squared_change(self) -> Float[Tensor, "2"]:
         found: Tensor = self.layer.data.squared_change(self.reduction)
