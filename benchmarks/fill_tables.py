@@ -48,6 +48,8 @@ def modules() -> str:
     rows = []
     for path, adapter in adapters_by_kind().items():
         package, name = path.partition(".")[0], path.rpartition(".")[2]
+        if package not in _PACKAGES:  # an adapter of somebody else's
+            continue
         if isinstance(adapter, SSMAdapter):
             forms, others = ["balanced, with a bound"], []
         else:
