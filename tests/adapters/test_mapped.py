@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch.func import functional_call
 
 import compressm as cs
 from compressm.adapters import find
@@ -139,30 +140,88 @@ def trained(model, optimizer):
     optimizer.step()
 
 
-def test_maps_join_the_group_of_their_projection_and_are_trained():
+def adamw(model, **options):
+    """AdamW with a group without weight decay, which is still empty."""
+    groups = [{"params": list(model.parameters())}, {"params": [], "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-3, **options)
+
+
+def group_of(optimizer, parameter):
+    return next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+
+
+def test_maps_join_a_group_without_weight_decay_and_are_trained_under_a_scheduler():
     model = make().train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1 / (1 + k))
     half = cs.KeepFraction(0.5)
     compressor = cs.Compressor(model, optimizer, when=[2, 4], keep=half, calibrate=runs, form=cs.Mapped())
     for step in range(1, 6):
         trained(model, optimizer)
+        scheduler.step()
         compressor.step(step)
     mixer = mixers(model)["backbone.layers.0.mixer"]
     assert [event.rank for event in compressor.history] == [4, 4, 4, 2, 2, 2]
-    group = next(g for g in optimizer.param_groups if any(p is mixer.in_proj.weight for p in g["params"]))
     for part in (mixer.key_map, mixer.query_map):
-        assert any(p is part for p in group["params"])
+        assert group_of(optimizer, part) is optimizer.param_groups[1]
         assert optimizer.state[part]["exp_avg"].shape == (2, 8, 2)
         before = part.detach().clone()
         trained(model, optimizer)
         assert not torch.equal(part, before)
+    assert group_of(optimizer, mixer.in_proj.weight)["weight_decay"] > 0
+
+
+def cut_with(optimizer, model):
+    compressor = cs.Compressor(model, optimizer, when=[1], keep=THREE, calibrate=runs, form=cs.Mapped())
+    compressor.step(1)
+    return mixers(model)["backbone.layers.0.mixer"].key_map
+
+
+def test_maps_join_the_group_of_norms_and_rates_whose_options_may_differ():
+    model = make()
+    small = [p for p in model.parameters() if p.ndim == 1]
+    large = [p for p in model.parameters() if p.ndim > 1]
+    groups = [{"params": large, "lr": 1e-3}, {"params": small, "lr": 1e-4, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups)
+    assert group_of(optimizer, cut_with(optimizer, model)) is optimizer.param_groups[1]
+
+
+def test_maps_without_a_group_for_them_decay_with_a_warning():
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with pytest.warns(UserWarning, match=r"maps get the weight decay 0.01 .*a group without weight decay"):
+        part = cut_with(optimizer, model)
+    assert group_of(optimizer, part) is optimizer.param_groups[0]
+
+
+def test_maps_are_not_trained_by_muon_which_takes_matrices_alone():
+    def split(model):
+        rest = [p for p in model.parameters() if p.ndim != 2]
+        return torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=1e-3), rest
+
+    model = make().train()
+    muon, rest = split(model)
+    adam = torch.optim.AdamW(rest, lr=1e-3, weight_decay=0.0)
+    part = cut_with([muon, adam], model)
+    assert group_of(adam, part) is adam.param_groups[0]
+    model(IDS, labels=IDS).loss.backward()
+    for optimizer in (muon, adam):
+        optimizer.step()
+
+    model = make()
+    muon, rest = split(model)
+    for p in rest:
+        p.requires_grad_(False)
+    with pytest.raises(CompressionError, match=r"Muon cannot train maps of shape \(2, 8, 3\): train one of"):
+        cut_with(muon, model)
+    assert not hasattr(mixers(model)["backbone.layers.0.mixer"], "key_map")
 
 
 @pytest.mark.parametrize("form", [cs.Selected(), cs.Mapped()], ids=str)
 def test_a_training_goes_on_from_a_checkpoint(form, tmp_path):
     def begun(seed=0):
         model = make(seed=seed).train()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = adamw(model)
         return model, optimizer, cs.Compressor(model, optimizer, when=[2], keep=THREE, calibrate=runs, form=form)
 
     model, optimizer, compressor = begun()
@@ -194,17 +253,35 @@ def test_a_checkpoint_that_fails_to_load_leaves_no_map_behind(tmp_path):
     assert layers(model)["backbone.layers.0.mixer"].order == 8
 
 
-def test_moments_of_maps_are_carried_with_the_other_map():
-    model = mapped(order=6)
+def changed(model, order):
+    """A mixer with maps, a cut of them to this order, and what the cut would write."""
     layer = layers(model)["backbone.layers.0.mixer"]
-    reduction = layer.form.reduce(layer.data, torch.arange(3))
-    change = reduction.change(layer.module, layer.adapter, layer.system)
+    reduction = layer.form.reduce(layer.data, torch.arange(order))
+    return layer.module, reduction, reduction.change(layer.module, layer.adapter, layer.system)
+
+
+def test_gradients_of_maps_are_carried_as_the_vector_jacobian_product_of_the_lift():
+    mixer, reduction, change = changed(mapped(order=6).double(), 3)
+    small = {name: value.detach().requires_grad_() for name, value in change.values.items()}
+    full = {name: small[name] @ (reduction.T if name == "key_map" else reduction.W).mT for name in small}
+    x, y = torch.randn(4, 20, 16).double(), torch.randn(4, 20, 16).double()
+    there = functional_call(mixer, full, (x,))
+    # The lifted mixer computes what the reduced one computes.
+    torch.testing.assert_close(there, functional_call(mixer, small, (x,)))
+    on_full = torch.autograd.grad((there * y).sum(), list(full.values()), retain_graph=True)
+    expected = torch.autograd.grad((there * y).sum(), list(small.values()))
+    carried = change.gradient(dict(zip(full, on_full, strict=True)))
+    for name, value in zip(small, expected, strict=True):
+        assert value.any()
+        torch.testing.assert_close(carried[name], value)
+
+
+def test_updates_of_maps_are_carried_as_the_change_itself():
+    _, reduction, change = changed(mapped(order=6), 3)
     moments = {name: torch.randn(2, 8, 6, dtype=torch.float64) for name in ("key_map", "query_map")}
-    carried = change.gradient(moments)
-    torch.testing.assert_close(carried["key_map"], moments["key_map"] @ reduction.T)
-    torch.testing.assert_close(carried["query_map"], moments["query_map"] @ reduction.W)
     pushed = change.update(moments)
     torch.testing.assert_close(pushed["key_map"], moments["key_map"] @ reduction.W)
+    torch.testing.assert_close(pushed["query_map"], moments["query_map"] @ reduction.T)
     assert change.first("key_map", moments["key_map"]).shape == (2, 8, 3)
 
 

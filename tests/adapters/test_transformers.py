@@ -242,17 +242,6 @@ OTHERS = {
         "JambaMambaMixer",
         "normalises B and C",
     ),
-    "OlmoHybrid": (
-        {
-            **SMALL,
-            "pad_token_id": 0,
-            **{"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 16},
-            **{"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8},
-            "layer_types": ["linear_attention", "full_attention"],
-        },
-        "OlmoHybridGatedDeltaNet",
-        "is a delta net with a projection and a convolution each",
-    ),
     "Zamba": (
         {**SMALL, "num_hidden_layers": 9, "num_attention_heads": 2, "n_mamba_heads": 2},
         "ZambaMambaMixer",

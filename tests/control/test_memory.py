@@ -16,6 +16,7 @@ from compressm.control.memory import (
     galerkin,
     mean_square_error,
     memory_values,
+    orthogonal,
     selected,
     state_moment,
 )
@@ -319,3 +320,25 @@ def test_bad_moments_are_refused_by_name():
         case: (True, [kind], next((text for text in [found[case][1]] if said in text), said))
         for case, (_, kind, said) in BAD.items()
     }
+
+
+@given(samples())
+def test_an_orthogonal_basis_is_a_contraction_and_whole_at_full_order(drawn):
+    q, S, order = drawn
+    P, Q = moments(q, S)
+    basis = orthogonal(P, Q, order)
+    unit = torch.eye(order, dtype=torch.float64)
+    torch.testing.assert_close(basis.W.mT @ basis.W, unit)
+    torch.testing.assert_close(basis.W, basis.T)
+    keys = torch.from_numpy(numbers(3, 5, len(P)))
+    assert ((keys @ basis.W).norm(dim=-1) <= keys.norm(dim=-1) * (1 + 1e-12)).all()
+    whole = orthogonal(P, Q, len(P))
+    size = torch.trace(P) * torch.trace(Q)
+    assert mean_square_error(P, Q, whole) <= 1e-20 * size
+    assert mean_square_error(P, Q, basis) >= error_estimates(basis.sigma)[order] ** 2 * (1 - 1e-6) - 1e-12 * size
+
+
+def test_an_orthogonal_basis_keeps_the_axes_that_matter_to_states_and_queries():
+    P, Q = torch.diag(torch.tensor([1.0, 9.0, 4.0])), torch.diag(torch.tensor([1.0, 4.0, 9.0]))
+    basis = orthogonal(P, Q, 2)
+    torch.testing.assert_close(basis.W @ basis.W.mT, torch.diag(torch.tensor([0.0, 1.0, 1.0])).double())

@@ -4,6 +4,7 @@
 `check_adapter` tests it.
 """
 
+from compressm.adapters import mamba_ssm as mamba_ssm
 from compressm.adapters.base import Adapter, Basis, SSMAdapter, adapter_for, adapts, find, state_axes
 from compressm.adapters.conformance import check_adapter
 from compressm.adapters.dense import DenseAdapter

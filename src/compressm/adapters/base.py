@@ -82,12 +82,16 @@ class Adapter(ABC, Generic[Module, System]):
     OPTIONAL: ClassVar[frozenset[str]] = frozenset()
     # Parameters that a cut may add, each with the parameter whose optimizer group it joins.
     JOINS: ClassVar[Mapping[str, str]] = {}
+    # Those of them that join a group without weight decay, if the optimizer has one.
+    UNDECAYED: ClassVar[frozenset[str]] = frozenset()
     # Parameters that are 0 after a cut, and stay 0 in training: their gradients are 0 there.
     RESTING: ClassVar[frozenset[str]] = frozenset()
     # Attributes in objects that modules share, such as a config: `renewed` writes them.
     SHARED: ClassVar[frozenset[str]] = frozenset()
     # The name of the recurrence in tables of runtimes, such as "Mamba-1".
     RECURRENCE: ClassVar[str] = ""
+    # The name of the order in constructors or configs.
+    SIZE: ClassVar[str] = "order"
 
     @abstractmethod
     def read(self, module: Module) -> System:
@@ -260,6 +264,11 @@ def adapts_named(path: str) -> Callable[[Kind], Kind]:
 def named_kinds() -> list[str]:
     """The classes with an adapter that are known by name."""
     return list(_NAMED)
+
+
+def adapters_by_kind() -> dict[str, Adapter[Any, Any]]:
+    """Every adapter by the class that it is for, "package.module.Class"."""
+    return {f"{kind.__module__}.{kind.__qualname__}": adapter for kind, adapter in _ADAPTERS.items()} | _NAMED
 
 
 def adapter_for(module: nn.Module) -> Adapter[Any, Any] | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, final
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from compressm.adapters.base import Adapter, Basis, Growth, Module, adapter_for, adapts, finite_doubles, parameter_of
@@ -41,6 +41,12 @@ class SelectiveAdapter(Adapter[Module, SelectiveSystem]):
         self, module: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Bool[Tensor, "batch length"] | None:
         """A mask of the steps that are not padding, for a call with these arguments; None if no step is padding."""
+
+    def inputs(
+        self, module: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Float[Tensor, "batch length channels"] | None:
+        """u of a call with these arguments, if a fused kernel may run in place of the part that is `observed`."""
+        return None
 
     def attributes(self, module: Module, order: int) -> dict[str, Any]:
         rank = module.get_parameter("dt_proj.weight").shape[1]
@@ -178,34 +184,55 @@ class MambaAdapter(SelectiveAdapter[Mamba]):
 # Mixers of transformers that are refused, and why.
 _NORMS = "normalises B and C over the states, which no change of basis preserves"
 _HEADS = "has a projection and rates for each of its heads"
-_APART = "is a delta net with a projection and a convolution each for queries, keys and values, not read yet"
 _GATED = "erases by the delta rule, with a gate for every key dimension and one size for keys and values"
 _WIDTH = "has as many states as channels: fewer states are fewer channels"
 REFUSED = {
     **dict.fromkeys(("FalconMambaMixer", "JambaMambaMixer"), _NORMS),
     "ZambaMambaMixer": _HEADS,
-    "OlmoHybridGatedDeltaNet": _APART,
     **dict.fromkeys(("KimiLinearDeltaAttention", "BailingHybridDeltaAttention", "Glm5NextTextLinearAttention"), _GATED),
     "MiniMaxLightningAttention": "has one size for keys, queries and values",
     "RecurrentGemmaRecurrentBlock": _WIDTH,
 }
+# Layers of other packages that are refused, and why.
+_EVERY_KEY = "has a gate for every key dimension, which no projection of the keys preserves; not read yet"
+REFUSED_ELSEWHERE = {
+    "fla.layers": {
+        "MultiScaleRetention": "rotates queries and keys, with frequencies that follow from the number of states",
+        "RWKV7Attention": "has as many keys as channels: its kernels and its constructor know no other number",
+        "Mamba3": "rotates B and C by the input, and normalises them over the states",
+        "HGRN2Attention": "makes keys from the gates of their states: only a selection could be kept; not read yet",
+        **dict.fromkeys(("GatedLinearAttention", "KimiDeltaAttention", "GatedDeltaNet2"), _EVERY_KEY),
+    },
+    "mamba_ssm": {"Mamba3": "rotates B and C by the input, and normalises them over the states"},
+}
+_UNKNOWN = "is not known"
 _SUPPORTED = (
-    "expected MambaMixer, the mixer of MambaModel and MambaForCausalLM, a mixer of Mamba-2 or a gated delta net of Qwen"
+    "expected MambaMixer, the mixer of MambaModel and MambaForCausalLM, a mixer of Mamba-2 or a gated delta net"
 )
 
 
 def refused_in(model: nn.Module) -> str:
     """The end of an error, from a colon on, about mixers of the model that are refused; empty if there are none."""
-    names: dict[str, list[str]] = {}
+    names: dict[type[nn.Module], list[str]] = {}
     for name, module in model.named_modules():
-        kind = type(module)
-        # Most of them have A_log, also classes that transformers may add later.
-        mixes = kind.__name__ in REFUSED or "A_log" in module._parameters
         inside = any(name.startswith(f"{place}.") for places in names.values() for place in places)
-        if mixes and kind.__module__.startswith("transformers") and not inside and adapter_for(module) is None:
-            names.setdefault(kind.__name__, []).append(name or "the model")
-    said = [f"{_listed(places)} {REFUSED.get(kind, 'is not known')} ({kind})" for kind, places in names.items()]
+        if not inside and _mixes(module) and adapter_for(module) is None:
+            names.setdefault(type(module), []).append(name or "the model")
+    said = [f"{_listed(places)} {_refusal(kind)} ({kind.__name__})" for kind, places in names.items()]
     return f": {', '.join(said)}; {_SUPPORTED}" if said else ""
+
+
+def _mixes(module: nn.Module) -> bool:
+    """True for mixers of packages that are known; most have A_log, also those that may be added later."""
+    kind = type(module)
+    known = (*REFUSED_ELSEWHERE, "transformers")
+    return kind.__module__.startswith(known) and (_refusal(kind) != _UNKNOWN or "A_log" in module._parameters)
+
+
+def _refusal(kind: type[nn.Module]) -> str:
+    """The reason why a class of mixers is refused."""
+    tables = (table for owner, table in REFUSED_ELSEWHERE.items() if kind.__module__.startswith(owner))
+    return next(tables, REFUSED).get(kind.__name__, _UNKNOWN)
 
 
 def _listed(names: list[str]) -> str:

@@ -5,17 +5,19 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from compressm.adapters.base import Adapter, Basis, Module, finite_doubles, parameter_of
 from compressm.control.memory import delta_values
 from compressm.control.validation import ShapeError
 from compressm.errors import AdapterError
 
+_NORM_EPS = 1e-6
 # Parameters of modules that keep maps.
 KEY_MAP, QUERY_MAP = "key_map", "query_map"
 
@@ -103,6 +105,16 @@ class MemoryAdapter(Adapter[Module, Memory]):
     """
 
     STORES = frozenset({Basis.SELECTED})
+    # True if the state erases by the delta rule: it must erase in the basis in which it writes, W = T.
+    ERASES: ClassVar[bool] = False
+
+    def stores(self, module: Module) -> frozenset[Basis]:
+        """The changes of basis that this module can store."""
+        return self.STORES
+
+    def query_gain(self, module: Module, order: int) -> float:
+        """The factor of the rows of queries in a cut to this order, for modules that divide queries by its root."""
+        return 1.0
 
     @abstractmethod
     def rows(self, module: Module) -> dict[str, Rows]:
@@ -157,8 +169,10 @@ class MemoryAdapter(Adapter[Module, Memory]):
         """Parameter values in float64, by name, with these rows; they may be fewer than the module has."""
         if not isinstance(system, Memory):
             raise AdapterError(f"encode takes a Memory, as read gives it, got a {type(system).__name__}")
+        gain = self.query_gain(module, system.order)
+        queries = {name: rows * gain for name, rows in system.queries.items()}
         values = {
-            name: with_rows(name, parameter_of(module, name), own, system.keys.get(name), system.queries.get(name))
+            name: with_rows(name, parameter_of(module, name), own, system.keys.get(name), queries.get(name))
             for name, own in self.rows(module).items()
         }
         maps = {KEY_MAP: system.key_map, QUERY_MAP: system.query_map}
@@ -167,18 +181,22 @@ class MemoryAdapter(Adapter[Module, Memory]):
     def mapped_steps(self, module: Module, x: Tensor, memory: Memory, counted: Tensor | None = None) -> Steps:
         """The steps of a call, with the memory's maps applied."""
         steps = self.steps(module, x, memory, counted)
-        return replace(steps, **_mapped(steps.queries, steps.keys, memory))
+        queries, keys = self._mapped(steps.queries, steps.keys, memory)
+        return replace(steps, queries=queries, keys=keys)
 
     def steps_with(self, steps: Steps, module: Module, x: Tensor, memory: Memory, counted: Tensor | None) -> Steps:
         """The given steps with the queries and keys of another memory."""
-        return replace(steps, **_mapped(*self.queries_and_keys(module, x, memory, counted), memory))
+        queries, keys = self._mapped(*self.queries_and_keys(module, x, memory, counted), memory)
+        return replace(steps, queries=queries, keys=keys)
 
+    def _mapped(self, queries: Tensor, keys: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
+        return (queries, keys) if memory.key_map is None else self.through_maps(queries, keys, memory)
 
-def _mapped(queries: Tensor, keys: Tensor, memory: Memory) -> dict[str, Tensor]:
-    """Queries and keys behind the memory's maps."""
-    if memory.key_map is None or memory.query_map is None:
-        return {"queries": queries, "keys": keys}
-    return {"queries": queries @ memory.query_map.to(queries), "keys": keys @ memory.key_map.to(keys)}
+    def through_maps(self, queries: Tensor, keys: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
+        """Queries and keys behind the memory's maps."""
+        assert memory.key_map is not None
+        assert memory.query_map is not None
+        return queries @ memory.query_map.to(queries), keys @ memory.key_map.to(keys)
 
 
 def with_rows(name: str, parameter: Tensor, rows: Rows, keys: Tensor | None, queries: Tensor | None) -> Tensor:
@@ -202,3 +220,26 @@ def rows_that_stay(rows: Rows, order: int, count: int) -> Bool[Tensor, " count"]
     stays = torch.ones(count, dtype=torch.bool, device=places[0].device)
     stays[torch.cat([place[:, order:] for place in places])] = False
     return stays
+
+
+def convolved(
+    x: Tensor, projection: Tensor, kernel: Tensor | None = None, shift: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """Projections of x behind a causal convolution of single channels, if there is a kernel: (batch, length, rows).
+
+    `bias` is added to the projections, `shift` to the convolution.
+    """
+    found = x @ projection.to(x).mT
+    found = found if bias is None else found + bias.to(x)
+    if kernel is None:
+        return found
+    taps = kernel.to(x).reshape(len(projection), -1)
+    past = pad(found, (0, 0, taps.shape[-1] - 1, 0))
+    # Tap by tap: torch has no fast convolution of single channels in float64.
+    found = torch.stack([past[:, j : j + x.shape[1]] * taps[:, j] for j in range(taps.shape[-1])]).sum(0)
+    return found if shift is None else found + shift.to(x)
+
+
+def normalised(x: Tensor) -> Tensor:
+    """Vectors of length 1, by the L2 norm with ε that delta nets have."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)

@@ -204,37 +204,6 @@ def _within_reach(carried: dict[str, dict[str, Tensor]], entries: Entries) -> di
     return bounded
 
 
-_NAMES = "param_names"  # in optimizers built from named_parameters()
-
-
-def join_(group: dict[str, Any], parameter: nn.Parameter, name: str, place: int | None = None) -> None:
-    """Add a parameter to a group, at its end or at a place."""
-    for key, new in (("params", parameter), (_NAMES, name)):
-        if key in group:
-            group[key].insert(len(group[key]) if place is None else place, new)
-
-
-def leave_(optimizer: Any, gone: Collection[nn.Parameter]) -> None:
-    """Remove parameters and their states from the optimizer."""
-    numbers = {id(parameter) for parameter in gone}
-    for group in optimizer.param_groups:
-        stays = [id(parameter) not in numbers for parameter in group["params"]]
-        for key in ("params", _NAMES):
-            if key in group:
-                group[key][:] = [item for item, kept in zip(group[key], stays, strict=True) if kept]
-    for parameter in gone:
-        optimizer.state.pop(parameter, None)
-
-
-def name_beside(group: dict[str, Any], origin: nn.Parameter, old: str, new: str) -> str:
-    """The name in the group for a parameter `new` that joins `origin`, whose name in the module is `old`."""
-    names = group.get(_NAMES)
-    if names is None:
-        return new
-    place = next(k for k, parameter in enumerate(group["params"]) if parameter is origin)
-    return f"{str(names[place]).removesuffix(old)}{new}"
-
-
 # SGD, Adam(W), NAdam, RAdam, Adamax, Adagrad, RMSprop, Adadelta, Rprop, and Lion, AdEMAMix and the like.
 _ROLES = {
     "exp_avg": Role.GRADIENT,

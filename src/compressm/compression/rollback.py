@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from compressm.adapters import AdapterError, find
 from compressm.adapters.base import require_call
 from compressm.compression.distributed import Processes
-from compressm.compression.optimizer import leave_
 from compressm.compression.record import Restored, require_entries
+from compressm.compression.several import leave_
 from compressm.compression.stored_states import require_snapshot
 from compressm.compression.surgery import attributes_of, optional_in, renew_shared_
 from compressm.errors import CompressionError, warn_caller

@@ -1,13 +1,13 @@
-"""Several optimizers or schedulers of one training, seen as one."""
+"""Several optimizers or schedulers of one training, seen as one, and parameters that join or leave their groups."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, final
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from compressm.errors import CompressionError
+from compressm.errors import CompressionError, warn_caller
 
 
 class Several:
@@ -138,3 +138,68 @@ def kind_of(optimizer: Any) -> str:
 def holds(optimizer: Any, parameter: Tensor) -> bool:
     """True if the parameter is in one of the optimizer's groups."""
     return any(member is parameter for group in optimizer.param_groups for member in group["params"])
+
+
+_NAMES = "param_names"  # in optimizers built from named_parameters()
+
+
+def join_(group: dict[str, Any], parameter: nn.Parameter, name: str, place: int | None = None) -> None:
+    """Add a parameter to a group, at its end or at a place."""
+    for key, new in (("params", parameter), (_NAMES, name)):
+        if key in group:
+            group[key].insert(len(group[key]) if place is None else place, new)
+
+
+def group_without_decay(optimizer: Any, group: dict[str, Any], module: nn.Module, new: nn.Parameter) -> dict[str, Any]:
+    """The group for a new parameter of the module that should not decay, beside one of this group.
+
+    It is this group or one like it, else one of the module's other parameters, in each case without weight decay. A new
+    group would be unknown to learning-rate schedulers, so without such a group the parameter decays, with a warning.
+    """
+    # Muon takes matrices alone.
+    parts = [part for part in parts_of(optimizer) if new.ndim == 2 or type(part).__name__ != "Muon"]
+    able = [one for part in parts for one in part.param_groups]
+    alike = [one for one in able if _options(one) == _options(group)]
+    own = {id(parameter) for parameter in module.parameters()}
+    beside = [one for one in able if any(id(parameter) in own for parameter in one["params"])]
+    itself = [one for one in able if one is group]
+    found = next((one for one in (*itself, *alike, *beside) if not one.get("weight_decay")), None)
+    if found is not None:
+        return found
+    if not itself and not beside:
+        raise CompressionError(
+            f"{kind_of(optimizer)} cannot train maps of shape {tuple(new.shape)}: train one of the layer's other"
+            " parameters, such as A_log, by AdamW, optimizer=[muon, adamw], or pass form=Fitted()"
+        )
+    found = (*itself, *beside)[0]
+    warn_caller(
+        f"maps get the weight decay {found['weight_decay']} of their group, as if keys and queries decayed twice; to"
+        " avoid it, give the optimizer a group without weight decay, {'params': [], 'weight_decay': 0.0}, which may"
+        " be empty"
+    )
+    return found
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", _NAMES, "weight_decay")}
+
+
+def leave_(optimizer: Any, gone: Collection[nn.Parameter]) -> None:
+    """Remove parameters and their states from the optimizer."""
+    numbers = {id(parameter) for parameter in gone}
+    for group in optimizer.param_groups:
+        stays = [id(parameter) not in numbers for parameter in group["params"]]
+        for key in ("params", _NAMES):
+            if key in group:
+                group[key][:] = [item for item, kept in zip(group[key], stays, strict=True) if kept]
+    for parameter in gone:
+        optimizer.state.pop(parameter, None)
+
+
+def name_beside(group: dict[str, Any], origin: nn.Parameter, old: str, new: str) -> str:
+    """The name in the group for a parameter `new` that joins `origin`, whose name in the module is `old`."""
+    names = group.get(_NAMES)
+    if names is None:
+        return new
+    place = next(k for k, parameter in enumerate(group["params"]) if parameter is origin)
+    return f"{str(names[place]).removesuffix(old)}{new}"

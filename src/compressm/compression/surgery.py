@@ -12,17 +12,8 @@ from torch import Tensor, nn
 from compressm.adapters import Adapter, adapter_for, find
 from compressm.adapters.base import Growth, parameter_of, present_attributes
 from compressm.adapters.writing import prepared
-from compressm.compression.optimizer import (
-    Moments,
-    Role,
-    is_scalar,
-    join_,
-    leave_,
-    name_beside,
-    require_supported,
-    role_of,
-    states_after,
-)
+from compressm.compression.optimizer import Moments, Role, is_scalar, require_supported, role_of, states_after
+from compressm.compression.several import group_without_decay, join_, leave_, name_beside
 from compressm.control import ControlError
 from compressm.control.validation import are_finite, is_finite
 from compressm.errors import AdapterError, CompressionError
@@ -278,11 +269,14 @@ def _joining(
 ) -> list[tuple[dict[str, Any], nn.Parameter, str]]:
     """The optimizer's group, for every added parameter, and the parameter's name there."""
     joining = []
-    groups = [] if optimizer is None else optimizer.param_groups
+    groups, adapter = ([] if optimizer is None else optimizer.param_groups), adapter_for(cut.module)
     for name, beside in cut.writing.added.items():
         origin, new = parameter_of(cut.module, beside), added[id(cut.module), name]
-        with_origin = [group for group in groups if any(member is origin for member in group["params"])]
-        joining += [(group, new, name_beside(group, origin, beside, name)) for group in with_origin]
+        for group in groups:
+            if any(member is origin for member in group["params"]):
+                decays = adapter is None or name not in adapter.UNDECAYED
+                own = group if decays else group_without_decay(optimizer, group, cut.module, new)
+                joining.append((own, new, name_beside(group, origin, beside, name)))
     return joining
 
 

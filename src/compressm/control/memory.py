@@ -18,7 +18,7 @@ from compressm.control import validation
 from compressm.control.balancing import GramianPair, balance, hankel_values
 from compressm.control.factors import psd_factor
 from compressm.control.linear_algebra import coarse_scale, largest_part, power_of_two
-from compressm.control.projection import kept_states, symmetric_subspace
+from compressm.control.projection import kept_states, symmetric_subspace, unit_trace
 from compressm.control.validation import ControlError, ShapeError, UnstableSystemError
 
 # Steps whose decays to one another are formed at once, and the least log decay: exp(−800) is 0 in float64.
@@ -57,6 +57,26 @@ def balanced(
     result = balance(pair, kept.expand(len(pair.P), -1))
     left, right = (part.reshape(*bank, n, len(kept)) for part in (result.left, result.right))
     return MemoryBasis(left, right, result.sigma.reshape(*bank, n))
+
+
+def orthogonal(
+    P: Float[Tensor, "*bank n n"],
+    Q: Float[Tensor, "*bank n n"],
+    order: SupportsIndex,
+    *,
+    states: Int[Tensor, " r"] | None = None,
+) -> MemoryBasis:
+    """W = T with orthonormal columns, the leading eigenvectors of P + Q, both at unit trace.
+
+    The delta rule stays one: it erases I − β k kᵀ, and I − β k̂ k̂ᵀ with ‖k̂‖ ≤ ‖k‖. `states` names the eigenvectors to
+    keep; by default the first ones. σ are those of `balanced`.
+    """
+    P, Q, kept = _checked(P, Q, order, states)
+    for name, matrix in (("P", P), ("Q", Q)):
+        psd_factor(matrix, name)
+    _, vectors = torch.linalg.eigh(unit_trace(_scaled(P)[0]) + unit_trace(_scaled(Q)[0]))
+    V = vectors.flip(-1)[..., kept]
+    return MemoryBasis(V, V.clone(), memory_values(P, Q))
 
 
 def galerkin(

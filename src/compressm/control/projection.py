@@ -92,7 +92,7 @@ def shared_gramians(
 ) -> tuple[Float[Tensor, "n n"], Float[Tensor, "n n"]]:
     """The means of P and of Q over the channels, each scaled to trace 1: no channel dominates."""
     P, Q = (_checked_gramian(name, matrix, rates) for name, matrix in (("P", P), ("Q", Q)))
-    return _unit_trace(P).mean(0), _unit_trace(Q).mean(0)
+    return unit_trace(P).mean(0), unit_trace(Q).mean(0)
 
 
 def kept_states(order: SupportsIndex, states: Tensor | None, rates: Tensor) -> Int[Tensor, "*each r"]:
@@ -124,7 +124,7 @@ def symmetric_subspace(
     usable = (p > 0) & (q > 0)
     scale = torch.where(usable, torch.where(usable, q / torch.where(usable, p, 1), 1) ** 0.25, 1)
     grid = scale[..., :, None] * scale[..., None, :]
-    _, vectors = torch.linalg.eigh(_unit_trace(P * grid) + _unit_trace(Q / grid))
+    _, vectors = torch.linalg.eigh(unit_trace(P * grid) + unit_trace(Q / grid))
     return scale, vectors.flip(-1).gather(-1, kept[..., None, :].expand(*vectors.shape[:-1], kept.shape[-1]))
 
 
@@ -140,7 +140,8 @@ def _two_sided(rates: Tensor, P: Tensor, Q: Tensor, order: int, *, states: Tenso
     return Projection(torch.linalg.solve(X, left.mT), right @ X, reduced.real)
 
 
-def _unit_trace(matrix: Tensor) -> Tensor:
+def unit_trace(matrix: Float[Tensor, "*bank n n"]) -> Float[Tensor, "*bank n n"]:
+    """The matrix divided by its trace; zeros stay zeros."""
     trace = matrix.diagonal(dim1=-2, dim2=-1).sum(-1)
     return matrix / torch.where(trace > 0, trace, 1)[..., None, None]
 

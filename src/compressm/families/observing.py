@@ -1,4 +1,7 @@
-"""A user's functions run the model: its layers are observed, and what else such a function changes is put back."""
+"""Observation of layers while a user's functions run the model, and bases of families that need it.
+
+What else such a function changes is put back.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,11 +21,13 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from compressm.adapters.base import read_with
 from compressm.control import ControlError, StateCovariance
+from compressm.control.linear_algebra import each
 from compressm.control.validation import are_finite, is_finite, require_finite
 from compressm.errors import CompressionError
-from compressm.families.base import Observer, Total
-from compressm.families.choices import Measured
+from compressm.families.base import Change, Family, Layer, Observer, PlannedCut, Total, Writing
+from compressm.families.choices import Choices, Measured
 from compressm.layers.parameters import Kept
 from compressm.ops.dispatch import trained_kernels
 
@@ -196,6 +201,112 @@ def squared_change(
         before, after = (outputs(system, u) / unit * counts[..., None] for system in (old, new))
         squares += torch.stack([(after - before).square().sum(), before.square().sum()])
     return squares * sample.weight
+
+
+class MeasuredLayer(Layer):
+    """A layer whose states are valued on observations; subclasses are dataclasses with a field `observations`."""
+
+    observations: Any
+
+    @property
+    def order(self) -> int:
+        return int(self.system.order)
+
+    @property
+    @abstractmethod
+    def way(self) -> Any:
+        """How the layer is cut: an object with `spectrum(data)` and `reduce(data, kept)`."""
+
+    @property
+    @abstractmethod
+    def data(self) -> Any:
+        """The system and its observations, as `way` takes them."""
+
+    @abstractmethod
+    def _cut(self, reduction: Any, lost: float) -> MeasuredCut:
+        """The cut by this reduction, not measured yet."""
+
+    def with_observations(self, observer: Any) -> Any:
+        return self._observed(observer.observations)
+
+    def over(self, total: Total) -> Any:
+        return self._observed(self.observations.over(total))
+
+    def _observed(self, observations: Any) -> Any:
+        return replace(self, observations=observations)  # type: ignore[type-var]  # every layer is a dataclass
+
+    def received(self, sent: Any) -> Any:
+        reduction, lost = sent
+        return self._cut(reduction.to(self.system.device), lost)
+
+    def spectrum(self) -> Float[Tensor, "*channels n"]:
+        """The values of the states; errors name the layer."""
+        try:
+            found: Tensor = self.way.spectrum(self.data)
+        except ControlError as error:
+            raise CompressionError(f"{self.said}: {error}") from error
+        return found
+
+    def cut(self, kept: Any, lost: float) -> Any:
+        """The cut that keeps the states at these places of the spectrum, with its error; errors name the layer."""
+        try:
+            cut = self._cut(self.way.reduce(self.data, kept), lost)
+        except ControlError as error:
+            raise CompressionError(f"{self.said}: {error}") from error
+        return cut.measured(ratio_of(cut.squared_change()))
+
+
+@dataclass(frozen=True)
+class MeasuredCut(PlannedCut):
+    """A reduction of one layer without an error bound; there is only `measured_error`."""
+
+    layer: Any
+    reduction: Any
+    measured_error: float | None
+    energy_lost: float
+    error_bound: float | None = None
+
+    @property
+    def rank(self) -> int:
+        return int(self.reduction.order)
+
+    def change(self) -> Change:
+        found: Change = self.reduction.change(self.layer.module, self.layer.adapter, self.layer.system)
+        return found
+
+    def following(self, module: nn.Module, adapter: Any) -> Writing:
+        found: Writing = self.reduction.change(module, adapter, read_with(adapter, module).detach()).writing
+        return found
+
+    def sent(self) -> Any:
+        return self.reduction.to("cpu"), self.energy_lost
+
+    @abstractmethod
+    def squared_change(self) -> Float[Tensor, "2"]:
+        """‖y_new − y_old‖² and ‖y_old‖² on the sample."""
+
+
+class MeasuredFamily(Family):
+    """Cuts by averages over data."""
+
+    needs_data = True
+    # What `gramian` may be, for errors.
+    gramians: ClassVar[str]
+
+    def require_choices(self, names: Sequence[str], choices: Choices) -> None:
+        super().require_choices(names, choices)
+        if choices.is_modal:
+            said = ", ".join(name or "the model" for name in names)
+            raise CompressionError(
+                f"{said}: {choices.gramian} needs fixed poles, which {self.called} do not have; expected"
+                f" {self.gramians}"
+            )
+
+    def require_layer(self, layer: Any, choices: Choices) -> None:
+        layer.way.require(layer.said, layer.module, layer.adapter, layer.system)
+
+    def spectra(self, layers: Sequence[Any], choices: Choices) -> dict[str, Float[Tensor, "*channels n"]]:
+        return dict(each(lambda layer: (layer.name, layer.spectrum()), layers))
 
 
 Calibrate = Callable[[nn.Module], object]

@@ -22,9 +22,8 @@ from torch.optim import Optimizer
 
 from compressm.compression.cutting import ordinary_tensors
 from compressm.compression.distributed import renew_wrappers_, unwrapped
-from compressm.compression.optimizer import join_, leave_
 from compressm.compression.rollback import tensor_bytes
-from compressm.compression.several import as_optimizer, as_scheduler, kind_of, parts_of
+from compressm.compression.several import as_optimizer, as_scheduler, join_, kind_of, leave_, parts_of
 from compressm.compression.stored_states import require_optimizer, require_scheduler, states_of
 from compressm.compression.surgery import take_orders_
 from compressm.errors import CompressionError, NoSuchFileError, SavingError

@@ -151,7 +151,7 @@ def lifted(module, reduction, small):
     return {name: (T if name.startswith("k") else W) @ value for name, value in small.items()}
 
 
-@pytest.mark.parametrize("form", [cs.Folded(), cs.Selected()], ids=str)
+@pytest.mark.parametrize("form", [cs.Folded(), cs.Selected(), cs.Selected(read_out=True), cs.Fitted(steps=2)], ids=str)
 def test_gradients_are_carried_as_the_vector_jacobian_product_of_the_lift(form):
     model = make()
     layer = layer_of(model)
@@ -170,7 +170,7 @@ def test_gradients_are_carried_as_the_vector_jacobian_product_of_the_lift(form):
         torch.testing.assert_close(carried[name], value)
 
 
-@pytest.mark.parametrize("form", [cs.Folded(), cs.Selected()], ids=str)
+@pytest.mark.parametrize("form", [cs.Folded(), cs.Selected(), cs.Selected(read_out=True), cs.Fitted(steps=2)], ids=str)
 def test_updates_are_carried_as_the_change_itself(form):
     model = make()
     layer = layer_of(model)
@@ -209,7 +209,7 @@ def test_a_tolerance_of_the_energy_bounds_the_estimate():
     (record,) = cs.compress_(make(), keep=cs.EnergyTolerance(0.01), calibrate=runs)
     layer = layer_of(make())
     assert record.energy_lost <= 0.01
-    assert float(layer.values()[0, record.rank - 1 :].sum() / layer.values().sum()) > 0.01
+    assert float(layer.spectrum()[0, record.rank - 1 :].sum() / layer.spectrum().sum()) > 0.01
 
 
 def test_the_moments_of_several_processes_are_those_of_all_data():
@@ -250,7 +250,7 @@ def test_keys_and_queries_of_any_size_are_cut_alike(size):
 
 def test_a_rehearsal_needs_no_data():
     layer = layer_of(make()).imagined()
-    assert layer.values().tolist() == [[1.0] * ORDER]
+    assert layer.spectrum().tolist() == [[1.0] * ORDER]
     assert layer.form.reduce(layer.data, torch.arange(3)).order == 3
 
 

@@ -5,8 +5,9 @@
 """
 
 from compressm.adapters.transformers import delta_net
+from compressm.adapters.transformers.cache import HeldCache
 from compressm.adapters.transformers.mamba import MambaMixerAdapter
 from compressm.adapters.transformers.mamba2 import Mamba2MixerAdapter
 from compressm.adapters.transformers.models import arguments_of, builder, kind_name
 
-__all__ = ["Mamba2MixerAdapter", "MambaMixerAdapter", "arguments_of", "builder", "delta_net", "kind_name"]
+__all__ = ["HeldCache", "Mamba2MixerAdapter", "MambaMixerAdapter", "arguments_of", "builder", "delta_net", "kind_name"]

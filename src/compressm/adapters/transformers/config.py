@@ -102,7 +102,7 @@ def _renewed(
     model: nn.Module, config: Any, size: str, adapter: Adapter[Any, Any], sizes_of: SizesOf
 ) -> list[tuple[nn.Module, str, Any]]:
     """The writes that replace this config by a copy, one copy for a model."""
-    holders = _holders(model, config)
+    holders = holders_of(model, config)
     inside = dict.fromkeys(inner for module, _ in holders for inner in module.modules())
     mixers: list[Any] = [module for module in inside if adapter_for(module) is adapter]
     mixers = [mixer for mixer in mixers if getattr(mixer, "config", config) is config]
@@ -125,7 +125,7 @@ def _renewed(
     return [(module, name, renewed) for module, name in holders]
 
 
-def _holders(model: nn.Module, config: Any) -> list[tuple[nn.Module, str]]:
+def holders_of(model: nn.Module, config: Any) -> list[tuple[nn.Module, str]]:
     """Every module that holds the config, with its name there: in the model, and in models that contain this one."""
     # Modules do not know what contains them, and a backbone alone may be cut: its head would keep the old config.
     alive = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and thing is not model]

@@ -53,6 +53,7 @@ class MambaMixerAdapter(SelectiveAdapter[nn.Module]):
     """The adapter of MambaMixer: `attention_mask` is 0 in padding; mixer, x_proj and config also store the order."""
 
     SHARED = frozenset({"config.state_size"})
+    SIZE = "state_size"
 
     def read(self, module: nn.Module) -> SelectiveSystem:
         system = super().read(module)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, final
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, softplus
 
 from compressm.adapters.base import Basis, Growth, adapts_named, parameter_of
-from compressm.adapters.memory import KEY_MAP, QUERY_MAP, Memory, MemoryAdapter, Rows, Steps, rows_that_stay
+from compressm.adapters.memory import KEY_MAP, QUERY_MAP, Memory, Rows, Steps, rows_that_stay
 from compressm.adapters.transformers.config import (
     PACKAGE,
     SINCE,
@@ -22,13 +22,13 @@ from compressm.adapters.transformers.config import (
     shown,
     whole_sequences,
 )
-from compressm.adapters.transformers.mapped import MapPlace
+from compressm.adapters.transformers.mapped import MappedAdapter, MappedMamba2, window_bytes
 from compressm.errors import AdapterError
 
 _OF_CONVOLUTION, _MULTIPLIERS = ("conv1d.weight", "conv1d.bias"), "mup_vector"
 
 
-class Mamba2Adapter(MemoryAdapter[nn.Module]):
+class Mamba2Adapter(MappedAdapter):
     """The adapter of mixers whose in_proj has the rows [gate, x, B, C, Δ] and whose conv1d has [x, B, C].
 
     B are the keys and C the queries, for each of the groups of heads; Δ x are the values, and exp(−Δ exp(A_log)) is the
@@ -36,14 +36,14 @@ class Mamba2Adapter(MemoryAdapter[nn.Module]):
     """
 
     STORES = frozenset({Basis.MAPPED, Basis.SELECTED})
-    OPTIONAL = frozenset({KEY_MAP, QUERY_MAP})
+    FORWARD = MappedMamba2
     JOINS: ClassVar[Mapping[str, str]] = dict.fromkeys((KEY_MAP, QUERY_MAP), "in_proj.weight")
     SHARED = frozenset({"config"})
     RECURRENCE = "Mamba-2"
-    # Buffers with an axis of rows, their third.
-    ROW_BUFFERS: ClassVar[tuple[str, ...]] = ()
     # The config's name of the order.
     SIZE: ClassVar[str] = "state_size"
+    # Arguments that its forward pass takes.
+    CALLED: ClassVar[tuple[str, ...]] = ("hidden_states", "cache_params", "attention_mask")
 
     def rows(self, module: nn.Module) -> dict[str, Rows]:
         inner, groups, order = _sizes(module)
@@ -82,18 +82,11 @@ class Mamba2Adapter(MemoryAdapter[nn.Module]):
         inner, groups, _ = _sizes(module)
         if self.maps(module) is not None:
             return self.mapped_state_bytes(module, order)
-        return _window_bytes(module, inner + 2 * groups * order) + 4 * order * inner
+        return window_bytes(module, inner + 2 * groups * order) + 4 * order * inner
 
     def mapped_state_bytes(self, module: nn.Module, order: int) -> int:
         inner, groups, rows = _sizes(module)
-        return _window_bytes(module, inner + 2 * groups * rows) + 4 * order * inner
-
-    def maps(self, module: nn.Module) -> tuple[Tensor, Tensor] | None:
-        keys, queries = (module._parameters.get(name) for name in (KEY_MAP, QUERY_MAP))
-        return None if keys is None or queries is None else (keys, queries)
-
-    def place(self, module: nn.Module, path: str) -> tuple[Any, str]:
-        return (MapPlace(module), path) if path in self.OPTIONAL else super().place(module, path)
+        return window_bytes(module, inner + 2 * groups * rows) + 4 * order * inner
 
     def attributes(self, module: nn.Module, order: int) -> dict[str, Any]:
         inner, groups, rows = _sizes(module)
@@ -101,11 +94,14 @@ class Mamba2Adapter(MemoryAdapter[nn.Module]):
         channels = inner + 2 * groups * order
         sizes = {f"conv1d.{name}": channels for name in ("in_channels", "out_channels", "groups")}
         return {
-            "ssm_state_size": order,
-            "conv_dim": channels,
+            **self.counts(order, channels),
             "in_proj.out_features": inner + channels + len(parameter_of(module, "A_log")),
             **sizes,
         }
+
+    def counts(self, order: int, channels: int) -> dict[str, int]:
+        """The module's own attributes for its order and for the channels of its convolution."""
+        return {"ssm_state_size": order, "conv_dim": channels}
 
     def steps(
         self, module: nn.Module, x: Float[Tensor, "batch length width"], memory: Memory, counted: Tensor | None = None
@@ -118,11 +114,14 @@ class Mamba2Adapter(MemoryAdapter[nn.Module]):
         width = {"in_proj": slice(inner, 2 * inner), "conv1d": slice(inner)}
         rows = {name: value[width[name.partition(".")[0]]] for name, value in own.items() if name in memory.keys}
         last = {name: value[-heads:] for name, value in own.items() if name.startswith("in_proj")}
-        low, high = module.time_step_limit  # type: ignore[misc]
+        low, high = _step_limit(module)
         step = softplus(_projected(given, last) * of_step + own["dt_bias"].to(x)).clamp(low, high)
         log_decay = (-torch.exp(own["A_log"].to(x)) * step).mT
         batch, length, _ = x.shape
-        values = _convolved(module, given, rows, of_x, mask).view(batch, length, heads, -1) * step[..., None]
+        values = (
+            _convolved(self.activation(module), given, rows, of_x, mask).view(batch, length, heads, -1)
+            * step[..., None]
+        )
         queries, keys = self.queries_and_keys(module, x, memory, counted)
         return Steps(
             queries,
@@ -137,7 +136,9 @@ class Mamba2Adapter(MemoryAdapter[nn.Module]):
         given, mask = self._input(module, x, counted)
         _, of_B, of_C, _ = self.multipliers(module)
         queries, keys = (
-            _convolved(module, given, rows, factor, mask).view(*x.shape[:2], memory.bank, -1).transpose(1, 2)
+            _convolved(self.activation(module), given, rows, factor, mask)
+            .view(*x.shape[:2], memory.bank, -1)
+            .transpose(1, 2)
             for rows, factor in ((memory.queries, of_C), (memory.keys, of_B))
         )
         return queries, keys
@@ -147,6 +148,11 @@ class Mamba2Adapter(MemoryAdapter[nn.Module]):
         mask = None if counted is None else counted[..., None]
         return self.scaled_input(module, x if mask is None else torch.where(mask, x, 0)), mask
 
+    def activation(self, module: Any) -> Callable[[Tensor], Tensor]:
+        """The activation behind the convolution, in any dtype."""
+        found: Callable[[Tensor], Tensor] = module.act
+        return found
+
     def scaled_input(self, module: nn.Module, x: Tensor) -> Tensor:
         """The input of in_proj."""
         return x
@@ -155,33 +161,13 @@ class Mamba2Adapter(MemoryAdapter[nn.Module]):
         """Factors of x, B, C and Δ behind in_proj."""
         return 1.0, 1.0, 1.0, 1.0
 
-    def sizes_at(self, module: nn.Module, order: int) -> dict[str, tuple[int, int]]:
-        """The axis of rows, and their number at this order, of every parameter and buffer that grows with it."""
-        _, groups, now = _sizes(module)
-        grown = {name: (0, parameter_of(module, name).shape[0]) for name in self.rows(module)}
-        grown |= {name: (2, module.get_buffer(name).shape[2]) for name in self.ROW_BUFFERS}
-        return {name: (axis, rows - 2 * groups * (now - order)) for name, (axis, rows) in grown.items()}
-
-    def add_maps_(self, module: nn.Module, order: int) -> None:
-        """Give the module empty maps of this order."""
-        _, groups, rows = _sizes(module)
-        like = parameter_of(module, "in_proj.weight")
-        for name in (KEY_MAP, QUERY_MAP):
-            empty = torch.empty(groups, rows, order, device=like.device, dtype=like.dtype)
-            setattr(*self.place(module, name), nn.Parameter(empty))
-
     def observed(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Tensor, Bool[Tensor, "batch length"] | None]:
         return whole_sequences(module, args, kwargs)
 
     def renewed(self, model: nn.Module, modules: Sequence[nn.Module]) -> list[tuple[Any, str, Any]]:
-        return renewed_configs(model, configs_of(model, self.SIZE), self.SIZE, self, self.config_sizes)
-
-    def config_sizes(self, module: nn.Module) -> tuple[int, int | None]:
-        """The number of rows of every group, and the number of states if maps follow them."""
-        maps = self.maps(module)
-        return _sizes(module)[2], None if maps is None else maps[0].shape[-1]
+        return renewed_configs(model, configs_of(model, self.SIZE), self.SIZE, self, self.rows_and_maps)
 
     def _require_known(self, module: nn.Module) -> None:
         """Refuse a module whose parameters or call this adapter does not know."""
@@ -193,7 +179,7 @@ class Mamba2Adapter(MemoryAdapter[nn.Module]):
                 f"{shown(module)} differs in {', '.join(odd)} from a Mamba-2 mixer: expected {', '.join(sorted(known))}"
             )
         called = inspect.signature(type(module).forward).parameters
-        if missing := [name for name in ("hidden_states", "cache_params", "attention_mask") if name not in called]:
+        if missing := [name for name in self.CALLED if name not in called]:
             raise AdapterError(
                 f"{shown(module)} takes {', '.join(called)}, expected {' and '.join(missing)} too, as in"
                 f" {PACKAGE} {SINCE} or later"
@@ -203,7 +189,7 @@ class Mamba2Adapter(MemoryAdapter[nn.Module]):
 def _sizes(module: Any) -> tuple[int, int, int]:
     """The inner width, the number of groups, and the order, from the parameters."""
     inner, heads = parameter_of(module, "out_proj.weight").shape[1], len(parameter_of(module, "A_log"))
-    rows, groups = len(parameter_of(module, "in_proj.weight")), int(module.n_groups)
+    rows, groups = (len(parameter_of(module, "in_proj.weight")), int(getattr(module, "n_groups", 0) or module.ngroups))
     order, rest = divmod(rows - 2 * inner - heads, 2 * groups)
     if rest or order < 1:
         raise AdapterError(
@@ -212,21 +198,22 @@ def _sizes(module: Any) -> tuple[int, int, int]:
     return inner, groups, order
 
 
-def _window_bytes(module: nn.Module, channels: int) -> int:
-    """The bytes of the last inputs of this many channels of the convolution."""
-    weight = parameter_of(module, "conv1d.weight")
-    return channels * weight.shape[-1] * weight.element_size()
+def _step_limit(module: Any) -> tuple[float, float]:
+    low, high = module.time_step_limit if hasattr(module, "time_step_limit") else module.dt_limit
+    return low, high
 
 
-def _convolved(module: Any, x: Tensor, rows: Mapping[str, Tensor], factor: float, mask: Tensor | None) -> Tensor:
+def _convolved(
+    activation: Callable[[Tensor], Tensor], x: Tensor, rows: Mapping[str, Tensor], factor: float, mask: Tensor | None
+) -> Tensor:
     """The activation of a causal convolution of projections of x by these rows; padding gives zeros."""
     kernel, shift = (None if (part := rows.get(name)) is None else part.to(x) for name in _OF_CONVOLUTION)
     assert kernel is not None
     taps = kernel.reshape(-1, kernel.shape[-1])
     past = pad(_projected(x, rows) * factor, (0, 0, taps.shape[-1] - 1, 0))
     # Tap by tap: torch has no fast convolution of single channels in float64.
-    found = sum(past[:, j : j + x.shape[1]] * taps[:, j] for j in range(taps.shape[-1]))
-    found = module.act(found if shift is None else found + shift.flatten())
+    found = torch.stack([past[:, j : j + x.shape[1]] * taps[:, j] for j in range(taps.shape[-1])]).sum(0)
+    found = activation(found if shift is None else found + shift.flatten())
     return found if mask is None else torch.where(mask, found, 0)
 
 
@@ -267,7 +254,6 @@ class FalconH1MixerAdapter(Mamba2Adapter):
     """The adapter of FalconH1Mixer: `mup_vector` multiplies the output of in_proj, each part by one number."""
 
     SIZE = "mamba_d_state"
-    ROW_BUFFERS = (_MULTIPLIERS,)
 
     def attributes(self, module: nn.Module, order: int) -> dict[str, Any]:
         sizes = super().attributes(module, order)

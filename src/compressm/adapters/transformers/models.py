@@ -15,14 +15,14 @@ from compressm.adapters.base import Adapter, adapter_for
 from compressm.adapters.mamba import PROJECTION, RATES
 from compressm.adapters.transformers.config import MAPS, PACKAGE, set_state_sizes_, state_sizes
 from compressm.adapters.transformers.mamba import MambaMixerAdapter
-from compressm.adapters.transformers.mamba2 import Mamba2Adapter
+from compressm.adapters.transformers.mapped import MappedAdapter
 from compressm.errors import AdapterError
 
 # Building more would take minutes.
 _MOST_LAYERS = 10_000
 
 # The families of models that can be built again, with the config's name of the order. Other hybrid models have buffers
-# that their files lack, or other names there.
+# that their files lack, or other names there: their maps are loaded by `load_checkpoint`.
 SIZES = {"mamba": "state_size", "mamba2": "state_size", "zamba2": "mamba_d_state"}
 MODELS = tuple(f"{name.capitalize()}{part}" for name in SIZES for part in ("Model", "ForCausalLM"))
 _FILES = {f"{PACKAGE}.models.{name}.modeling_{name}" for name in SIZES}
@@ -83,7 +83,7 @@ def _build(
             order = orders[module.layer_idx]
             rows = adapter.attributes(module, order)["x_proj.out_features"]
             _make_room_(module, adapter, order, {PROJECTION: (0, rows), RATES: (1, order)})
-        elif isinstance(adapter, Mamba2Adapter):
+        elif isinstance(adapter, MappedAdapter):
             _make_room_(module, adapter, orders[module.layer_idx], adapter.sizes_at(module, orders[module.layer_idx]))
             if str(module.layer_idx) in maps:
                 adapter.add_maps_(module, maps[str(module.layer_idx)])

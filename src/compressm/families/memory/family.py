@@ -6,24 +6,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from compressm.adapters.memory import Memory, MemoryAdapter
-from compressm.control import ControlError
-from compressm.control.linear_algebra import each
+from compressm.adapters.memory import KEY_MAP, Memory, MemoryAdapter
 from compressm.errors import CompressionError
-from compressm.families.base import Change, ComparedForm, Family, Layer, PlannedCut, Total, Writing, energy_lost, reads
+from compressm.families.base import ComparedForm, PlannedCut, Values, energy_lost, reads
 from compressm.families.choices import Choices, Measured, WhiteNoise, require_count
 from compressm.families.memory.forms import Form, Mapped, ObservedMemory, compared_forms, default_form
 from compressm.families.memory.observer import MemoryObservations, MemoryObserver
 from compressm.families.memory.reduction import MemoryReduction
-from compressm.families.observing import ZERO_INPUTS, ratio_of
+from compressm.families.observing import ZERO_INPUTS, MeasuredCut, MeasuredFamily, MeasuredLayer
+from compressm.layers.parameters import StateMap
 
 
 @final
 @dataclass(frozen=True)
-class MemoryLayer(Layer):
+class MemoryLayer(MeasuredLayer):
     """A module, the rows of its keys and queries, the form of its cuts, and its observations."""
 
     name: str
@@ -34,8 +34,8 @@ class MemoryLayer(Layer):
     observations: MemoryObservations | None = None
 
     @property
-    def order(self) -> int:
-        return self.system.order
+    def way(self) -> Form:
+        return self.form
 
     @property
     def why_zero(self) -> str:
@@ -55,18 +55,11 @@ class MemoryLayer(Layer):
         observations = MemoryObservations(self.name)
         return MemoryObserver(observations, self.module, self.system, choices.measurement, self.adapter, used)
 
-    def with_observations(self, observer: MemoryObserver) -> MemoryLayer:
-        return replace(self, observations=observer.observations)
-
     def imagined(self) -> MemoryLayer:
         return replace(self, observations=MemoryObservations.imagined(self.name, self.system))
 
-    def over(self, total: Total) -> MemoryLayer:
-        return replace(self, observations=self.data.observations.over(total))
-
-    def received(self, sent: Any) -> MemoryCut:
-        reduction, lost = sent
-        return MemoryCut(self, reduction.to(self.system.device), None, lost)
+    def _cut(self, reduction: MemoryReduction, lost: float) -> MemoryCut:
+        return MemoryCut(self, reduction, None, lost)
 
     def state_bytes(self, order: int) -> int:
         if isinstance(self.form, Mapped):
@@ -84,71 +77,44 @@ class MemoryLayer(Layer):
     def compared_forms(self, order: int) -> list[ComparedForm]:
         return compared_forms(self.data, require_count("order", order, high=self.order))
 
-    def values(self) -> Float[Tensor, "bank n"]:
-        """The values of the states; errors name the layer."""
-        try:
-            return self.form.values(self.data)
-        except ControlError as error:
-            raise CompressionError(f"{self.said}: {error}") from error
-
-    def cut(self, kept: Tensor, lost: float) -> MemoryCut:
-        """The cut that keeps the states at these places of the spectrum."""
-        try:
-            reduction = self.form.reduce(self.data, kept)
-        except ControlError as error:
-            raise CompressionError(f"{self.said}: {error}") from error
-        cut = MemoryCut(self, reduction, None, lost)
-        return replace(cut, measured_error=ratio_of(cut.squared_change()))
-
 
 @final
 @dataclass(frozen=True)
-class MemoryCut(PlannedCut):
-    """A reduction of one layer; there is no error bound, only `measured_error`, that of the form which is stored.
+class MemoryCut(MeasuredCut):
+    """A reduction of one layer; `measured_error` is that of the form which is stored.
 
     `energy_lost` is the share of Σσ² that was dropped: for `Folded` and `Mapped` its root estimates the error, exactly
     so if queries and states are uncorrelated.
     """
 
-    layer: MemoryLayer
-    reduction: MemoryReduction
-    measured_error: float | None
-    energy_lost: float
-    error_bound: float | None = None
+    def state_map(self, module: nn.Module, adapter: MemoryAdapter[Any], values: Values) -> StateMap:
+        """Ŝ = Wᵀ S for states (batch, heads, …, n); windows of convolutions keep their rows if maps follow them."""
+        W = self.reduction.W
 
-    @property
-    def rank(self) -> int:
-        return self.reduction.order
+        def carried(state: Float[Tensor, "batch heads _ kept"]) -> Float[Tensor, "batch heads _ remaining"]:
+            by_group = state.double().reshape(len(state), len(W), -1, *state.shape[2:])
+            return torch.einsum("bgh...n,gnr->bgh...r", by_group, W.to(state.device)).flatten(1, 2).to(state.dtype)
 
-    def change(self) -> Change:
-        return self.reduction.change(self.layer.module, self.layer.adapter, self.layer.system)
-
-    def following(self, module: nn.Module, adapter: MemoryAdapter[Any]) -> Writing:
-        return self.reduction.change(module, adapter, adapter.read(module).detach()).writing
-
-    def sent(self) -> Any:
-        return self.reduction.to("cpu"), self.energy_lost
+        vars(carried)["keeps_windows"] = KEY_MAP in values
+        return carried
 
     def squared_change(self) -> Float[Tensor, "2"]:
-        return self.layer.data.squared_change(self.reduction)
+        found: Tensor = self.layer.data.squared_change(self.reduction)
+        return found
 
 
 @reads(MemoryAdapter)
 @final
-class MemoryFamily(Family):
+class MemoryFamily(MeasuredFamily):
     """Cuts by measured moments of states and queries; `form=` says how a cut is stored."""
 
     called = "layers with a matrix state"
-    needs_data = True
+    gramians = "Measured(...)"
     uses = frozenset({"form"})
 
     def require_choices(self, names: Sequence[str], choices: Choices) -> None:
         super().require_choices(names, choices)
         said = ", ".join(name or "the model" for name in names)
-        if choices.is_modal:
-            raise CompressionError(
-                f"{said}: {choices.gramian} needs fixed poles, which {self.called} do not have; expected Measured(...)"
-            )
         if isinstance(choices.gramian, WhiteNoise):
             raise CompressionError(
                 f"{said}: {choices.gramian} needs fixed keys and queries; their means, the paper's surrogate, give a"
@@ -157,13 +123,7 @@ class MemoryFamily(Family):
 
     def read(self, name: str, module: nn.Module, adapter: MemoryAdapter[Any], choices: Choices) -> MemoryLayer:
         memory = adapter.read(module).detach()
-        return MemoryLayer(name, module, adapter, memory, choices.form or default_form(adapter, memory))
-
-    def require_layer(self, layer: MemoryLayer, choices: Choices) -> None:
-        layer.form.require(layer.said, layer.module, layer.adapter, layer.system)
-
-    def spectra(self, layers: Sequence[MemoryLayer], choices: Choices) -> dict[str, Float[Tensor, "bank n"]]:
-        return dict(each(lambda layer: (layer.name, layer.values()), layers))
+        return MemoryLayer(name, module, adapter, memory, choices.form or default_form(adapter, module, memory))
 
     def plan(
         self,

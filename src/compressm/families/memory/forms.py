@@ -62,8 +62,9 @@ class Form(ABC):
 
     def require(self, name: str, module: nn.Module, adapter: MemoryAdapter[Any], memory: Memory) -> None:
         """Refuse by name a layer that cannot store the result."""
-        if self.needed() not in adapter.STORES:
-            others = [kind.__name__ for kind in (Folded, Mapped, Fitted, Selected) if kind.needs in adapter.STORES]
+        stores = adapter.stores(module)
+        if self.needed() not in stores:
+            others = [kind.__name__ for kind in (Folded, Mapped, Fitted, Selected) if kind.needs in stores]
             raise CompressionError(
                 f"{name}: a {type(module).__name__} cannot store {self.needed().value}, which {self} needs; expected"
                 f" form={'() or '.join(others)}()"
@@ -74,7 +75,7 @@ class Form(ABC):
                 " or Selected()"
             )
 
-    def values(self, layer: ObservedMemory) -> Float[Tensor, "bank n"]:
+    def spectrum(self, layer: ObservedMemory) -> Float[Tensor, "bank n"]:
         """The mean square of every state's part of the output, falling, in units of the layer's moments."""
         return _scores(layer)
 
@@ -86,7 +87,7 @@ class Form(ABC):
 class _Balanced(Form):
     """A form that takes any W and T: the balanced ones, with the smallest error."""
 
-    def values(self, layer: ObservedMemory) -> Float[Tensor, "bank n"]:
+    def spectrum(self, layer: ObservedMemory) -> Float[Tensor, "bank n"]:
         return matrix_states.memory_values(*layer.moments).square()
 
     def _basis(self, layer: ObservedMemory, kept: Int[Tensor, " r"]) -> MemoryBasis:
@@ -117,12 +118,17 @@ class Folded(_Balanced):
 class Mapped(_Balanced):
     """The balanced projection, kept as two matrices per group that follow convolution and activation.
 
-    It has the smallest error of all forms where `Folded` is impossible. The layer becomes one of this package.
+    It has the smallest error of all forms where `Folded` is impossible. The layer becomes one of this package. With a
+    delta rule the projection is orthogonal: a state must be erased in the basis in which it is written.
     """
 
     needs = Basis.MAPPED
 
     def reduce(self, layer: ObservedMemory, kept: Int[Tensor, " r"]) -> MemoryReduction:
+        if layer.adapter.ERASES:
+            P, Q = layer.moments
+            basis = matrix_states.orthogonal(P, Q, len(kept), states=kept.to(P.device))
+            return MemoryReduction(basis.W, basis.T, mapped=True)
         basis = self._basis(layer, kept)
         return _evened(basis, _norms([basis.W.mT]), _norms([basis.T.mT]), mapped=True)
 
@@ -186,26 +192,27 @@ class Fitted(Form):
         return min(start, found, key=lambda one: layer.error(one, judging))
 
 
-def default_form(adapter: MemoryAdapter[Any], memory: Memory) -> Form:
+def default_form(adapter: MemoryAdapter[Any], module: nn.Module, memory: Memory) -> Form:
     """The form with the smallest error that the layer can store as it is."""
     if memory.key_map is not None:
         return Mapped()
-    return Folded() if Basis.ANY in adapter.STORES else Fitted()
+    return Folded() if Basis.ANY in adapter.stores(module) else Fitted()
 
 
 def compared_forms(layer: ObservedMemory, order: int) -> list[ComparedForm]:
     """All forms of a cut to this order that make sense for the layer, each with its error on the same sequences."""
-    kept, stores = torch.arange(order), layer.adapter.STORES
+    kept, stores = torch.arange(order), layer.adapter.stores(layer.module)
     judging = halves(layer.observations.sample)[1]
     best: list[Form] = [Folded(), Selected(read_out=True)] if Basis.ANY in stores else []
     best += [Mapped()] if Basis.MAPPED in stores else []
     forms = [Mapped(), Selected()] if layer.memory.key_map is not None else [*best, Fitted(), Selected()]
     found = []
     for form in forms:
-        values, reduction = form.values(layer), form.reduce(layer, kept)
+        values, reduction = form.spectrum(layer), form.reduce(layer, kept)
         whole = float(values.sum())
         share = float(values[:, order:].sum()) / whole if whole > 0 else 0.0
-        estimate = share**0.5 if isinstance(form, _Balanced) else None
+        is_balanced = isinstance(form, _Balanced) and not layer.adapter.ERASES
+        estimate = share**0.5 if is_balanced else None
         found.append(ComparedForm(form, layer.error(reduction, judging), estimate, form.needed() in stores))
     return found
 

@@ -56,7 +56,7 @@ class MemoryReduction:
             # Nothing changes beside the maps.
             maps = {name: writing.values[name] for name in (KEY_MAP, QUERY_MAP)}
             writing = Writing(maps, added=writing.added)
-        return MemoryChange(module, writing, adapter.rows(module), self)
+        return MemoryChange(module, writing, adapter.rows(module), self, adapter.query_gain(module, new.order))
 
     def to(self, device: torch.device | str) -> MemoryReduction:
         """A copy on `device`."""
@@ -73,30 +73,31 @@ class MemoryChange(Change):
     """Rows of keys θ' = Wᵀ θ and rows of queries θ' = Tᵀ θ.
 
     The reduced layer is the full one with k = T k̂ and q = W q̂, so a step d of the keys' new rows is a step T d of the
-    old ones: gradients of keys go with Tᵀ, and those of queries with Wᵀ. The same holds for the columns of maps. What a
-    fit adds does not move with the old values.
+    old ones: gradients of keys go with Tᵀ, and those of queries with Wᵀ, divided by their `gain`. The same holds for
+    the columns of maps. What a fit adds does not move with the old values.
     """
 
     module: nn.Module
     writing: Writing
     rows: Mapping[str, Rows]
     reduction: MemoryReduction
+    gain: float = 1.0  # of the rows of queries
 
     @property
     def resized(self) -> Sequence[str]:
         return [name for name in self.values if name not in self.writing.added]
 
     def gradient(self, moments: Values) -> dict[str, Tensor]:
-        return self._carried(moments, self.reduction.T, self.reduction.W)
+        return self._carried(moments, self.reduction.T, self.reduction.W / self.gain)
 
     def gradient_squares(self, squares: Values) -> dict[str, Tensor]:
-        return self._carried(squares, self.reduction.T.square(), self.reduction.W.square())
+        return self._carried(squares, self.reduction.T.square(), (self.reduction.W / self.gain).square())
 
     def update(self, moments: Values) -> dict[str, Tensor]:
-        return self._carried(moments, self.reduction.W, self.reduction.T)
+        return self._carried(moments, self.reduction.W, self.reduction.T * self.gain)
 
     def update_squares(self, squares: Values) -> dict[str, Tensor]:
-        return self._carried(squares, self.reduction.W.square(), self.reduction.T.square())
+        return self._carried(squares, self.reduction.W.square(), (self.reduction.T * self.gain).square())
 
     def first(self, name: str, moment: Tensor) -> Tensor:
         order = self.reduction.order

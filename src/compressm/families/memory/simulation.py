@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,10 @@ from compressm.families.observing import Sample, sequences_at_once
 _CHUNK = 64
 # The first step length of Adam relative to the size of the rows; it falls to zero as a cosine.
 _RATE = 0.03
+# A fit compares outputs in this many random directions of a head's values: on average squared errors are the same.
+_DIRECTIONS = 16
+# Numbers within these sizes are fitted in float32, in half the time: Adam needs no more.
+_SMALLEST, _LARGEST = 1e-12, 1e12
 # One of so many sequences tells whether a fit is better than its start.
 _HELD_OUT = 4
 
@@ -81,8 +86,9 @@ def fitted_rows(
     """Rows near `start` whose outputs are nearest to those of the full memory on the sample, by `steps` of Adam."""
     with torch.no_grad():
         parts = [
-            (x, counts, given := adapter.mapped_steps(module, x, full, counts), outputs(given))
+            (x.to(given.values.dtype), counts, given, outputs(given))
             for x, counts in _parts(adapter, module, full, sample)
+            for given in [_condensed(adapter.mapped_steps(module, x, full, counts))]
         ]
     whole = torch.stack([(y * counts[:, None, None, :, None]).square().sum() for _, counts, _, y in parts]).sum()
     if not bool(whole > 0):
@@ -109,3 +115,17 @@ def fitted_rows(
         schedule.step()
     keys, queries = ({name: value.detach() for name, value in part.items()} for part in rows)
     return Memory(keys, queries)
+
+
+def _condensed(steps: Steps) -> Steps:
+    """The steps with few random mixtures of a head's values, in float32 if their sizes allow: outputs are as linear."""
+    width = steps.values.shape[-1]
+    if width > _DIRECTIONS:
+        mixtures = torch.randn(
+            width, _DIRECTIONS, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu"
+        )
+        steps = replace(steps, values=steps.values @ (mixtures / _DIRECTIONS**0.5).to(steps.values))
+    sizes = torch.stack([part.abs().amax() for part in (steps.queries, steps.keys, steps.values)])
+    if not bool(((sizes > _SMALLEST) & (sizes < _LARGEST)).all()):
+        return steps
+    return Steps(*(None if part is None else part.float() for part in vars(steps).values()))  # type: ignore[arg-type]

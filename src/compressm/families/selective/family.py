@@ -12,13 +12,11 @@ from torch import Tensor, nn
 
 from compressm.adapters import SelectiveAdapter
 from compressm.adapters.base import read_with
-from compressm.control import ControlError, StateCovariance, numerical_rank
-from compressm.control.linear_algebra import each
+from compressm.control import StateCovariance, numerical_rank
 from compressm.control.selective import SelectiveSystem
-from compressm.errors import CompressionError
-from compressm.families.base import Change, Family, Layer, PlannedCut, Total, Values, Writing, energy_lost, reads
+from compressm.families.base import PlannedCut, Values, energy_lost, reads
 from compressm.families.choices import Choices, Measured
-from compressm.families.observing import ZERO_INPUTS, ratio_of
+from compressm.families.observing import ZERO_INPUTS, MeasuredCut, MeasuredFamily, MeasuredLayer
 from compressm.families.selective.methods import Calibrated, SelectiveMethod
 from compressm.families.selective.observer import Averages, SelectiveObservations, SelectiveObserver
 from compressm.families.selective.reduction import SelectiveReduction
@@ -29,7 +27,7 @@ from compressm.layers.parameters import StateMap
 
 @final
 @dataclass(frozen=True)
-class SelectiveLayer(Layer):
+class SelectiveLayer(MeasuredLayer):
     """A module, its system, the method of its cuts, and its observations."""
 
     name: str
@@ -40,8 +38,8 @@ class SelectiveLayer(Layer):
     observations: SelectiveObservations | None = None
 
     @property
-    def order(self) -> int:
-        return self.system.order
+    def way(self) -> SelectiveMethod:
+        return self.method
 
     @property
     def why_zero(self) -> str:
@@ -62,62 +60,24 @@ class SelectiveLayer(Layer):
         observations = SelectiveObservations(self.name, covariance, averages=Averages.nothing(self.system))
         return SelectiveObserver(observations, self.module, self.system, choices.measurement, self.adapter)
 
-    def with_observations(self, observer: SelectiveObserver) -> SelectiveLayer:
-        return replace(self, observations=observer.observations)
-
     def imagined(self) -> SelectiveLayer:
         white = SelectiveObservations(self.name, None, averages=Averages.imagined(self.system))
         return replace(self, observations=white)
 
-    def over(self, total: Total) -> SelectiveLayer:
-        return replace(self, observations=self.data.observations.over(total))
-
-    def received(self, sent: Any) -> SelectiveCut:
-        reduction, lost = sent
-        return SelectiveCut(self, reduction.to(self.system.device), None, lost)
-
-    def spectrum(self) -> Float[Tensor, "*channels n"]:
-        """The values of the states; errors name the layer."""
-        try:
-            return self.method.spectrum(self.data)
-        except ControlError as error:
-            raise CompressionError(f"{self.said}: {error}") from error
-
-    def cut(self, kept: Sequence[Tensor], lost: float) -> SelectiveCut:
-        """The cut that keeps the states at these places of the spectrum."""
-        try:
-            reduction = self.method.reduce(self.data, kept)
-        except ControlError as error:
-            raise CompressionError(f"{self.said}: {error}") from error
-        cut = SelectiveCut(self, reduction, None, lost)
-        return replace(cut, measured_error=ratio_of(cut.squared_change()))
+    def _cut(self, reduction: SelectiveReduction, lost: float) -> SelectiveCut:
+        return SelectiveCut(self, reduction, None, lost)
 
 
 @final
 @dataclass(frozen=True)
-class SelectiveCut(PlannedCut):
-    """A reduction of one layer; there is no error bound, because inputs choose step, B and C."""
-
-    layer: SelectiveLayer
-    reduction: SelectiveReduction
-    measured_error: float | None
-    energy_lost: float
-    error_bound: float | None = None
-
-    @property
-    def rank(self) -> int:
-        return self.reduction.order
+class SelectiveCut(MeasuredCut):
+    """A reduction of one layer; inputs choose step, B and C, so there is no bound."""
 
     @property
     def system(self) -> SelectiveSystem:
         """The reduced system."""
-        return self.reduction.applied(self.layer.system)
-
-    def change(self) -> Change:
-        return self.reduction.change(self.layer.module, self.layer.adapter, self.layer.system)
-
-    def following(self, module: nn.Module, adapter: SelectiveAdapter[Any]) -> Writing:
-        return self.reduction.change(module, adapter, read_with(adapter, module).detach()).writing
+        found: SelectiveSystem = self.reduction.applied(self.layer.system)
+        return found
 
     def state_map(self, module: nn.Module, adapter: SelectiveAdapter[Any], values: Values) -> StateMap | None:
         if not isinstance(module, Mamba):
@@ -133,46 +93,28 @@ class SelectiveCut(PlannedCut):
 
         return carried
 
-    def sent(self) -> Any:
-        return self.reduction.to("cpu"), self.energy_lost
-
     def squared_change(self) -> Float[Tensor, "2"]:
         return squared_change(self.layer.system, self.system, self.layer.data.observations.sample)
 
 
 @reads(SelectiveAdapter)
 @final
-class SelectiveFamily(Family):
+class SelectiveFamily(MeasuredFamily):
     """Cuts by averages over data of step, B and C; `selective=` is the method."""
 
     called = "selective layers"
-    needs_data = True
+    gramians = "WhiteNoise() or Measured(...)"
     uses = frozenset({"selective"})
 
     def overrules_gramian(self, choices: Choices) -> bool:
         given = choices.gramian
         return given is not None and choices.selective.measures(given) != isinstance(given, Measured)
 
-    def require_choices(self, names: Sequence[str], choices: Choices) -> None:
-        super().require_choices(names, choices)
-        if choices.is_modal:
-            said = ", ".join(name or "the model" for name in names)
-            raise CompressionError(
-                f"{said}: {choices.gramian} needs fixed poles, which selective layers do not have; expected"
-                " WhiteNoise() or Measured(...)"
-            )
-
     def read(self, name: str, module: nn.Module, adapter: SelectiveAdapter[Any], choices: Choices) -> SelectiveLayer:
         return SelectiveLayer(name, module, adapter, read_with(adapter, module).detach(), choices.selective)
 
-    def require_layer(self, layer: SelectiveLayer, choices: Choices) -> None:
-        layer.method.require(layer.said, layer.module, layer.adapter, layer.system)
-
     def is_by_channel(self, choices: Choices) -> bool:
         return choices.selective.by_channel
-
-    def spectra(self, layers: Sequence[SelectiveLayer], choices: Choices) -> dict[str, Float[Tensor, "*channels n"]]:
-        return dict(each(lambda layer: (layer.name, layer.spectrum()), layers))
 
     def plan(
         self,

@@ -106,8 +106,12 @@ class SelectiveObserver(InputObserver):
         self.observing = True
         try:
             self.counts = self.adapter.counted(module, args, kwargs)
+            u = self.adapter.inputs(module, args, kwargs)
         except AdapterError as error:
             raise CompressionError(f"{self.name or 'the model'}: {error}") from error
+        if u is not None:
+            self.observing = False
+            self.add(u.detach(), self.counts)
 
     def _end(self, module: nn.Module, args: object, output: object) -> None:
         self.observing = False
