@@ -31,7 +31,7 @@ class MappedForward(nn.Module):
         x = hidden_states if attention_mask is None else hidden_states * attention_mask[:, :, None].to(hidden_states)
         projected = mixer.in_proj(x * getattr(mixer, "ssm_in_multiplier", 1)) * getattr(mixer, "mup_vector", 1)
         gate, u, step = torch.split(projected, [mixer.intermediate_size, mixer.conv_dim, mixer.num_heads], dim=-1)
-        state = None if cache_params is None else cache_params.get_recurrent_state(mixer.layer_idx)
+        state = _last_state(cache_params, mixer.layer_idx)
         u = _convolved(mixer, u, cache_params)
         u = u if attention_mask is None else u * attention_mask[:, :, None].to(u)
         inner, per_group = mixer.intermediate_size, (mixer.conv_dim - mixer.intermediate_size) // 2
@@ -42,6 +42,14 @@ class MappedForward(nn.Module):
         )
         y = _scanned(mixer, values, step, B, C, state, cache_params).to(hidden_states)
         return _projected_out(mixer, y, gate)
+
+
+def _last_state(cache: Any, layer: int) -> Tensor | None:
+    """The state after the steps before; caches have no method for it before transformers 5.18."""
+    if cache is None or not cache.has_previous_state(layer):
+        return None
+    found: Tensor = cache.layers[layer].recurrent_states[0]
+    return found
 
 
 def _convolved(mixer: Any, u: Tensor, cache: Any) -> Tensor:
