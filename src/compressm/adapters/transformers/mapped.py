@@ -45,7 +45,7 @@ class MappedForward(nn.Module):
 
 
 def _last_state(cache: Any, layer: int) -> Tensor | None:
-    """The state after the steps before; caches have no method for it before transformers 5.18."""
+    """The state after the steps before; caches of transformers 5.17 have no method for it."""
     if cache is None or not cache.has_previous_state(layer):
         return None
     found: Tensor = cache.layers[layer].recurrent_states[0]
