@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,8 @@ _CALIBRATED_AT_ONCE = 4  # sequences; the scan of transformers in torch takes mu
 class Trainer:
     """AdamW without weight decay for a bank; gradients of a member are clipped to norm 1.
 
-    All parameters lie in one tensor (K, total), of which those in `bank` are views. Every parameter has its own count of
-    steps: what a cut adds starts at 0.
+    All parameters lie in one tensor (K, total), of which those in `bank` are views. Every parameter has its own count
+    of steps: what a cut adds starts at 0.
     """
 
     def __init__(
@@ -98,7 +97,10 @@ class Trainer:
             states.append({name: optimizer.state.get(p, {}) for name, p in model.named_parameters()})
         bank = stacked(models)
         moments = tuple(
-            {name: torch.stack([own[name].get(key, torch.zeros_like(bank[name][0])) for own in states]) for name in bank}
+            {
+                name: torch.stack([own[name].get(key, torch.zeros_like(bank[name][0])) for own in states])
+                for name in bank
+            }
             for key in ("exp_avg", "exp_avg_sq")
         )
         same: dict[str, Any] = {"dtype": self.dtype, "predicted": self.predicted}
@@ -196,5 +198,3 @@ def repeated(shape: Shape, seeds: Sequence[int], device: torch.device) -> Parame
 
 def _flat(bank: Mapping[str, Tensor]) -> Tensor:
     return torch.cat([value.detach().flatten(1).float() for value in bank.values()], dim=1)
-
-

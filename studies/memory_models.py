@@ -7,6 +7,7 @@ models in the time of one. Cuts are made by the library on the models of transfo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -57,7 +58,15 @@ def make(shape: Shape, seed: int = 0) -> nn.Module:
     heads = {"linear_num_key_heads": shape.groups, "linear_num_value_heads": shape.heads}
     unused = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8}  # no layer attends
     layers = {"layer_types": ["linear_attention"] * shape.depth, "intermediate_size": shape.mlp}
-    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**common, **sizes, **heads, **unused, **layers)).eval()
+    layers |= {"initializer_range": 0.5 / shape.width**0.5}
+    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**common, **sizes, **heads, **unused, **layers)).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("dt_bias"):
+            # transformers starts with steps of 1.3, with which nearly every head forgets all at once: after 1200 steps
+            # it recalled nothing. These are those of Mamba-2, log-uniform from 0.001 to 0.1.
+            step = torch.exp(torch.empty_like(parameter).uniform_(math.log(1e-3), math.log(1e-1)))
+            parameter.data = step + torch.log(-torch.expm1(-step))
+    return model
 
 
 def stacked(models: Sequence[nn.Module]) -> Parameters:
@@ -108,8 +117,7 @@ class Decoder:
         run = _Pass(self.bank, self.shape, self.dtype)
         hidden, found = run.through(run.embedded(ids[..., None]), self.state)
         for kept, new in zip(self.state, found, strict=True):
-            for old, value in zip(kept, new, strict=True):
-                old.copy_(value)
+            kept[0].copy_(new[0])
         return run.logits(hidden)[:, :, 0]
 
 
@@ -220,7 +228,9 @@ class _Pass:
         decay = -torch.exp(self.wide(f"{path}.A_log")) * step
         values = values.unflatten(-1, (shape.heads, -1))
         written = values * step[..., None].to(values)
-        q, k_ = (self.mapped(part.unflatten(-1, (shape.groups, -1)), k, name) for part, name in ((C, "query"), (B, "key")))
+        q, k_ = (
+            self.mapped(part.unflatten(-1, (shape.groups, -1)), k, name) for part, name in ((C, "query"), (B, "key"))
+        )
         y, last = self.scanned(q, k_, written, decay, None, None if state is None else state[k][1])
         y = y + self.bank[f"{path}.D"][:, None, None, :, None] * values
         y = _rms(y.flatten(-2).float() * silu(gate.float()), _EPS[shape.family]) * self.wide(f"{path}.norm.weight")
@@ -231,7 +241,10 @@ class _Pass:
         keys, inner = shape.groups * self.rows(k), shape.heads * shape.head
         u, window = self.convolved(self.linear(x, f"{path}.in_proj_qkv.weight"), k, state)
         q, k_, values = u.split([keys, keys, inner], dim=-1)
-        q, k_ = (self.mapped(_unit(part.unflatten(-1, (shape.groups, -1)).float()), k, name) for part, name in ((q, "query"), (k_, "key")))
+        q, k_ = (
+            self.mapped(_unit(part.unflatten(-1, (shape.groups, -1)).float()), k, name)
+            for part, name in ((q, "query"), (k_, "key"))
+        )
         strength = torch.sigmoid(self.linear(x, f"{path}.in_proj_b.weight").float())
         step = softplus(self.linear(x, f"{path}.in_proj_a.weight").float() + self.wide(f"{path}.dt_bias"))
         decay = -torch.exp(self.wide(f"{path}.A_log")) * step
@@ -268,7 +281,8 @@ def scan(
     """o[t] = S[t]ᵀ q[t] with S[t] = α[t] S[t−1] + k[t] u[t]ᵀ, and the last S.
 
     q and k are (…, length, n), shared by the heads of v (…, heads, length, p). u = v, or with strengths β those of the
-    delta rule, u[t] = β[t] (v[t] − α[t] S[t−1]ᵀ k[t]). In a chunk U = (I + β (K Kᵀ ∘ D below its diagonal))⁻¹ β (V − K S).
+    delta rule, u[t] = β[t] (v[t] − α[t] S[t−1]ᵀ k[t]). In a chunk it is one system for all U,
+    (I + β (K Kᵀ ∘ D below its diagonal)) U = β (V − K S).
     """
     length, extra = v.shape[-2], -v.shape[-2] % CHUNK
     q, k = (pad(part.to(dtype), (0, 0, 0, extra)).unflatten(-2, (-1, CHUNK))[..., None, :, :, :] for part in (q, k))
@@ -317,12 +331,12 @@ def unit_inverse(lower: Tensor) -> Tensor:
 def _one_step(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The read-out after one step (…, heads, 1, p), and the new state (…, heads, n, p)."""
+    """The read-out after one step (…, heads, 1, p); the state (…, heads, n, p) is changed in place."""
     q, k = (part.float()[..., None, None, :] for part in (q, k))
     v = v.float()[..., None, :]
-    state = torch.exp(log_decay)[..., None, None] * state
+    state *= torch.exp(log_decay)[..., None, None]
     u = v if beta is None else beta[..., 0, None, None] * (v - k @ state)
-    state = state + k.mT * u
+    state.addcmul_(k.mT, u)
     return q @ state, state
 
 

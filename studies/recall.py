@@ -26,19 +26,20 @@ from banks import Trainer, arms, captured, repeated, schedule
 from command import spoken
 from compressm_lab.experiments.rows import count
 from compressm_lab.runs.measurement import Measurement, Row
-from memory_models import FAMILIES, Shape, forward, with_order
+from memory_models import FAMILIES, Shape, forward
 from side_by_side import Job, collected, device, main, rows_of
 
 _TRAINING, _VALIDATION, _TEST = 0, 1, 2  # parts of the data, none of which shares a generator with another
 _BLOCK = 50  # steps whose data are made at once
 _KEPT_EVERY = 10  # blocks
+_CUT = 15.0  # seconds that a cut may take
 
 
 @dataclass(frozen=True)
 class Plan:
     """The task, the models and their training."""
 
-    pairs: int = 12
+    pairs: int = 32
     symbols: int = 64  # of keys, and as many of values
     width: int = 64
     depth: int = 2
@@ -139,7 +140,9 @@ def train_from_scratch(plan: Plan, family: str, order: int, folder: Path, until:
     """Train all rates and seeds of one size as one bank; a row each."""
     members = [(rate, seed) for rate in plan.rates for seed in range(plan.seeds)]
     rates, seeds = [rate for rate, _ in members], [seed for _, seed in members]
-    trainer = Trainer(repeated(plan.shape(family, order), seeds, device()), plan.shape(family, order), predicted=plan.asked)
+    trainer = Trainer(
+        repeated(plan.shape(family, order), seeds, device()), plan.shape(family, order), predicted=plan.asked
+    )
     if not _trained(trainer, plan, seeds, rates, until, folder / f"{_name(family, order)}.pt"):
         return None
     found = [accuracies(trainer, plan, seeds, part) for part in (_VALIDATION, _TEST)]
@@ -191,14 +194,16 @@ def jobs(plan: Plan, families: tuple[str, ...] = FAMILIES) -> list[Job]:
     for rank in reversed(plan.ranks):
         for family in families:
             after = (_name(family, plan.order),)
-            for arm in arms(plan.shape(family, plan.order)):
-                found.append(Job(_name(family, rank, arm), train_cut, (plan, family, arm, rank), after))
+            found += [
+                Job(_name(family, rank, arm), train_cut, (plan, family, arm, rank), after, least=_CUT)
+                for arm in arms(plan.shape(family, plan.order))
+            ]
     return found
 
 
-def collect(plan: Plan, found: list[Job], folder: Path) -> Measurement:
+def collect(plan: Plan, found: list[Job], folder: Path) -> list[Measurement]:
     """One row a training that is done."""
-    return Measurement("recall", "Associative recall, cut in training", plan.seeds, collected(found, folder))
+    return [Measurement("recall", "Associative recall, cut in training", plan.seeds, collected(found, folder))]
 
 
 def _row(plan: Plan, family: str, arm: str, order: int, rank: int, seed: int, rate: float) -> Row:
@@ -219,7 +224,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--family", choices=FAMILIES, help="only this one")
 
 
-def _planned(given: argparse.Namespace) -> tuple[list[Job], Callable[[], Measurement]]:
+def _planned(given: argparse.Namespace) -> tuple[list[Job], Callable[[], list[Measurement]]]:
     named: dict[str, Any] = {name: getattr(given, name) for name in ("seeds", "steps", "pairs", "order")}
     plan = replace(QUICK if given.quick else Plan(), **{name: value for name, value in named.items() if value})
     found = jobs(plan, (given.family,) if given.family else FAMILIES)

@@ -26,8 +26,8 @@ from compressm_lab.runs.measurement import Measurement, Row
 class Job:
     """A function of a module, called as function(*given, folder, until); it returns rows, or None without the time.
 
-    `until` is a moment of `time.time()`. A job begins when those of `after` are done; one that is `alone` has the GPU for
-    itself.
+    `until` is a moment of `time.time()`. A job begins when those of `after` are done and `least` seconds are left; one
+    that is `alone` has the GPU for itself.
     """
 
     name: str
@@ -35,6 +35,11 @@ class Job:
     given: tuple[Any, ...] = ()
     after: tuple[str, ...] = ()
     alone: bool = False
+    least: float = 0.0
+
+    def is_ready(self, folder: Path, until: float) -> bool:
+        """True if it can begin."""
+        return time.time() + self.least < until and all(rows_of(name, folder) is not None for name in self.after)
 
 
 def rows_of(job: Job | str, folder: Path) -> list[Row] | None:
@@ -44,38 +49,40 @@ def rows_of(job: Job | str, folder: Path) -> list[Row] | None:
     return rows
 
 
-def work(jobs: Sequence[Job], folder: Path, processes: int, until: float, progress: Progress) -> None:
+def work(
+    jobs: Sequence[Job], folder: Path, processes: int, until: float, ended: Callable[[Job, float, str], None]
+) -> None:
     """Do the jobs in their order, as many at a time as there are processes; a failure stops what waits for it alone."""
     waiting = {job.name: job for job in jobs if rows_of(job, folder) is None}
     if processes == 1:
         for job in waiting.values():
-            if _is_ready(job, folder) and time.time() < until:
-                _report(job, *_run(job, folder, until), progress)
+            if job.is_ready(folder, until):
+                ended(job, *_run(job, folder, until))
         return
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=_prepare) as pool:
         running: dict[Future[tuple[float, str]], Job] = {}
         while waiting or running:
             for job in list(waiting.values()):
                 has_place = len(running) < processes and not any(one.alone for one in running.values())
-                if has_place and not (job.alone and running) and _is_ready(job, folder) and time.time() < until:
+                if has_place and not (job.alone and running) and job.is_ready(folder, until):
                     running[pool.submit(_run, waiting.pop(job.name), folder, until)] = job
             if not running:
                 return
             done, _ = wait(running, timeout=5, return_when=FIRST_COMPLETED)
             for future in done:
-                _report(running.pop(future), *future.result(), progress)
+                ended(running.pop(future), *future.result())
 
 
 def main(
-    plan: Callable[..., tuple[list[Job], Callable[[], Measurement]]],
+    plan: Callable[..., tuple[list[Job], Callable[[], list[Measurement]]]],
     add: Callable[[argparse.ArgumentParser], None],
     *,
     description: str,
     processes: int,
     progress: Progress,
     arguments: Sequence[str] | None = None,
-) -> Path | None:
-    """Do the jobs of a plan, as far as the time goes, and write OUT/NAME.json with the rows that are there."""
+) -> list[Path]:
+    """Do the jobs of a plan, as far as the time goes, and write the rows that are there to OUT/NAME.json."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, default=Path("out/studies"), help="folder of the result (%(default)s)")
     parser.add_argument("--minutes", type=float, default=600.0, help="end before so many minutes (%(default)s)")
@@ -88,17 +95,23 @@ def main(
     folder = given.out / "jobs"
     folder.mkdir(parents=True, exist_ok=True)
     _prepare()
-    work(jobs, folder, given.processes, began + 60 * given.minutes, progress)
+
+    def write() -> list[Path]:
+        return [one.write(given.out / f"{one.name}.json") for one in collect() if one.rows]
+
+    def ended(job: Job, seconds: float, said: str) -> None:
+        progress(f"{job.name}: {seconds:.0f} s{': ' + said if said else ''}")
+        write()
+
+    work(jobs, folder, given.processes, began + 60 * given.minutes, ended)
     left = [job.name for job in jobs if rows_of(job, folder) is None]
     if left:
         progress(f"not done: {', '.join(left)}; the same command goes on with them")
-    measurement = collect()
-    if not measurement.rows:
-        progress("no rows yet")
-        return None
-    path = measurement.write(given.out / f"{measurement.name}.json")
-    progress(f"result: {path} after {(time.time() - began) / 60:.1f} minutes; `compressm bench table {path}` shows it")
-    return path
+    paths = write()
+    for path in paths:
+        progress(f"result: {path}; `compressm bench table {path}` shows it")
+    progress(f"after {(time.time() - began) / 60:.1f} minutes")
+    return paths
 
 
 def collected(jobs: Sequence[Job], folder: Path) -> list[Row]:
@@ -122,10 +135,6 @@ def _file(name: str, folder: Path) -> Path:
     return folder / f"{name}.json"
 
 
-def _is_ready(job: Job, folder: Path) -> bool:
-    return all(rows_of(name, folder) is not None for name in job.after)
-
-
 def _run(job: Job, folder: Path, until: float) -> tuple[float, str]:
     """Do a job and keep its rows; returns its seconds, and what went wrong."""
     began, said = time.time(), ""
@@ -141,7 +150,3 @@ def _run(job: Job, folder: Path, until: float) -> tuple[float, str]:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return time.time() - began, said
-
-
-def _report(job: Job, seconds: float, said: str, progress: Progress) -> None:
-    progress(f"{job.name}: {seconds:.0f} s{': ' + said if said else ''}")

@@ -30,8 +30,8 @@ GHOST = Selected()
 class StrongRRQR(Form):
     """States chosen by a strong rank-revealing QR of all queries and keys (Nazari and Rusch, 2602.04852).
 
-    Columns of [queries; keys], both of unit mean square here, are pivoted; then a kept and a dropped one swap while that
-    makes the volume of the kept ones more than `factor` times larger, at most `swaps` times (Gu and Eisenstat 1996).
+    Columns of [queries; keys], both of unit mean square here, are pivoted; then a kept and a dropped one swap while
+    that makes the volume of the kept ones more than `factor` times larger, at most `swaps` times (Gu, Eisenstat 1996).
     """
 
     needs = Basis.SELECTED
@@ -80,7 +80,9 @@ def rivals(seed: int = 0) -> dict[str, dict[str, Any]]:
     }
 
 
-def strong_rrqr(gram: Float[Tensor, "n n"], order: int, factor: float = 1.5, swaps: int = 20) -> Int[Tensor, " {order}"]:
+def strong_rrqr(
+    gram: Float[Tensor, "n n"], order: int, factor: float = 1.5, swaps: int = 20
+) -> Int[Tensor, " {order}"]:
     """The columns that a strong rank-revealing QR of M keeps, from gram = Mᵀ M, in rising order.
 
     With kept columns I and dropped ones J, a swap of i and j multiplies the volume of I by ρ_ij, where
