@@ -242,14 +242,14 @@ class _Pass:
         u, window = self.convolved(self.linear(x, f"{path}.in_proj_qkv.weight"), k, state)
         q, k_, values = u.split([keys, keys, inner], dim=-1)
         q, k_ = (
-            self.mapped(_unit(part.unflatten(-1, (shape.groups, -1)).float()), k, name)
+            _unit(self.mapped(part.unflatten(-1, (shape.groups, -1)).float(), k, name))
             for part, name in ((q, "query"), (k_, "key"))
         )
         strength = torch.sigmoid(self.linear(x, f"{path}.in_proj_b.weight").float())
         step = softplus(self.linear(x, f"{path}.in_proj_a.weight").float() + self.wide(f"{path}.dt_bias"))
         decay = -torch.exp(self.wide(f"{path}.A_log")) * step
         values = values.unflatten(-1, (shape.heads, -1))
-        q = q / self.rows(k) ** 0.5
+        q = q / self.order(k) ** 0.5
         y, last = self.scanned(q, k_, values, decay, strength, None if state is None else state[k][1])
         y = _rms(y.float(), _EPS[shape.family]) * self.bank[f"{path}.norm.weight"][:, None, None, None]
         gate = self.linear(x, f"{path}.in_proj_z.weight").float()
