@@ -12,6 +12,7 @@ from typing import Any
 
 from compressm.adapters import Adapter, Basis, MemoryAdapter, SSMAdapter
 from compressm.adapters.base import adapters_by_kind
+from compressm.adapters.dense import DenseAdapter
 from compressm.adapters.mamba import REFUSED, REFUSED_ELSEWHERE
 from compressm_lab.reports.measurements import markdown
 from compressm_lab.runs.measurement import Measurement
@@ -50,7 +51,7 @@ def modules() -> str:
         package, name = path.partition(".")[0], path.rpartition(".")[2]
         if package not in _PACKAGES:  # an adapter of somebody else's
             continue
-        if isinstance(adapter, SSMAdapter):
+        if isinstance(adapter, SSMAdapter | DenseAdapter):
             forms, others = ["balanced, with a bound"], []
         else:
             known = _FORMS if isinstance(adapter, MemoryAdapter) else _METHODS

@@ -59,8 +59,8 @@ def test_a_norm_that_is_left_out_is_left_out_with_maps_too():
 def test_the_state_has_as_many_rows_as_the_order_and_the_convolution_keeps_all():
     model = mapped()
     cache = model(IDS, use_cache=True).cache_params
-    assert cache.get_recurrent_state(0).shape[-1] == 3
-    assert cache.get_conv_state(0).shape[1] == 32 + 2 * 2 * 8
+    assert cache.layers[0].recurrent_states[0].shape[-1] == 3
+    assert cache.layers[0].conv_states[0].shape[1] == 32 + 2 * 2 * 8
     mixer = mixers(model)["backbone.layers.0.mixer"]
     assert type(mixer).__name__ == "MappedMamba2Mixer"
     assert mixer.key_map.shape == mixer.query_map.shape == (2, 8, 3)

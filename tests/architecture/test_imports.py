@@ -16,7 +16,7 @@ ROOMS = {
         *("moved", "errors", "files", "control", "ops", "layers", "models", "adapters"),
         *("families", "compression", "saving", "running", "deploy", "exporting", "integrations", "cli"),
     ),
-    "compressm_lab": ("data", "runs", "baselines", "training", "experiments", "reports", "bench", "cli"),
+    "compressm_lab": ("data", "runs", "baselines", "rivals", "training", "experiments", "reports", "bench", "cli"),
 }
 # Not below one another, though they stand one after the other.
 STRANGERS = {("ops", "control"), ("layers", "control"), ("models", "control"), ("runs", "data"), ("control", "errors")}

@@ -13,7 +13,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from compressm_lab.reports import bench_tables, study_tables
+from compressm_lab.reports import bench_tables, memory_tables, study_tables
 from compressm_lab.reports.bench_tables import AXES, COSTS, PARTS, growth_axes, require_reduction, speedup_rows
 from compressm_lab.reports.grid import Grid
 from compressm_lab.reports.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, RED
@@ -373,7 +373,7 @@ def draw(measurement: Measurement, path: Path) -> Path:
     return path
 
 
-_GRIDS = bench_tables.GRIDS | study_tables.GRIDS
+_GRIDS = bench_tables.GRIDS | study_tables.GRIDS | memory_tables.GRIDS
 
 
 def grids(measurement: Measurement) -> list[Grid]:

@@ -27,12 +27,12 @@ def mean_of(rows: Iterable[Row], column: str) -> float:
     return fmean(float(row[column]) for row in rows)
 
 
-def _require(measurement: Measurement, name: str, needed: Iterable[str], *words: str) -> None:
+def require(measurement: Measurement, name: str, needed: Iterable[str], *words: str) -> None:
     """Refuse what is not a result of the study of this name, with these columns."""
     measurement.require(name, needed=needed, words=words, command=f"python studies/{name}.py")
 
 
-def _spread(values: Iterable[float], digits: int = 3) -> str:
+def spread(values: Iterable[float], digits: int = 3) -> str:
     """Mean ± standard deviation; no ± for one seed."""
     found = list(values)
     centre = f"{fmean(found):.{digits}f}"
@@ -41,13 +41,13 @@ def _spread(values: Iterable[float], digits: int = 3) -> str:
 
 def _once_a_seed(rows: Iterable[Row], column: str) -> str:
     """Mean ± standard deviation of a column that repeats in all rows of a seed."""
-    return _spread({row["seed"]: float(row[column]) for row in rows}.values())
+    return spread({row["seed"]: float(row[column]) for row in rows}.values())
 
 
 def one_shot_grids(measurement: Measurement) -> list[Grid]:
     """Accuracy right after a cut: a table a model, a row an order, a column for each way to cut."""
     needed = ("setting", "seed", "way", "order", "rank", "accuracy", "full_accuracy")
-    _require(measurement, "one_shot", needed, "setting", "way", "device")
+    require(measurement, "one_shot", needed, "setting", "way", "device")
     grids = []
     for setting, rows in by("setting", measurement.rows).items():
         names = list(by("way", rows))
@@ -57,7 +57,7 @@ def one_shot_grids(measurement: Measurement) -> list[Grid]:
             at[str(row["way"])].append(float(row["accuracy"]))
         whole = _once_a_seed(rows, "full_accuracy")
         caption = f"test accuracy over {measurement.repeats} seeds; before the cut {whole}"
-        lines = tuple((sizes, *(_spread(values) for values in at.values())) for sizes, at in cells.items())
+        lines = tuple((sizes, *(spread(values) for values in at.values())) for sizes, at in cells.items())
         grids.append(Grid(setting.capitalize(), ("n → r", *names), lines, caption))
     return grids
 
@@ -66,7 +66,7 @@ def deploy_grids(measurement: Measurement) -> list[Grid]:
     """A token in other runtimes, before and after a cut, a row a runtime."""
     pairs = ("difference", "bytes", "seconds")
     needed = ("model", "runtime", "order", "rank", *pairs, *(f"{name}_cut" for name in pairs))
-    _require(measurement, "deploy", needed, "model", "runtime", "device")
+    require(measurement, "deploy", needed, "model", "runtime", "device")
 
     def change(name: str, show: Callable[[float], str]) -> Callable[[Row], str]:
         return lambda row: f"{show(float(row[name]))} → {show(float(row[f'{name}_cut']))}"
@@ -87,7 +87,7 @@ def deploy_grids(measurement: Measurement) -> list[Grid]:
 def hidden_system_grids(measurement: Measurement) -> list[Grid]:
     """Orders and errors of hidden systems that were found, a row a seed."""
     needed = ("seed", "hidden", "states", "found", "tail", "error", "error_cut", "error_more")
-    _require(measurement, "hidden_system", needed, "device")
+    require(measurement, "hidden_system", needed, "device")
     columns = [
         column("seed"),
         column("hidden order", "hidden"),
@@ -104,7 +104,7 @@ def hidden_system_grids(measurement: Measurement) -> list[Grid]:
 def error_bound_floor_grids(measurement: Measurement) -> list[Grid]:
     """Violations of error bounds, by the distance of the slowest pole from the unit circle."""
     needed = ("cuts", "violations_of_the_tail", "violations", "largest_share", "largest_floors")
-    _require(measurement, "error_bound_floor", needed, "systems", "form", "device")
+    require(measurement, "error_bound_floor", needed, "systems", "form", "device")
     columns = [
         column("systems"),
         column("cuts"),
@@ -155,7 +155,7 @@ def loss_continuity_grids(measurement: Measurement) -> list[Grid]:
     columns: list[tuple[str, Callable[[tuple[str, Continuity]], str]]] = [
         ("way", lambda item: item[0]),
         ("n → r", lambda item: f"{item[1].states:.0f} → {item[1].kept:.0f}"),
-        ("loss", lambda item: _spread(item[1].losses)),
+        ("loss", lambda item: spread(item[1].losses)),
         ("over the same batches uncut", lambda item: f"{round(item[1].paired, 3) + 0:+.3f}"),
         ("farthest from the uncut mean", lambda item: f"{item[1].distance:.2f} sd"),
     ]
@@ -166,7 +166,7 @@ def loss_continuity_grids(measurement: Measurement) -> list[Grid]:
 def require_curves(measurement: Measurement) -> dict[str, list[Row]]:
     """The rows of every way, one a seed, with all columns of a loss around a cut; the same seeds, two at least."""
     needed = ("way", "seed", "states", "kept", *(f"{k:+d}" for k in range(WINDOW + 1)))
-    _require(measurement, "loss_continuity", needed, "way", "device")
+    require(measurement, "loss_continuity", needed, "way", "device")
     ways = by("way", measurement.rows)
     seeds = {way: [row["seed"] for row in rows] for way, rows in ways.items()}
     if "uncut" not in seeds or len(seeds["uncut"]) < 2:
@@ -180,7 +180,7 @@ def imdb_mamba_grids(measurement: Measurement) -> list[Grid]:
     """Mamba on IMDB, a row a variant: sizes and times in the mean over seeds, accuracies of each."""
     sizes = ("initial_order", "order", "channel_order", "complex_layers", "numbers")
     needed = ("variant", "seed", "steps", *sizes, "best", "last", "steps_s", "seconds", "cuts_s", "step_s")
-    _require(measurement, "imdb_mamba", needed, "variant")
+    require(measurement, "imdb_mamba", needed, "variant")
     groups = by("variant", measurement.rows)
     whole, all_three = groups.get(_WHOLE), ("steps_s", "cuts_s", "recording_s")
     columns: list[_Column] = [
@@ -233,7 +233,7 @@ def selective_cuts_grids(measurement: Measurement) -> list[Grid]:
     """Three tables a model: the change of outputs, accuracy right after the cut, and later; one row a way."""
     values = ("error", "accuracy", "accuracy_later", "full_accuracy", "full_later")
     needed = ("setting", "seed", "way", "order", "rank", "more", *values)
-    _require(measurement, "selective_cuts", needed, "setting", "way", "device")
+    require(measurement, "selective_cuts", needed, "setting", "way", "device")
     tables = []
     for setting, rows in by("setting", measurement.rows).items():
         whole, later = (_once_a_seed(rows, column) for column in ("full_accuracy", "full_later"))
@@ -249,7 +249,7 @@ def selective_cuts_grids(measurement: Measurement) -> list[Grid]:
 def lti_newcomers_grids(measurement: Measurement) -> list[Grid]:
     """A table a system: relative errors of its cuts; one row a way."""
     needed = ("setting", "seed", "way", "order", "rank", "error")
-    _require(measurement, "lti_newcomers", needed, "setting", "way", "device")
+    require(measurement, "lti_newcomers", needed, "setting", "way", "device")
     seeds = f"{measurement.repeats} seeds"
     return [
         _by_way(rows, "error", f"{setting[0].upper()}{setting[1:]}: relative error", seeds)
@@ -263,7 +263,7 @@ def _by_way(rows: list[Row], column: str, title: str, caption: str) -> Grid:
     lines = []
     for way, own in by("way", rows).items():
         cells = [[float(row[column]) for row in own if row["rank"] == rank] for rank in ranks]
-        said = (_spread(cell) if len(cell) == seeds else f"refused {seeds - len(cell)}×" for cell in cells)
+        said = (spread(cell) if len(cell) == seeds else f"refused {seeds - len(cell)}×" for cell in cells)
         lines.append((way, *said))
     return Grid(title, ("way", *(f"{rows[0]['order']} → {rank}" for rank in ranks)), tuple(lines), caption)
 
@@ -275,7 +275,7 @@ REFERENCE = {256: 93.35, 28: 89.5}
 def setting_grids(measurement: Measurement) -> list[Grid]:
     """Accuracies without compression, a row a variant and order: the mean of the last two evaluations."""
     needed = ("variant", "order", "seed", "steps", "before", "last", "seconds")
-    _require(measurement, "smnist_settings", needed, "variant")
+    require(measurement, "smnist_settings", needed, "variant")
     groups = grouped(measurement.rows, lambda row: (str(row["variant"]), int(row["order"])))
     heads = ("what differs", "n", "each seed", "mean", "the paper's own code")
     lines = []
@@ -417,8 +417,8 @@ def demo_grids(measurement: Measurement) -> list[Grid]:
     columns: list[_Column] = [
         ("model", lambda rows: str(rows[0]["model"])),
         ("states", _orders),
-        ("accuracy, %", lambda rows: _spread((float(row["accuracy"]) for row in rows), 1)),
-        ("seconds", lambda rows: _spread((float(row["seconds"]) for row in rows), 1)),
+        ("accuracy, %", lambda rows: spread((float(row["accuracy"]) for row in rows), 1)),
+        ("seconds", lambda rows: spread((float(row["seconds"]) for row in rows), 1)),
         ("speed-up", lambda rows: f"{slowest / mean_of(rows, 'seconds'):.2f}"),
         ("bound of each cut", _bounds),
     ]
@@ -457,7 +457,7 @@ def demo_says(measurement: Measurement) -> list[str]:
 def kills_grids(measurement: Measurement) -> list[Grid]:
     """Trainings that were killed and resumed: a row a guard, with the phases in which the kills came."""
     needed = ("training", "guard", "kill", "phase", "same", "differs")
-    _require(measurement, "kills", needed, "guard", "phase", "differs", "device")
+    require(measurement, "kills", needed, "guard", "phase", "differs", "device")
 
     def same(rows: list[Row]) -> str:
         ends = {row["training"]: row["same"] for row in rows}

@@ -43,7 +43,7 @@ class MappedMamba2(MappedForward):
         u = _without_padding(x, mask)
         projected = mixer.in_proj(u * getattr(mixer, "ssm_in_multiplier", 1)) * getattr(mixer, "mup_vector", 1)
         gate, u, step = torch.split(projected, [mixer.intermediate_size, mixer.conv_dim, mixer.num_heads], dim=-1)
-        state = None if cache is None else cache.get_recurrent_state(mixer.layer_idx)
+        state = _last_state(cache, mixer.layer_idx)
         u = _without_padding(_convolved(mixer, u, mixer.act, cache), mask)
         inner, per_group = mixer.intermediate_size, (mixer.conv_dim - mixer.intermediate_size) // 2
         values, B, C = torch.split(u, [inner, per_group, per_group], dim=-1)
@@ -61,7 +61,7 @@ class MappedDeltaNet(MappedForward):
         given = _without_padding(x, mask)
         u, gate = adapter.inputs(mixer, given)
         strength, step = adapter.gates(mixer, given)
-        state = None if cache is None else cache.get_recurrent_state(mixer.layer_idx)
+        state = _last_state(cache, mixer.layer_idx)
         u = _convolved(mixer, u, silu, cache)
         queries, keys, values = torch.split(u, [mixer.key_dim, mixer.key_dim, mixer.value_dim], dim=-1)
         keys, queries = _through_maps(mixer, keys, queries, mixer.num_k_heads)
@@ -139,6 +139,14 @@ def _through_maps(mixer: Any, keys: Tensor, queries: Tensor, bank: int) -> tuple
         for part, matrix in ((keys, mixer.key_map), (queries, mixer.query_map))
     )
     return keys, queries
+
+
+def _last_state(cache: Any, layer: int) -> Tensor | None:
+    """The state after the steps before; caches of transformers 5.17 have no method for it."""
+    if cache is None or not cache.has_previous_state(layer):
+        return None
+    found: Tensor = cache.layers[layer].recurrent_states[0]
+    return found
 
 
 def _convolved(mixer: Any, u: Tensor, activation: Callable[[Tensor], Tensor], cache: Any) -> Tensor:
