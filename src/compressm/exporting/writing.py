@@ -6,6 +6,7 @@ import copy
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
@@ -79,6 +80,14 @@ def export(
     return write(model, path, what=what, format=format, example=example, check=check)
 
 
+@contextmanager
+def _plainly() -> Iterator[None]:
+    """Leave out the caller's default device and autocast: neither is that of the file."""
+    with torch.device("cpu"), torch.autocast("cpu", enabled=False):
+        yield
+
+
+@_plainly()
 def write(
     model: nn.Module,
     path: str | os.PathLike[str],
@@ -90,20 +99,6 @@ def write(
     **facts: str,
 ) -> Exported:
     """Do as `export`, with more facts for the metadata, such as the commit of a run."""
-    # Neither the default device nor autocast of the caller is that of the file.
-    with torch.device("cpu"), torch.autocast("cpu", enabled=False):
-        return _written(model, path, what, format, example, check, facts)
-
-
-def _written(
-    model: nn.Module,
-    path: str | os.PathLike[str],
-    what: str,
-    format: Format | None,
-    example: Tensor | None,
-    check: int,
-    facts: dict[str, str],
-) -> Exported:
     inner, target = require_exportable(model), as_path(path)
     if what not in ("step", "forward"):
         near = did_you_mean(what, ("step", "forward"))
