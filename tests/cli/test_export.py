@@ -33,7 +33,7 @@ def test_a_saved_model_is_exported_and_the_check_is_shown(model, tmp_path):
     assert TorchExport().load(tmp_path / "new" / "step.pt2").metadata["what"] == "step"
 
 
-def test_the_commit_of_a_run_is_in_the_file(model, tmp_path, monkeypatch):
+def test_the_commit_of_a_run_is_in_the_file_also_after_cuts(model, tmp_path, monkeypatch):
     monkeypatch.setenv("COMPRESSM_COMMIT", "0123abc")
     recipe = {
         "name": "tiny",
@@ -48,6 +48,15 @@ def test_the_commit_of_a_run_is_in_the_file(model, tmp_path, monkeypatch):
     done = run(str(folder), str(tmp_path / "run.pt2"), "--check", "3")
     assert done.exit_code == 0, done.output
     assert TorchExport().load(tmp_path / "run.pt2").metadata["commit"] == "0123abc"
+    monkeypatch.setenv("COMPRESSM_COMMIT", "another")
+    given = str(folder)
+    for order, out in ((2, tmp_path / "small"), (1, tmp_path / "smaller.safetensors")):
+        cut = CliRunner().invoke(app, ["compress", given, "--order", str(order), "--out", str(out)])
+        assert cut.exit_code == 0, cut.output
+        assert run(str(out), str(tmp_path / "small.pt2"), "--check", "3").exit_code == 0
+        metadata = TorchExport().load(tmp_path / "small.pt2").metadata
+        assert (metadata["commit"], metadata["orders"]) == ("0123abc", {"blocks.0.ssm": order})
+        given = str(out)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +67,7 @@ def test_the_commit_of_a_run_is_in_the_file(model, tmp_path, monkeypatch):
         ("a.pt2", ["--what", "steps"], "'steps' is not one of 'step', 'forward'"),
         ("a.pt2", ["--opset", "18"], "--opset is not for .pt2 files"),
         ("a.onnx", ["--aot"], "--aot is not for .onnx files"),
+        ("a.PT2", ["--aot", "--opset", "18"], "--opset is not for .PT2 files"),
         ("a.onnx", ["--backend", "xnnpack"], "--backend is not for .onnx files"),
         ("a.onnx", ["--opset", "3"], "opset is 3, expected at least 18"),
         ("a.pte", ["--what", "forward"], "ExecuTorch takes 'step' only"),

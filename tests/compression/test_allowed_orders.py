@@ -187,6 +187,14 @@ def test_a_runtime_rounds_the_orders_of_its_layers_and_makes_them_equal():
     assert orders_of(model)[0] in (2, 4, 8, 16)
 
 
+@pytest.mark.parametrize("runtime", [deploy.CANDLE, deploy.LLAMA_CPP_CUDA], ids=repr)
+def test_a_model_that_is_too_small_for_a_runtime_stays_as_it_is_and_the_warning_says_what_fills_it_up(runtime):
+    model = model_of(Mamba, order=12)
+    with pytest.warns(UserWarning, match=r"12 states, allowed: 16; .* fill layers up with zero states by pad_orders_"):
+        cs.compress_(model, keep=cs.TargetOrder(5), calibrate=lambda model: model(X), round_to=runtime)
+    assert orders_of(model) == [12, 12]
+
+
 def test_a_runtime_without_such_layers_is_refused_by_name():
     with pytest.raises(CompressionError, match=r"blocks\.0\.ssm, blocks\.1\.ssm: llama.cpp \(CUDA\) runs Mamba-1"):
         cs.compress_(model_of(), keep=cs.TargetOrder(4), round_to=deploy.LLAMA_CPP_CUDA)

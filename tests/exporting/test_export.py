@@ -3,8 +3,11 @@
 import itertools
 import json
 import shutil
+import subprocess
 import sys
+import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -88,10 +91,27 @@ def test_maps_of_a_cut_run_in_all_runtimes(runtime, tmp_path):
     )
 
 
+@compiles
 @pytest.mark.slow
-@pytest.mark.parametrize("runtime", ["portable", "AOTInductor"])
-def test_bfloat16_runs_where_the_runtime_can(runtime, tmp_path):
-    assert 1e-4 < exported(build("Mamba", "language").bfloat16(), tmp_path, RUNTIMES[runtime]).difference < 5e-2
+@pytest.mark.parametrize("layer", LAYERS)
+def test_forward_passes_of_all_layers_run_in_aotinductor(layer, tmp_path):
+    done = exported(build(layer, "language", cut=cs.Baked()), tmp_path, AOTInductor(), what="forward", check=64)
+    assert done.difference < 5e-6
+
+
+@compiles
+@pytest.mark.slow
+@pytest.mark.parametrize("runtime", ["torch.export", "portable", "xnnpack", "AOTInductor"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_bfloat16_runs_where_the_runtime_can(layer, runtime, tmp_path):
+    assert 1e-4 < exported(build(layer, "language").bfloat16(), tmp_path, RUNTIMES[runtime]).difference < 5e-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", LAYERS)
+def test_forward_passes_run_in_bfloat16(layer, tmp_path):
+    done = exported(build(layer, "classifier").bfloat16(), tmp_path, TorchExport(), what="forward")
+    assert 1e-4 < done.difference < 5e-2
 
 
 def test_bfloat16_keeps_the_weights_and_not_the_state_in_half_precision(tmp_path):
@@ -110,6 +130,27 @@ def test_a_runtime_that_cannot_run_a_file_gives_its_own_reason(tmp_path):
 
 def test_float64_is_exported_as_it_is(tmp_path):
     assert exported(build("LRU", "classifier", depth=1).double(), tmp_path, TorchExport()).difference < 1e-12
+
+
+def test_of_several_dtypes_the_widest_is_that_of_the_file(tmp_path):
+    model = build("LRU", "language")
+    model.encoder.bfloat16()
+    done = exported(model, tmp_path, TorchExport())
+    assert (done.metadata["dtype"], done.tolerance) == ("float32", 1e-4)
+    assert done.difference < 5e-6
+
+
+def test_parameters_that_are_no_floats_are_refused_by_name(tmp_path):
+    model = build("LRU", "language", tied=False)
+    model.head.weight = torch.nn.Parameter(model.head.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(ExportError, match=r"head\.weight is torch\.float8_e4m3fn on cpu, expected floats"):
+        cs.export(model, tmp_path / "model.pt2")
+
+
+def test_the_file_has_neither_the_default_device_nor_the_autocast_of_the_caller(tmp_path):
+    model = build("LRU", "classifier", depth=1)
+    with torch.device("meta"), torch.autocast("cpu", torch.bfloat16):
+        assert exported(model, tmp_path, TorchExport()).difference < 5e-6
 
 
 def test_a_file_says_what_it_is(tmp_path):
@@ -159,6 +200,21 @@ def test_a_file_that_differs_is_not_kept(tmp_path):
     assert list(tmp_path.iterdir()) == [kept]
 
 
+def test_a_model_that_is_not_finite_itself_is_said_to_be(tmp_path):
+    model = build("LRU", "classifier", depth=1)
+    model.blocks[0].norm.running_var[0] = torch.nan
+    with pytest.raises(ExportError, match=r"y of the SequenceClassifier itself is not finite.* such as running_var"):
+        cs.export(model, tmp_path / "model.pt2", check=2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_cannot_be_copied_is_refused(tmp_path):
+    model = build("LRU", "classifier", depth=1)
+    model.lock = threading.Lock()
+    with pytest.raises(ExportError, match="the SequenceClassifier cannot be copied: TypeError: cannot pickle"):
+        cs.export(model, tmp_path / "model.pt2")
+
+
 def test_a_small_state_that_differs_is_not_hidden_by_a_large_one(tmp_path):
     model = build("LRU", "classifier")
     case = Case(model, "step", None, 8)
@@ -170,7 +226,7 @@ def test_a_small_state_that_differs_is_not_hidden_by_a_large_one(tmp_path):
         return y, state
 
     with torch.no_grad():
-        assert case.difference(Loaded(run, {}), TorchExport()) > 5e-4
+        assert case.difference(Loaded(run, case.metadata()), TorchExport()) > 5e-4
 
 
 def test_examples_are_what_the_check_reads(tmp_path):
@@ -193,6 +249,7 @@ def test_examples_are_what_the_check_reads(tmp_path):
         ("model.pte", {"what": "forward"}, "ExecuTorch takes 'step' only"),
         ("model.pt2", {"check": 0}, "check is 0, expected an integer of at least 1"),
         ("model.pt2", {"check": True}, "check is True"),
+        ("model.pt2", {"check": 131_073, "what": "forward"}, "check is 131073, expected at most 131072"),
         ("model.pt2", {"example": 3}, r"example is int, expected a tensor of \(batch, length, 2\) numbers"),
         ("model.pt2", {"example": torch.zeros(2, 3, dtype=torch.int64)}, "example is torch.int64"),
         (
@@ -200,6 +257,8 @@ def test_examples_are_what_the_check_reads(tmp_path):
             {"example": torch.zeros(2, 3, 4)},
             r"example has shape \(2, 3, 4\), expected \(batch, length, 2\)",
         ),
+        ("model.pt2", {"example": torch.zeros(2, 3, 2).to_sparse()}, "example is .*, torch.sparse_coo on cpu"),
+        ("model.pt2", {"example": torch.zeros(2, 3, 2, device="meta")}, "torch.strided on meta, expected a tensor of"),
         ("folder.pt2", {}, "is a folder, expected a file"),
     ],
 )
@@ -222,6 +281,11 @@ def test_bad_options_are_refused_before_anything_is_written(name, options, says,
 def test_bad_formats_are_refused(make, says):
     with pytest.raises((ExportError, SequenceError), match=says):
         make()
+
+
+def test_tokens_are_no_complex_numbers(tmp_path):
+    with pytest.raises(ExportError, match=r"example is torch.complex64, expected a tensor of \(batch, length\) tokens"):
+        cs.export(build("LRU", "language"), tmp_path / "model.pt2", example=torch.ones(2, 3) + 0j)
 
 
 def test_tokens_of_an_example_are_within_the_vocabulary(tmp_path):
@@ -270,6 +334,71 @@ def test_a_file_that_lost_its_end_is_refused_when_it_is_loaded(format, tmp_path)
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ExportError, match="does not load in"):
         format.load(path)
+
+
+@compiles
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_full_disk_ends_no_process_that_compiles(tmp_path):
+    (tmp_path / "full.pt2").symlink_to("/dev/full")
+    script = f"""
+from pathlib import Path
+from compressm.exporting import AOTInductor
+from compressm.exporting.writing import Case
+from compressm.layers import LRU
+case = Case(LRU(4, 3), "step", None, 2)
+try:
+    AOTInductor().write(case.program(AOTInductor()), case.names, Path({str(tmp_path / "full.pt2")!r}), "{{}}")
+except OSError as error:
+    print(error.strerror)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "No space left on device\n"), done.stderr[-2000:]
+
+
+@compiles
+@pytest.mark.slow
+def test_compiled_code_reads_no_other_memory_than_that_of_its_inputs(tmp_path):
+    model = build("LRU", "language").eval()
+    loaded = AOTInductor().load(cs.export(model, tmp_path / "MODEL.PT2", format=AOTInductor(), check=4).path)
+    tokens, state = torch.arange(3), torch.randn(loaded.metadata["state_size"], 3).T
+    for given, expected in zip(loaded(tokens, state), loaded(tokens, state.contiguous()), strict=True):
+        torch.testing.assert_close(given, expected, rtol=0, atol=0)
+    with pytest.raises(ExportError, match=r"state is torch.float32 of shape \(3, 5\).* on cpu, expected"):
+        loaded(tokens, torch.zeros(3, 5))
+
+
+STATE = torch.zeros(2, 10)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "says"),
+    [
+        ((torch.zeros(2, dtype=torch.int64),), r"the inputs are \(Tensor\), expected the tensors x and state"),
+        (([0, 1], STATE), r"the inputs are \(list, Tensor\)"),
+        ((torch.zeros(2), STATE), r"x is torch.float32 of shape \(2,\) on cpu, expected torch.int64 of shape \(2,\)"),
+        ((torch.zeros(2, 1, dtype=torch.int64), STATE), r"x is torch.int64 of shape \(2, 1\)"),
+        ((torch.tensor(0), STATE), r"expected torch.int64 of shape \(batch,\)"),
+        ((torch.zeros(3, dtype=torch.int64), STATE), r"state is .* \(2, 10\) on cpu, expected .* \(3, 10\)"),
+        ((torch.zeros(2, dtype=torch.int64), STATE.double()), r"state is torch.float64"),
+        ((torch.zeros(2, dtype=torch.int64), STATE.to("meta")), r"\(2, 10\) on meta, expected .* on the CPU"),
+    ],
+)
+def test_inputs_that_a_runtime_would_misread_are_refused(inputs, says, tmp_path):
+    loaded = Loaded(list, Case(build("LRU", "language", depth=1), "step", None, 2).metadata())
+    with pytest.raises(ExportError, match=says):
+        loaded(*inputs)
+
+
+@pytest.mark.parametrize("towers", [1, 2])
+def test_lengths_are_one_for_each_sequence(towers):
+    model = SequenceClassifier(LRU, depth=1, width=4, order=3, inputs=INPUTS, classes=2, towers=towers)
+    loaded = Loaded(list, Case(model, "forward", None, 2).metadata())
+    shape = (3,) if towers == 1 else (3, 2)
+    assert len(loaded(torch.zeros(*shape, 7, INPUTS), torch.ones(shape, dtype=torch.int64))) == 2
+    for lengths in (torch.ones(shape), torch.ones(3, 3, dtype=torch.int64), torch.ones(4, *shape[1:])):
+        with pytest.raises(ExportError, match="lengths is"):
+            loaded(torch.zeros(*shape, 7, INPUTS), lengths)
 
 
 def test_a_single_layer_is_a_model_too(tmp_path):

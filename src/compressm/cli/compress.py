@@ -22,9 +22,10 @@ from compressm.cli.options import (
     require_writable,
 )
 from compressm.cli.saved import SavedModel, open_saved
-from compressm.compression import Budget, EnergyTolerance, ErrorBound, KeepFraction, TargetOrder, compress_, save_model
+from compressm.compression import Budget, EnergyTolerance, ErrorBound, KeepFraction, TargetOrder, compress_
 from compressm.compression.policies import Policy
 from compressm.errors import CompressionError, SavingError
+from compressm.saving.models import write_model
 
 BytesOption = Annotated[
     int | None, typer.Option(parser=integer, metavar="INTEGER", help="Bytes of a stream's states, for one sequence.")
@@ -92,7 +93,7 @@ def command(
     elif missing:
         say(f"not tested: {missing}")
     try:
-        save_model(saved.model, out)
+        write_model(saved.model, out, commit=saved.commit)
     except SavingError as error:
         if out.is_dir() and not any(out.iterdir()):
             out.rmdir()

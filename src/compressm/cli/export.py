@@ -60,7 +60,7 @@ def command(
 
 def _format(path: Path, given: dict[str, object]) -> Format:
     """The format of the path, with the options that are given; those of other formats are refused."""
-    found = format_for(path, AOTInductor() if "aot" in given and path.suffix == AOTInductor.SUFFIX else None)
+    found = format_for(path, AOTInductor() if "aot" in given and path.suffix.lower() == AOTInductor.SUFFIX else None)
     known = {AOTInductor: {"aot"}, ONNX: {"opset"}, ExecuTorch: {"backend", "batch"}}.get(type(found), set())
     if odd := [name for name in given if name not in known]:
         raise ExportError(f"--{odd[0]} is not for {path.suffix} files: leave it out")

@@ -16,7 +16,7 @@ from compressm.compression import SelectiveMethod, load_model
 from compressm.errors import SavingError
 from compressm.families import family_of
 from compressm.families.selective.methods import default_method
-from compressm.saving.models import is_pretrained
+from compressm.saving.models import commit_of, is_pretrained
 
 
 @final
@@ -74,7 +74,8 @@ def open_saved(path: Path, *, with_data: bool, data: Path | None, offline: bool)
             importlib.import_module("transformers")
         except ModuleNotFoundError:
             raise SavingError(f"{path} is a folder of transformers: pip install 'compressm[huggingface]'") from None
-    return SavedModel(load_model(path).eval())
+        return SavedModel(load_model(path).eval())
+    return SavedModel(load_model(path).eval(), commit=commit_of(path))
 
 
 def _open_run(path: Path, *, with_data: bool, data: Path | None, offline: bool) -> SavedModel:

@@ -46,6 +46,7 @@ from compressm.errors import AdapterError, CompressionError, warn_caller
 from compressm.families import Family, Layer, PlannedCut, family_of, read_layer
 from compressm.families.base import Change
 from compressm.families.choices import (
+    AllowedOrders,
     Choices,
     Gramian,
     Largest,
@@ -375,7 +376,7 @@ def allowed_in(layers: Mapping[str, Layer], options: Options) -> LayerOrders:
 def unfit(layers: Mapping[str, Layer], chosen: ChosenCuts, options: Options) -> str:
     """The text of a warning about orders that `round_to` does not allow, or that `uniform` does not; else empty."""
     orders = {name: chosen.order(layer) for name, layer in layers.items()}
-    rules = orders_by_name(allowed_in(layers, options), orders)
+    rules = orders_by_name(allowed := allowed_in(layers, options), orders)
     odd = [name for name, n in orders.items() if rules[name].fills_up and not rules[name].allows(n)]
     said = [f"{layers[name].said} has {orders[name]} states, allowed: {rules[name]}" for name in odd]
     if options.uniform and len(set(orders.values())) > 1:
@@ -383,17 +384,17 @@ def unfit(layers: Mapping[str, Layer], chosen: ChosenCuts, options: Options) -> 
     if not said:
         return ""
     return (
-        f"{'; '.join(said)}. {_why_unfit({name: layers[name].order for name in odd}, options)}, or fill layers up with"
-        " zero states by pad_orders_(model, order), which changes no output"
+        f"{'; '.join(said)}. {_why_unfit({name: layers[name].order for name in odd}, options, allowed)}, or fill layers"
+        " up with zero states by pad_orders_(model, order), which changes no output"
     )
 
 
-def _why_unfit(orders: Mapping[str, int], options: Options) -> str:
+def _why_unfit(orders: Mapping[str, int], options: Options, allowed: AllowedOrders) -> str:
     """What kept layers of these orders from an allowed one, and what to do."""
     held: dict[str, object] = {}
     for name, n in orders.items():
         own = options.overrides and restricted(options.overrides, [name])
-        held |= obstacles({name: n}, options.keep, own, options.gate, options.round_to, options.at_least)
+        held |= obstacles({name: n}, options.keep, own, options.gate, allowed, options.at_least)
     if held.keys() <= {"keep", "round_to"} and held.keys() != {"round_to"}:
         return "The policy kept more than the next allowed order: choose a smaller one by keep, such as TargetOrder(n)"
     values = [name if name in ("keep", "round_to") else f"{name}={value}" for name, value in held.items()]

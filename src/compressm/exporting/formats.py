@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any, ClassVar, Literal, final
+from typing import Any, ClassVar, Literal, cast, final
 
 import torch
 from torch import Tensor
@@ -26,6 +26,15 @@ _KEY = "compressm"  # under which metadata are stored
 _LARGEST = 2**31  # bytes of a protocol buffer
 
 
+def _require_input(name: str, value: Tensor, shape: Sequence[int | str], dtype: str) -> None:
+    fits = all(isinstance(size, str) or size == found for size, found in zip(shape, value.shape, strict=False))
+    if value.ndim != len(shape) or not fits or value.dtype != getattr(torch, dtype) or value.device.type != "cpu":
+        raise ExportError(
+            f"{name} is {value.dtype} of shape {tuple(value.shape)} on {value.device}, expected torch.{dtype} of shape"
+            f" ({', '.join(map(str, shape))}{',' * (len(shape) == 1)}) on the CPU"
+        )
+
+
 @dataclass(frozen=True)
 class Loaded:
     """An exported file in its runtime: a call takes the inputs and gives the outputs, as tensors."""
@@ -34,7 +43,29 @@ class Loaded:
     metadata: Mapping[str, Any]
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(self.run([value.detach() for value in inputs]))
+        self._require(inputs)
+        # Compiled code takes the memory of its inputs as contiguous, whatever they are.
+        return tuple(self.run([value.detach().contiguous() for value in inputs]))
+
+    def _require(self, inputs: Sequence[object]) -> None:
+        """Refuse what runtimes misread: onnxruntime broadcasts other batches, compiled code reads other memory."""
+        names = self.metadata["inputs"]
+        if len(inputs) != len(names) or not all(isinstance(value, Tensor) for value in inputs):
+            got = ", ".join(type(value).__name__ for value in inputs)
+            raise ExportError(f"the inputs are ({got}), expected the tensors {' and '.join(names)}")
+        x, other = cast(tuple[Tensor, Tensor], inputs)
+        batch, pairs = "batch" if not x.ndim else x.shape[0], "state_size" not in self.metadata
+        numbers, channels = self.metadata["state_dtype"], self.metadata.get("channels")
+        inner: tuple[int, ...] = () if channels is None else (channels,)
+        axes: tuple[int | str, ...]
+        size: tuple[int | str, ...]
+        if names[1] == "state":
+            axes, size, kind = (batch,), (batch, self.metadata["state_size"]), numbers
+        else:
+            axes = (batch, *((2,) if pairs else ()), "length")
+            size, kind = axes[:-1], "int64"
+        _require_input("x", x, (*axes, *inner), "int64" if channels is None else numbers)
+        _require_input(names[1], other, size, kind)
 
 
 class Format(ABC):
@@ -64,7 +95,8 @@ class Format(ABC):
         if not isinstance(path, str | os.PathLike) or not Path(path).is_file():
             raise ExportError(f"{str(path)!r:.200} is not a file, expected one that cs.export wrote ({self.SUFFIX})")
         try:
-            return self.loaded(Path(path))
+            with quietly():
+                return self.loaded(Path(path))
         except ModuleNotFoundError:
             self.require()
             raise
@@ -99,7 +131,7 @@ class TorchExport(Format):
     SUFFIX = ".pt2"
 
     def write(self, program: ExportedProgram, names: tuple[list[str], list[str]], path: Path, metadata: str) -> None:
-        # torch ends the process if it cannot write a file to its end.
+        # Into memory first: torch ends the process if it cannot write a file to its end.
         torch.export.save(program, buffer := BytesIO(), extra_files={f"{_KEY}.json": metadata})
         path.write_bytes(buffer.getbuffer())
 
@@ -118,8 +150,12 @@ class AOTInductor(Format):
 
     def write(self, program: ExportedProgram, names: tuple[list[str], list[str]], path: Path, metadata: str) -> None:
         options = {"aot_inductor.metadata": {_KEY: metadata}}
+        # Into memory first, as above.
         with torch.no_grad():
-            torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
+            torch._inductor.aoti_compile_and_package(
+                program, package_path=(buffer := BytesIO()), inductor_configs=options
+            )
+        path.write_bytes(buffer.getbuffer())
 
     def loaded(self, path: Path) -> Loaded:
         model = torch._inductor.aoti_load_package(str(path))

@@ -6,7 +6,9 @@ import copy
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeVar, final
@@ -78,6 +80,14 @@ def export(
     return write(model, path, what=what, format=format, example=example, check=check)
 
 
+@contextmanager
+def _plainly() -> Iterator[None]:
+    """Leave out the caller's default device and autocast: neither is that of the file."""
+    with torch.device("cpu"), torch.autocast("cpu", enabled=False):
+        yield
+
+
+@_plainly()
 def write(
     model: nn.Module,
     path: str | os.PathLike[str],
@@ -94,6 +104,8 @@ def write(
         near = did_you_mean(what, ("step", "forward"))
         raise ExportError(f"what is {what!r:.80}, expected 'step' or 'forward'{near}")
     require_sizes(check=check)
+    if what == "forward" and check > LONGEST:
+        raise ExportError(f"check is {check}, expected at most {LONGEST}, the longest sequence of a forward pass")
     format = format_for(target, format)
     if what not in format.takes:
         raise ExportError(f"what is {what!r}, {type(format).__name__} takes {', '.join(map(repr, format.takes))} only")
@@ -145,15 +157,21 @@ class Case:
     """A model to export, as a copy in evaluation mode on the CPU, and the inputs of its check."""
 
     def __init__(self, model: Model, what: str, example: Tensor | None, check: int) -> None:
-        dtypes = {parameter.dtype for parameter in model.parameters()}
-        parameter = next(model.parameters())
-        if parameter.is_meta or parameter.dtype not in TOLERANCE:
-            raise ExportError(f"parameters are {parameter.dtype} on {parameter.device}, expected floats with values")
-        self.what, self.steps, self.dtype = what, check, parameter.dtype
-        self.tolerance = max(TOLERANCE[dtype] for dtype in dtypes if dtype in TOLERANCE)
-        self.wide = wide(self.dtype)
+        for name, parameter in model.named_parameters():
+            if parameter.is_meta or parameter.dtype not in TOLERANCE:
+                raise ExportError(f"{name} is {parameter.dtype} on {parameter.device}, expected floats with values")
+        # Of several dtypes the one that rounds none of the weights.
+        self.dtype = reduce(torch.promote_types, {parameter.dtype for parameter in model.parameters()})
+        self.what, self.steps, self.tolerance, self.wide = what, check, TOLERANCE[self.dtype], wide(self.dtype)
+        try:
+            copied = copy.deepcopy(model)
+        except Exception as error:  # of whatever a user keeps in a model
+            raise ExportError(
+                f"the {type(model).__name__} cannot be copied: {reason_of(error)}; remove from it what is no tensor"
+                " of the model, or load its state into a new one"
+            ) from error
         # Of half precision the copy has the same numbers in float32: its own rounding is not what is checked.
-        self.model: Any = copy.deepcopy(model).cpu().eval().to(self.wide)
+        self.model: Any = copied.cpu().eval().to(self.wide)
         if what == "step" and isinstance(model, SequenceClassifier):
             model.initial_state(1)  # refuses two towers
         self.graph: Graph = (StepGraph if what == "step" else SequenceGraph)(self.model, self.dtype).eval()
@@ -177,8 +195,10 @@ class Case:
             return torch.randn(shape, generator=source, dtype=self.wide)
         kind = "tokens" if self.graph.tokens else "numbers"
         expected = f"(batch, {'2, ' if towers else ''}length{f', {channels[0]}' if channels else ''}) {kind}"
-        if not isinstance(example, Tensor) or example.is_floating_point() == self.graph.tokens:
-            got = example.dtype if isinstance(example, Tensor) else type(example).__name__
+        known = isinstance(example, Tensor) and example.layout is torch.strided and not example.is_meta
+        if not known or example.is_complex() or example.is_floating_point() == self.graph.tokens:
+            got = f"{example.dtype}" if isinstance(example, Tensor) else type(example).__name__
+            got += f", {example.layout} on {example.device}" if isinstance(example, Tensor) and not known else ""
             raise ExportError(f"example is {got}, expected a tensor of {expected}")
         axes = (*towers, None, *channels)
         fits = example.ndim == 1 + len(axes) and 0 not in example.shape
@@ -228,6 +248,11 @@ class Case:
         # One sequence too: torch and others have paths of their own for sizes of 1.
         for pairs in chain(compared(loaded, inputs), compared(loaded, inputs[:1])):
             for name, ours, theirs in self._apart(pairs):
+                if not bool(torch.isfinite(ours).all()):
+                    raise ExportError(
+                        f"{name} of the {type(self.model).__name__} itself is not finite, and the file would"
+                        " not be either: see its buffers, such as running_var, or give an example in its range"
+                    )
                 if ours.shape != theirs.shape or not bool(torch.isfinite(theirs).all()):
                     raise ExportError(f"{name}, as {format.runtime} gives it, is misshapen or not finite")
                 worst[name] = max(worst.get(name, 0.0), float((ours - theirs).abs().max()))

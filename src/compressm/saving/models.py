@@ -35,7 +35,7 @@ from compressm.saving.rebuilding import (
 FORMAT_VERSION = 1
 
 _WEIGHTS, _CONFIG = "model.safetensors", "config.json"
-_KEY = "compressm"  # the key of the config in the file's header
+_KEY, _COMMIT = "compressm", "commit"  # the keys of the config, and of a run's commit, in the file's header
 
 
 def save_model(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -44,6 +44,11 @@ def save_model(model: nn.Module, path: str | os.PathLike[str]) -> None:
     A path that ends in .safetensors is a single file. Writing is atomic: after an error the old files are still there.
     Wrappers such as DistributedDataParallel and torch.compile are left out. Only one of several processes saves.
     """
+    write_model(model, path)
+
+
+def write_model(model: nn.Module, path: str | os.PathLike[str], *, commit: str | None = None) -> None:
+    """Do as `save_model`; `commit` of the run that trained the model goes into the header of the file."""
     require_model(model)
     path = as_path(path)
     target = _to_write(path)
@@ -54,7 +59,8 @@ def save_model(model: nn.Module, path: str | os.PathLike[str]) -> None:
     config = {"version": FORMAT_VERSION, **asdict(description)}
     config["sha256"] = _digest(config, tensors)
     try:
-        weights = _with_ordered_header(save(tensors, {"format": "pt", _KEY: json.dumps(config, allow_nan=False)}))
+        header = {"format": "pt", _KEY: json.dumps(config, allow_nan=False)}
+        weights = _with_ordered_header(save(tensors, header if commit is None else header | {_COMMIT: commit}))
     except SafetensorError as error:
         raise SavingError(f"{target} cannot be written: {error}") from error
     if target == path:
@@ -107,6 +113,12 @@ def load_model(
     if not pretrained and source != path:
         _compare_with_copy(source, config)
     return model
+
+
+def commit_of(path: Path) -> str | None:
+    """The commit of the run that trained a saved model, if the file says it."""
+    with safe_open(_to_read(path), framework="pt") as opened:
+        return (opened.metadata() or {}).get(_COMMIT)
 
 
 def _require_device(device: object) -> None:

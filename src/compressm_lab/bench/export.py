@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -139,9 +139,9 @@ def _runtimes(case: ExportCase, model: nn.Module, repeats: int) -> Iterator[Row]
                 yield {"runtime": name, "reason": str(error)}
                 continue
             row: Row = {"runtime": name, **columns(done, "difference", "tolerance", "bytes")}
-            yield row | a_step(name, partial(_called, FORMATS[name].load(path), x, state)) if timed else row
+            yield row | a_step(name, partial(_called, FORMATS[name].load(path).run, x, state)) if timed else row
 
 
-def _called(loaded: Callable[..., tuple[Tensor, ...]], x: Tensor, state: Tensor) -> object:
+def _called(run: Callable[[Sequence[Tensor]], Sequence[Tensor]], x: Tensor, state: Tensor) -> object:
     with torch.inference_mode():
-        return loaded(x, state)
+        return run((x, state))
