@@ -5,6 +5,8 @@ import sys
 import pytest
 import torch
 
+from compressm.adapters.base import adapter_for, read_with
+from compressm.layers import LRU
 from tests.compression.faults import SCENARIOS, inject
 
 BETWEEN = "a step between cuts"
@@ -55,3 +57,39 @@ def test_an_interruption_inside_no_grad_itself_leaves_gradients_on(tmp_path, nam
         sys.settrace(before)
     assert torch.is_grad_enabled()
     assert run.model.blocks[0].ssm.order == 4
+
+
+def test_an_interruption_while_torch_swaps_parameters_leaves_the_layer_its_own():
+    layer = LRU(2, order=2)
+    adapter, values = adapter_for(layer), {name: value.detach() * 0.5 for name, value in layer.named_parameters()}
+    own = dict(layer.named_parameters())
+    lines = fault = 0
+
+    def at_line(frame, event, arg):
+        nonlocal lines
+        lines += event == "line"
+        if event == "line" and lines == fault:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return at_line
+
+    def swapping(frame, event, arg):
+        file = frame.f_code.co_filename
+        return at_line if any(name in file for name in ("nn/utils/", "functional_call", "contextlib")) else None
+
+    def read():
+        before = sys.gettrace()
+        sys.settrace(swapping)
+        try:
+            read_with(adapter, layer, values)
+        finally:
+            sys.settrace(before)
+
+    read()
+    for fault in range(1, lines + 1):
+        lines = 0
+        with pytest.raises(KeyboardInterrupt):
+            read()
+        now = dict(layer.named_parameters())
+        assert now.keys() == own.keys()
+        assert all(now[name] is own[name] for name in own), f"line {fault}"
