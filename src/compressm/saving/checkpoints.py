@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence, Set
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, final, runtime_checkable
 
@@ -22,13 +23,13 @@ from torch.optim import Optimizer
 
 from compressm.compression.cutting import ordinary_tensors
 from compressm.compression.distributed import renew_wrappers_, unwrapped
-from compressm.compression.rollback import tensor_bytes
+from compressm.compression.rollback import archive_bytes
 from compressm.compression.several import as_optimizer, as_scheduler, join_, kind_of, leave_, parts_of
 from compressm.compression.stored_states import require_optimizer, require_scheduler, states_of
 from compressm.compression.surgery import take_orders_
 from compressm.errors import CompressionError, NoSuchFileError, SavingError
 from compressm.families.observing import random_state, set_random_state
-from compressm.files import replacing
+from compressm.files import replacing, write_by
 from compressm.layers.parameters import Kept, is_plain, replace_data, require_idle
 from compressm.saving.fitting import (
     followers_in,
@@ -235,9 +236,8 @@ def save_checkpoint(
 
 def _write(path: Path, contents: Mapping[str, Any]) -> None:
     stored = {name: plain(value, name) for name, value in contents.items()}
-    with replacing(path, tensor_bytes(stored)) as scratch:
-        with scratch.open("wb") as file:
-            torch.save(stored, file)
+    with replacing(path, archive_bytes(stored)) as scratch:
+        write_by(partial(torch.save, stored), scratch)
         # torch writes checksums but does not verify them: it would load weights with flipped bits.
         seal(scratch)
 
