@@ -1,7 +1,9 @@
 """Whatever `calibrate` does, the model is as before afterwards; changed weights are put back and refused."""
 
 import copy
+import gc
 import random
+import sys
 from functools import partial
 from operator import itemgetter
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from compressm.compression import CompressionError, Compressor, KeepFraction, TargetOrder, compress_, inspect
+from compressm.compression import CompressionError, Compressor, KeepFraction, Rollback, TargetOrder, compress_, inspect
 from compressm.layers import LRU, Mamba
 from compressm.models import SequenceClassifier
 from tests import unhooked
@@ -282,3 +284,53 @@ def test_whatever_takes_a_model_is_taken(calibrate):
 def test_a_function_without_a_signature_is_tried():
     with pytest.raises(CompressionError, match="did not run"):
         compress_(make(), keep=KeepFraction(0.5), calibrate=itemgetter(0))
+
+
+def test_an_interruption_while_hooks_are_removed_leaves_none_behind():
+    """Ctrl-C may come inside contextlib itself, before it calls what cleans up."""
+    model = SequenceClassifier(LRU, depth=1, width=2, order=2, inputs=3, classes=2)
+    before, lines, fault, stopped = everything(model), 0, 0, 0
+
+    def at_line(frame, event, arg):
+        nonlocal lines
+        lines += event == "line"
+        if event == "line" and lines == fault:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return at_line
+
+    def looked():
+        tracing = sys.gettrace()
+        sys.settrace(lambda frame, event, arg: at_line if frame.f_code.co_filename.endswith("contextlib.py") else None)
+        try:
+            inspect(model, lambda model: model(X))
+        finally:
+            sys.settrace(tracing)
+
+    looked()
+    for fault in range(1, lines + 1):
+        lines = 0
+        try:
+            looked()
+        except KeyboardInterrupt:
+            stopped += 1
+        gc.collect()
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()), fault
+        assert everything(model) == before, fault
+    assert stopped > 100
+
+
+def test_gradients_that_evaluate_or_a_policy_switches_off_are_on_again():
+    def off(value):
+        torch.set_grad_enabled(False)
+        return value
+
+    for options in (
+        {"keep": TargetOrder(3), "guard": Rollback(lambda: off(1.0))},
+        {"keep": lambda spectra: off(dict.fromkeys(spectra, 3))},
+    ):
+        compressor = Compressor(make(), when=[1], **options)
+        assert len(compressor.step(1)) == 2
+        on = torch.is_grad_enabled()
+        torch.set_grad_enabled(True)
+        assert on

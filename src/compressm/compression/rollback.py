@@ -407,9 +407,7 @@ class Rollback:
     def value(self, model: nn.Module, processes: Processes = Processes()) -> float:
         """The result of `evaluate` for this model; all processes get that of the first."""
         with processes.together("evaluating"):
-            with untouched(model, "evaluate"):
-                value = self.evaluate()
-            number = _number(value)
+            number = _number(untouched(model, "evaluate", self.evaluate))
         return processes.as_first(number, "evaluating")
 
     def accepts(self, value: float, before: float) -> bool:
