@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, final, runtime_checkable
+from typing import Any, BinaryIO, Protocol, SupportsIndex, final, runtime_checkable
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from compressm.compression.rollback import archive_bytes
 from compressm.compression.several import as_optimizer, as_scheduler, join_, kind_of, leave_, parts_of
 from compressm.compression.stored_states import require_optimizer, require_scheduler, states_of
 from compressm.compression.surgery import take_orders_
+from compressm.control.validation import as_integer
 from compressm.errors import CompressionError, NoSuchFileError, SavingError
 from compressm.families.observing import random_state, set_random_state
 from compressm.files import replacing, write_by
@@ -196,7 +197,7 @@ def save_checkpoint(
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     scheduler: Stateful | Sequence[Stateful] | None = None,
     compressor: Stateful | None = None,
-    step: int = 0,
+    step: SupportsIndex = 0,
     extra: Any = None,
 ) -> None:
     """Write the state of everything that is passed, and of the random number generators, into one file.
@@ -205,7 +206,7 @@ def save_checkpoint(
     numbers and text. Writing is atomic: after an error the old file is still there. Call it between steps: gradients
     are not saved. Each of several processes has its own random numbers, and needs its own file to continue exactly.
     """
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+    if (number := as_integer(step)) is None or number < 0:
         raise SavingError(f"step is {step!r}, expected an integer of at least 0")
     require_model(model)
     require_state("compressor", compressor)
@@ -224,7 +225,7 @@ def save_checkpoint(
         "scheduler": _state_of(rates),
         "compressor": _state_of(compressor),
         "random": random_state(),
-        "step": step,
+        "step": number,
         "extra": extra,
     }
     require_finite_layers(model)
