@@ -241,6 +241,7 @@ class Compressor:
             "ended": self._ended,
             "seen": self._seen,
             "history": [event.as_dict() for event in self.history],
+            "orders": self._orders(),
             "watch": None if self._watch is None else self._watch.state_dict(),
         }
 
@@ -257,9 +258,12 @@ class Compressor:
         self._ended = bool(state["ended"])
         self._seen = state.get("seen")
         self.history = [event_of(stored) for stored in state["history"]]
-        warn_uncut(self.history, {name: adapter.order(layer) for name, (layer, adapter) in find(self.model).items()})
+        warn_uncut(self.history, self._orders(), state.get("orders"))
         if self._watch is not None:
             self._watch.load_state_dict(NOTHING_TO_JUDGE if watch is None else watch)
+
+    def _orders(self) -> dict[str, int]:
+        return {name: adapter.order(layer) for name, (layer, adapter) in find(self.model).items()}
 
     def require_loadable(self, state: Mapping[str, Any]) -> None:
         """Refuse a state that this compressor cannot continue from; nothing is changed."""

@@ -195,6 +195,7 @@ class Cutter:
             )
             for cut in plan.cuts
         ]
+        return cuts + [Cut(step, name, orders[name], order, 0.0, None, 0.0, 0.0) for name, order in grown.items()]
 
     def _prepared(self, plan: CutPlan) -> tuple[list[PreparedCut], list[PreparedCut]]:
         """The prepared cuts of the model, and those of its followers."""
