@@ -307,3 +307,8 @@ def test_a_checkpoint_of_a_model_padded_to_its_old_order_loads_without_a_word(tm
     cs.pad_orders_(model, 9, optimizer=optimizer)
     with pytest.warns(UserWarning, match="has 9, cut to 3"):
         compressor.load_state_dict(compressor.state_dict() | {"orders": {"blocks.0.ssm": 8, "blocks.1.ssm": 8}})
+
+
+def test_an_order_that_no_memory_holds_is_refused():
+    with pytest.raises(cs.compression.CompressionError, match="to is 1000000000, expected an integer from 1 to 65536"):
+        cs.pad_orders_(model_of(), 10**9)

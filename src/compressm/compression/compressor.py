@@ -386,7 +386,8 @@ def _order(layers: dict[str, Layer], to: int | None) -> int:
     largest = max(layers.values(), key=lambda layer: layer.order)
     if to is None:
         return largest.order
-    order = require_count("to", to)
+    # Far more than any runtime takes; what does not fit into memory would end the process.
+    order = require_count("to", to, high=max(2**16, largest.order))
     if order < largest.order:
         raise CompressionError(
             f"to is {order}, but {largest.said} has {largest.order} states: expected at least {largest.order}; to drop"
