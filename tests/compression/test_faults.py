@@ -7,7 +7,7 @@ import torch
 
 from compressm.adapters.base import adapter_for, read_with
 from compressm.layers import LRU
-from tests.compression.faults import SCENARIOS, inject
+from tests.compression.faults import SCENARIOS, inject, stopped
 
 BETWEEN = "a step between cuts"
 CUTS = [name for name in SCENARIOS if name != BETWEEN]
@@ -62,34 +62,12 @@ def test_an_interruption_inside_no_grad_itself_leaves_gradients_on(tmp_path, nam
 def test_an_interruption_while_torch_swaps_parameters_leaves_the_layer_its_own():
     layer = LRU(2, order=2)
     adapter, values = adapter_for(layer), {name: value.detach() * 0.5 for name, value in layer.named_parameters()}
-    own = dict(layer.named_parameters())
-    lines = fault = 0
-
-    def at_line(frame, event, arg):
-        nonlocal lines
-        lines += event == "line"
-        if event == "line" and lines == fault:
-            sys.settrace(None)
-            raise KeyboardInterrupt
-        return at_line
-
-    def swapping(frame, event, arg):
-        file = frame.f_code.co_filename
-        return at_line if any(name in file for name in ("nn/utils/", "functional_call", "contextlib")) else None
-
-    def read():
-        before = sys.gettrace()
-        sys.settrace(swapping)
-        try:
-            read_with(adapter, layer, values)
-        finally:
-            sys.settrace(before)
-
-    read()
-    for fault in range(1, lines + 1):
-        lines = 0
+    own, files = dict(layer.named_parameters()), ("nn/utils/", "functional_call", "contextlib")
+    lines = stopped(lambda: read_with(adapter, layer, values), files)
+    assert lines > 100
+    for number in range(1, lines + 1):
         with pytest.raises(KeyboardInterrupt):
-            read()
+            stopped(lambda: read_with(adapter, layer, values), files, number)
         now = dict(layer.named_parameters())
         assert now.keys() == own.keys()
-        assert all(now[name] is own[name] for name in own), f"line {fault}"
+        assert all(now[name] is own[name] for name in own), f"line {number}"

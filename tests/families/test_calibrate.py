@@ -3,7 +3,6 @@
 import copy
 import gc
 import random
-import sys
 from functools import partial
 from operator import itemgetter
 
@@ -16,6 +15,7 @@ from compressm.compression import CompressionError, Compressor, KeepFraction, Ro
 from compressm.layers import LRU, Mamba
 from compressm.models import SequenceClassifier
 from tests import unhooked
+from tests.compression.faults import stopped
 
 X = torch.linspace(-1, 1, 2 * 20 * 3).reshape(2, 20, 3)
 
@@ -290,39 +290,26 @@ def test_an_interruption_inside_contextlib_leaves_no_hooks_and_puts_no_weights_b
     """Ctrl-C may come before contextlib calls what cleans up."""
     model = SequenceClassifier(LRU, depth=1, width=2, order=2, inputs=3, classes=2)
     model.head.bias.data.fill_(1)
-    before, lines, fault, stopped = everything(model), 0, 0, 0
+    before, files = everything(model), ("contextlib.py",)
 
-    def at_line(frame, event, arg):
-        nonlocal lines
-        lines += event == "line"
-        if event == "line" and lines == fault:
-            sys.settrace(None)
-            raise KeyboardInterrupt
-        return at_line
+    def look():
+        inspect(model, lambda model: model(X))
 
-    def looked():
-        tracing = sys.gettrace()
-        sys.settrace(lambda frame, event, arg: at_line if frame.f_code.co_filename.endswith("contextlib.py") else None)
+    lines = stopped(look, files)
+    assert lines > 100
+    for number in range(1, lines + 1):
+        held = None
         try:
-            inspect(model, lambda model: model(X))
-        finally:
-            sys.settrace(tracing)
-
-    looked()
-    for fault in range(1, lines + 1):
-        lines, held = 0, None
-        try:
-            looked()
+            stopped(look, files, number)
         except KeyboardInterrupt as error:
-            stopped, held = stopped + 1, error
+            held = error
         # Training goes on while somebody, such as a notebook, still holds the exception.
         model.head.bias.data += 1
         del held
         gc.collect()
         model.head.bias.data -= 1
-        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()), fault
-        assert everything(model) == before, fault
-    assert stopped > 100
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()), number
+        assert everything(model) == before, number
 
 
 def test_gradients_that_evaluate_or_a_policy_switches_off_are_on_again():

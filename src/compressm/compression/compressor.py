@@ -24,6 +24,7 @@ from compressm.compression.record import Cut, Event, event_of, past_of, warn_unc
 from compressm.compression.rollback import NOTHING_TO_JUDGE, Rollback, Watch
 from compressm.compression.schedule import as_schedule, plan_text, require_same_past
 from compressm.compression.several import as_optimizer, as_scheduler, parts_of, require_own
+from compressm.control.validation import values_unread
 from compressm.errors import CompressionError, warn_caller
 from compressm.families import Layer, read_layer
 from compressm.families.choices import Gramian, Largest, RoundTo, Selection, WhiteNoise, require_count
@@ -263,7 +264,8 @@ class Compressor:
             self._watch.load_state_dict(NOTHING_TO_JUDGE if watch is None else watch)
 
     def _orders(self) -> dict[str, int]:
-        return {name: adapter.order(layer) for name, (layer, adapter) in find(self.model).items()}
+        with values_unread():  # a layer that is unstable by now has an order too
+            return {name: adapter.order(layer) for name, (layer, adapter) in find(self.model).items()}
 
     def require_loadable(self, state: Mapping[str, Any]) -> None:
         """Refuse a state that this compressor cannot continue from; nothing is changed."""
