@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from typing import BinaryIO, cast
 
 from compressm.errors import SavingError, UnwritableFileError
 
@@ -54,6 +55,28 @@ def replacing(path: Path | str, size: int | None = None) -> Iterator[Path]:
         raise _unwritable(target, _removed(scratch), size, cause) from error
     finally:
         _removed(scratch)
+
+
+def write_by(save: Callable[[BinaryIO], object], path: Path) -> None:
+    """Write a file by `torch.save`, whose writer may live longer than the file is open."""
+    with path.open("wb") as file:
+        save(cast(BinaryIO, _Outlet(file)))
+
+
+class _Outlet:
+    """An open file that drops what comes after it was closed.
+
+    A writer of torch that was interrupted ends its archive when it is collected; an error there ends the process.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    def write(self, data: bytes) -> int:
+        return len(data) if self._file.closed else self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
 
 
 def remove_scratch(folder: Path, *, alone: bool = False) -> list[Path]:

@@ -143,6 +143,27 @@ def visited(call, fault=None):
     return visits
 
 
+def stopped(call, files, number=None):
+    """Run the call and count the lines that run in files with such names; Ctrl-C comes before line `number`."""
+    lines = 0
+
+    def at_line(frame, event, arg):
+        nonlocal lines
+        lines += event == "line"
+        if event == "line" and lines == number:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return at_line
+
+    before = sys.gettrace()
+    sys.settrace(lambda frame, event, arg: at_line if any(f in frame.f_code.co_filename for f in files) else None)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return lines
+
+
 @functools.cache
 def heads(file):
     """The lines of `with` statements, which are visited again on the way out.

@@ -5,7 +5,9 @@ import sys
 import pytest
 import torch
 
-from tests.compression.faults import SCENARIOS, inject
+from compressm.adapters.base import adapter_for, read_with
+from compressm.layers import LRU
+from tests.compression.faults import SCENARIOS, inject, stopped
 
 BETWEEN = "a step between cuts"
 CUTS = [name for name in SCENARIOS if name != BETWEEN]
@@ -55,3 +57,17 @@ def test_an_interruption_inside_no_grad_itself_leaves_gradients_on(tmp_path, nam
         sys.settrace(before)
     assert torch.is_grad_enabled()
     assert run.model.blocks[0].ssm.order == 4
+
+
+def test_an_interruption_while_torch_swaps_parameters_leaves_the_layer_its_own():
+    layer = LRU(2, order=2)
+    adapter, values = adapter_for(layer), {name: value.detach() * 0.5 for name, value in layer.named_parameters()}
+    own, files = dict(layer.named_parameters()), ("nn/utils/", "functional_call", "contextlib")
+    lines = stopped(lambda: read_with(adapter, layer, values), files)
+    assert lines > 100
+    for number in range(1, lines + 1):
+        with pytest.raises(KeyboardInterrupt):
+            stopped(lambda: read_with(adapter, layer, values), files, number)
+        now = dict(layer.named_parameters())
+        assert now.keys() == own.keys()
+        assert all(now[name] is own[name] for name in own), f"line {number}"

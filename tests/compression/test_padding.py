@@ -293,3 +293,22 @@ def test_a_checkpoint_of_a_padded_model_loads_without_a_word_and_of_an_uncut_one
     other, its = trained(model_of())
     with pytest.warns(UserWarning, match="has 8, cut to 3"):
         cs.Compressor(other, its, when=[1], keep=cs.TargetOrder(3)).load_state_dict(state)
+
+
+def test_a_checkpoint_of_a_model_padded_to_its_old_order_loads_without_a_word(tmp_path):
+    model, optimizer = trained(model_of())
+    compressor = cs.Compressor(model, optimizer, when=[1, 5], keep=cs.TargetOrder(3))
+    compressor.step(1)
+    cs.pad_orders_(model, 8, optimizer=optimizer)
+    parts = {"model": model, "optimizer": optimizer, "compressor": compressor}
+    cs.compression.save_checkpoint(tmp_path / "c.pt", **parts)
+    cs.compression.load_checkpoint(tmp_path / "c.pt", **parts)
+    assert (orders_of(model), [cut.rank for cut in compressor.history]) == ([8, 8], [3, 3])
+    cs.pad_orders_(model, 9, optimizer=optimizer)
+    with pytest.warns(UserWarning, match="has 9, cut to 3"):
+        compressor.load_state_dict(compressor.state_dict() | {"orders": {"blocks.0.ssm": 8, "blocks.1.ssm": 8}})
+
+
+def test_an_order_that_no_memory_holds_is_refused():
+    with pytest.raises(cs.compression.CompressionError, match="to is 1000000000, expected an integer from 1 to 65536"):
+        cs.pad_orders_(model_of(), 10**9)

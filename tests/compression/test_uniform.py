@@ -1,5 +1,7 @@
 """One order for all layers, chosen from the summed tails."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given
@@ -85,8 +87,9 @@ def test_layers_with_fewer_states_are_filled_up_and_the_output_stays():
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.warns(UserWarning, match="zero states fill up blocks.1.ssm to 10 states, so that all layers have one"):
         cuts = cs.compress_(model, keep=cs.TargetOrder(10), uniform=True, optimizer=optimizer)
-    assert [(cut.module, cut.order, cut.rank) for cut in cuts] == [("blocks.0.ssm", 16, 10)]
+    assert [(cut.module, cut.order, cut.rank) for cut in cuts] == [("blocks.0.ssm", 16, 10), ("blocks.1.ssm", 6, 10)]
     assert orders_of(model) == [10, 10]
+    assert str(cuts[1]) == "blocks.1.ssm: 6 -> 10 states, error <= 0"
     cs.compress_(reference, keep=cs.TargetOrder(10))
     assert orders_of(reference) == [10, 6]
     torch.testing.assert_close(model(X), reference(X), rtol=1e-5, atol=1e-6)
@@ -146,3 +149,16 @@ def test_what_makes_no_sense_beside_it_is_refused():
             mamba, keep=cs.TargetOrder(4), uniform=True, selective=cs.PerChannel(), calibrate=lambda model: model(X)
         )
     assert (orders_of(model), orders_of(mamba)) == ([16, 6], [8, 4])
+
+
+def test_zero_states_of_a_layer_that_is_not_cut_are_in_the_history_and_load_without_a_word():
+    model = two_orders()
+    compressor = cs.Compressor(model, when=[1, 2], keep=cs.TargetOrder(10), uniform=True)
+    with pytest.warns(UserWarning, match="zero states fill up blocks.1.ssm to 10 states"):
+        events = compressor.step(1)
+    assert [(event.module, event.order, event.rank) for event in events][1] == ("blocks.1.ssm", 6, 10)
+    assert compressor.history == events
+    compressor.load_state_dict(compressor.state_dict())
+    assert compressor.history == events
+    with pytest.raises(cs.compression.CompressionError, match="rank is 10, expected an integer from 1 to 6"):
+        dataclasses.replace(events[1], error_bound=0.5)

@@ -1,6 +1,7 @@
 """Whatever `calibrate` does, the model is as before afterwards; changed weights are put back and refused."""
 
 import copy
+import gc
 import random
 from functools import partial
 from operator import itemgetter
@@ -10,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from compressm.compression import CompressionError, Compressor, KeepFraction, TargetOrder, compress_, inspect
+from compressm.compression import CompressionError, Compressor, KeepFraction, Rollback, TargetOrder, compress_, inspect
 from compressm.layers import LRU, Mamba
 from compressm.models import SequenceClassifier
 from tests import unhooked
+from tests.compression.faults import stopped
 
 X = torch.linspace(-1, 1, 2 * 20 * 3).reshape(2, 20, 3)
 
@@ -282,3 +284,45 @@ def test_whatever_takes_a_model_is_taken(calibrate):
 def test_a_function_without_a_signature_is_tried():
     with pytest.raises(CompressionError, match="did not run"):
         compress_(make(), keep=KeepFraction(0.5), calibrate=itemgetter(0))
+
+
+def test_an_interruption_inside_contextlib_leaves_no_hooks_and_puts_no_weights_back_late():
+    """Ctrl-C may come before contextlib calls what cleans up."""
+    model = SequenceClassifier(LRU, depth=1, width=2, order=2, inputs=3, classes=2)
+    model.head.bias.data.fill_(1)
+    before, files = everything(model), ("contextlib.py",)
+
+    def look():
+        inspect(model, lambda model: model(X))
+
+    lines = stopped(look, files)
+    assert lines > 100
+    for number in range(1, lines + 1):
+        held = None
+        try:
+            stopped(look, files, number)
+        except KeyboardInterrupt as error:
+            held = error
+        # Training goes on while somebody, such as a notebook, still holds the exception.
+        model.head.bias.data += 1
+        del held
+        gc.collect()
+        model.head.bias.data -= 1
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()), number
+        assert everything(model) == before, number
+
+
+def test_gradients_that_evaluate_or_a_policy_switches_off_are_on_again():
+    def off(value):
+        torch.set_grad_enabled(False)
+        return value
+
+    for options in (
+        {"keep": TargetOrder(3), "guard": Rollback(lambda: off(1.0))},
+        {"keep": lambda spectra: off(dict.fromkeys(spectra, 3))},
+    ):
+        compressor = Compressor(make(), when=[1], **options)
+        assert len(compressor.step(1)) == 2
+        on = torch.is_grad_enabled()
+        torch.set_grad_enabled(True)
+        assert on

@@ -278,3 +278,10 @@ def test_a_scheduler_that_does_not_load_leaves_all_as_it_was(tmp_path):
     assert other.scheduler.step_size == 3
     assert all(torch.equal(value, before[name]) for name, value in other.model.state_dict().items())
     assert not other.optimizer.state
+
+
+@pytest.mark.parametrize("step", [np.int64(3), torch.tensor(3)])
+def test_a_step_may_come_from_numpy_or_a_tensor(tmp_path, step):
+    """As in `Compressor.step`."""
+    save_checkpoint(tmp_path / "c.pt", model=LRU(1, 1), step=step)
+    assert load_checkpoint(tmp_path / "c.pt", model=LRU(1, 1)).step == 3

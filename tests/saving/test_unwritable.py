@@ -355,3 +355,66 @@ def test_saving_because_of_an_interruption_names_the_error_of_the_disk(tmp_path)
             pass
         with pytest.raises(UnwritableFileError, match="No space"), replacing(tmp_path / "t.txt"):
             raise OSError(errno.ENOSPC, "No space left on device")  # noqa: B904
+
+
+INTERRUPTED = """
+import sys, torch
+from pathlib import Path
+from compressm.compression import save_checkpoint
+from compressm.layers import LRU
+
+model, path = LRU(2, order=2), Path(sys.argv[1]) / "c.pt"
+lines = fault = 0
+
+def at_line(frame, event, arg):
+    global lines
+    lines += event == "line"
+    if event == "line" and lines == fault:
+        sys.settrace(None)
+        raise KeyboardInterrupt
+    return at_line
+
+def closing(frame, event, arg):
+    names = ("__exit__", "_open_zipfile_writer", "save")
+    return at_line if "torch/serialization" in frame.f_code.co_filename and frame.f_code.co_name in names else None
+
+def save(step):
+    sys.settrace(closing)
+    try:
+        save_checkpoint(path, model=model, step=step)
+    finally:
+        sys.settrace(None)
+
+save(0)
+before, total, stopped = path.read_bytes(), lines, 0
+for fault in range(1, total + 1):
+    lines = 0
+    try:
+        save(1)
+    except KeyboardInterrupt:
+        stopped += 1
+    assert path.read_bytes() == before
+    assert list(path.parent.iterdir()) == [path]
+print(stopped == total, stopped > 10)
+"""
+
+
+def test_an_interruption_at_the_end_of_torch_save_does_not_end_the_process(tmp_path):
+    """The writer of torch ends its archive when it is collected, after the file was closed."""
+    command = [sys.executable, "-c", INTERRUPTED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["True", "True"], done.stderr
+
+
+@pytest.mark.parametrize("order", [2, 200])
+def test_the_bytes_needed_count_the_archive_of_many_small_tensors(tmp_path, monkeypatch, order):
+    model = make(order)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4, 3)).sum().backward()
+    optimizer.step()
+    save_checkpoint(tmp_path / "c.pt", model=model, optimizer=optimizer)
+    monkeypatch.setattr(os, "replace", lambda *paths: os.rename(tmp_path / "none", tmp_path / "none"))
+    with pytest.raises(UnwritableFileError, match="cannot be written") as refused:
+        save_checkpoint(tmp_path / "c.pt", model=model, optimizer=optimizer)
+    needed = int(str(refused.value).split("It needs about ")[1].split(" bytes")[0].replace(",", ""))
+    assert needed == pytest.approx((tmp_path / "c.pt").stat().st_size, rel=0.25)

@@ -466,7 +466,19 @@ def with_values(module: nn.Module, values: Mapping[str, Tensor], function: Calla
     """The function of the module with these values in the place of its parameters; differentiable."""
     if not values:
         return function(module)
-    return functional_call(_Holder(module, function), {f"module.{name}": value for name, value in values.items()}, ())
+    held = [(part, dict(vars(part)), dict(part._parameters), dict(part._buffers)) for part in module.modules()]
+    try:
+        swapped = {f"module.{name}": value for name, value in values.items()}
+        return functional_call(_Holder(module, function), swapped, ())
+    except BaseException:
+        # If Ctrl-C stops torch while it swaps, it forgets the parameters that the optimizer trains.
+        for part, attributes, parameters, buffers in held:
+            for name in vars(part).keys() - attributes.keys():
+                del vars(part)[name]
+            vars(part).update(attributes)
+            part._parameters.update(parameters)
+            part._buffers.update(buffers)
+        raise
 
 
 class _Holder(nn.Module):

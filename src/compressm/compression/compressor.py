@@ -24,6 +24,7 @@ from compressm.compression.record import Cut, Event, event_of, past_of, warn_unc
 from compressm.compression.rollback import NOTHING_TO_JUDGE, Rollback, Watch
 from compressm.compression.schedule import as_schedule, plan_text, require_same_past
 from compressm.compression.several import as_optimizer, as_scheduler, parts_of, require_own
+from compressm.control.validation import values_unread
 from compressm.errors import CompressionError, warn_caller
 from compressm.families import Layer, read_layer
 from compressm.families.choices import Gramian, Largest, RoundTo, Selection, WhiteNoise, require_count
@@ -241,6 +242,7 @@ class Compressor:
             "ended": self._ended,
             "seen": self._seen,
             "history": [event.as_dict() for event in self.history],
+            "orders": self._orders(),
             "watch": None if self._watch is None else self._watch.state_dict(),
         }
 
@@ -257,9 +259,13 @@ class Compressor:
         self._ended = bool(state["ended"])
         self._seen = state.get("seen")
         self.history = [event_of(stored) for stored in state["history"]]
-        warn_uncut(self.history, {name: adapter.order(layer) for name, (layer, adapter) in find(self.model).items()})
+        warn_uncut(self.history, self._orders(), state.get("orders"))
         if self._watch is not None:
             self._watch.load_state_dict(NOTHING_TO_JUDGE if watch is None else watch)
+
+    def _orders(self) -> dict[str, int]:
+        with values_unread():  # a layer that is unstable by now has an order too
+            return {name: adapter.order(layer) for name, (layer, adapter) in find(self.model).items()}
 
     def require_loadable(self, state: Mapping[str, Any]) -> None:
         """Refuse a state that this compressor cannot continue from; nothing is changed."""
@@ -382,7 +388,8 @@ def _order(layers: dict[str, Layer], to: int | None) -> int:
     largest = max(layers.values(), key=lambda layer: layer.order)
     if to is None:
         return largest.order
-    order = require_count("to", to)
+    # Far more than any runtime takes; what does not fit into memory would end the process.
+    order = require_count("to", to, high=max(2**16, largest.order))
     if order < largest.order:
         raise CompressionError(
             f"to is {order}, but {largest.said} has {largest.order} states: expected at least {largest.order}; to drop"

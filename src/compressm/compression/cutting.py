@@ -131,15 +131,20 @@ class Cutter:
             with processes.together("reading the layers"):
                 layers = read_layers(self.inner, self.options, layers)
             layers = _over(processes, layers)
-            choosing = untouched(self.inner, "a policy") if has_functions(self.options) else nullcontext()
             chosen, said = ChosenCuts([], {}), ""
-            with processes.together("planning the cut"), choosing:
+            with processes.together("planning the cut"):
                 if processes.is_first:
-                    chosen = choose_cuts(layers, priced(self.inner, layers, self.options), salt=salt)
-                    said = unfit(layers, chosen, self.options)
+                    chosen, said = self._chosen(layers, salt)
             cuts = _as_first(processes, chosen.cuts, layers)
             filled, said = processes.as_first((chosen.filled, said), _SENDING)
         return CutPlan(cuts, time.perf_counter() - start, filled, said)
+
+    def _chosen(self, layers: dict[str, Layer], salt: int) -> tuple[ChosenCuts, str]:
+        def choose() -> tuple[ChosenCuts, str]:
+            chosen = choose_cuts(layers, priced(self.inner, layers, self.options), salt=salt)
+            return chosen, unfit(layers, chosen, self.options)
+
+        return untouched(self.inner, "a policy", choose) if has_functions(self.options) else choose()
 
     def prepare(self, plan: CutPlan, step: int) -> PreparedPlan:
         """Everything that a plan writes, and its records, the same in all processes; nothing is changed."""
@@ -172,8 +177,12 @@ class Cutter:
         renew_wrappers_(self.model, [module for module, _ in find(self.inner).values()])
 
     def describe(self, plan: CutPlan, step: int) -> list[Cut]:
-        """The records of a plan; each cut gets an equal share of the time."""
-        return [
+        """The records of a plan, also of layers that are only filled up; each cut gets an equal share of the time."""
+        cut_layers = {cut.layer.name for cut in plan.cuts}
+        grown = {name: order for name, order in plan.filled.items() if plan.cuts and name not in cut_layers}
+        found = find(self.inner, self.options.filter_fn) if grown else {}
+        orders = {name: adapter.order(module) for name, (module, adapter) in found.items()}
+        cuts = [
             Cut(
                 step=step,
                 module=cut.layer.name,
@@ -186,6 +195,7 @@ class Cutter:
             )
             for cut in plan.cuts
         ]
+        return cuts + [Cut(step, name, orders[name], order, 0.0, None, 0.0, 0.0) for name, order in grown.items()]
 
     def _prepared(self, plan: CutPlan) -> tuple[list[PreparedCut], list[PreparedCut]]:
         """The prepared cuts of the model, and those of its followers."""

@@ -40,7 +40,8 @@ class Cut(_Record):
     `measured_error` is ‖y_new − y_old‖ / ‖y_old‖ of the layer's output without its skip D·u, on a sample of the
     calibration data of all processes, or None without data. `energy_lost` is the share of Σσ that was dropped. `rank`
     is at most the numerical rank of the layer, #{σ > n ε σ₁}, and may thus be below the requested order; if zero states
-    fill the layer up, they count. It is the largest if channels of a selective layer have their own orders.
+    fill the layer up, they count. It is the largest if channels of a selective layer have their own orders. A layer to
+    which `uniform` only adds zero states has a rank above its order, and both `error_bound` and `energy_lost` are 0.
     """
 
     step: int
@@ -56,9 +57,15 @@ class Cut(_Record):
         _require_text("Cut: module", self.module)
         object.__setattr__(self, "step", require_count("Cut: step", self.step, low=0))
         object.__setattr__(self, "order", require_count("Cut: order", self.order))
-        object.__setattr__(self, "rank", require_count("Cut: rank", self.rank, high=self.order))
+        most = None if self.fills else self.order
+        object.__setattr__(self, "rank", require_count("Cut: rank", self.rank, high=most))
         for name in ("error_bound", "measured_error", "energy_lost", "seconds"):
             object.__setattr__(self, name, _finite_or_none(f"Cut: {name}", getattr(self, name)))
+
+    @property
+    def fills(self) -> bool:
+        """True if nothing was dropped: only then may zero states have been added."""
+        return self.error_bound == 0 and self.energy_lost == 0
 
     def __str__(self) -> str:
         parts = [f"{_label(self.module)}: {self.order} -> {self.rank} state{'s' * (self.rank > 1)}"]
@@ -123,16 +130,21 @@ def past_of(state: Mapping[str, Any]) -> tuple[list[int], int]:
     """The schedule in a compressor's saved state, and the last step that was reached; other states are refused."""
     what = "the state of a compressor"
     require_entries(what, state, schedule=list | tuple, ended=bool, history=list | tuple, watch=Mapping | None)
-    seen = state.get("seen")
+    seen, orders = state.get("seen"), state.get("orders")
+    if orders is not None and not isinstance(orders, Mapping):
+        raise CompressionError(f"{what}: orders is {orders!r:.100}, expected {{module: order}}")
+    for name, order in (orders or {}).items():
+        require_count(f"{what}: the order of {name!r:.100}", order)
     reached = [0] if seen is None else [require_count(f"{what}: seen", seen, low=0)]
     reached += [event_of(stored).step for stored in state["history"]]
     return [require_count(f"{what}: a step of the schedule", step) for step in state["schedule"]], max(reached)
 
 
-def warn_uncut(history: Sequence[Event], orders: Mapping[str, int]) -> None:
-    """Warn if layers have as many states as before the last event of a loaded history, or more.
+def warn_uncut(history: Sequence[Event], orders: Mapping[str, int], saved: Mapping[str, int] | None) -> None:
+    """Warn if layers that were cut have more states than when the history was saved.
 
-    `compress_` may leave fewer than after it, and `pad_orders_` adds some.
+    Earlier versions did not save orders: there, as many states as before the last event are too many, although
+    `pad_orders_` may have added them.
     """
     after: dict[str, int] = {}
     before: dict[str, int] = {}
@@ -140,7 +152,8 @@ def warn_uncut(history: Sequence[Event], orders: Mapping[str, int]) -> None:
         after |= {event.module: event.rank} if isinstance(event, Cut) else event.orders
         more = {event.module: event.order} if isinstance(event, Cut) else {k: n + 1 for k, n in event.orders.items()}
         before |= more
-    uncut = {name: order for name, order in orders.items() if order >= before.get(name, order + 1)}
+    most = {name: (saved[name] if saved and name in saved else before[name] - 1) for name in after}
+    uncut = {name: order for name, order in orders.items() if order > most.get(name, order)}
     if uncut:
         said = ", ".join(f"{_label(name)} has {order}, cut to {after[name]}" for name, order in uncut.items())
         warn_caller(

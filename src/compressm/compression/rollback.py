@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, final
@@ -29,7 +30,7 @@ from compressm.compression.surgery import attributes_of, optional_in, renew_shar
 from compressm.errors import CompressionError, warn_caller
 from compressm.families.choices import require_count, require_number
 from compressm.families.observing import untouched
-from compressm.files import has_ended, process_name, replacing
+from compressm.files import has_ended, process_name, replacing, write_by
 from compressm.layers.parameters import replace_data
 
 
@@ -107,9 +108,8 @@ class Snapshot:
         }
         if path is None:
             return cls(tensors, rest)
-        with replacing(Path(path), tensor_bytes(tensors)) as scratch:
-            with scratch.open("wb") as file:
-                torch.save(tensors, file)
+        with replacing(Path(path), archive_bytes(tensors)) as scratch:
+            write_by(partial(torch.save, tensors), scratch)
             digest = _digest(scratch)
         return cls(Path(path), rest, digest)
 
@@ -218,12 +218,12 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def tensor_bytes(value: object) -> int:
-    """The size of all tensors in nested containers."""
+def archive_bytes(value: object) -> int:
+    """About the size of the file that `torch.save` writes of tensors in nested containers."""
     if isinstance(value, Tensor):
-        return value.nbytes
+        return value.nbytes + 300  # names and places of a tensor in the archive
     inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return sum(map(tensor_bytes, inside))
+    return sum(map(archive_bytes, inside))
 
 
 def _copy(value: Tensor) -> Tensor:
@@ -407,9 +407,7 @@ class Rollback:
     def value(self, model: nn.Module, processes: Processes = Processes()) -> float:
         """The result of `evaluate` for this model; all processes get that of the first."""
         with processes.together("evaluating"):
-            with untouched(model, "evaluate"):
-                value = self.evaluate()
-            number = _number(value)
+            number = _number(untouched(model, "evaluate", self.evaluate))
         return processes.as_first(number, "evaluating")
 
     def accepts(self, value: float, before: float) -> bool:

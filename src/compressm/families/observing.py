@@ -9,9 +9,8 @@ import inspect
 import random
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -310,6 +309,7 @@ class MeasuredFamily(Family):
 
 
 Calibrate = Callable[[nn.Module], object]
+Result = TypeVar("Result")
 
 
 def require_calibrate(calibrate: object) -> None:
@@ -331,11 +331,14 @@ def require_calibrate(calibrate: object) -> None:
 def observe(model: nn.Module, calibrate: Calibrate, observers: Sequence[Observer]) -> None:
     """Run `calibrate(model)` once, in evaluation mode and without gradients; every observer must get inputs."""
     _require_finite(observers)
-    # Compiled code would not call hooks that were added later.
-    eagerly = torch.compiler.set_stance("force_eager")
-    with untouched(model, "calibrate"), _attached(observers), torch.no_grad(), eagerly, trained_kernels():
-        model.eval()
-        calibrate(model)
+
+    def run() -> None:
+        # Compiled code would not call hooks that were added later.
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"), trained_kernels():
+            model.eval()
+            calibrate(model)
+
+    untouched(model, "calibrate", lambda: _attached(observers, run))
     missed = [repr(observer.name) if observer.name else "the model" for observer in observers if observer.passes == 0]
     if missed:
         raise CompressionError(
@@ -344,21 +347,13 @@ def observe(model: nn.Module, calibrate: Calibrate, observers: Sequence[Observer
         )
 
 
-@contextmanager
-def untouched(model: nn.Module, who: str) -> Iterator[None]:
+def untouched(model: nn.Module, who: str, run: Callable[[], Result]) -> Result:
     """Run a user's function, named `who`: gradients, modes, buffers and random numbers are as before afterwards.
 
     Weights that it changes are put back, and it is refused; so is a step of an optimizer that trains the model. The
     copy of all tensors on a CPU, and the comparison afterwards, take 0.08 s for 100 MB on one core.
     """
-    with _as_before(model, who), _without_steps(model, who):
-        yield
-
-
-@contextmanager
-def _as_before(model: nn.Module, who: str) -> Iterator[None]:
-    """Put back what the block does to the model and to random numbers, even after an error; refuse changed weights."""
-    kept, random_before = Kept(model), random_state()
+    kept, random_before, gradients = Kept(model), random_state(), torch.is_grad_enabled()
     modes = {module: module.training for module in model.modules()}
     changed: list[str] = []
 
@@ -367,21 +362,23 @@ def _as_before(model: nn.Module, who: str) -> Iterator[None]:
         for module, training in modes.items():
             module.training = training
         set_random_state(random_before)
+        torch.set_grad_enabled(gradients)
 
-    with ExitStack() as afterwards:
-        _surely(afterwards, restore)
+    def hidden() -> Result:
         kept.hide_gradients_()
-        yield
+        return _without_steps(model, who, run)
+
+    result = surely(hidden, restore)
     if changed:
         shown = ", ".join(changed[:4]) + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
         raise CompressionError(
             f"{who} changed {shown}; expected a function that only runs the model. The weights are put back, but"
             " not what else it changed, such as the moments of an optimizer"
         )
+    return result
 
 
-@contextmanager
-def _without_steps(model: nn.Module, who: str) -> Iterator[None]:
+def _without_steps(model: nn.Module, who: str, run: Callable[[], Result]) -> Result:
     """Refuse the step of an optimizer that trains this model before it changes weights or moments."""
     own, refused = {id(parameter) for parameter in model.parameters()}, list[CompressionError]()
 
@@ -393,16 +390,18 @@ def _without_steps(model: nn.Module, who: str) -> Iterator[None]:
 
     handles: list[RemovableHandle] = []
 
+    def watched() -> Result:
+        handles.append(register_optimizer_step_pre_hook(refuse))
+        return run()
+
     def remove() -> None:
         for handle in handles:
             handle.remove()
 
-    with ExitStack() as afterwards:
-        _surely(afterwards, remove)
-        handles.append(register_optimizer_step_pre_hook(refuse))
-        yield
+    result = surely(watched, remove)
     if refused:  # and it went on
         raise refused[-1]
+    return result
 
 
 def random_state() -> dict[str, Any]:
@@ -464,13 +463,17 @@ def _require_finite(observers: Sequence[Observer]) -> None:
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
 
 
-@contextmanager
-def _attached(observers: Sequence[Observer]) -> Iterator[None]:
-    """Attach the observers; afterwards the layers have the hooks that they had."""
+def _attached(observers: Sequence[Observer], run: Callable[[], Result]) -> Result:
+    """Run with the observers attached; afterwards the layers have the hooks that they had."""
     modules = [module for observer in observers for module in observer.module.modules()]
     tables = [
         (table, dict(table)) for module in modules for name in _HOOKS if (table := vars(module)[name]) is not None
     ]
+
+    def observed() -> Result:
+        for observer in observers:
+            observer.attach()
+        return run()
 
     def detach() -> None:
         for table, before in tables:
@@ -478,21 +481,22 @@ def _attached(observers: Sequence[Observer]) -> Iterator[None]:
                 table.clear()
                 table.update(before)
 
-    with ExitStack() as afterwards:
-        _surely(afterwards, detach)
-        for observer in observers:
-            observer.attach()
-        yield
+    return surely(observed, detach)
 
 
-def _surely(afterwards: ExitStack, clean_up: Callable[[], None]) -> None:
-    """Clean up at the end, whatever happens; a clean-up that Ctrl-C interrupts starts again."""
-    done: list[bool] = []
+def surely(run: Callable[[], Result], clean_up: Callable[[], None]) -> Result:
+    """Run and clean up, whatever happens; a clean-up that Ctrl-C interrupts starts again.
 
-    def once() -> None:
+    No context manager: Ctrl-C inside contextlib would delay the clean-up to when Python drops the exception.
+    """
+    done = False
+    try:
+        try:
+            return run()
+        finally:
+            clean_up()
+            done = True
+    except BaseException:
         if not done:
             clean_up()
-            done.append(True)
-
-    for _ in range(2):
-        afterwards.callback(once)
+        raise

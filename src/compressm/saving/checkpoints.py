@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence, Set
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, final, runtime_checkable
+from typing import Any, BinaryIO, Protocol, SupportsIndex, final, runtime_checkable
 
 import numpy as np
 import torch
@@ -22,13 +23,14 @@ from torch.optim import Optimizer
 
 from compressm.compression.cutting import ordinary_tensors
 from compressm.compression.distributed import renew_wrappers_, unwrapped
-from compressm.compression.rollback import tensor_bytes
+from compressm.compression.rollback import archive_bytes
 from compressm.compression.several import as_optimizer, as_scheduler, join_, kind_of, leave_, parts_of
 from compressm.compression.stored_states import require_optimizer, require_scheduler, states_of
 from compressm.compression.surgery import take_orders_
+from compressm.control.validation import as_integer
 from compressm.errors import CompressionError, NoSuchFileError, SavingError
 from compressm.families.observing import random_state, set_random_state
-from compressm.files import replacing
+from compressm.files import replacing, write_by
 from compressm.layers.parameters import Kept, is_plain, replace_data, require_idle
 from compressm.saving.fitting import (
     followers_in,
@@ -195,7 +197,7 @@ def save_checkpoint(
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     scheduler: Stateful | Sequence[Stateful] | None = None,
     compressor: Stateful | None = None,
-    step: int = 0,
+    step: SupportsIndex = 0,
     extra: Any = None,
 ) -> None:
     """Write the state of everything that is passed, and of the random number generators, into one file.
@@ -204,7 +206,7 @@ def save_checkpoint(
     numbers and text. Writing is atomic: after an error the old file is still there. Call it between steps: gradients
     are not saved. Each of several processes has its own random numbers, and needs its own file to continue exactly.
     """
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+    if (number := as_integer(step)) is None or number < 0:
         raise SavingError(f"step is {step!r}, expected an integer of at least 0")
     require_model(model)
     require_state("compressor", compressor)
@@ -223,7 +225,7 @@ def save_checkpoint(
         "scheduler": _state_of(rates),
         "compressor": _state_of(compressor),
         "random": random_state(),
-        "step": step,
+        "step": number,
         "extra": extra,
     }
     require_finite_layers(model)
@@ -235,9 +237,8 @@ def save_checkpoint(
 
 def _write(path: Path, contents: Mapping[str, Any]) -> None:
     stored = {name: plain(value, name) for name, value in contents.items()}
-    with replacing(path, tensor_bytes(stored)) as scratch:
-        with scratch.open("wb") as file:
-            torch.save(stored, file)
+    with replacing(path, archive_bytes(stored)) as scratch:
+        write_by(partial(torch.save, stored), scratch)
         # torch writes checksums but does not verify them: it would load weights with flipped bits.
         seal(scratch)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import count
 from threading import get_ident
@@ -15,6 +15,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 from compressm.adapters import adapter_for, find
 from compressm.adapters.base import plain_name
@@ -317,11 +318,15 @@ def filled_by(tensors: Mapping[str, Tensor]) -> Iterator[None]:
                 f"it has more than {most} parameters and modules, too many for the {len(tensors)} tensors"
             )
 
-    hooks = (register_module_parameter_registration_hook, register_module_module_registration_hook)
-    with ExitStack() as stack:
-        for hook in hooks:
-            stack.callback(hook(registered).remove)
+    handles: list[RemovableHandle] = []
+    # An ExitStack that Ctrl-C interrupts removes nothing.
+    try:
+        hooks = (register_module_parameter_registration_hook, register_module_module_registration_hook)
+        handles.extend(hook(registered) for hook in hooks)
         yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def build(stored: Stored, where: str = "the model") -> nn.Module:
