@@ -15,6 +15,7 @@ from compressm.errors import SavingError
 from compressm_lab.baselines import HankelMajoriser, HankelNuclearNorm, ModalL1, Teacher, distillation_loss
 from compressm_lab.data.task import IGNORED, Batch, Task, TaskKind
 from compressm_lab.runs.directory import RunDirectory
+from compressm_lab.runs.records import RunError
 from compressm_lab.training import ConfigError, DistillationConfig, Recipe, RegulariserConfig
 from compressm_lab.training.building import batch_on
 from compressm_lab.training.penalty import Penalty
@@ -104,8 +105,10 @@ def _teacher(path: Path, is_run: bool) -> nn.Module:
     if is_run and not run.finished:
         raise ConfigError(f"distillation: {path} is a run that has not finished: a teacher has learned what it can")
     try:
+        if is_run:
+            run.require_own_model()
         return load_model(run.model if is_run else path)
-    except SavingError as error:
+    except (RunError, SavingError) as error:
         raise ConfigError(
             f"distillation: {path} is no teacher, expected the folder of a finished run, as of `compressm train NAME"
             f" --baseline`, or of a saved model: {error}"

@@ -29,17 +29,22 @@ from compressm_lab.runs.records import Record, RestoredRecord, RunError, RunWrit
 
 RunState = Literal["running", "finished", "interrupted", "failed"]
 _Kind = TypeVar("_Kind", bound=Record)
+_MOST_HEADER = 100_000_000  # bytes, as safetensors allows
 
 
 @dataclass(frozen=True)
 class Status:
-    """State and step of a run; `message` says why where it failed, `recipe` is the digest of what was trained."""
+    """State and step of a run; `message` says why where it failed.
+
+    `recipe` is the digest of what was trained, `model` that of the model it ended with.
+    """
 
     state: RunState
     step: int
     steps: int
     message: str = ""
     recipe: str = field(default="", compare=False)
+    model: str = field(default="", compare=False)
 
 
 def recipe_digest(config: dict[str, Any]) -> str:
@@ -92,8 +97,12 @@ class RunDirectory:
         """Begin a new run; one that is there already is refused."""
         if self.exists:
             raise RunError(f"{self.path} already holds a run: resume it, or choose another folder")
-        self._write("environment.json", asdict(Environment.here()))
+        self.describe_here()
         self._write("config.json", config)
+
+    def describe_here(self) -> None:
+        """Write down the machine, the commit and the versions."""
+        self._write("environment.json", asdict(Environment.here()))
 
     def require_free(self, *, take_over: bool = False) -> str:
         """Refuse a folder in which another process trains; otherwise as `locked`, and nothing is taken."""
@@ -107,6 +116,8 @@ class RunDirectory:
         The lock of a process of this machine that has ended is stale. With `take_over` so is one of another machine
         that has been silent for two minutes. Any other lock is refused, and nothing is changed.
         """
+        if self._place.exists() and not self._place.is_dir():
+            raise RunError(f"{self._place} is a file, expected the folder of the lock: move it away")
         with _named(self._place):
             self.path.mkdir(parents=True, exist_ok=True)
             held = lock.Lock.take(self._place, take_over=take_over)
@@ -209,9 +220,9 @@ class RunDirectory:
 
     def status(self) -> Status:
         path, stored = self.path / "status.json", self._read("status.json")
-        kinds = {"state": "str", "step": "Count", "steps": "Count", "message": "str", "recipe": "str"}
-        # Earlier versions did not write the digest.
-        if {*stored, "recipe"} != set(kinds):
+        kinds = {"state": "str", "step": "Count", "steps": "Count", "message": "str", "recipe": "str", "model": "str"}
+        # Earlier versions did not write the digests.
+        if {*stored, "recipe", "model"} != set(kinds):
             raise RunError(f"{path} holds {stored!r:.80}, expected state, step, steps and message")
         try:
             for name, value in stored.items():
@@ -232,6 +243,24 @@ class RunDirectory:
             raise RunError(
                 f"{self.path / 'config.json'} is not the recipe that was trained: it was changed afterwards, or is of "
                 "another run; put it back as it was"
+            )
+
+    def saved_model(self) -> str:
+        """The digest of the saved model, from the header of its file; empty if there is none to read."""
+        try:
+            with (self.model / "model.safetensors").open("rb") as file:
+                header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), _MOST_HEADER)))
+            return str(json.loads(header["__metadata__"]["compressm"])["sha256"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return ""
+
+    def require_own_model(self) -> None:
+        """Refuse a model that is not the one this run ended with; earlier versions did not write its digest."""
+        ended, there = self.status().model, self.saved_model()
+        if ended and there and ended != there:
+            raise RunError(
+                f"{self.model} is not the model that the run ended with: it was written afterwards, or is of another"
+                " run; put it back as it was, or delete it, and --resume writes it again"
             )
 
     def model_sizes(self) -> dict[str, Any]:

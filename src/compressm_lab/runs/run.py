@@ -241,6 +241,7 @@ def read_run(directory: RunDirectory) -> Run:
             f"{directory.path / why}: the file is damaged; put it back as it was, or train the recipe again in a new"
             " folder"
         )
+    directory.require_own_model()
     return run
 
 
@@ -292,6 +293,9 @@ def _evaluation_damages(run: Run, last: int) -> Iterator[str]:
     splits: dict[int, set[str]] = {}
     for found in run.evaluations:
         splits.setdefault(found.step, set()).add(found.split)
+        # A training whose loss is not finite has failed before it is recorded.
+        if found.split == "train" and not math.isfinite(found.loss):
+            yield f"{Evaluation.file} has the training loss {found.loss} at step {found.step}"
     for step, there in splits.items():
         # The last one of a run that has not finished may be half written.
         if (step < last or run.finished) and (lost := [name for name in get_args(SplitName) if name not in there]):

@@ -54,6 +54,7 @@ DAMAGES = [
     ("metrics.jsonl", line_gone(10), " lacks validation of step 40"),
     ("metrics.jsonl", line_gone(9, 10), " lacks train and validation of step 40"),
     ("metrics.jsonl", line_gone(9, 10, 11), " lacks step 40, and the recipe evaluates at multiples of 10"),
+    ("metrics.jsonl", value("loss", "NaN"), " has the training loss nan at step 10: the file is damaged"),
     ("timings.jsonl", value("evaluation", "NaN"), r", line 1: seconds is .*, expected finite numbers of at least 0 by"),
     ("timings.jsonl", lambda text: text + text, " counts 10 steps up to step 10, after a line of step 100"),
     ("timings.jsonl", lambda text: text.split("\n")[0] + "\n" + text, " counts 10 steps up to step 10, after a line"),

@@ -15,7 +15,7 @@ import pytest
 from compressm_lab.runs import lock
 from compressm_lab.runs.directory import RunDirectory, Status
 from compressm_lab.runs.lock import STALE, LockLostError, Owner, RunLockedError
-from compressm_lab.runs.records import Evaluation, RunWriteError
+from compressm_lab.runs.records import Evaluation, RunError, RunWriteError
 from tests import unhooked
 
 LINE = Evaluation(1, "test", 0.5, 0.5, 0.1, 1.0, 1.0)
@@ -312,7 +312,7 @@ def test_an_impossible_process_has_ended(tmp_path):
 def test_a_file_in_the_place_of_the_lock_is_named(tmp_path):
     (tmp_path / "lock").touch()
     RunDirectory(tmp_path).require_free()
-    with pytest.raises(RunWriteError, match="lock cannot be written: Not a directory"):
+    with pytest.raises(RunError, match=r"lock is a file, expected the folder of the lock: move it away"):
         RunDirectory(tmp_path).locked().__enter__()
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from compressm.compression import SavingError, save_checkpoint
+from compressm_lab.cli.opening import open_run
+from compressm_lab.experiments.comparisons import comparison
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.records import Evaluation, RunError
 from compressm_lab.runs.run import read_run
@@ -352,6 +354,7 @@ def test_a_finished_run_whose_recipe_was_changed_is_named(change, whole, tmp_pat
     [
         ("model.width=8", "model has width 8, and the recipe of the run 4"),
         ("compression.rho=0.5", "model has the orders .*, and the run ended with .*"),
+        ("seed=3", "model is not the model that the run ended with: .*, or is of another run; put it back as it was"),
     ],
 )
 def test_a_model_of_another_run_is_named(setting, said, whole, tmp_path):
@@ -363,6 +366,21 @@ def test_a_model_of_another_run_is_named(setting, said, whole, tmp_path):
         train(FULL, tokens(), tmp_path / "run", resume=True)
     with pytest.raises(RunError, match=said):
         read_run(RunDirectory(tmp_path / "run"))
+
+
+def test_a_model_of_another_run_is_not_opened_and_teaches_nobody(whole, tmp_path):
+    other = train(recipe(CUTS, SPECTRA, "seed=3"), tokens(), tmp_path / "other")
+    shutil.copytree(whole, tmp_path / "run")
+    assert RunDirectory(tmp_path / "run").status().model == RunDirectory(whole).saved_model() != other.saved_model()
+    shutil.copytree(other.model, tmp_path / "run" / "model", dirs_exist_ok=True)
+    with pytest.raises(SavingError, match="is not the model that the run ended with"):
+        open_run(tmp_path / "run", with_data=False, data=None, offline=True)
+    student = recipe(f"distillation={{teacher: {tmp_path / 'run'}}}")
+    with pytest.raises(ConfigError, match=r"is no teacher, .* is not the model that the run ended with"):
+        comparison(student, tokens())
+    shutil.rmtree(tmp_path / "run" / "model")
+    train(FULL, tokens(), tmp_path / "run", resume=True)
+    check_same_run(tmp_path / "run", whole)
 
 
 def test_a_run_of_a_version_that_wrote_no_digest_and_fewer_keys_stays_readable(whole, tmp_path):
