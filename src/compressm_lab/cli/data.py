@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.progress import Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from compressm_lab.cli.opening import load_task
 from compressm_lab.cli.terminal import console, progress_bars, say
 from compressm_lab.data import CATALOGUE, DataError, DataSet, Form, Split, Store, Task, TaskKind, make
 from compressm_lab.data.files import default_root
@@ -40,7 +41,7 @@ def data(
         dataset = make(name, **_options(set_ or []))
         columns = TextColumn("{task.percentage:>3.0f} %"), TimeRemainingColumn()
         with progress_bars(*columns, transient=True) as bars:
-            task = dataset.load(Store(store.root, offline, _Shown(bars)))
+            task = load_task(dataset, Store(store.root, offline, _Shown(bars)))
     except DataError as error:
         raise typer.BadParameter(str(error), param_hint="NAME") from None
     console.print(_summary(dataset, task))

@@ -10,14 +10,15 @@ from torch import nn
 from compressm.cli.saved import SavedModel
 from compressm.compression import load_model
 from compressm.errors import SavingError
+from compressm.ops import SequenceError
 from compressm.saving.checkpoints import load_checkpoint
-from compressm_lab.data import DataError, Order, Store, Task, make
+from compressm_lab.data import DataError, DataSet, Order, Store, Task, make
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.records import RunError
 from compressm_lab.training import ConfigError, Recipe
 from compressm_lab.training.building import build_method, build_model, require_fit
 from compressm_lab.training.evaluation import score
-from compressm_lab.training.loop import checkpoints
+from compressm_lab.training.loop import checkpoints, require_recipe_of
 from compressm_lab.training.reading import make_recipe
 
 _BATCHES, _SIZE = 4, 50  # training data that a model is calibrated on
@@ -30,6 +31,8 @@ def open_run(path: Path, *, with_data: bool, data: Path | None, offline: bool) -
         recipe = make_recipe(run.config(), source=str(path / "config.json"))
         dataset = make(**recipe.task)
         whole, step = (run.model / "model.safetensors").is_file(), 0
+        if whole:
+            run.require_own_model()
         model: nn.Module = load_model(run.model) if whole else build_model(recipe.model, dataset.form)
         if not whole:
             step = _load_newest(run, model)
@@ -39,7 +42,7 @@ def open_run(path: Path, *, with_data: bool, data: Path | None, offline: bool) -
     @cache
     def task() -> Task:
         try:  # data that are only for a test are not fetched
-            return dataset.load(store_in(data, offline or not with_data))
+            return load_task(dataset, store_in(data, offline or not with_data))
         except DataError as error:
             raise SavingError(str(error)) from error
 
@@ -69,13 +72,17 @@ def task_of(recipe: Recipe, data: Path | None, offline: bool) -> Task:
     """The task that a recipe is trained on; nothing is fetched for a model that cannot answer it."""
     dataset = make(**recipe.task)
     require_fit(recipe.model, dataset.form.kind)
+    return load_task(dataset, store_in(data, offline))
+
+
+def load_task(dataset: DataSet, store: Store) -> Task:
+    """Load a task; one that does not fit into memory is refused."""
     try:
-        return dataset.load(store_in(data, offline))
+        return dataset.load(store)
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and "alloc" not in str(error):
             raise
-        options = ", ".join(f"task.{name}={value}" for name, value in recipe.task.items())
-        raise DataError(f"the data of {options} do not fit into memory: set smaller sizes") from error
+        raise DataError(f"the data of {dataset} do not fit into memory: set smaller sizes") from error
 
 
 def _load_newest(run: RunDirectory, model: nn.Module) -> int:
@@ -83,8 +90,10 @@ def _load_newest(run: RunDirectory, model: nn.Module) -> int:
     problems = []
     for path in checkpoints(run):
         try:
-            return load_checkpoint(path, model=model).step
-        except SavingError as error:
+            found = load_checkpoint(path, model=model)
+            require_recipe_of(path, found.extra, run.config())
+            return found.step
+        except (ConfigError, SavingError) as error:
             problems.append(str(error))
     raise SavingError("; ".join(problems) or f"{run.path} holds neither a model nor a checkpoint yet")
 
@@ -98,6 +107,9 @@ def _calibrate(model: nn.Module, task: Task) -> None:
 
 
 def _tested(model: nn.Module, task: Task, size: int) -> str:
-    """The accuracy, or the loss, on the test split."""
-    found = score(model, task, task.test, size=size)
+    """The accuracy, or the loss, on the test split; a model of another task, in a run without its digest, is named."""
+    try:
+        found = score(model, task, task.test, size=size)
+    except SequenceError as error:
+        raise SavingError(f"the model cannot read {task.name}, the task of its run: {error}") from error
     return f"loss {found.loss:.4f}" if found.accuracy is None else f"accuracy {100 * found.accuracy:.2f} %"

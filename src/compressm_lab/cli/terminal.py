@@ -6,8 +6,10 @@ import errno
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -41,6 +43,34 @@ class _Console(Console):
 
 
 console = _Console()
+
+
+@contextmanager
+def ending_in_words(what: str) -> Iterator[None]:
+    """A context in which SIGINT, SIGTERM and SIGHUP end the command at once, with words; a training catches its own.
+
+    A SIGHUP that nohup ignores stays ignored.
+    """
+    came: list[str] = []
+
+    def end(number: int, frame: FrameType | None) -> None:
+        came.append(signal.Signals(number).name)
+        raise KeyboardInterrupt
+
+    main = threading.current_thread() is threading.main_thread()  # no other may catch signals
+    wanted = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))  # Windows has no SIGHUP
+    heard = [which for which in wanted if main and signal.getsignal(which) is not signal.SIG_IGN]
+    before = {which: signal.signal(which, end) for which in dict.fromkeys(heard)}
+    try:
+        yield
+    except KeyboardInterrupt:
+        if came:
+            say(f"{came[0]} {what}")
+        raise
+    finally:
+        for which, handler in before.items():
+            signal.signal(which, handler)
+
 
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change the recipe; again for more.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -30,10 +30,10 @@ from compressm.cli.options import (
 from compressm.compression import Cut, Restored, load_model
 from compressm.errors import CompressionError, LostProcessError, SavingError
 from compressm_lab.cli.opening import task_of
-from compressm_lab.cli.terminal import console, count, integer_option, is_given, progress_bars, say
-from compressm_lab.data import DataError, Task
+from compressm_lab.cli.terminal import console, count, ending_in_words, integer_option, is_given, progress_bars, say
+from compressm_lab.data import DataError
 from compressm_lab.experiments.comparisons import comparison
-from compressm_lab.experiments.recipes import BASELINE, find_recipe, recipe_names
+from compressm_lab.experiments.recipes import BASELINE, RECIPE_FILES, find_recipe, recipe_names
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.lock import LockLostError
 from compressm_lab.runs.records import Evaluation, PenaltyRecord, RunError, RunWriteError, TruncationRecord
@@ -121,7 +121,11 @@ def command(
         if chosen := threads or before or (1 if wanted.model.width < _NARROW else None):
             torch.set_num_threads(min(chosen, os.cpu_count() or 1))
         with process_group(chosen_device(device)) as where:
-            _train(wanted, task_of(wanted, data, offline), folder, where, resume, take_over, tensorboard)
+            asked = partial(train, wanted, device=where, resume=resume, take_over=take_over)
+            with ending_in_words("before training began: the run is as it was"):
+                task = task_of(wanted, data, offline)
+                go = partial(asked, task, folder, **comparison(wanted, task)._asdict())
+            _train(go, folder, tensorboard)
 
 
 @contextmanager
@@ -145,11 +149,7 @@ def _exit_codes() -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from None
 
 
-def _train(
-    recipe: Recipe, task: Task, folder: Path, device: torch.device, resume: bool, take_over: bool, tensorboard: bool
-) -> None:
-    asked = partial(train, recipe, task, folder, device=device, resume=resume, take_over=take_over)
-    go = partial(asked, **comparison(recipe, task)._asdict())
+def _train(go: Callable[..., RunDirectory], folder: Path, tensorboard: bool) -> None:
     if not _is_first():
         go()
         return
@@ -167,6 +167,10 @@ def _recipe(
         if settings or baseline or seed is not None or order is not None:
             raise ConfigError(f"{name} goes on as it began: --set, --seed, --order and --baseline are not for --resume")
         return make_recipe(directory.config(), source=str(directory.path / "config.json"))
+    if resume and name not in recipe_names() and Path(name).suffix not in RECIPE_FILES:
+        if _is_first():
+            directory.require_free()  # another process may be about to begin it
+        raise RunError(f"{name!r} is not a recipe, and no run to go on with: it has no config.json")
     _require_once(settings, seed, order)
     if baseline:
         _require_of_baseline(settings)

@@ -17,6 +17,7 @@ from compressm_lab.training.loop import differences
 from compressm_lab.training.reading import make_recipe, read_recipe
 
 # Settings that make a baseline of a recipe.
+RECIPE_FILES = (".yaml", ".yml", ".json")  # the last: config.json of a run
 BASELINE = ("compression=null", "regulariser=null", "distillation=null", "truncation=null")
 ORDER, TOTAL, TEACHER = "ORDER", "TOTAL", "TEACHER"
 # "begun": it was stopped, or is running; "waits": for the order of other runs, or for its teacher.
@@ -32,7 +33,7 @@ def recipe_names() -> list[str]:
 def find_recipe(name: str, settings: tuple[str, ...] = (), *, spoken: Mapping[str, str] | None = None) -> Recipe:
     """Read a recipe by its name, or from a YAML file of your own; settings and `spoken` as in `read_recipe`."""
     path = Path(name)
-    if path.suffix in (".yaml", ".yml", ".json"):  # the last: config.json of a run
+    if path.suffix in RECIPE_FILES:
         return read_recipe(path, settings, spoken=spoken)
     if name not in recipe_names():
         hint = did_you_mean(name, recipe_names())

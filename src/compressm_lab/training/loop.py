@@ -9,7 +9,7 @@ import re
 import signal
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +66,13 @@ def require_same_recipe(directory: RunDirectory, recipe: Recipe) -> None:
     mine = json.loads(json.dumps(recipe.as_dict()))
     if changed := "; ".join(differences(directory.config(), mine)):
         raise ConfigError(f"{directory.path} is a run of another recipe: {changed}")
+
+
+def require_recipe_of(checkpoint: Path, extra: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint of another recipe, or one edited since; earlier versions did not store it there."""
+    trained = extra.get("recipe")
+    if trained is not None and (changed := "; ".join(differences(json.loads(trained), config))):
+        raise ConfigError(f"{checkpoint} was trained by another recipe than config.json says: {changed}")
 
 
 def differences(stored: Any, mine: Any, key: str = "") -> Iterator[str]:
@@ -196,8 +203,14 @@ def train(
             run.write_last_status("interrupted", "a second signal: not saved")
             raise
         except BaseException as error:
-            run.write_last_status("failed", f"{type(error).__name__}: {error}")
+            run.write_last_status("failed", _why(error))
             raise
+
+
+def _why(error: BaseException) -> str:
+    """The words of an error of ours; others, which may say little, have their name before them."""
+    ours = type(error).__module__.partition(".")[0] in ("compressm", "compressm_lab")
+    return str(error) if ours else f"{type(error).__name__}: {error}"
 
 
 def _enter(directory: RunDirectory, recipe: Recipe, resume: bool) -> None:
@@ -205,6 +218,8 @@ def _enter(directory: RunDirectory, recipe: Recipe, resume: bool) -> None:
     checkpoints(directory)
     if resume:
         require_same_recipe(directory, recipe)
+        if not (directory.path / "environment.json").exists():  # a report asks for it
+            directory.describe_here()
     else:
         directory.begin(recipe.as_dict())
 
@@ -443,7 +458,7 @@ class Trainer:
             except SavingError as error:
                 problems[path] = str(error)
                 continue
-            self._require_recipe(path, found.extra.get("recipe"))
+            require_recipe_of(path, found.extra, json.loads(json.dumps(self.recipe.as_dict())))
             history = [] if self.compressor is None else self.compressor.history
             require_records(self.directory, self.recipe, found.step, found.extra["timed"], history)
             if self.is_first:
@@ -458,12 +473,6 @@ class Trainer:
             return
         if problems:
             raise SavingError(f"no checkpoint of {self.directory.path} can be read: {'; '.join(problems.values())}")
-
-    def _require_recipe(self, path: Path, trained: str | None) -> None:
-        """Refuse a recipe that was edited since the checkpoint; earlier versions did not store it there."""
-        mine = json.loads(json.dumps(self.recipe.as_dict()))
-        if trained is not None and (changed := "; ".join(differences(json.loads(trained), mine))):
-            raise ConfigError(f"{path} was trained by another recipe than config.json says: {changed}")
 
     def _parts(self) -> dict[str, Any]:
         return {"model": self.learner.model, "optimizer": self.learner.optimizer, "compressor": self.compressor}
@@ -516,7 +525,8 @@ class Trainer:
                 self.directory.write_last_status(self._status(state, message))
 
     def _status(self, state: RunState, message: str) -> Status:
-        return Status(state, self.step, self.plan.steps, message, recipe_digest(self.recipe.as_dict()))
+        model = self.directory.saved_model() if state == "finished" else ""
+        return Status(state, self.step, self.plan.steps, message, recipe_digest(self.recipe.as_dict()), model)
 
 
 def _all_finite(model: nn.Module) -> bool:

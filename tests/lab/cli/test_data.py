@@ -67,6 +67,7 @@ def test_options_are_set_one_by_one(tmp_path):
         (("imdb", "--set", "width=3"), "imdb has no option 'width'; its options: length=4096"),
         (("aan",), "lra_release.gz is not in"),
         (("--set", "length=3"), "'length=3' is an option of no task"),
+        (("delayed_copy", "--set", f"delay={10**12}"), "do not fit into memory: set smaller sizes"),
     ],
 )
 def test_a_bad_value_says_what_is_allowed_and_exits_2(tmp_path, arguments, said):

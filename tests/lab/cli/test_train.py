@@ -9,8 +9,12 @@ import torch
 from typer.testing import CliRunner
 
 from compressm.cli.app import app
+from compressm.compression import save_model
+from compressm.layers import LRU
+from compressm.models import SequenceClassifier
 from compressm_lab.experiments.recipes import recipe_names
 from compressm_lab.runs.directory import RunDirectory, Status
+from compressm_lab.runs.run import read_run
 from compressm_lab.training.steps import Learner
 from tests import unhooked
 
@@ -71,7 +75,7 @@ def test_a_key_that_is_set_twice_is_refused(options, key):
 def test_a_task_that_does_not_fit_into_memory_is_refused():
     done = run("digits", "--set", "task.side=1000000")
     assert done.exit_code == 2
-    assert "task.side=1000000 do not fit into memory" in plain(done)
+    assert "the data of Digits(side=1000000) do not fit into memory" in plain(done)
 
 
 def test_an_edited_run_and_lost_files_are_named():
@@ -283,6 +287,46 @@ def test_a_run_that_diverges_says_so_and_exits_1(monkeypatch):
     assert f"the loss is not finite at step 6; the last good checkpoint is {newest}" in plain(done)
 
 
+def test_a_folder_without_a_run_is_named_as_such():
+    for name in ("nowhere", "digit"):
+        done = run(name, "--resume")
+        assert done.exit_code == 2
+        assert f"'{name}' is not a recipe, and no run to go on with: it has no config.json" in plain(done)
+
+
+def test_a_run_that_lost_its_environment_gets_one_when_it_goes_on():
+    assert run("mine.yaml", "--out", "mine").exit_code == 0
+    folder = RunDirectory("mine")
+    folder.write_status(Status("interrupted", 9, 9))
+    (folder.path / "environment.json").unlink()
+    assert run("mine", "--resume").exit_code == 0
+    assert folder.environment().commit == "tests"
+    assert read_run(folder).finished
+
+
+def test_a_model_of_another_task_in_a_run_without_a_digest_is_cut_and_not_tested():
+    assert run("mine.yaml", "--out", "mine").exit_code == 0
+    folder = RunDirectory("mine")
+    folder.write_status(Status("finished", 9, 9))  # as earlier versions wrote it
+    shutil.rmtree(folder.model)
+    save_model(SequenceClassifier(LRU, depth=1, width=4, order=6, inputs=1, classes=4), folder.model)
+    done = CliRunner().invoke(app, ["compress", "mine", "--order", "2", "--out", "small"], env={"COLUMNS": "250"})
+    assert done.exit_code == 0, done.output
+    assert "not tested: the model cannot read delayed_copy, the task of its run" in plain(done)
+
+
+def test_a_checkpoint_of_another_run_is_not_opened():
+    for seed in ("0", "3"):
+        assert run("mine.yaml", "--seed", seed, "--out", f"mine-{seed}").exit_code == 0
+    mine, other = RunDirectory("mine-0"), RunDirectory("mine-3")
+    for folder in (mine.model, mine.checkpoints):
+        shutil.rmtree(folder)
+    shutil.copytree(other.checkpoints, mine.checkpoints)
+    done = CliRunner().invoke(app, ["inspect", "mine-0"], env={"COLUMNS": "250"})
+    assert done.exit_code == 2
+    assert "was trained by another recipe than config.json says: seed was 3 and is 0" in plain(done)
+
+
 def test_data_may_be_in_any_folder(tmp_path):
     done = run("mine.yaml", "--data", "elsewhere", "--offline", "--set", "training.steps=5")
     assert done.exit_code == 0, done.output
@@ -322,6 +366,33 @@ def test_ctrl_c_saves_says_how_to_go_on_and_exits_130(tmp_path):
     assert (RunDirectory("a run").checkpoints / f"step-{step:08d}.pt").is_file()
     assert done.stderr.strip().endswith("interrupted")
     assert "once more stops now" in done.stderr
+
+
+# The signal comes while the data are read, from which a teacher learned too, before the run has a folder.
+LOADING = """
+import os, signal
+os.chdir({folder!r})
+os.environ.update({variables!r})
+from compressm.cli import main
+from compressm_lab.data import DelayedCopy
+
+def parse(*arguments):
+    os.kill(os.getpid(), signal.{which})
+    raise AssertionError("the signal was not caught")
+
+DelayedCopy.parse = parse
+main()
+"""
+
+
+@pytest.mark.parametrize("which", ["SIGTERM", "SIGHUP", "SIGINT"])
+def test_a_signal_before_training_ends_the_command_with_words(which, tmp_path):
+    variables = {name: os.environ[name] for name in ("COMPRESSM_COMMIT", "COMPRESSM_DATA")}
+    script = LOADING.format(folder=str(tmp_path), variables=variables, which=which)
+    done = unhooked.finished(script, "train", "mine.yaml", "--out", "mine", code=130)
+    assert f"{which} before training began: the run is as it was" in done.stdout
+    assert done.stderr.strip().endswith("interrupted")
+    assert not RunDirectory("mine").exists
 
 
 def test_output_that_nobody_reads_any_more_stops_a_run_that_can_go_on(tmp_path):

@@ -36,7 +36,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_the_last_good_checkpoint(va
     said = f"the loss is not finite at step 8; the last good checkpoint is {newest}. A smaller learning rate may help"
     assert str(error.value) == said
     status = RunDirectory(tmp_path / "run").status()
-    assert (status.state, status.step, status.message) == ("failed", 8, f"Diverged: {said}")
+    assert (status.state, status.step, status.message) == ("failed", 8, said)
     model = build_model(found.model, tokens())
     assert load_checkpoint(newest, model=model).step == 6
     assert all(parameter.isfinite().all() for parameter in model.parameters())
@@ -84,7 +84,7 @@ def test_layers_that_training_made_uncuttable_end_the_run_with_one_sentence(tmp_
     ):
         train(found, tokens(), tmp_path / "run")
     status = RunDirectory(tmp_path / "run").status()
-    assert (status.state, status.message[:10]) == ("failed", "CutError: ")
+    assert (status.state, status.message[:9]) == ("failed", "no spectr")
 
 
 def test_moments_that_are_not_finite_end_the_run_at_the_cut(tmp_path):
