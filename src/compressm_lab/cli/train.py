@@ -117,15 +117,10 @@ def command(
         require_writable(folder / "config.json")
         if resume and not checkpoints(RunDirectory(folder)):
             say(f"{folder} has no checkpoint: training begins anew")
-        before = threads_of(RunDirectory(folder)) if resume else None
-        if chosen := threads or before or (1 if wanted.model.width < _NARROW else None):
-            torch.set_num_threads(min(chosen, os.cpu_count() or 1))
+        _set_threads(threads or (threads_of(RunDirectory(folder)) if resume else None), wanted)
         with process_group(chosen_device(device)) as where:
-            asked = partial(train, wanted, device=where, resume=resume, take_over=take_over)
-            with ending_in_words("before training began: the run is as it was"):
-                task = task_of(wanted, data, offline)
-                go = partial(asked, task, folder, **comparison(wanted, task)._asdict())
-            _train(go, folder, tensorboard)
+            asked = partial(train, device=where, resume=resume, take_over=take_over)
+            _train(_prepared(asked, wanted, folder, data, offline), folder, tensorboard)
 
 
 @contextmanager
@@ -147,6 +142,21 @@ def _exit_codes() -> Iterator[None]:
     except Interrupted as stopped:
         say(str(stopped), f"to go on: compressm train {shlex.quote(str(stopped.directory))} --resume")
         raise typer.Exit(INTERRUPTED) from None
+
+
+def _set_threads(chosen: int | None, recipe: Recipe) -> None:
+    """Take the number of threads that was asked for, or that the run began with, or one for a narrow model."""
+    if chosen := chosen or (1 if recipe.model.width < _NARROW else None):
+        torch.set_num_threads(min(chosen, os.cpu_count() or 1))
+
+
+def _prepared(
+    asked: partial[RunDirectory], recipe: Recipe, folder: Path, data: Path | None, offline: bool
+) -> partial[RunDirectory]:
+    """The training with its data, and with the teacher or the penalty that the recipe asks for."""
+    with ending_in_words("before training began: the run is as it was"):
+        task = task_of(recipe, data, offline)
+        return partial(asked, recipe, task, folder, **comparison(recipe, task)._asdict())
 
 
 def _train(go: Callable[..., RunDirectory], folder: Path, tensorboard: bool) -> None:

@@ -294,7 +294,7 @@ def _evaluation_damages(run: Run, last: int) -> Iterator[str]:
     for found in run.evaluations:
         splits.setdefault(found.step, set()).add(found.split)
         # A training whose loss is not finite has failed before it is recorded.
-        if found.split == "train" and not math.isfinite(found.loss):
+        if run.finished and found.split == "train" and not math.isfinite(found.loss):
             yield f"{Evaluation.file} has the training loss {found.loss} at step {found.step}"
     for step, there in splits.items():
         # The last one of a run that has not finished may be half written.
