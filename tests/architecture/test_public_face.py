@@ -162,6 +162,7 @@ COMPRESSION_NAMES = SHORT_NAMES | {
     "Selection",
     "SelectiveMethod",
     "StaleWrapperError",
+    "accept_orders_",
     "as_schedule",
     "choose_orders",
     "load_checkpoint",

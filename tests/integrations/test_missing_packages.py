@@ -17,7 +17,12 @@ except ImportError as error:
 
 @pytest.mark.parametrize(
     ("module", "absent", "extra"),
-    [("transformers_trainer", "transformers", "trainer"), ("transformers_trainer", "accelerate", "trainer")],
+    [
+        ("transformers_trainer", "transformers", "trainer"),
+        ("transformers_trainer", "accelerate", "trainer"),
+        ("lightning", "lightning", "lightning"),
+        ("accelerate", "accelerate", "accelerate"),
+    ],
 )
 def test_a_missing_package_is_named_with_its_extra(module, absent, extra):
     said = unhooked.run(SCRIPT.format(absent=absent, module=module))

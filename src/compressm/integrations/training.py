@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -32,16 +33,16 @@ def plain_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-def schedule_of(when: When, total: int) -> Iterable[int]:
+def schedule_of(when: When, total: float) -> Iterable[int]:
     """The steps of the cuts; a function gets the number of steps of the whole training."""
     if not callable(when):
         return when
-    if total <= 0:
+    if not 0 < total < math.inf:
         raise CompressionError(
             f"when is a function of the number of steps, which this trainer does not know ({total}): set its max_steps,"
             " or pass the steps themselves, when=[1000, 2000]"
         )
-    return when(total)
+    return when(int(total))
 
 
 def saved_state(compressor: Compressor, model: nn.Module, optimizers: Sequence[Any]) -> dict[str, Any]:

@@ -134,14 +134,13 @@ def _follow_(
             optimizer.state.pop(value, None)
     for key in sorted(added):
         name = next(name for name in changed if _is_in(name, key))
-        _, adapter = find(model)[name]
-        leaf = key.removeprefix(f"{name}.")
-        origin = layers[name].get_parameter(adapter.JOINS[leaf])
-        for group in optimizer.param_groups:
-            if any(member is origin for member in group["params"]):
-                new = state[key]
-                assert isinstance(new, nn.Parameter)
-                join_(group, new, name_beside(group, origin, adapter.JOINS[leaf], leaf))
+        new, leaf = state[key], key.removeprefix(f"{name}.")
+        beside = find(model)[name][1].JOINS.get(leaf)
+        if isinstance(new, nn.Parameter) and beside is not None:
+            origin = layers[name].get_parameter(beside)
+            for group in optimizer.param_groups:
+                if any(member is origin for member in group["params"]):
+                    join_(group, new, name_beside(group, origin, beside, leaf))
 
 
 def group_names(model: nn.Module, optimizer: Any) -> Names:
