@@ -21,7 +21,7 @@ def test_files_are_few_and_long_enough_to_be_a_concept():
 
 
 @pytest.mark.parametrize(
-    ("what", "most"), [("compress_ of an LRU classifier", 32), ("compress_ of a Mamba with calibrate", 44)]
+    ("what", "most"), [("compress_ of an LRU classifier", 33), ("compress_ of a Mamba with calibrate", 45)]
 )
 def test_a_call_enters_few_files(what, most):
     printed = unhooked.run(house.traced(house._SCRIPTS[what]), loaded=False)

@@ -169,6 +169,7 @@ COMPRESSION_NAMES = SHORT_NAMES | {
     "plan_text",
     "savable",
     "save_checkpoint",
+    "take_stored_orders_",
 }
 
 DEPLOY_NAMES = {

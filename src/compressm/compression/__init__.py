@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         savable,
         save_checkpoint,
         save_model,
+        take_stored_orders_,
     )
 
 __all__ = [
@@ -105,17 +106,13 @@ __all__ = [
     "savable",
     "save_checkpoint",
     "save_model",
+    "take_stored_orders_",
 ]
 
 # Saving imports compression, so its names are looked up here only when they are used.
 _OF_SAVING = {
-    "Checkpoint",
-    "accept_orders_",
-    "load_checkpoint",
-    "load_model",
-    "savable",
-    "save_checkpoint",
-    "save_model",
+    *("Checkpoint", "accept_orders_", "load_checkpoint", "load_model", "savable", "save_checkpoint", "save_model"),
+    "take_stored_orders_",
 }
 
 

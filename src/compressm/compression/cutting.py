@@ -33,6 +33,7 @@ from compressm.compression.planning import (
 )
 from compressm.compression.record import Cut
 from compressm.compression.several import kind_of
+from compressm.compression.sharding import require_no_new_parameters
 from compressm.compression.surgery import PreparedCut, padded, prepare_cuts, require_plain_parameters, write_cuts_
 from compressm.control import ControlError
 from compressm.errors import AdapterError, CompressionError, warn_caller
@@ -163,6 +164,8 @@ class Cutter:
 
     def write_(self, prepared: PreparedPlan, undo: ExitStack) -> None:
         """Write a prepared plan and renew the model's wrappers; closing `undo` puts everything back."""
+        added = [f"{cut.name}.{name}" for cut in prepared.cuts for name in cut.writing.added]
+        require_no_new_parameters(self.inner, added)
         modules = [cut.module for cut in prepared.cuts]
         # Called last: parameters that were written and restored have lost the wrapper's hooks.
         undo.callback(renew_wrappers_, self.model, modules)

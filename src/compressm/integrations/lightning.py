@@ -111,7 +111,7 @@ class CompressionCallback(Callback):
                 logger.log_metrics({name: float(value) for name, value in found.items()}, step=trainer.global_step)
             if (bar := trainer.progress_bar_callback) is not None:
                 bar.print("\n".join(map(str, events)))
-        self.log("states", float(self._states), prog_bar=True, logger=False, on_step=True, on_epoch=False)
+        pl_module.log("states", float(self._states), prog_bar=True, logger=False, on_step=True, on_epoch=False)
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a checkpoint of the trainer."""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from compressm.adapters import find
 from compressm.adapters.base import plain_name
 from compressm.compression.cutting import ordinary_tensors
-from compressm.compression.optimizer import join_, leave_, name_beside
+from compressm.compression.several import join_, leave_, name_beside
+from compressm.compression.sharding import is_sharded
 from compressm.compression.surgery import take_orders_
-from compressm.errors import AdapterError, CompressionError, SavingError
+from compressm.errors import AdapterError, CompressionError, NoSuchFileError, SavingError
 from compressm.layers.parameters import Kept, replace_data, require_free
 from compressm.saving.fitting import require_same_groups
 from compressm.saving.rebuilding import by_forms, expected_shapes, orders_of, plain_state, ssm_layers, take_forms_
@@ -48,7 +52,7 @@ def take_orders_of_(model: nn.Module, state_dict: Mapping[str, Any], optimizers:
     modules = dict(model.named_modules(remove_duplicate=False))
     given = {plain_name(key, modules): value for key, value in state_dict.items() if isinstance(value, Tensor)}
     own, layers = plain_state(model), ssm_layers(model)
-    here = {name for name in layers if any(_is_in(name, key) for key in given)}
+    here = [name for name in layers if any(_is_in(name, key) for key in given)]
     absent = {key: value for key, value in own.items() if not any(_is_in(name, key) for name in here)}
     tensors = absent | given
     changed = _changed(model, here, own, tensors)
@@ -59,6 +63,36 @@ def take_orders_of_(model: nn.Module, state_dict: Mapping[str, Any], optimizers:
     if changed:
         _take_(model, changed, own, tensors, optimizers)
     return changed
+
+
+def take_stored_orders_(model: nn.Module, folder: str | os.PathLike[str], prefix: str = "model.") -> list[str]:
+    """Give every SSM layer its order in a checkpoint of `torch.distributed.checkpoint`; return their names.
+
+    `prefix` is what stands before the model's names there. Call it in every process before `fully_shard`, which takes
+    the sizes as they are; nothing is sent. Then shard, make the optimizer, and load the checkpoint as always.
+    """
+    from torch.distributed.checkpoint import FileSystemReader, load
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    if is_sharded(model):
+        raise SavingError(f"{type(model).__name__} is sharded already: call take_stored_orders_ before fully_shard")
+    if not Path(folder, ".metadata").is_file():
+        raise NoSuchFileError(f"{folder} has no .metadata: expected a folder that torch.distributed.checkpoint wrote")
+    reader, layers = FileSystemReader(folder), list(ssm_layers(model))
+    stored = reader.read_metadata().state_dict_metadata
+    sizes = {key.removeprefix(prefix): entry for key, entry in stored.items() if key.startswith(prefix)}
+    inside = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in sizes.items()
+        if isinstance(entry, TensorStorageMetadata) and any(_is_in(name, key) for name in layers)
+    }
+    if not inside:
+        raise SavingError(
+            f"{folder} has no tensors of {', '.join(layers[:4]) or 'SSM layers'} after {prefix!r}; it has"
+            f" {', '.join(sorted(stored)[:4])}: pass the right prefix="
+        )
+    load({prefix + key: value for key, value in inside.items()}, storage_reader=reader, no_dist=True)
+    return take_orders_of_(model, inside)
 
 
 def _is_in(layer: str, key: str) -> bool:
