@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import compressm as cs
-from compressm.compression import CompressionError, Rollback
+from compressm.compression import CompressionError, Rollback, accept_orders_
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -203,6 +203,25 @@ def test_parameters_that_a_cut_added_get_their_own_moments_again(tmp_path):
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
     assert any("A_imag.exp_avg" in name for name in state_of(whole))
     assert same(state_of(resumed), state_of(whole))
+
+
+def test_a_model_that_the_trainer_makes_anew_is_resumed_after_a_cut(tmp_path):
+    first, _ = trainer_of(tmp_path, mamba, when=[2], steps=4)
+
+    def init():
+        model, _ = mamba()
+        accept_orders_(model)
+        return model
+
+    def trained(resume=None):
+        callback = CompressionCallback(when=[2], **mamba()[1])
+        given = {"train_dataset": first.train_dataset, "callbacks": [callback]}
+        trainer = Trainer(None, first.args, model_init=init, **given)
+        trainer.train(resume_from_checkpoint=resume)
+        return state_of(trainer)
+
+    whole = trained()
+    assert same(trained(str(tmp_path / "checkpoint-2")), whole)
 
 
 def test_a_checkpoint_without_our_state_is_resumed_with_a_warning(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -91,7 +92,9 @@ def take_stored_orders_(model: nn.Module, folder: str | os.PathLike[str], prefix
             f"{folder} has no tensors of {', '.join(layers[:4]) or 'SSM layers'} after {prefix!r}; it has"
             f" {', '.join(sorted(stored)[:4])}: pass the right prefix="
         )
-    load({prefix + key: value for key, value in inside.items()}, storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each process reads for itself
+        load({prefix + key: value for key, value in inside.items()}, storage_reader=reader, no_dist=True)
     return take_orders_of_(model, inside)
 
 
