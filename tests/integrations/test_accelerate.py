@@ -1,14 +1,12 @@
 """Models that Accelerate prepared: cuts, accumulation, and states that are loaded at other orders."""
 
-import json
-
 import pytest
 import torch
 from torch import nn
 
 import compressm as cs
 from compressm.compression import CompressionError
-from tests import unhooked
+from tests.integrations.processes import alike, found_by_two
 
 pytest.importorskip("accelerate")
 from accelerate import Accelerator
@@ -144,59 +142,31 @@ def test_what_shards_is_refused_by_name(monkeypatch):
         AcceleratedCompressor(run.accelerator, run.model, run.optimizer, when=[1], keep=cs.TargetOrder(2))
 
 
-TWO_PROCESSES = """
-import json, os, sys, warnings
-warnings.simplefilter("ignore")
-import torch, torch.multiprocessing as mp
-path = sys.argv[1]
-
-def work(rank):
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    os.environ |= {"MASTER_PORT": sys.argv[2], "ACCELERATE_USE_CPU": "true"}
-    import torch.distributed as dist
-    import compressm as cs
-    from tests.integrations.test_accelerate import X, Y, Training, same
-    found = {}
+def an_earlier_state(rank, path):
     run = Training(when=[2, 4])
-    def train(run, steps, save=False):
+
+    def train(steps, save=False):
         while run.compressor.count < steps:
-            rows = slice(8 * run.compressor.count + 4 * rank, 8 * run.compressor.count + 4 * rank + 4)
-            loss = torch.nn.functional.cross_entropy(run.model(X[rows]), Y[rows])
+            first = 8 * run.compressor.count + 4 * rank
+            loss = nn.functional.cross_entropy(run.model(X[first : first + 4]), Y[first : first + 4])
             run.accelerator.backward(loss)
-            run.optimizer.step(), run.optimizer.zero_grad(), run.compressor.step()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            run.compressor.step()
             if save:
                 run.accelerator.save_state(f"{path}/{run.compressor.count}")
-    train(run, 6, save=True)
+
+    train(6, save=True)
     end = run.state()
     # Each process has statistics of its own until the next step.
-    own = [end[name] for name in end if 'norm' not in name]
-    flat = torch.cat([value.double().flatten() for value in own])
-    rows = [None, None]
-    dist.all_gather_object(rows, flat)
-    found["in step"] = all(torch.equal(row, flat) for row in rows)
-    found["wrapped"] = type(run.model).__name__
+    found = {"in step": alike(end[name] for name in end if "norm" not in name), "wrapped": type(run.model).__name__}
     run.accelerator.load_state(f"{path}/1")
     found["larger"] = run.orders()
-    train(run, 6)
-    found["same"] = same(run.state(), end)
-    found["orders"] = run.orders()
-    print(json.dumps(found), file=open(f"{path}/found-{rank}.json", "w"))
-    dist.destroy_process_group()
-
-workers = [mp.get_context("fork").Process(target=work, args=(rank,)) for rank in range(2)]
-[worker.start() for worker in workers], [worker.join() for worker in workers]
-sys.exit(max(worker.exitcode for worker in workers))
-"""
+    train(6)
+    return found | {"same": same(run.state(), end), "orders": run.orders()}
 
 
 @pytest.mark.slow
 def test_two_processes_cut_alike_and_load_an_earlier_state(tmp_path):
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    unhooked.run(TWO_PROCESSES, str(tmp_path), str(port))
     expected = {"in step": True, "wrapped": "DistributedDataParallel", "larger": [12, 12], "same": True}
-    for rank in range(2):
-        assert json.loads((tmp_path / f"found-{rank}.json").read_text()) == expected | {"orders": [4, 4]}
+    assert found_by_two(an_earlier_state, tmp_path) == [expected | {"orders": [4, 4]}] * 2

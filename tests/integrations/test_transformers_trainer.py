@@ -16,6 +16,7 @@ from transformers import MambaForCausalLM, Trainer, TrainerCallback, TrainingArg
 
 from compressm.integrations.transformers_trainer import CompressionCallback
 from tests.adapters.transformers_models import make, mixers
+from tests.integrations.processes import alike, found_by_two
 
 DATA = torch.randint(1, 20, (24, 12), generator=torch.Generator().manual_seed(0))
 pytestmark = [
@@ -257,3 +258,25 @@ def test_a_checkpoint_before_the_guard_has_judged_says_what_it_lacks(tmp_path):
 def test_what_the_trainer_gives_is_refused_as_an_option():
     with pytest.raises(CompressionError, match="optimizer: the callback takes them from the trainer"):
         CompressionCallback(when=[1], keep=cs.TargetOrder(2), optimizer=None)
+
+
+def resumed_between_cuts(rank, path):
+    arguments = {"ddp_backend": "gloo"}
+    whole, callback = trainer_of(path, ours, when=[2, 4], steps=6, **arguments)
+    whole.train()
+    end = state_of(whole)
+    resumed, _ = trainer_of(path, ours, when=[2, 4], steps=6, save_strategy="no", **arguments)
+    resumed.train(resume_from_checkpoint=f"{path}/checkpoint-2")
+    return {
+        "in step": alike(end.values()),
+        "wrapped": type(whole.model_wrapped).__name__,
+        "orders": orders(whole.model),
+        "same": same(state_of(resumed), end),
+        "cuts": len(callback.history),
+    }
+
+
+@pytest.mark.slow
+def test_two_processes_cut_alike_and_resume_between_cuts(tmp_path):
+    expected = {"in step": True, "wrapped": "DistributedDataParallel", "orders": [4, 4], "same": True, "cuts": 4}
+    assert found_by_two(resumed_between_cuts, tmp_path) == [expected, expected]

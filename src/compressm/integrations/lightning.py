@@ -6,18 +6,14 @@ from typing import Any
 
 from torch import nn
 
-from compressm.compression import Compressor
-from compressm.compression.record import Event
 from compressm.errors import CompressionError
 from compressm.integrations.training import (
+    CallbackOfTrainer,
     When,
     metrics,
     plain_optimizer,
     require_package,
-    resumed_without_state_,
     saved_state,
-    schedule_of,
-    sort_saved_,
 )
 from compressm.saving.orders import accept_orders_
 
@@ -29,7 +25,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
 _SHARDING = ("FSDP", "DeepSpeed", "ModelParallel", "XLA")
 
 
-class CompressionCallback(Callback):
+class CompressionCallback(CallbackOfTrainer, Callback):
     """A callback for `Trainer(callbacks=[CompressionCallback(when=..., keep=...)])`; it cuts by `Compressor`.
 
     `when` are numbers of `trainer.global_step`, which counts the steps of all optimizers, or a function of the number
@@ -38,26 +34,10 @@ class CompressionCallback(Callback):
     """
 
     def __init__(self, *, when: When, keep: Any, **options: Any) -> None:
-        super().__init__()
-        self._when, self._options = when, {"keep": keep, **options}
-        if wrong := sorted({"model", "optimizer", "scheduler"} & options.keys()):
-            raise CompressionError(f"{', '.join(wrong)}: the callback takes them from the trainer; leave them out")
-        self._compressor: Compressor | None = None
-        self._model: nn.Module | None = None
-        self._optimizers: list[Any] = []
+        super().__init__(when=when, keep=keep, **options)
         self._saved: Any = None
         self._ready: Any = None
         self._states = 0
-
-    @property
-    def compressor(self) -> Compressor | None:
-        """The compressor of the present training; None before it begins."""
-        return self._compressor
-
-    @property
-    def history(self) -> list[Event]:
-        """The cuts and restorations of the training."""
-        return [] if self._compressor is None else self._compressor.history
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Let the model load weights of other orders, before the checkpoint is read."""
@@ -82,20 +62,10 @@ class CompressionCallback(Callback):
         model = trainer.strategy.model
         self._model = model if isinstance(model, nn.Module) else pl_module
         self._optimizers = [plain_optimizer(one) for one in trainer.optimizers]
-        if self._saved is not None:
-            sort_saved_(self._model, self._optimizers, self._saved)
-        guarded: dict[str, Any] = {}
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        if self._options.get("guard") is not None and schedulers:
-            guarded = {"scheduler": schedulers}
         total = trainer.max_steps if trainer.max_steps > 0 else trainer.estimated_stepping_batches
-        when = schedule_of(self._when, total)
-        compressor = Compressor(self._model, self._optimizers or None, when=when, **guarded, **self._options)
-        if self._saved is not None:
-            compressor.load_state_dict(self._saved["compressor"])
-        elif trainer.global_step > 0:
-            resumed_without_state_(compressor, trainer.global_step)
-        self._compressor, self._saved = compressor, None
+        self._begin_(schedulers, total=total, step=trainer.global_step, saved=self._saved)
+        self._saved = None
         self._states = metrics([], self._model)["states"]
 
     def on_train_batch_end(

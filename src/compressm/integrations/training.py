@@ -11,11 +11,51 @@ from torch import nn
 
 from compressm.compression import Compressor, Cut
 from compressm.compression.distributed import unwrapped
+from compressm.compression.record import Event
 from compressm.errors import CompressionError, warn_caller
 from compressm.saving.orders import group_names, sort_groups_
 from compressm.saving.rebuilding import orders_of
 
 When = Iterable[int] | Callable[[int], Iterable[int]]
+
+
+class CallbackOfTrainer:
+    """A callback's options, and the compressor of the training that it is in."""
+
+    def __init__(self, *, when: When, keep: Any, **options: Any) -> None:
+        super().__init__()
+        if wrong := sorted({"model", "optimizer", "scheduler"} & options.keys()):
+            raise CompressionError(f"{', '.join(wrong)}: the callback takes them from the trainer; leave them out")
+        self._when, self._options = when, {"keep": keep, **options}
+        self._compressor: Compressor | None = None
+        self._model: nn.Module | None = None
+        self._optimizers: list[Any] = []
+
+    @property
+    def compressor(self) -> Compressor | None:
+        """The compressor of the present training; None before it begins."""
+        return self._compressor
+
+    @property
+    def history(self) -> list[Event]:
+        """The cuts and restorations of the training."""
+        return [] if self._compressor is None else self._compressor.history
+
+    def _begin_(self, schedulers: Sequence[Any], *, total: float, step: int, saved: Any) -> None:
+        """Make the compressor for model and optimizers, and restore its state if the training resumes."""
+        assert self._model is not None
+        if saved is not None:
+            sort_saved_(self._model, self._optimizers, saved)
+        guarded: dict[str, Any] = {}
+        if self._options.get("guard") is not None and schedulers:
+            guarded = {"scheduler": list(schedulers)}
+        when = schedule_of(self._when, total)
+        compressor = Compressor(self._model, self._optimizers or None, when=when, **guarded, **self._options)
+        if saved is not None:
+            compressor.load_state_dict(saved["compressor"])
+        elif step > 0:
+            resumed_without_state_(compressor, step)
+        self._compressor = compressor
 
 
 def require_package(name: str, extra: str) -> None:

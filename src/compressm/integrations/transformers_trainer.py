@@ -8,18 +8,15 @@ from typing import Any
 
 from torch import nn
 
-from compressm.compression import Compressor
 from compressm.compression.record import Event
 from compressm.errors import CompressionError, warn_caller
 from compressm.integrations.training import (
+    CallbackOfTrainer,
     When,
     metrics,
     plain_optimizer,
     require_package,
-    resumed_without_state_,
     saved_state,
-    schedule_of,
-    sort_saved_,
 )
 from compressm.saving.orders import accept_orders_
 
@@ -32,7 +29,7 @@ from transformers import Trainer, TrainerCallback  # noqa: E402
 _KEY = "compressm"
 
 
-class CompressionCallback(TrainerCallback):
+class CompressionCallback(CallbackOfTrainer, TrainerCallback):
     """A callback for `Trainer(..., callbacks=[CompressionCallback(when=..., keep=...)])`; it cuts by `Compressor`.
 
     `when` are steps of the optimizer (`global_step`), or a function of their number; further options are those of
@@ -40,33 +37,15 @@ class CompressionCallback(TrainerCallback):
     """
 
     def __init__(self, *, when: When, keep: Any, **options: Any) -> None:
-        self._when, self._options = when, {"keep": keep, **options}
-        if wrong := sorted({"model", "optimizer", "scheduler"} & options.keys()):
-            raise CompressionError(f"{', '.join(wrong)}: the callback takes them from the trainer; leave them out")
-        self._compressor: Compressor | None = None
-        self._model: nn.Module | None = None
-        self._optimizer: Any = None
+        super().__init__(when=when, keep=keep, **options)
         self._trainer: Any = lambda: None
         self._ready: Any = lambda: None
-
-    @property
-    def compressor(self) -> Compressor | None:
-        """The compressor of the present training; None before it begins."""
-        return self._compressor
-
-    @property
-    def history(self) -> list[Event]:
-        """The cuts and restorations of the training."""
-        return [] if self._compressor is None else self._compressor.history
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **rest: Any) -> None:
         """Let the model load weights of other orders: the trainer does so before training begins."""
         if isinstance(model, nn.Module) and self._ready() is not model:
-            accept_orders_(model, self._optimizers)
+            accept_orders_(model, lambda: self._optimizers)
             self._ready = weakref.ref(model)
-
-    def _optimizers(self) -> list[Any]:
-        return [] if self._optimizer is None else [self._optimizer]
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, lr_scheduler: Any = None,
@@ -82,18 +61,9 @@ class CompressionCallback(TrainerCallback):
         trainer = _trainer_of(self)
         self._trainer = (lambda: None) if trainer is None else weakref.ref(trainer)
         self._model = model if trainer is None else trainer.model_wrapped
-        self._compressor, self._optimizer = None, plain_optimizer(optimizer)
-        guarded = {"scheduler": lr_scheduler} if self._options.get("guard") is not None else {}
-        when = schedule_of(self._when, state.max_steps)
+        self._compressor, self._optimizers = None, [plain_optimizer(optimizer)]
         saved = state.stateful_callbacks.get(_KEY)
-        if saved is not None:
-            sort_saved_(self._model, self._optimizers(), saved)
-        compressor = Compressor(self._model, self._optimizer, when=when, **guarded, **self._options)
-        if saved is not None:
-            compressor.load_state_dict(saved["compressor"])
-        elif state.global_step > 0:
-            resumed_without_state_(compressor, state.global_step)
-        self._compressor = compressor
+        self._begin_([lr_scheduler], total=state.max_steps, step=state.global_step, saved=saved)
         state.stateful_callbacks[_KEY] = self._state()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
@@ -118,7 +88,7 @@ class CompressionCallback(TrainerCallback):
     def _state(self) -> dict[str, Any]:
         assert self._compressor is not None
         assert self._model is not None
-        saved = saved_state(self._compressor, self._model, self._optimizers())
+        saved = saved_state(self._compressor, self._model, self._optimizers)
         if _has_snapshot(saved["compressor"]):
             saved["compressor"]["watch"] = None
         return saved
