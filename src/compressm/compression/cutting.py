@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, is_dataclass, replace
@@ -115,9 +114,9 @@ class Cutter:
             require_rewrappable(wrapper)
         require_suitable(self.inner, layers, self.optimizer, self.moments)
         if self.options.filter_fn is None and (said := refused_in(self.inner)):
-            warnings.warn(f"not all of {type(self.inner).__name__} is cut{said}", stacklevel=3)
+            warn_caller(f"not all of {type(self.inner).__name__} is cut{said}")
         if said := unused_options(self.inner, self.options):
-            warnings.warn(said, stacklevel=3)
+            warn_caller(said)
         for k, model in enumerate(self.follow):
             require_alike(f"follow[{k}]", model, {name: layer.module for name, layer in layers.items()})
         keep = priced(self.inner, layers, self.options).keep
