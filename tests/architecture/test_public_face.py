@@ -162,12 +162,14 @@ COMPRESSION_NAMES = SHORT_NAMES | {
     "Selection",
     "SelectiveMethod",
     "StaleWrapperError",
+    "accept_orders_",
     "as_schedule",
     "choose_orders",
     "load_checkpoint",
     "plan_text",
     "savable",
     "save_checkpoint",
+    "take_stored_orders_",
 }
 
 DEPLOY_NAMES = {

@@ -53,6 +53,8 @@ def _unit(number):
 def test_code_on_the_page_runs(page):
     """And prints what stands beside it: the first time, where it is printed again and again."""
     code = code_of(page)
+    for package in sorted({"accelerate", "lightning"} & set(re.findall(r"\b(\w+) import", code))):
+        pytest.importorskip(package)
     if ".compile(" in code:
         # The shape checker of the tests cannot be traced: a plain process.
         assert not SAID.search(code), "what a page that compiles prints is not compared"

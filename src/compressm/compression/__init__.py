@@ -36,7 +36,16 @@ from compressm.families.memory.forms import Fitted, Folded, Form, Mapped, Select
 from compressm.families.selective.methods import Baked, PerChannel, SelectiveMethod, SharedIndex
 
 if TYPE_CHECKING:
-    from compressm.saving import Checkpoint, load_checkpoint, load_model, savable, save_checkpoint, save_model
+    from compressm.saving import (
+        Checkpoint,
+        accept_orders_,
+        load_checkpoint,
+        load_model,
+        savable,
+        save_checkpoint,
+        save_model,
+        take_stored_orders_,
+    )
 
 __all__ = [
     "PAPER",
@@ -80,6 +89,7 @@ __all__ = [
     "TargetOrder",
     "Transport",
     "WhiteNoise",
+    "accept_orders_",
     "as_schedule",
     "choose_orders",
     "compare_forms",
@@ -96,10 +106,14 @@ __all__ = [
     "savable",
     "save_checkpoint",
     "save_model",
+    "take_stored_orders_",
 ]
 
 # Saving imports compression, so its names are looked up here only when they are used.
-_OF_SAVING = {"Checkpoint", "load_checkpoint", "load_model", "savable", "save_checkpoint", "save_model"}
+_OF_SAVING = {
+    *("Checkpoint", "accept_orders_", "load_checkpoint", "load_model", "savable", "save_checkpoint", "save_model"),
+    "take_stored_orders_",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,7 @@ import math
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, SupportsIndex
 
 import torch
@@ -24,6 +24,7 @@ from compressm.compression.record import Cut, Event, event_of, past_of, warn_unc
 from compressm.compression.rollback import NOTHING_TO_JUDGE, Rollback, Watch
 from compressm.compression.schedule import as_schedule, plan_text, require_same_past
 from compressm.compression.several import as_optimizer, as_scheduler, parts_of, require_own
+from compressm.compression.sharding import gathered, is_gathered, is_sharded, orders_by_shapes
 from compressm.control.validation import values_unread
 from compressm.errors import CompressionError, warn_caller
 from compressm.families import Layer, read_layer
@@ -86,7 +87,9 @@ class Compressor:
         self._guard, self._watch = guard, None
         self._meet("Compressor(...)")
         processes = self._cutter.processes
-        with processes.together("making a Compressor"):
+        if guard is not None and is_sharded(self._cutter.inner):
+            raise CompressionError("guard: a model sharded by fully_shard cannot be restored; expected guard=None")
+        with gathered(self._cutter.inner, trainer), processes.together("making a Compressor"):
             layers = self._cutter.check()
             if never_cuts(keep, overrides):
                 raise CompressionError(f"keep is {keep}, with which no layer of any order is cut: expected rho below 1")
@@ -134,19 +137,28 @@ class Compressor:
         if self._first_orders is not None:
             self._warn(now, self._first_orders)
             self._first_orders = None
+        with self._whole_if_due(now):
+            events = self._step_(now)
+        if self._watch is not None:
+            self._watch.tidy()
+        self._until = self._next()
+        return events
+
+    def _whole_if_due(self, now: int) -> AbstractContextManager[None]:
+        """Plain parameters for a cut of a sharded model."""
+        is_due = self._is_due(now) and not self._ended
+        return gathered(self._cutter.inner, self._cutter.optimizer) if is_due else nullcontext()
+
+    def _step_(self, now: int) -> list[Event]:
         undo = ExitStack()
         try:
             # An interruption inside `no_grad` itself would leave gradients switched off.
             undo.callback(torch.set_grad_enabled, torch.is_grad_enabled())
             with ordinary_tensors():
-                events = self._act_(now, undo)
+                return self._act_(now, undo)
         except BaseException:
             undo.close()
             raise
-        if self._watch is not None:
-            self._watch.tidy()
-        self._until = self._next()
-        return events
 
     def _warn(self, now: int, orders: Mapping[str, int]) -> None:
         """Say, at the first call of a training that is not resumed, what will not happen."""
@@ -233,7 +245,8 @@ class Compressor:
     def preview(self) -> list[Cut]:
         """The cuts that would be made now; nothing is changed. All processes must call it."""
         self._meet("Compressor.preview()")
-        return self._cutter.describe(self._cutter.plan(salt=0), step=0)
+        with gathered(self._cutter.inner, self._cutter.optimizer):
+            return self._cutter.describe(self._cutter.plan(salt=0), step=0)
 
     def state_dict(self) -> dict[str, Any]:
         """The state to continue from: tensors, numbers and strings only."""
@@ -264,6 +277,8 @@ class Compressor:
             self._watch.load_state_dict(NOTHING_TO_JUDGE if watch is None else watch)
 
     def _orders(self) -> dict[str, int]:
+        if is_sharded(self.model) and not is_gathered(self.model):
+            return orders_by_shapes(self.model)  # one process may ask alone
         with values_unread():  # a layer that is unstable by now has an order too
             return {name: adapter.order(layer) for name, (layer, adapter) in find(self.model).items()}
 
@@ -311,6 +326,11 @@ def compress_(
     given = (keep, calibrate, gramian, fold, select, gate, round_to, at_least, filter_fn, overrides, selective)
     options = Options(*given, uniform=uniform, form=form)
     cutter = Cutter(model, as_optimizer(optimizer), options, moments, followers(follow))
+    with gathered(cutter.inner, cutter.optimizer):
+        return _compress_(cutter)
+
+
+def _compress_(cutter: Cutter) -> list[Cut]:
     undo = ExitStack()
     try:
         undo.callback(torch.set_grad_enabled, torch.is_grad_enabled())
@@ -319,7 +339,7 @@ def compress_(
             cutter.meet("compress_(...)")
             with cutter.processes.together("checking the model"):
                 layers = cutter.check()
-                _warn_of_holders(layers.values(), () if optimizer is None else parts_of(cutter.optimizer))
+                _warn_of_holders(layers.values(), () if cutter.optimizer is None else parts_of(cutter.optimizer))
             plan = cutter.plan(salt=0, layers=layers)
             prepared = cutter.prepare(plan, step=0)
             with cutter.processes.together("writing the cut") if prepared.cuts else nullcontext():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, is_dataclass, replace
@@ -33,6 +32,7 @@ from compressm.compression.planning import (
 )
 from compressm.compression.record import Cut
 from compressm.compression.several import kind_of
+from compressm.compression.sharding import require_no_new_parameters
 from compressm.compression.surgery import PreparedCut, padded, prepare_cuts, require_plain_parameters, write_cuts_
 from compressm.control import ControlError
 from compressm.errors import AdapterError, CompressionError, warn_caller
@@ -114,9 +114,9 @@ class Cutter:
             require_rewrappable(wrapper)
         require_suitable(self.inner, layers, self.optimizer, self.moments)
         if self.options.filter_fn is None and (said := refused_in(self.inner)):
-            warnings.warn(f"not all of {type(self.inner).__name__} is cut{said}", stacklevel=3)
+            warn_caller(f"not all of {type(self.inner).__name__} is cut{said}")
         if said := unused_options(self.inner, self.options):
-            warnings.warn(said, stacklevel=3)
+            warn_caller(said)
         for k, model in enumerate(self.follow):
             require_alike(f"follow[{k}]", model, {name: layer.module for name, layer in layers.items()})
         keep = priced(self.inner, layers, self.options).keep
@@ -163,6 +163,8 @@ class Cutter:
 
     def write_(self, prepared: PreparedPlan, undo: ExitStack) -> None:
         """Write a prepared plan and renew the model's wrappers; closing `undo` puts everything back."""
+        added = [f"{cut.name}.{name}" for cut in prepared.cuts for name in cut.writing.added]
+        require_no_new_parameters(self.inner, added)
         modules = [cut.module for cut in prepared.cuts]
         # Called last: parameters that were written and restored have lost the wrapper's hooks.
         undo.callback(renew_wrappers_, self.model, modules)

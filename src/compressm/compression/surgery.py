@@ -222,13 +222,17 @@ def require_plain_parameters(name: str, module: nn.Module) -> None:
     """Refuse parameters that are not plain tensors of numbers: those of FSDP, DTensors, quantised ones."""
     # torch's FSDP marks the modules inside it so.
     if getattr(module, "_is_fsdp_managed_module", False):
-        raise CompressionError(f"{name or 'the model'} is sharded by FSDP and cannot be cut; cut it before wrapping")
+        raise CompressionError(
+            f"{name or 'the model'} is sharded by FSDP and cannot be cut; expected a model sharded by fully_shard and"
+            " passed to a Compressor, or a cut before wrapping"
+        )
     for entry, parameter in module.named_parameters():
         kinds = {type(parameter.data), type(parameter)}
         others = kinds - {Tensor, nn.Parameter}
         if any(kind.__name__ == "DTensor" for kind in others):
             raise CompressionError(
-                f"{name}.{entry} is a DTensor of FSDP or tensor parallelism and cannot be cut; cut it before sharding"
+                f"{name}.{entry} is a DTensor of FSDP or tensor parallelism and cannot be cut; only Compressor and"
+                " compress_ gather what fully_shard has sharded; cut it before sharding"
             )
         if type(parameter.data) is not Tensor:
             raise CompressionError(f"{name}.{entry} holds a {type(parameter.data).__name__}, expected a plain tensor")

@@ -50,6 +50,8 @@ def state_after_a_step(
             chosen = _one_of_each_shape(inner, parameters)
             stand_ins = {name: _stand_in(parameters[name]) for name in chosen}
             twin = _twin(inner, {id(parameters[name]): stand_in for name, stand_in in stand_ins.items()})
+            if callable(getattr(type(inner), "train", None)):
+                twin.train()  # schedule-free optimizers step only in this mode
             # Not an instance's own `step`, which a scheduler may have bound to the user's optimizer.
             step = type(inner).step
             (step.__wrapped__ if getattr(step, "hooked", False) else step)(twin)  # type: ignore[attr-defined]

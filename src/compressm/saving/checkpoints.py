@@ -45,6 +45,7 @@ from compressm.saving.fitting import (
     resized,
 )
 from compressm.saving.kinds import as_path, require_model, require_state
+from compressm.saving.orders import group_names
 from compressm.saving.rebuilding import (
     by_forms,
     keyed_state,
@@ -221,7 +222,7 @@ def save_checkpoint(
         **_weights(model),
         "followers": [_weights(follower) for follower in _followers(compressor)],
         "optimizer": _state_of(trainer),
-        "groups": None if trainer is None else _groups(model, trainer),
+        "groups": None if trainer is None else group_names(model, trainer),
         "scheduler": _state_of(rates),
         "compressor": _state_of(compressor),
         "random": random_state(),
@@ -310,7 +311,7 @@ def _require_loadable(
     added, gone = by_forms(model, contents["model"])
     if optimizer is not None:
         require_names(contents["groups"])
-        require_same_groups(contents["groups"], _groups(model, optimizer), added, gone.keys())
+        require_same_groups(contents["groups"], group_names(model, optimizer), added, gone.keys())
     require_fitting(model, contents)
     if optimizer is not None:
         shapes = {name: value.shape for name, value in contents["model"].items()}
@@ -399,14 +400,6 @@ def _weights(model: nn.Module) -> dict[str, Any]:
 
 def _state_of(part: Any | None) -> dict[str, Any] | None:
     return None if part is None else {"kind": kind_of(part), "state": part.state_dict()}
-
-
-def _groups(model: nn.Module, optimizer: Any) -> list[list[str | None]]:
-    """The names of the parameters in every group; None for one that is not the model's."""
-    names: dict[int, str] = {}
-    for name, value in plain_state(model).items():
-        names.setdefault(id(value), name)
-    return [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def _read(path: Path) -> dict[str, Any]:

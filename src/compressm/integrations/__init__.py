@@ -1,0 +1,1 @@
+"""Trainers of other packages: each module is thin, calls `Compressor.step`, and needs its package installed."""

@@ -1,0 +1,125 @@
+"""What the integrations share: the package that is missing, plain optimizers, states as numbers and text."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from compressm.compression import Compressor, Cut
+from compressm.compression.distributed import unwrapped
+from compressm.compression.record import Event
+from compressm.errors import CompressionError, warn_caller
+from compressm.saving.orders import group_names, sort_groups_
+from compressm.saving.rebuilding import orders_of
+
+When = Iterable[int] | Callable[[int], Iterable[int]]
+
+
+class CallbackOfTrainer:
+    """A callback's options, and the compressor of the training that it is in."""
+
+    def __init__(self, *, when: When, keep: Any, **options: Any) -> None:
+        super().__init__()
+        if wrong := sorted({"model", "optimizer", "scheduler"} & options.keys()):
+            raise CompressionError(f"{', '.join(wrong)}: the callback takes them from the trainer; leave them out")
+        self._when, self._options = when, {"keep": keep, **options}
+        self._compressor: Compressor | None = None
+        self._model: nn.Module | None = None
+        self._optimizers: list[Any] = []
+
+    @property
+    def compressor(self) -> Compressor | None:
+        """The compressor of the present training; None before it begins."""
+        return self._compressor
+
+    @property
+    def history(self) -> list[Event]:
+        """The cuts and restorations of the training."""
+        return [] if self._compressor is None else self._compressor.history
+
+    def _begin_(self, schedulers: Sequence[Any], *, total: float, step: int, saved: Any) -> None:
+        """Make the compressor for model and optimizers, and restore its state if the training resumes."""
+        assert self._model is not None
+        if saved is not None:
+            sort_saved_(self._model, self._optimizers, saved)
+        guarded: dict[str, Any] = {}
+        if self._options.get("guard") is not None and schedulers:
+            guarded = {"scheduler": list(schedulers)}
+        when = schedule_of(self._when, total)
+        compressor = Compressor(self._model, self._optimizers or None, when=when, **guarded, **self._options)
+        if saved is not None:
+            compressor.load_state_dict(saved["compressor"])
+        elif step > 0:
+            resumed_without_state_(compressor, step)
+        self._compressor = compressor
+
+
+def require_package(name: str, extra: str) -> None:
+    """Refuse to go on without a package, and say which extra installs it."""
+    if importlib.util.find_spec(name) is None:
+        raise ImportError(
+            f"{name} is not installed, which this integration of compressm needs: pip install 'compressm[{extra}]'"
+        )
+
+
+def plain_optimizer(optimizer: Any) -> Any:
+    """The optimizer inside the wrappers of Accelerate and Lightning."""
+    while "optimizer" in vars(optimizer) or "_optimizer" in vars(optimizer):
+        optimizer = vars(optimizer).get("optimizer", vars(optimizer).get("_optimizer"))
+    return optimizer
+
+
+def schedule_of(when: When, total: float) -> Iterable[int]:
+    """The steps of the cuts; a function gets the number of steps of the whole training."""
+    if not callable(when):
+        return when
+    if not 0 < total < math.inf:
+        raise CompressionError(
+            f"when is a function of the number of steps, which this trainer does not know ({total}): set its max_steps,"
+            " or pass the steps themselves, when=[1000, 2000]"
+        )
+    return when(int(total))
+
+
+def saved_state(compressor: Compressor, model: nn.Module, optimizers: Sequence[Any]) -> dict[str, Any]:
+    """The state of a compressor, with the orders and the names of the parameters in every group."""
+    inner = unwrapped(model)
+    groups = [group_names(inner, one) for one in optimizers]
+    return {"compressor": compressor.state_dict(), "groups": groups, "orders": orders_of(inner)}
+
+
+def sort_saved_(model: nn.Module, optimizers: Sequence[Any], saved: Any) -> None:
+    """Give loaded moments to the parameters that they belong to; the model must have the saved orders."""
+    if not isinstance(saved, dict) or not {"compressor", "groups", "orders"} <= saved.keys():
+        raise CompressionError(f"the state of the compressor is {saved!r:.100}, expected what a checkpoint of it holds")
+    inner = unwrapped(model)
+    if (orders := orders_of(inner)) != saved["orders"]:
+        raise CompressionError(
+            f"the model has the orders {orders}, the checkpoint {saved['orders']}: load the weights of the checkpoint"
+            " too"
+        )
+    if len(optimizers) != len(saved["groups"]):
+        raise CompressionError(f"the checkpoint has {len(saved['groups'])} optimizers, the training {len(optimizers)}")
+    for optimizer, names in zip(optimizers, saved["groups"], strict=True):
+        sort_groups_(optimizer, inner, names)
+
+
+def resumed_without_state_(compressor: Compressor, step: int) -> None:
+    """Go on at a step of which the checkpoint says nothing: its steps of the schedule are over."""
+    warn_caller(
+        f"the training resumes at step {step} from a checkpoint without a state of the compressor: steps of the"
+        " schedule up to there count as done, and the history begins anew"
+    )
+    state = compressor.state_dict()
+    compressor.load_state_dict({**state, "seen": step})
+
+
+def metrics(events: Iterable[Any], model: nn.Module) -> dict[str, int]:
+    """The number of states in all layers, and in those that these events changed."""
+    orders = orders_of(unwrapped(model))
+    changed = {name for event in events for name in ([event.module] if isinstance(event, Cut) else event.orders)}
+    return {"states": sum(orders.values())} | {f"states/{name or 'model'}": orders[name] for name in sorted(changed)}

@@ -1,0 +1,116 @@
+"""A callback that cuts a model while the Trainer of transformers trains it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+from torch import nn
+
+from compressm.compression.record import Event
+from compressm.errors import CompressionError, warn_caller
+from compressm.integrations.training import (
+    CallbackOfTrainer,
+    When,
+    metrics,
+    plain_optimizer,
+    require_package,
+    saved_state,
+)
+from compressm.saving.orders import accept_orders_
+
+require_package("transformers", "trainer")
+require_package("accelerate", "trainer")
+
+from transformers import Trainer, TrainerCallback  # noqa: E402
+
+# The place of our state in trainer_state.json.
+_KEY = "compressm"
+
+
+class CompressionCallback(CallbackOfTrainer, TrainerCallback):
+    """A callback for `Trainer(..., callbacks=[CompressionCallback(when=..., keep=...)])`; it cuts by `Compressor`.
+
+    `when` are steps of the optimizer (`global_step`), or a function of their number; further options are those of
+    `Compressor`. Checkpoints of the trainer hold its state, and any of them can be resumed, whatever its orders are.
+    """
+
+    def __init__(self, *, when: When, keep: Any, **options: Any) -> None:
+        super().__init__(when=when, keep=keep, **options)
+        self._trainer: Any = lambda: None
+        self._ready: Any = lambda: None
+
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **rest: Any) -> None:
+        """Let the model load weights of other orders: the trainer does so before training begins."""
+        if isinstance(model, nn.Module) and self._ready() is not model:
+            accept_orders_(model, lambda: self._optimizers)
+            self._ready = weakref.ref(model)
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, lr_scheduler: Any = None,
+        **rest: Any,
+    ) -> None:  # fmt: skip
+        """Make the compressor, and restore its state if the training resumes."""
+        if args.deepspeed or args.fsdp:
+            raise CompressionError(
+                f"the trainer shards the model ({'deepspeed' if args.deepspeed else 'fsdp'}), expected a trainer on one"
+                " device or with DistributedDataParallel"
+            )
+        self.on_init_end(args, state, control, model)
+        trainer = _trainer_of(self)
+        self._trainer = (lambda: None) if trainer is None else weakref.ref(trainer)
+        self._model = model if trainer is None else trainer.model_wrapped
+        self._compressor, self._optimizers = None, [plain_optimizer(optimizer)]
+        saved = state.stateful_callbacks.get(_KEY)
+        self._begin_([lr_scheduler], total=state.max_steps, step=state.global_step, saved=saved)
+        state.stateful_callbacks[_KEY] = self._state()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Cut if that is due, and log it."""
+        assert self._compressor is not None
+        assert self._model is not None
+        events = self._compressor.step(state.global_step)
+        if events or _KEY not in state.stateful_callbacks:
+            state.stateful_callbacks[_KEY] = self._state()
+        state.stateful_callbacks[_KEY]["compressor"]["seen"] = state.global_step
+        if events:
+            self._log(events, state)
+
+    def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Warn if the checkpoint lacks something: trainer_state.json holds no tensors."""
+        if self._compressor is not None and _has_snapshot(self._compressor.state_dict()):
+            warn_caller(
+                "this checkpoint does not hold what the guard would restore: a training that resumes from it keeps the"
+                " cuts that the guard has not judged yet"
+            )
+
+    def _state(self) -> dict[str, Any]:
+        assert self._compressor is not None
+        assert self._model is not None
+        saved = saved_state(self._compressor, self._model, self._optimizers)
+        if _has_snapshot(saved["compressor"]):
+            saved["compressor"]["watch"] = None
+        return saved
+
+    def _log(self, events: list[Event], state: Any) -> None:
+        assert self._model is not None
+        found: dict[str, Any] = dict(metrics(events, self._model))
+        if (trainer := self._trainer()) is not None:
+            trainer.log(found)  # to state.log_history, and to all that reports
+        else:
+            state.log_history.append({**found, "step": state.global_step})
+
+
+def _has_snapshot(state: dict[str, Any]) -> bool:
+    return state["watch"] is not None and state["watch"].get("snapshot") is not None
+
+
+def _trainer_of(callback: TrainerCallback) -> Trainer | None:
+    """The trainer that calls a callback; transformers does not tell."""
+    for thing in gc.get_objects():
+        if issubclass(type(thing), Trainer):
+            handler = vars(thing).get("callback_handler")
+            if handler is not None and any(own is callback for own in handler.callbacks):
+                return thing
+    return None

@@ -1,0 +1,172 @@
+"""Models that Accelerate prepared: cuts, accumulation, and states that are loaded at other orders."""
+
+import pytest
+import torch
+from torch import nn
+
+import compressm as cs
+from compressm.compression import CompressionError
+from tests.integrations.processes import alike, found_by_two
+
+pytest.importorskip("accelerate")
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+from compressm.integrations.accelerate import AcceleratedCompressor
+
+DRAW = torch.Generator().manual_seed(0)
+X, Y = torch.randn(96, 10, 3, generator=DRAW), torch.randint(5, (96,), generator=DRAW)
+
+
+@pytest.fixture(autouse=True)
+def one_accelerator_a_test():
+    yield
+    for shared in (AcceleratorState, GradientState, PartialState):
+        shared._reset_state()
+
+
+class Training:
+    def __init__(self, layer=cs.layers.LRU, when=(4, 8), options=None, **arguments):
+        torch.manual_seed(0)
+        self.accelerator = Accelerator(cpu=True, **arguments)
+        model = cs.models.SequenceClassifier(layer, depth=2, width=4, order=12, inputs=3, classes=5, dropout=0.0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        defaults = {"keep": cs.KeepFraction(0.6), "gate": 1.0}
+        self.compressor = AcceleratedCompressor(
+            self.accelerator, self.model, self.optimizer, when=when, **defaults | (options or {})
+        )
+        self.batch = 0
+
+    def train(self, steps, path=None):
+        while self.compressor.count < steps:
+            rows = slice(4 * self.batch % 96, 4 * self.batch % 96 + 4)
+            with self.accelerator.accumulate(self.model):
+                loss = nn.functional.cross_entropy(self.model(X[rows]), Y[rows])
+                self.accelerator.backward(loss)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                self.compressor.step()
+            self.batch += 1
+            if path is not None and self.accelerator.sync_gradients and self.compressor.count % 2 == 0:
+                self.accelerator.save_state(str(path / f"{self.compressor.count}"))
+        return self
+
+    def orders(self):
+        return [block.ssm.order for block in self.accelerator.unwrap_model(self.model).blocks]
+
+    def state(self):
+        model = self.accelerator.unwrap_model(self.model)
+        named = {id(parameter): name for name, parameter in model.named_parameters()}
+        states = self.optimizer.optimizer.state.items()
+        moments = {f"{named[id(p)]}.{key}": value for p, state in states for key, value in state.items()}
+        return {**model.state_dict(), **moments}
+
+
+def same(first, second):
+    assert first.keys() == second.keys()
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+CHANNELS = {"selective": cs.PerChannel("measured"), "calibrate": lambda model: model(X[:8])}
+KINDS = {"plain": {}, "added parameters": {"layer": cs.layers.Mamba, "options": CHANNELS}}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_are_loaded_at_other_orders_and_the_training_ends_bit_for_bit_alike(kind, tmp_path):
+    whole = Training(**KINDS[kind]).train(12, tmp_path)
+    assert {event.step for event in whole.compressor.history} == {4, 8}
+    assert all(order < 7 for order in whole.orders())
+    for step in (2, 4, 6, 10):
+        resumed = Training(**KINDS[kind])
+        resumed.accelerator.load_state(str(tmp_path / f"{step}"))
+        resumed.batch = step
+        resumed.train(12)
+        assert same(resumed.state(), whole.state())
+        assert [str(e) for e in resumed.compressor.history] == [str(e) for e in whole.compressor.history]
+
+
+def test_an_earlier_state_is_loaded_in_the_middle_of_a_training(tmp_path):
+    run = Training().train(6, tmp_path)
+    end = run.state()
+    assert run.orders() == [7, 7]
+    run.accelerator.load_state(str(tmp_path / "2"))
+    assert run.orders() == [12, 12]
+    assert run.compressor.count == 2
+    run.batch = 2
+    assert same(run.train(6).state(), end)
+
+
+def test_accumulated_batches_count_once_and_bf16_trains_on():
+    run = Training(gradient_accumulation_steps=3, mixed_precision="bf16", when=[2]).train(3)
+    assert run.batch == 9
+    assert [event.step for event in run.compressor.history] == [2, 2]
+    assert all(value.isfinite().all() for value in run.state().values())
+
+
+def test_the_trackers_get_the_cuts():
+    from accelerate.tracking import GeneralTracker
+
+    class Listed(GeneralTracker):
+        name, requires_logging_directory, rows = "listed", False, []
+
+        @property
+        def tracker(self):
+            return self
+
+        def store_init_configuration(self, values):
+            pass
+
+        def log(self, values, step=None, **rest):
+            self.rows.append((step, values))
+
+    listed = Listed()
+    run = Training(when=[2], log_with=listed)
+    run.accelerator.init_trackers("project")
+    run.train(3)
+    assert listed.rows == [(2, {"states": 14, "states/blocks.0.ssm": 7, "states/blocks.1.ssm": 7})]
+
+
+def test_a_state_of_other_orders_than_the_weights_is_refused():
+    first, second = Training(when=[1]).train(2), Training(when=[1])
+    with pytest.raises(CompressionError, match=r"the model has the orders .*12.*, the checkpoint .*7"):
+        second.compressor.load_state_dict(first.compressor.state_dict())
+
+
+def test_what_shards_is_refused_by_name(monkeypatch):
+    run = Training()
+    monkeypatch.setattr(
+        type(run.accelerator), "distributed_type", property(lambda self: type("", (), {"name": "FSDP"}))
+    )
+    with pytest.raises(CompressionError, match="distributed type FSDP"):
+        AcceleratedCompressor(run.accelerator, run.model, run.optimizer, when=[1], keep=cs.TargetOrder(2))
+
+
+def an_earlier_state(rank, path):
+    run = Training(when=[2, 4])
+
+    def train(steps, save=False):
+        while run.compressor.count < steps:
+            first = 8 * run.compressor.count + 4 * rank
+            loss = nn.functional.cross_entropy(run.model(X[first : first + 4]), Y[first : first + 4])
+            run.accelerator.backward(loss)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            run.compressor.step()
+            if save:
+                run.accelerator.save_state(f"{path}/{run.compressor.count}")
+
+    train(6, save=True)
+    end = run.state()
+    # Each process has statistics of its own until the next step.
+    found = {"in step": alike(end[name] for name in end if "norm" not in name), "wrapped": type(run.model).__name__}
+    run.accelerator.load_state(f"{path}/1")
+    found["larger"] = run.orders()
+    train(6)
+    return found | {"same": same(run.state(), end), "orders": run.orders()}
+
+
+@pytest.mark.slow
+def test_two_processes_cut_alike_and_load_an_earlier_state(tmp_path):
+    expected = {"in step": True, "wrapped": "DistributedDataParallel", "larger": [12, 12], "same": True}
+    assert found_by_two(an_earlier_state, tmp_path) == [expected | {"orders": [4, 4]}] * 2

@@ -1,0 +1,282 @@
+"""The Trainer of transformers with the callback: it cuts, saves and resumes at any order, and ends with small files."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import compressm as cs
+from compressm.compression import CompressionError, Rollback, accept_orders_
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+from transformers import MambaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from compressm.integrations.transformers_trainer import CompressionCallback
+from tests.adapters.transformers_models import make, mixers
+from tests.integrations.processes import alike, found_by_two
+
+DATA = torch.randint(1, 20, (24, 12), generator=torch.Generator().manual_seed(0))
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
+    # Said by save_pretrained while the layers have other orders; `uniform=True` gives them one.
+    pytest.mark.filterwarnings("ignore:the layers have .* states, and from_pretrained"),
+]
+
+
+class Letters(nn.Module):
+    """A language model of ours that returns its loss, as the Trainer wants it."""
+
+    def __init__(self, layer=cs.layers.LRU):
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = cs.models.LanguageModel(layer, vocabulary=20, depth=2, width=8, order=12)
+
+    def forward(self, input_ids, labels=None):
+        logits, _ = self.model(input_ids)
+        return {"loss": nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten())}
+
+
+def orders(model):
+    own = [module.order for module in model.modules() if isinstance(module, cs.layers.LRU)]
+    return own or [mixer.ssm_state_size for mixer in mixers(model)]
+
+
+def runs(model):
+    model(DATA[:4])
+
+
+def ours():
+    return Letters(), {"keep": cs.KeepFraction(0.6), "gate": 1.0}
+
+
+def mamba():
+    return make(), {"keep": cs.KeepFraction(0.6), "calibrate": runs, "gate": 1.0}
+
+
+def channels():
+    """A cut that adds parameters, which the optimizer gets at the end of its groups."""
+    options = {"keep": cs.KeepFraction(0.6), "calibrate": runs, "gate": 1.0}
+    torch.manual_seed(0)
+    model = Letters(cs.layers.Mamba)
+    return model, options | {"selective": cs.PerChannel("measured")}
+
+
+MODELS = {"ours": ours, "mamba": mamba}
+
+
+def trainer_of(path, make, callbacks=(), when=(4, 8), steps=12, options=None, **arguments):
+    model, given = make()
+    callback = CompressionCallback(when=when, **given | (options or {}))
+    defaults = {"max_steps": steps, "save_steps": 2, "logging_steps": 1, "learning_rate": 1e-2, "report_to": []}
+    settings = {"per_device_train_batch_size": 4, "use_cpu": True, "disable_tqdm": True, "seed": 1}
+    data = [{"input_ids": row, "labels": row} for row in DATA]
+    trainer = Trainer(
+        model,
+        TrainingArguments(str(path), **defaults | settings | {"save_total_limit": None} | arguments),
+        train_dataset=data,
+        eval_dataset=data[:8],
+        callbacks=[*callbacks, callback],
+    )
+    return trainer, callback
+
+
+def state_of(trainer):
+    """Weights and moments."""
+    optimizer = trainer.optimizer.optimizer
+    named = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    moments = {
+        f"{named[id(parameter)]}.{key}": torch.as_tensor(value)
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+    }
+    return {**trainer.model.state_dict(), **moments}
+
+
+def same(first, second):
+    assert first.keys() == second.keys()
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def whole(request, tmp_path_factory):
+    """A training that was not interrupted, with a checkpoint at every second step."""
+    path, build = tmp_path_factory.mktemp(request.param), MODELS[request.param]
+    trainer, callback = trainer_of(path, build)
+    trainer.train()
+    return path, build, trainer, callback
+
+
+def test_the_callback_finds_optimizer_and_scheduler_and_cuts_at_the_steps(whole):
+    _, build, trainer, callback = whole
+    assert {event.step for event in callback.history} == {4, 8}
+    assert orders(trainer.model) == ([1, 1] if build is mamba else [4, 4])
+    optimizer = trainer.optimizer.optimizer
+    for parameter in trainer.model.parameters():
+        assert optimizer.state[parameter]["exp_avg"].shape == parameter.shape
+    assert trainer.lr_scheduler.optimizer.param_groups is optimizer.param_groups
+
+
+def test_cuts_are_in_the_logs(whole):
+    _, _, trainer, callback = whole
+    logged = [entry for entry in trainer.state.log_history if "states" in entry]
+    assert [entry["step"] for entry in logged] == sorted({event.step for event in callback.history})
+    assert logged[-1]["states"] == sum(orders(trainer.model))
+    assert [value for key, value in logged[-1].items() if key.startswith("states/")] == orders(trainer.model)
+
+
+@pytest.mark.parametrize("step", [2, 4, 6, 10], ids=["before", "at", "between", "after"])
+def test_a_training_resumed_at_any_orders_ends_bit_for_bit_as_the_whole_one(whole, step, tmp_path):
+    path, build, trainer, callback = whole
+    resumed, again = trainer_of(tmp_path, build)
+    resumed.train(resume_from_checkpoint=str(path / f"checkpoint-{step}"))
+    assert same(state_of(resumed), state_of(trainer))
+    assert [str(event) for event in again.history] == [str(event) for event in callback.history]
+
+
+def test_what_reports_gets_the_cuts_whatever_its_place(tmp_path):
+    class Report(TrainerCallback):
+        seen = ()
+
+        def on_log(self, args, state, control, logs=None, **rest):
+            self.seen = [*self.seen, logs]
+
+    report = Report()
+    trainer, _ = trainer_of(tmp_path, ours, callbacks=[report], when=[2], steps=3, save_strategy="no")
+    trainer.train()
+    assert [logs["states"] for logs in report.seen if "states" in logs] == [14]
+
+
+def test_accumulation_counts_steps_of_the_optimizer_and_bf16_trains_on(tmp_path):
+    arguments = {"gradient_accumulation_steps": 3, "bf16": True, "save_strategy": "no"}
+    trainer, callback = trainer_of(tmp_path, ours, when=[2], steps=4, **arguments)
+    trainer.train()
+    assert {event.step for event in callback.history} == {2}
+    assert orders(trainer.model) == [7, 7]
+    assert trainer.state.global_step == 4
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert all(map(math.isfinite, losses))
+
+
+def test_a_schedule_may_be_a_function_of_the_number_of_steps(tmp_path):
+    trainer, callback = trainer_of(tmp_path, ours, when=lambda total: [total // 2], steps=4, save_strategy="no")
+    trainer.train()
+    assert {event.step for event in callback.history} == {2}
+
+
+@pytest.mark.parametrize("build", [ours, mamba])
+def test_the_best_model_is_loaded_at_the_end_though_it_is_larger(build, tmp_path):
+    arguments = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "learning_rate": 10.0}
+    trainer, callback = trainer_of(tmp_path, build, when=[5], steps=6, **arguments)
+    start = orders(trainer.model)
+    trainer.train()
+    assert trainer.state.best_global_step in (2, 4)
+    assert callback.history
+    assert orders(trainer.model) == start
+    best = tmp_path / f"checkpoint-{trainer.state.best_global_step}"
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric)
+    assert (best / "model.safetensors").is_file()
+    optimizer = trainer.optimizer.optimizer
+    assert all(s["exp_avg"].shape == p.shape for p, s in optimizer.state.items())
+
+
+def test_a_cut_model_that_is_saved_at_the_end_is_loaded_by_plain_transformers(tmp_path):
+    def uniform():
+        model, options = mamba()
+        return model, options | {"uniform": True}
+
+    trainer, _ = trainer_of(tmp_path / "run", uniform, when=[2], steps=4, save_strategy="no")
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    loaded = MambaForCausalLM.from_pretrained(tmp_path / "saved")
+    assert loaded.config.state_size == orders(trainer.model)[0] < 6
+    trainer.model.eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(DATA).logits, trainer.model(DATA).logits)
+
+
+def test_parameters_that_a_cut_added_get_their_own_moments_again(tmp_path):
+    whole, _ = trainer_of(tmp_path / "whole", channels, when=[2], steps=6)
+    whole.train()
+    resumed, _ = trainer_of(tmp_path / "resumed", channels, when=[2], steps=6)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
+    assert any("A_imag.exp_avg" in name for name in state_of(whole))
+    assert same(state_of(resumed), state_of(whole))
+
+
+def test_a_model_that_the_trainer_makes_anew_is_resumed_after_a_cut(tmp_path):
+    first, _ = trainer_of(tmp_path, mamba, when=[2], steps=4)
+
+    def init():
+        model, _ = mamba()
+        accept_orders_(model)
+        return model
+
+    def trained(resume=None):
+        callback = CompressionCallback(when=[2], **mamba()[1])
+        given = {"train_dataset": first.train_dataset, "callbacks": [callback]}
+        trainer = Trainer(None, first.args, model_init=init, **given)
+        trainer.train(resume_from_checkpoint=resume)
+        return state_of(trainer)
+
+    whole = trained()
+    assert same(trained(str(tmp_path / "checkpoint-2")), whole)
+
+
+def test_a_checkpoint_without_our_state_is_resumed_with_a_warning(tmp_path):
+    first, _ = trainer_of(tmp_path, ours, when=[2], steps=6)
+    first.train()
+    file = tmp_path / "checkpoint-4" / "trainer_state.json"
+    state = json.loads(file.read_text())
+    del state["stateful_callbacks"]["compressm"]
+    file.write_text(json.dumps(state))
+    resumed, callback = trainer_of(tmp_path, ours, when=[2, 5], steps=6, options={"keep": cs.TargetOrder(3)})
+    with pytest.warns(UserWarning, match="resumes at step 4 from a checkpoint without a state"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert {event.step for event in callback.history} == {5}
+    assert orders(resumed.model) == [3, 3]
+
+
+def test_another_past_of_the_schedule_is_refused_when_the_training_resumes(tmp_path):
+    first, _ = trainer_of(tmp_path, ours, when=[2], steps=4)
+    first.train()
+    resumed, _ = trainer_of(tmp_path, ours, when=[1, 3], steps=6)
+    with pytest.raises(CompressionError, match="schedule"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+
+
+def test_a_checkpoint_before_the_guard_has_judged_says_what_it_lacks(tmp_path):
+    guard = Rollback(evaluate=lambda: 1.0, drop=0.1, settle=2, measures="accuracy")
+    trainer, callback = trainer_of(tmp_path, ours, when=[3], steps=6, options={"guard": guard})
+    with pytest.warns(UserWarning, match="does not hold what the guard would restore"):
+        trainer.train()
+    assert callback.compressor.state_dict()["watch"]["snapshot"] is None
+
+
+def test_what_the_trainer_gives_is_refused_as_an_option():
+    with pytest.raises(CompressionError, match="optimizer: the callback takes them from the trainer"):
+        CompressionCallback(when=[1], keep=cs.TargetOrder(2), optimizer=None)
+
+
+def resumed_between_cuts(rank, path):
+    arguments = {"ddp_backend": "gloo"}
+    whole, callback = trainer_of(path, ours, when=[2, 4], steps=6, **arguments)
+    whole.train()
+    end = state_of(whole)
+    resumed, _ = trainer_of(path, ours, when=[2, 4], steps=6, save_strategy="no", **arguments)
+    resumed.train(resume_from_checkpoint=f"{path}/checkpoint-2")
+    return {
+        "in step": alike(end.values()),
+        "wrapped": type(whole.model_wrapped).__name__,
+        "orders": orders(whole.model),
+        "same": same(state_of(resumed), end),
+        "cuts": len(callback.history),
+    }
+
+
+@pytest.mark.slow
+def test_two_processes_cut_alike_and_resume_between_cuts(tmp_path):
+    expected = {"in step": True, "wrapped": "DistributedDataParallel", "orders": [4, 4], "same": True, "cuts": 4}
+    assert found_by_two(resumed_between_cuts, tmp_path) == [expected, expected]
