@@ -78,6 +78,21 @@ class Rule:
     width: int = 1
     tried: bool = False
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.recurrence, str) or not self.recurrence:
+            raise CompressionError(f"Rule: recurrence is {self.recurrence!r:.50}, expected text such as 'Mamba-1'")
+        if not isinstance(self.orders, AllowedOrders):
+            raise CompressionError(
+                f"Rule: orders is {self.orders!r:.50}, expected Multiples(4), OneOf((16, 32)) or powers_of_two"
+            )
+        if not isinstance(self.otherwise, Verdict):
+            raise CompressionError(
+                f"Rule: otherwise is {self.otherwise!r:.50}, expected one of {', '.join(map(str, Verdict))}"
+            )
+        require_count("Rule: width", self.width)
+        if self.limit is not None:
+            require_count("Rule: limit", self.limit)
+
     def verdict(self, order: int) -> Verdict:
         """What the runtime does with a layer of this order."""
         if self.limit is not None and order > self.limit:

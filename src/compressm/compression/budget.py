@@ -15,8 +15,9 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
+from compressm.adapters.base import require_call
 from compressm.control import ControlError, error_bounds, validation
-from compressm.errors import CompressionError, warn_caller
+from compressm.errors import AdapterError, CompressionError, warn_caller
 from compressm.families.choices import require_count, require_number
 
 Spectra = Mapping[str, Tensor]
@@ -231,6 +232,10 @@ _UNITS = ("total_states", "state_bytes", "parameters", "milliseconds")
 
 def _checked_times(measure: object) -> dict[int, float] | Callable[[int], float]:
     if callable(measure) and not isinstance(measure, Mapping):
+        try:
+            require_call("measure", measure, "order")
+        except AdapterError as error:
+            raise CompressionError(f"Budget: {error}") from None
         return measure
     if not isinstance(measure, Mapping) or not measure:
         raise CompressionError(f"Budget: measure is {measure!r:.100}, expected {{order: milliseconds}} or a function")

@@ -168,11 +168,8 @@ class Compressor:
                 " from the start, or, to resume, load the state of the compressor first",
                 stacklevel=3,
             )
-        options = self._cutter.options
-        limits = (options.keep, options.overrides, options.gate, self._cutter.allowed(), options.at_least)
-        if held := obstacles(orders, *limits):
-            held |= {"round_to": options.round_to} if "round_to" in held else {}
-            said = ", ".join(f"{name}={value!r}" for name, value in held.items())
+        held, said = _obstacles(self._cutter, orders)
+        if held:
             states = ", ".join(f"{name or 'the model'} {n}" for name, n in orders.items())
             warnings.warn(
                 f"nothing will be cut: with {said} every layer keeps its order ({states} states)", stacklevel=3
@@ -290,6 +287,15 @@ class Compressor:
             self._watch.require_loadable(state["watch"])
 
 
+def _obstacles(cutter: Cutter, orders: Mapping[str, int]) -> tuple[Mapping[str, object], str]:
+    """The options that keep every layer at these orders, and the same in words; empty if a layer could be cut."""
+    options = cutter.options
+    limits = (options.keep, options.overrides, options.gate, cutter.allowed(), options.at_least)
+    held = obstacles(orders, *limits)
+    held |= {"round_to": options.round_to} if "round_to" in held else {}
+    return held, ", ".join(f"{name}={value!r}" for name, value in held.items())
+
+
 def _warn_of_holders(layers: Iterable[Layer], optimizers: Sequence[Any]) -> None:
     """Warn if a living compressor trains this model with an optimizer whose moments would keep the old sizes."""
     if any(holders_beside(layer.module, optimizers) for layer in layers):
@@ -347,11 +353,21 @@ def _compress_(cutter: Cutter) -> list[Cut]:
         end_work_(working)
         if plan.unfit:
             warn_caller(plan.unfit)
+        elif not plan.cuts:
+            _warn_uncut(cutter, layers)
         # Inside: whoever gets no records has an unchanged model.
         return prepared.records
     except BaseException:
         undo.close()
         raise
+
+
+def _warn_uncut(cutter: Cutter, layers: Mapping[str, Layer]) -> None:
+    """Say which options beside the policy have kept every layer; a policy that is met already is no surprise."""
+    held, said = _obstacles(cutter, {name: layer.order for name, layer in layers.items()})
+    if held and "keep" not in held:
+        states = ", ".join(f"{layer.said} {layer.order}" for layer in layers.values())
+        warn_caller(f"nothing was cut: with {said} every layer keeps its order ({states} states)")
 
 
 def pad_orders_(
@@ -371,6 +387,7 @@ def pad_orders_(
     cutter = Cutter(model, as_optimizer(optimizer), Options(KeepFraction(1.0)), Transport(), followers(follow))
     undo = ExitStack()
     try:
+        undo.callback(torch.set_grad_enabled, torch.is_grad_enabled())
         with ordinary_tensors():
             working = begin_work_(cutter.inner, "pad_orders_(...)", undo)
             cutter.meet("pad_orders_(...)", to=to)
