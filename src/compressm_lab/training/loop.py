@@ -249,7 +249,10 @@ def _build(
 
 @dataclass
 class Trainer:
-    """A run in progress; `timed` is the last step whose time is in a record."""
+    """A run in progress; `timed` is the last step whose time is in a record.
+
+    `accepted` turns true when nothing is left to check of a run that resumes: its status is not written before.
+    """
 
     recipe: Recipe
     directory: RunDirectory
@@ -262,6 +265,7 @@ class Trainer:
     logger: RunLogger
     step: int = 0
     timed: int = 0
+    accepted: bool = False
 
     @property
     def is_first(self) -> bool:
@@ -270,11 +274,12 @@ class Trainer:
 
     def go(self, stop: Stop, resume: bool) -> RunDirectory:
         """Train to the last step, from the newest checkpoint where the run resumes."""
-        learner = self.learner
+        learner, self.accepted = self.learner, not resume
         learner.prepare(self.clock)
         if resume:  # the times of the checkpoint replace that of preparing
             self._load()
         join(learner.processes, self.recipe.seed, self.step)
+        self.accepted = True
         if self.is_first:
             # A new run writes the spectra of step 0 too.
             self.directory.rewind(self.step or -1)
@@ -519,8 +524,8 @@ class Trainer:
             self.directory.write_status(self._status(state, message))
 
     def write_last_status(self, state: RunState, message: str) -> None:
-        """Write the status of a run that ends by an error."""
-        if self.is_first:
+        """Write the status of a run that ends by an error; one that may not go on keeps the status it had."""
+        if self.is_first and self.accepted:
             with suppress(LockLostError):
                 self.directory.write_last_status(self._status(state, message))
 

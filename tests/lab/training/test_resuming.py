@@ -249,6 +249,16 @@ def test_a_failure_is_in_the_status_and_the_run_can_go_on(whole, tmp_path):
     check_same_run(tmp_path / "run", whole)
 
 
+def test_a_resume_that_is_refused_leaves_the_status_as_it_was(tmp_path):
+    stopped(tmp_path, 7)
+    before = (tmp_path / "status.json").read_bytes()
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace('"seed": 0', '"seed": 7'))
+    with pytest.raises(ConfigError, match="was trained by another recipe than config.json says: seed was 0 and is 7"):
+        train(make_recipe(json.loads(path.read_text())), tokens(), tmp_path, resume=True)
+    assert (tmp_path / "status.json").read_bytes() == before
+
+
 @pytest.mark.parametrize("left", [0, 1, 3])
 def test_truncations_that_were_cut_off_are_written_again_whole(left, tmp_path):
     found = recipe("truncation={orders: [4, 2], gramian: measured}")
