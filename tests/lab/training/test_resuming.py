@@ -254,7 +254,7 @@ def test_a_resume_that_is_refused_leaves_the_status_as_it_was(tmp_path):
     before = (tmp_path / "status.json").read_bytes()
     path = tmp_path / "config.json"
     path.write_text(path.read_text().replace('"seed": 0', '"seed": 7'))
-    with pytest.raises(ConfigError, match="was trained by another recipe than config.json says: seed was 0 and is 7"):
+    with pytest.raises(ConfigError, match=r"was trained by another recipe than config\.json says: seed was 0 and is 7"):
         train(make_recipe(json.loads(path.read_text())), tokens(), tmp_path, resume=True)
     assert (tmp_path / "status.json").read_bytes() == before
 
@@ -305,6 +305,34 @@ def test_a_run_whose_records_were_lost_does_not_go_on_with_holes(file, spoil, sa
     shutil.rmtree(folder / "checkpoints")
     train(FULL, tokens(), folder, resume=True)
     check_same_run(folder, whole)
+
+
+def doubled(written):
+    return [written[0], *written]
+
+
+def shuffled(written):
+    return written[::-1]
+
+
+@pytest.mark.parametrize("spoil", [doubled, shuffled])
+@pytest.mark.parametrize("file", ["metrics", "cuts", "spectra"])
+def test_records_that_a_report_would_refuse_are_refused_before_the_run_goes_on(file, spoil, tmp_path):
+    stopped(tmp_path, 13)
+    path = tmp_path / f"{file}.jsonl"
+    path.write_text("".join(spoil(path.read_text().splitlines(keepends=True))))
+    before = contents(tmp_path)
+    with pytest.raises(RunError) as report:
+        _ = read_run(RunDirectory(tmp_path)).spectra
+    assert f"{path} has " in str(report.value)
+    with pytest.raises(RunError) as resume:
+        train(FULL, tokens(), tmp_path, resume=True)
+    assert str(resume.value) == str(report.value)
+    assert contents(tmp_path) == before
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize(("first", "last"), [(-1, None), (0, 1), (3, 6)])
