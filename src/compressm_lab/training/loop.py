@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compressm.compression import Compressor, Cut, HankelTracker, save_model
+from compressm.compression import Compressor, Cut, HankelTracker, Restored, save_model
 from compressm.compression.distributed import Processes, unwrapped
 from compressm.control import ControlError
 from compressm.errors import CompressionError, LostProcessError, SavingError
@@ -337,7 +337,8 @@ class Trainer:
         with self.clock.phase("cut"), self.clock.stages(), self._allowed("cut"):
             events = self.compressor.step(self.step)
         if not events:
-            if self.is_first and self.step in self.plan.cuts:
+            ended = any(isinstance(event, Restored) for event in self.compressor.history)
+            if self.is_first and self.step in self.plan.cuts and not ended:
                 self.logger.kept(self.step)
             return
         # The steps that follow run at other orders.

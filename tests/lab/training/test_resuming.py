@@ -6,9 +6,11 @@ import signal
 
 import pytest
 import torch
+from rich.progress import Progress
 
 from compressm.compression import SavingError, save_checkpoint
 from compressm_lab.cli.opening import open_run
+from compressm_lab.cli.train import Spoken
 from compressm_lab.experiments.comparisons import comparison
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.records import Evaluation, RunError
@@ -86,6 +88,23 @@ def test_a_run_with_a_cut_that_waits_for_its_judgement_goes_on_bit_for_bit(tmp_p
     cut, restored = lines(whole, "cuts")
     assert cut["rank"] == 1
     assert restored["reason"].startswith("validation loss rose by ")
+
+
+def test_the_end_of_cutting_after_a_rollback_is_said_once(tmp_path, capsys):
+    """A later cut that is not made has nothing to do with the gate; neither has one after a resume."""
+    often = "when: {steps: [5, 9, 12]}, rollback: {drop: 0, settle: 3}"
+    guarded = f"compression={{order: 1, gate: 1.0, gramian: measured, {often}}}"
+    found = recipe(guarded, "model.layer=S5", "model.pooling=steps", "model.norm=running")
+    task = teacher()
+    with Progress() as bars:
+        with pytest.raises(Interrupted, match="at step 10"):
+            train(found, task, tmp_path, objective=Ascending(task.kind, 10), logger=Spoken(bars))
+        train(found, task, tmp_path, resume=True, objective=Ascending(task.kind, 0), logger=Spoken(bars))
+    said = capsys.readouterr()
+    said = " ".join((said.out + said.err).split())
+    assert [event["step"] for event in lines(tmp_path, "cuts")] == [5, 8]
+    assert said.count("cutting has ended") == 1
+    assert "nothing cut" not in said
 
 
 def test_a_run_that_is_finished_stays_as_it_is(whole, tmp_path):
