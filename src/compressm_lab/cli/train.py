@@ -293,7 +293,8 @@ class Spoken:
             say(f"step {evaluation.step}: {parts} ({evaluation.seconds:.0f} s)")
 
     def happened(self, event: Cut | Restored) -> None:
-        say(f"step {event.step}: {event}")
+        ended = ("cutting has ended: no cut is made after a rollback",) if isinstance(event, Restored) else ()
+        say(f"step {event.step}: {event}", *ended)
 
     def kept(self, step: int) -> None:
         say(f"step {step}: nothing cut, no layer would fall below the gate")

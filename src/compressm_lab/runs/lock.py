@@ -14,6 +14,7 @@ import re
 import shlex
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -70,6 +71,8 @@ class Owner:
     @classmethod
     def read(cls, path: Path) -> Owner:
         """The owner in a file; an unknown one if it cannot be read, with the file's time as its heartbeat."""
+        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe may never end
+            raise RunLockedError(f"{path} is no regular file, expected that of a lock: move it away")
         stored: object = None
         with suppress(ValueError, RecursionError, PermissionError):
             stored = json.loads(path.read_text(encoding="utf-8"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -48,7 +48,10 @@ class BestScore:
 
 @dataclass(frozen=True)
 class Run:
-    """The records of a run folder, in the order they were written; spectra are read when they are first asked for."""
+    """The records of a run folder, in the order they were written; spectra are read when they are first asked for.
+
+    With `up_to` there are only those that a run keeps which goes on from a checkpoint of that step.
+    """
 
     path: str
     config: Mapping[str, Any]
@@ -57,6 +60,7 @@ class Run:
     evaluations: tuple[Evaluation, ...] = ()
     events: tuple[RunEvent, ...] = ()
     timings: tuple[Timing, ...] = ()
+    up_to: int | None = None
 
     @property
     def name(self) -> str:
@@ -116,7 +120,7 @@ class Run:
     def spectra(self) -> tuple[Spectrum, ...]:
         """Hankel singular values, nearly all bytes of a run: 13 MB for six layers of 384 states at 180 steps."""
         directory = RunDirectory(self.path)
-        found = directory.records(Spectrum)
+        found = directory.records(Spectrum, up_to=self.up_to)
         _require_once(directory, Spectrum.file, [(spectrum.step, spectrum.module) for spectrum in found])
         for why in _spectrum_damages(self, found):
             raise RunError(f"{directory.path / why}: the file is damaged; put it back as it was")
@@ -126,7 +130,7 @@ class Run:
     def penalties(self) -> tuple[PenaltyRecord, ...]:
         """The penalty in the loss, evaluation by evaluation."""
         directory = RunDirectory(self.path)
-        found = directory.records(PenaltyRecord)
+        found = directory.records(PenaltyRecord, up_to=self.up_to)
         _require_once(directory, PenaltyRecord.file, [(penalty.step, penalty.kind) for penalty in found])
         return tuple(found)
 
@@ -221,28 +225,48 @@ def read_run(directory: RunDirectory) -> Run:
     config = directory.config()
     _require_recipe(directory, config)
     status = directory.status()  # first: a run that finishes in the meantime has more records, not fewer
-    events: list[RunEvent] = [*directory.records(CutRecord), *directory.records(RestoredRecord)]
+    run = _read_records(directory, config, status)
+    directory.require_own_recipe()
+    _require_whole(directory, (*_damages(run), *_model_damages(run, directory.model_sizes())))
+    directory.require_own_model()
+    return run
+
+
+def require_readable(directory: RunDirectory, step: int, steps: int) -> None:
+    """Refuse a run to go on with after `step` of `steps` if a report would refuse the records that it keeps."""
+    run = _read_records(directory, directory.config(), Status("running", step, steps), up_to=step)
+    _require_whole(directory, _damages(run))
+    _ = run.spectra, run.penalties  # as a report reads them
+
+
+def _read_records(directory: RunDirectory, config: dict[str, Any], status: Status, up_to: int | None = None) -> Run:
+    """A run with its records, none of them twice, and in the order of their steps."""
+    cuts, restored = directory.records(CutRecord, up_to=up_to), directory.records(RestoredRecord, up_to=up_to)
+    events: list[RunEvent] = [*cuts, *restored]
     run = Run(
         path=str(directory.path),
         config=config,
         environment=directory.environment(),
         status=status,
-        evaluations=tuple(directory.records(Evaluation)),
+        evaluations=tuple(directory.records(Evaluation, up_to=up_to)),
         # At one step cuts come before a restoration, after which there are none.
         events=tuple(sorted(events, key=lambda event: event.step)),
-        timings=tuple(directory.records(Timing)),
+        timings=tuple(directory.records(Timing, up_to=up_to)),
+        up_to=up_to,
     )
     _require_once(directory, Evaluation.file, [(found.step, found.split) for found in run.evaluations])
-    _require_once(directory, CutRecord.file, [(e.step, e.module) for e in events if isinstance(e, CutRecord)])
-    _require_once(directory, CutRecord.file, [(e.step, "the guard") for e in events if isinstance(e, RestoredRecord)])
-    directory.require_own_recipe()
-    for why in (*_damages(run), *_model_damages(run, directory.model_sizes())):
+    _require_once(directory, CutRecord.file, [(cut.step, cut.module) for cut in cuts])
+    _require_once(directory, CutRecord.file, [(event.step, "the guard") for event in restored])
+    return run
+
+
+def _require_whole(directory: RunDirectory, damages: Iterable[str]) -> None:
+    """Refuse a run by the first of its damages."""
+    for why in damages:
         raise RunError(
             f"{directory.path / why}: the file is damaged; put it back as it was, or train the recipe again in a new"
             " folder"
         )
-    directory.require_own_model()
-    return run
 
 
 def evaluation_interval(every: int | None, steps: int) -> int:

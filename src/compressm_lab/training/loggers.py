@@ -30,7 +30,7 @@ class RunLogger(Protocol):
         """A layer was cut, or a cut was undone."""
 
     def kept(self, step: int) -> None:
-        """A cut was due, but no layer had enough states to lose."""
+        """A cut was due, but no layer had enough states to lose; not called once a rollback has ended cutting."""
 
     def compared(self, record: PenaltyRecord | TruncationRecord) -> None:
         """A penalty was recorded, or a cut copy of the final model evaluated."""

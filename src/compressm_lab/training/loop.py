@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compressm.compression import Compressor, Cut, HankelTracker, save_model
+from compressm.compression import Compressor, Cut, HankelTracker, Restored, save_model
 from compressm.compression.distributed import Processes, unwrapped
 from compressm.control import ControlError
 from compressm.errors import CompressionError, LostProcessError, SavingError
@@ -249,7 +249,10 @@ def _build(
 
 @dataclass
 class Trainer:
-    """A run in progress; `timed` is the last step whose time is in a record."""
+    """A run in progress; `timed` is the last step whose time is in a record.
+
+    `accepted` turns true when nothing is left to check of a run that resumes: its status is not written before.
+    """
 
     recipe: Recipe
     directory: RunDirectory
@@ -262,6 +265,7 @@ class Trainer:
     logger: RunLogger
     step: int = 0
     timed: int = 0
+    accepted: bool = False
 
     @property
     def is_first(self) -> bool:
@@ -270,11 +274,12 @@ class Trainer:
 
     def go(self, stop: Stop, resume: bool) -> RunDirectory:
         """Train to the last step, from the newest checkpoint where the run resumes."""
-        learner = self.learner
+        learner, self.accepted = self.learner, not resume
         learner.prepare(self.clock)
         if resume:  # the times of the checkpoint replace that of preparing
             self._load()
         join(learner.processes, self.recipe.seed, self.step)
+        self.accepted = True
         if self.is_first:
             # A new run writes the spectra of step 0 too.
             self.directory.rewind(self.step or -1)
@@ -332,7 +337,8 @@ class Trainer:
         with self.clock.phase("cut"), self.clock.stages(), self._allowed("cut"):
             events = self.compressor.step(self.step)
         if not events:
-            if self.is_first and self.step in self.plan.cuts:
+            ended = any(isinstance(event, Restored) for event in self.compressor.history)
+            if self.is_first and self.step in self.plan.cuts and not ended:
                 self.logger.kept(self.step)
             return
         # The steps that follow run at other orders.
@@ -519,8 +525,8 @@ class Trainer:
             self.directory.write_status(self._status(state, message))
 
     def write_last_status(self, state: RunState, message: str) -> None:
-        """Write the status of a run that ends by an error."""
-        if self.is_first:
+        """Write the status of a run that ends by an error; one that may not go on keeps the status it had."""
+        if self.is_first and self.accepted:
             with suppress(LockLostError):
                 self.directory.write_last_status(self._status(state, message))
 

@@ -22,13 +22,14 @@ from compressm_lab.runs.records import (
     SplitName,
     Timing,
 )
+from compressm_lab.runs.run import require_readable
 from compressm_lab.training.config import Plan, Recipe
 
 
 def require_records(
     directory: RunDirectory, recipe: Recipe, step: int, timed: int, history: Sequence[Cut | Restored]
 ) -> None:
-    """Refuse a run whose files lack records up to the step of its checkpoint: it would end with holes.
+    """Refuse a run whose records up to the step of its checkpoint have holes, or are such as a report refuses.
 
     `timed` is the last step whose time is recorded, `history` what the compressor has done.
     """
@@ -37,6 +38,8 @@ def require_records(
             f"{directory.path}: {missing}, which the checkpoint of step {step} counts on: put the file back, or delete "
             f"{directory.checkpoints}, and --resume trains the run from its beginning"
         )
+    if step:  # everything is written again after step 0
+        require_readable(directory, step, recipe.training.steps)
 
 
 def _missing(

@@ -6,6 +6,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
@@ -66,6 +67,32 @@ def test_a_process_does_not_take_its_own_lock_by_another_path(tmp_path):
         with pytest.raises(RunLockedError), RunDirectory(tmp_path / "link").locked():
             pass
         assert state(tmp_path) == before
+
+
+PIPED = """
+import sys
+from compressm_lab.runs.directory import RunDirectory
+from compressm_lab.runs.records import RunError
+run = RunDirectory(sys.argv[1])
+for enter in (run.require_free, lambda: run.locked().__enter__()):
+    try:
+        enter()
+    except RunError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_regular_file_in_a_lock_is_named_and_not_opened(make, tmp_path):
+    path = tmp_path / "lock" / f"{'0' * 32}.json"
+    path.parent.mkdir()
+    make(path)
+    before = state(tmp_path)
+    said = subprocess.run(
+        [sys.executable, "-c", PIPED, str(tmp_path)], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert said.stdout == 2 * f"{path} is no regular file, expected that of a lock: move it away\n"
+    assert state(tmp_path) == before
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, SystemExit])

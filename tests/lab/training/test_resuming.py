@@ -6,9 +6,11 @@ import signal
 
 import pytest
 import torch
+from rich.progress import Progress
 
 from compressm.compression import SavingError, save_checkpoint
 from compressm_lab.cli.opening import open_run
+from compressm_lab.cli.train import Spoken
 from compressm_lab.experiments.comparisons import comparison
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.records import Evaluation, RunError
@@ -86,6 +88,23 @@ def test_a_run_with_a_cut_that_waits_for_its_judgement_goes_on_bit_for_bit(tmp_p
     cut, restored = lines(whole, "cuts")
     assert cut["rank"] == 1
     assert restored["reason"].startswith("validation loss rose by ")
+
+
+def test_the_end_of_cutting_after_a_rollback_is_said_once(tmp_path, capsys):
+    """A later cut that is not made has nothing to do with the gate; neither has one after a resume."""
+    often = "when: {steps: [5, 9, 12]}, rollback: {drop: 0, settle: 3}"
+    guarded = f"compression={{order: 1, gate: 1.0, gramian: measured, {often}}}"
+    found = recipe(guarded, "model.layer=S5", "model.pooling=steps", "model.norm=running")
+    task = teacher()
+    with Progress() as bars:
+        with pytest.raises(Interrupted, match="at step 10"):
+            train(found, task, tmp_path, objective=Ascending(task.kind, 10), logger=Spoken(bars))
+        train(found, task, tmp_path, resume=True, objective=Ascending(task.kind, 0), logger=Spoken(bars))
+    said = capsys.readouterr()
+    said = " ".join((said.out + said.err).split())
+    assert [event["step"] for event in lines(tmp_path, "cuts")] == [5, 8]
+    assert said.count("cutting has ended") == 1
+    assert "nothing cut" not in said
 
 
 def test_a_run_that_is_finished_stays_as_it_is(whole, tmp_path):
@@ -249,6 +268,16 @@ def test_a_failure_is_in_the_status_and_the_run_can_go_on(whole, tmp_path):
     check_same_run(tmp_path / "run", whole)
 
 
+def test_a_resume_that_is_refused_leaves_the_status_as_it_was(tmp_path):
+    stopped(tmp_path, 7)
+    before = (tmp_path / "status.json").read_bytes()
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace('"seed": 0', '"seed": 7'))
+    with pytest.raises(ConfigError, match=r"was trained by another recipe than config\.json says: seed was 0 and is 7"):
+        train(make_recipe(json.loads(path.read_text())), tokens(), tmp_path, resume=True)
+    assert (tmp_path / "status.json").read_bytes() == before
+
+
 @pytest.mark.parametrize("left", [0, 1, 3])
 def test_truncations_that_were_cut_off_are_written_again_whole(left, tmp_path):
     found = recipe("truncation={orders: [4, 2], gramian: measured}")
@@ -295,6 +324,34 @@ def test_a_run_whose_records_were_lost_does_not_go_on_with_holes(file, spoil, sa
     shutil.rmtree(folder / "checkpoints")
     train(FULL, tokens(), folder, resume=True)
     check_same_run(folder, whole)
+
+
+def doubled(written):
+    return [written[0], *written]
+
+
+def shuffled(written):
+    return written[::-1]
+
+
+@pytest.mark.parametrize("spoil", [doubled, shuffled])
+@pytest.mark.parametrize("file", ["metrics", "cuts", "spectra"])
+def test_records_that_a_report_would_refuse_are_refused_before_the_run_goes_on(file, spoil, tmp_path):
+    stopped(tmp_path, 13)
+    path = tmp_path / f"{file}.jsonl"
+    path.write_text("".join(spoil(path.read_text().splitlines(keepends=True))))
+    before = contents(tmp_path)
+    with pytest.raises(RunError) as report:
+        _ = read_run(RunDirectory(tmp_path)).spectra
+    assert f"{path} has " in str(report.value)
+    with pytest.raises(RunError) as resume:
+        train(FULL, tokens(), tmp_path, resume=True)
+    assert str(resume.value) == str(report.value)
+    assert contents(tmp_path) == before
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize(("first", "last"), [(-1, None), (0, 1), (3, 6)])
