@@ -14,8 +14,10 @@ from compressm.compression.optimizer import Restart, Slice, Transport
 from compressm.compression.policies import Budget, EnergyTolerance, ErrorBound, KeepFraction, TargetOrder
 from compressm.control import hankel_singular_values
 from compressm.families.choices import Largest, Random, Smallest, WhiteNoise
-from compressm.layers import LRU, S4, S4D, S5, LinOSS
+from compressm.layers import LRU, S4D, S5
 from compressm.models import SequenceClassifier
+
+pytestmark = pytest.mark.filterwarnings("ignore:nothing was cut. with round_to")
 
 ORDERS = st.integers(1, 7)
 
@@ -60,7 +62,7 @@ def as_made(layer):
     """Random."""
 
 
-KINDS, SPOILT = st.sampled_from([LRU, S5, S4, S4D, LinOSS]), st.sampled_from([as_made, as_made, twins, dead, half_dead])
+KINDS, SPOILT = st.sampled_from([LRU, S5, S4D]), st.sampled_from([as_made, as_made, twins, dead, half_dead])
 
 
 @st.composite
@@ -88,7 +90,7 @@ def build(recipe):
 
 
 def ssm_layers(model):
-    return [module for module in model.modules() if isinstance(module, LRU | S5 | S4 | S4D | LinOSS)]
+    return [module for module in model.modules() if isinstance(module, LRU | S5 | S4D)]
 
 
 def orders(model):

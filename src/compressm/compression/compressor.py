@@ -28,7 +28,7 @@ from compressm.compression.sharding import gathered, is_gathered, is_sharded, or
 from compressm.control.validation import values_unread
 from compressm.errors import CompressionError, warn_caller
 from compressm.families import Layer, read_layer
-from compressm.families.choices import Gramian, Largest, RoundTo, Selection, WhiteNoise, require_count
+from compressm.families.choices import Gramian, Largest, RoundTo, Selection, WhiteNoise, orders_by_name, require_count
 from compressm.families.memory.forms import Form
 from compressm.families.observing import Calibrate
 from compressm.families.selective.methods import Baked, SelectiveMethod
@@ -363,9 +363,11 @@ def _compress_(cutter: Cutter) -> list[Cut]:
 
 
 def _warn_uncut(cutter: Cutter, layers: Mapping[str, Layer]) -> None:
-    """Say which options beside the policy have kept every layer; a policy that is met already is no surprise."""
-    held, said = _obstacles(cutter, {name: layer.order for name, layer in layers.items()})
-    if held and "keep" not in held:
+    """Say that `round_to` has kept every layer at an order that it does not allow."""
+    orders = {name: layer.order for name, layer in layers.items()}
+    held, said = _obstacles(cutter, orders)
+    allowed = orders_by_name(cutter.allowed(), orders)
+    if held.keys() == {"round_to"} and not all(allowed[name].allows(order) for name, order in orders.items()):
         states = ", ".join(f"{layer.said} {layer.order}" for layer in layers.values())
         warn_caller(f"nothing was cut: with {said} every layer keeps its order ({states} states)")
 

@@ -66,7 +66,7 @@ def test_a_run_of_ones_own_layer_goes_on_with_the_same_bits(tmp_path):
 def test_classes_may_stand_in_the_folder_where_the_command_is_given(tmp_path):
     """As the installed command is started: without that folder on Python's path."""
     (tmp_path / "mine.py").write_text(
-        "from compressm.layers import LRU\n\n\nclass Mine, LinOSS, S4(LRU):\n    def __init__(self, width, order):\n"
+        "from compressm.layers import LRU\n\n\nclass Mine(LRU):\n    def __init__(self, width, order):\n"
         "        super().__init__(width, order, r_max=0.95)\n"
     )
     (tmp_path / "mine.yaml").write_text(RECIPE.replace(f"{OWN}:Spirals", "mine:Mine").replace("{turns: 0.25}", "{}"))
