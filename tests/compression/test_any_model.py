@@ -17,12 +17,13 @@ from compressm.families.choices import Largest, Random, Smallest, WhiteNoise
 from compressm.layers import LRU, S4D, S5
 from compressm.models import SequenceClassifier
 
-pytestmark = pytest.mark.filterwarnings("ignore:nothing was cut. with round_to")
-
 ORDERS = st.integers(1, 7)
 
 # Dead layers are not cut, and a warning says so.
-pytestmark = pytest.mark.filterwarnings("ignore:not cut, because all values of their states are zero")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:not cut, because all values of their states are zero"),
+    pytest.mark.filterwarnings("ignore:nothing was cut. with round_to"),
+]
 
 
 class Stack(nn.Module):
