@@ -1,5 +1,6 @@
 """Shapes are checked at run time in every test; hypothesis is repeatable and never judges by the clock."""
 
+import ctypes
 import gc
 import importlib.util
 import os
@@ -33,6 +34,26 @@ if importlib.util.find_spec("beartype"):  # in the development extra; not on eve
     from tests import shape_checks
 
     shape_checks.install()
+
+
+def _keep_process_groups():
+    """Let no group of gloo that a test makes in this process end before the process does.
+
+    Its end waits for threads that wait for the interpreter, which a collection of a DistributedDataParallel holds.
+    """
+    import torch.distributed as dist
+
+    destroy = dist.destroy_process_group
+
+    def destroy_process_group(*given, **named):
+        for group in list(dist.distributed_c10d._world.pg_map):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        destroy(*given, **named)
+
+    dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = destroy_process_group
+
+
+_keep_process_groups()
 
 
 def pytest_collection_finish():
