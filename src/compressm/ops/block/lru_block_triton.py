@@ -25,7 +25,7 @@ from compressm.ops.sums_triton import column_sums
 
 
 class BlockOptions(NamedTuple):
-    """What a block's kernels need beside tensors; `dtype` is that of the products."""
+    """The options of a block's kernels; `dtype` is that of the products."""
 
     momentum: float | None
     eps: float
@@ -64,7 +64,7 @@ def _dense(tensors: tuple[Tensor | None, ...]) -> list[Any]:
 
 
 class WideKept(NamedTuple):
-    """What the gradient of a wide block needs beside its arguments; `rows` is u, and `cast` the gate, for products."""
+    """The tensors for the gradient of a wide block; `rows` is u, and `cast` the gate, for products."""
 
     statistics: Tensor
     u: Tensor

@@ -50,7 +50,7 @@ def mix(x: Tensor, weights: MixerWeights, *, keep_state: bool) -> tuple[Tensor, 
 
 
 class Kept(NamedTuple):
-    """What the gradient of a layer needs beside its arguments: inputs and weights for products, and what they gave."""
+    """The tensors for a layer's gradient: inputs and weights for products, and what they gave."""
 
     rows: Tensor
     vz: Tensor
