@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad, silu, softplus
 
 from compressm.layers import SSMLayer
-from compressm.layers.streaming import BankStepper, SelectiveStepper, Stepper, SystemStepper
+from compressm.layers.streaming import BankStepper, LowRankStepper, SelectiveStepper, Stepper, SystemStepper
 
 # One tensor of real numbers, or the real and the imaginary parts of complex ones.
 Parts: TypeAlias = tuple[Tensor, ...]
@@ -114,6 +114,16 @@ def at_ends(x: Float[Tensor, "batch length *rest"], lengths: Int[Tensor, " batch
     return x.gather(1, place).squeeze(1)
 
 
+def last_inputs(
+    v: Float[Tensor, "batch length width"], chunk: Int[Tensor, " batch"], rest: Int[Tensor, " batch"]
+) -> tuple[Float[Tensor, "batch 32 width"], Int[Tensor, "batch 32"]]:
+    """The inputs of each sequence's last chunk, zeros after its `rest` steps, and how many steps each is from the end."""
+    steps = torch.arange(CHUNK)
+    places = (CHUNK * chunk[:, None] + steps).clamp_max(v.shape[1] - 1)
+    inputs = v.gather(1, places[..., None].expand(-1, -1, v.shape[2]))
+    return inputs * (steps < rest[:, None]).to(v.dtype)[..., None], (rest[:, None] - 1 - steps).clamp_min(0)
+
+
 @final
 class Product(nn.Module):
     """x Wᵀ + b, in the dtype of W; the result is as wide as the bias and all else."""
@@ -173,6 +183,8 @@ def recurrence_of(
         return System(stepper, dtype, sequences=sequences)
     if isinstance(stepper, BankStepper):
         return Bank(stepper, dtype, sequences=sequences)
+    if isinstance(stepper, LowRankStepper):
+        return LowRank(stepper, dtype, sequences=sequences)
     if isinstance(stepper, SelectiveStepper):
         return Selective(stepper, dtype)
     return Traced(layer, stepper, gain)
@@ -324,12 +336,97 @@ class Bank(FixedPoles):
         begin = at_ends(before, chunk + 1)
         re, im = (part.to(v.dtype) for part in self._powers(torch.arange(CHUNK)))
         begin = turned(begin, torch.cat([re, re], -1)[rest], torch.cat([-im, im], -1)[rest])
-        steps = torch.arange(CHUNK)
-        places = (CHUNK * chunk[:, None] + steps).clamp_max(v.shape[1] - 1)
-        inputs = v.gather(1, places[..., None].expand(-1, -1, v.shape[2]))
-        inputs = inputs * (steps < rest[:, None]).to(v.dtype)[..., None]
-        weights = kept[(rest[:, None] - 1 - steps).clamp_min(0)]  # (batch, 32, width, 2n)
+        inputs, place = last_inputs(v, chunk, rest)
+        weights = kept[place]  # (batch, 32, width, 2n)
         return begin + (weights * inputs[..., None]).sum(1)
+
+    def _flat(self, h: Float[Tensor, "batch width n2"]) -> Float[Tensor, "batch size"]:
+        return h.unflatten(-1, (2, self.n)).transpose(1, 2).flatten(1)
+
+
+@final
+class LowRank(Recurrence):
+    """S4 with its rank one: h ← decay h + drive x − left (rightᵀ h + own x) in each channel, h = [re, im].
+
+    Sequences take its full matrices, whose powers are formed in float64.
+    """
+
+    same: Tensor
+    crossed: Tensor
+    left: Tensor
+    right: Tensor
+    drive: Tensor
+    own: Tensor
+    C: Tensor
+    skip: Tensor
+
+    def __init__(self, stepper: LowRankStepper, dtype: torch.dtype, *, sequences: bool) -> None:
+        super().__init__()
+        self.size, self.scale, self.n = stepper.size, stepper.scale, stepper.shape[-1]
+        decay, left, drive = (
+            torch.cat([part.real, part.imag], -1) for part in (stepper.decay, stepper.left, stepper.drive)
+        )
+        # Re(z h) = [Re z, −Im z] · [re h, im h]
+        right, C = (torch.cat([part.real, -part.imag], -1) for part in (stepper.right, stepper.C))
+        re, im = decay[:, : self.n], decay[:, self.n :]
+        same, crossed = torch.cat([re, re], -1), torch.cat([-im, im], -1)
+        inner = torch.float64 if sequences else wide(dtype)
+        self._keep(inner, same=same, crossed=crossed, left=left, right=right, drive=drive, own=stepper.own, C=C)
+        self._keep(wide(dtype), skip=stepper.D)
+
+    def step(self, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        h = state.unflatten(-1, (2, -1, self.n)).transpose(1, 2).flatten(2)
+        h = self._moved(h) + (self.drive - self.left * self.own[:, None]) * v[..., None]
+        return (self.C * h).sum(-1) + self.skip * v, self._flat(h)
+
+    def _moved(self, h: Float[Tensor, "*rest width n2"]) -> Float[Tensor, "*rest width n2"]:
+        return turned(h, self.same, self.crossed) - self.left * (self.right * h).sum(-1, keepdim=True)
+
+    def sequence(self, v: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        x = in_chunks(v).permute(0, 3, 2, 1)  # (batch, width, 32, chunks)
+        powers, columns, rows = self._powers()
+        lag, known = _lags()
+        kernel = (self.C[:, :, None] * columns).sum(1)[:, lag] * known  # (width, 32, 32)
+        ends = columns.flip(-1).to(v.dtype) @ x  # (batch, width, 2n, chunks)
+        before = _delayed(self._carried(ends, powers[5]).permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+        y = kernel.to(v.dtype) @ x + rows.to(v.dtype) @ before
+        y = in_one(y.permute(0, 3, 2, 1), v.shape[1])
+        last = self._at_ends(v, before.permute(0, 3, 1, 2), powers, columns, lengths)
+        return y + self.skip * v, self._flat(last)
+
+    def _powers(self) -> tuple[list[Tensor], Float[Tensor, "width n2 32"], Float[Tensor, "width 32 n2"]]:
+        """A, A², …, A³²; Aʲ B for j = 0, …, 31; and C Aʲ for j = 1, …, 32."""
+        A = self._moved(torch.eye(2 * self.n, dtype=self.same.dtype)[:, None]).permute(1, 2, 0)
+        columns, rows = (self.drive - self.left * self.own[:, None])[..., None], self.C[:, None]
+        powers = [A]
+        for _ in range(5):
+            columns = torch.cat([columns, powers[-1] @ columns], -1)
+            rows = torch.cat([rows, rows @ powers[-1]], 1)
+            powers.append(powers[-1] @ powers[-1])
+        return powers, columns, rows @ A
+
+    def _carried(self, ends: Float[Tensor, "batch width n2 chunks"], power: Tensor) -> Tensor:
+        """The state at the end of each chunk, from what the inputs of each give there."""
+        s = 1
+        while s < LONGEST // CHUNK:
+            place = torch.arange(ends.shape[3])
+            earlier = ends.index_select(3, (place - s).clamp_min(0)) * (place >= s).to(ends.dtype)
+            ends = ends + power.to(ends.dtype) @ earlier
+            power, s = power @ power, 2 * s
+        return ends
+
+    def _at_ends(
+        self, v: Tensor, before: Tensor, powers: list[Tensor], columns: Tensor, lengths: Tensor
+    ) -> Float[Tensor, "batch width n2"]:
+        """The state at each sequence's end, from the one before the chunk that the end is in, and what this adds."""
+        chunk, rest = lengths // CHUNK, lengths % CHUNK
+        h = at_ends(before, chunk + 1)
+        for bit, power in enumerate(powers[:5]):
+            moves = (rest // 2**bit % 2).to(h.dtype)[:, None, None]
+            h = h + moves * ((power.to(h.dtype) @ h[..., None])[..., 0] - h)
+        inputs, place = last_inputs(v, chunk, rest)
+        weights = columns.movedim(-1, 0).to(v.dtype)[place]  # (batch, 32, width, 2n)
+        return h + (weights * inputs[..., None]).sum(1)
 
     def _flat(self, h: Float[Tensor, "batch width n2"]) -> Float[Tensor, "batch size"]:
         return h.unflatten(-1, (2, self.n)).transpose(1, 2).flatten(1)

@@ -121,23 +121,34 @@ class S4(LTILayer):
         self, x: Float[Tensor, "batch width"], state: Float[Tensor, "batch 2 width n"]
     ) -> tuple[Float[Tensor, "batch width"], Float[Tensor, "batch 2 width n"]]:
         self._check_step(x, state)
-        (d, left, right, step), (_, _, _, B, C) = self._resolvent(), self._modes()
-        d, left, right, drive, C = (part.to(state.dtype) for part in (d, left, right, step * B / 2, C))
+        parts = self._moves()
         h = state.movedim(1, 0)
-        # A = 2 R − I and B = Δ R B with the same R = (I − ΔA/2)⁻¹.
-        moved = h + drive[:, None] * x[..., None]
-        read = (right[:, None] * moved).sum((0, -1))[..., None]
-        h = 2 * (times(d[:, None], moved) - left[:, None] * read) - h
-        return 2 * (C[0] * h[0] - C[1] * h[1]).sum(-1) + self.D * x, h.movedim(0, 1)
+        decay, left, right, drive, own, C = (part.to(state.dtype) for part in parts)
+        read = (right[:, None] * h).sum((0, -1)) + own * x
+        h = times(decay[:, None], h) + drive[:, None] * x[..., None] - left[:, None] * read[..., None]
+        return (C[:, None] * h).sum((0, -1)) + self.D * x, h.movedim(0, 1)
+
+    def _moves(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """decay, left, right, drive, own and C of h ← decay h + drive x − left (Re(rightᴴ h) + own x), y = Re(C h).
+
+        C has −Im in its second part, so that it is a product of real numbers.
+        """
+        # A = 2 R − I and B = Δ R B with the same R = (I − ΔA/2)⁻¹. Subtracting h from 2 R h in single precision would
+        # cost a rounding of h in every step.
+        (d, left, right, step), (_, _, _, B, C) = self._resolvent(), self._modes()
+        half = step * B / 2
+        decay = torch.stack([2 * d[0] - 1, 2 * d[1]])
+        own = (right * half).sum((0, -1))
+        return decay, 2 * left, right, 2 * times(d, half), own, torch.stack([2 * C[0], -2 * C[1]])
 
     def stepper(self, dtype: torch.dtype, *, gain: float = 1.0, scaled: bool = False) -> Stepper:
         log_poles, B, C = self.diagonal(torch.float64)
         # Steps of a bank divide states by B.
         if self.is_diagonal() and bool(B.any(0).all()):
             return BankStepper(log_poles, B, C, self.D, dtype, gain=gain, scaled=scaled)
-        *resolvent, step = self._resolvent()
-        d, left, right, drive = (torch.complex(*pair) for pair in (*resolvent, step * self._modes()[3] / 2))
-        return LowRankStepper((d, left, right), drive, torch.complex(*C), self.D, dtype, gain=gain)
+        decay, left, right, drive, own, C = self._moves()
+        moves = (torch.complex(*decay), torch.complex(*left), torch.complex(*right), torch.complex(*drive))
+        return LowRankStepper(moves, own, torch.complex(C[0], -C[1]), self.D, dtype, gain=gain)
 
     def initial_state(self, batch: int) -> Float[Tensor, "batch 2 width n"]:
         require_batch(batch)

@@ -157,32 +157,34 @@ class BankStepper(LTIStepper):
 
 @final
 class LowRankStepper(Stepper):
-    """An S4 layer: h ← 2 R (h + ½ΔB x) − h with R h = d h − left Re(rightᴴ h), y = Re(C h) + D x."""
+    """An S4 layer: h ← decay h + drive x − left (Re(rightᴴ h) + own x), y = Re(C h) + D x."""
 
     def __init__(
         self,
-        resolvent: tuple[Complex[Tensor, "width n"], Complex[Tensor, "width n"], Complex[Tensor, "width n"]],
-        drive: Complex[Tensor, "width n"],
+        moves: tuple[
+            Complex[Tensor, "width n"], Complex[Tensor, "width n"], Complex[Tensor, "width n"], Complex[Tensor, "width n"]
+        ],
+        own: Float[Tensor, " width"],
         C: Complex[Tensor, "width n"],
         D: Float[Tensor, " width"],
         dtype: torch.dtype,
         *,
         gain: float = 1.0,
     ) -> None:
-        super().__init__(2 * drive.numel())
+        self.shape = C.shape
+        super().__init__(2 * C.numel())
         self.dtype, kind = dtype, _complex(dtype)
-        d, left, right = resolvent
-        self.twice, self.left, self.right = 2 * d.to(kind), 2 * left.to(kind), right.conj().resolve_conj().to(kind)
-        self.drive, self.C, self.D = drive.to(kind), (gain * C).to(kind), (gain * D.double()).to(dtype)
+        self.decay, self.left, right, self.drive = (part.to(kind) for part in moves)
+        self.right = right.conj().resolve_conj()
+        self.own, self.C, self.D = own.to(dtype), (gain * C).to(kind), (gain * D.double()).to(dtype)
 
     def bind_(self, state: Float[Tensor, "batch size"]) -> None:
         super().bind_(state)
-        self.modes = torch.view_as_complex(state.unflatten(-1, (*self.drive.shape, 2)))
+        self.modes = torch.view_as_complex(state.unflatten(-1, (*self.shape, 2)))
 
     def step(self, v: Float[Tensor, "batch width"]) -> Float[Tensor, "batch width"]:
-        moved = self.modes + self.drive * v[..., None]
-        read = (self.right * moved).real.sum(-1, keepdim=True)
-        self.modes.neg_().add_(self.twice * moved - self.left * read)
+        read = (self.right * self.modes).real.sum(-1) + self.own * v
+        self.modes.mul_(self.decay).add_(self.drive * v[..., None]).sub_(self.left * read[..., None])
         return (self.C * self.modes).real.sum(-1) + self.D * v
 
     def read(self) -> Float[Tensor, "batch 2 width n"]:
