@@ -396,7 +396,8 @@ class LowRank(Recurrence):
 
     def _powers(self) -> tuple[list[Tensor], Float[Tensor, "width n2 32"], Float[Tensor, "width 32 n2"]]:
         """A, A², …, A³²; Aʲ B for j = 0, …, 31; and C Aʲ for j = 1, …, 32."""
-        A = self._moved(torch.eye(2 * self.n, dtype=self.same.dtype)[:, None]).permute(1, 2, 0)
+        states = torch.eye(2 * self.n, dtype=self.same.dtype)[:, None].expand(-1, len(self.same), -1)
+        A = self._moved(states).permute(1, 2, 0)
         columns, rows = (self.drive - self.left * self.own[:, None])[..., None], self.C[:, None]
         powers = [A]
         for _ in range(5):
