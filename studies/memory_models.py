@@ -172,7 +172,7 @@ class _Pass:
             rows = (self.shape.groups, self.shape.heads // self.shape.groups, self.order(k), self.shape.head)
             yield (
                 taps.new_zeros(members, batch, width - 1, channels, dtype=self.dtype),
-                taps.new_zeros(members, batch, *rows),
+                taps.new_zeros(members, batch, *rows, dtype=torch.float32),
             )
 
     def layer(self, k: int) -> str:

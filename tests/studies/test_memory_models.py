@@ -67,6 +67,16 @@ def test_half_precision_stays_near(shape):
     assert (rounded - exact).norm() < 0.05 * exact.norm()
 
 
+def test_tokens_of_weights_in_half_precision_have_states_in_single_precision(shape):
+    bank, ids = stacked([make(shape)]), tokens(1, 4, 6)
+    halves = {name: value.bfloat16() if value.ndim > 2 else value for name, value in bank.items()}
+    decoder = Decoder.of(halves, shape, 4, torch.bfloat16)
+    one_by_one = torch.stack([decoder(ids[..., t]) for t in range(6)], dim=2)
+    assert all(state.dtype == torch.float32 for _, state in decoder.state)
+    exact = forward(bank, shape, ids)
+    assert (one_by_one - exact).norm() < 0.05 * exact.norm()
+
+
 def test_a_smaller_state_takes_less_memory(shape):
     sizes = []
     for order in (8, 4):
