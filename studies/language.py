@@ -263,12 +263,13 @@ def _synchronize() -> None:
 
 def jobs(plan: Plan, families: tuple[str, ...] = FAMILIES) -> tuple[list[Job], list[Job]]:
     """The jobs of perplexity, small orders first, and those of decoding."""
-    found = [Job(_name(family, "whole"), train, (plan, family)) for family in families]
+    whole = [Job(_name(family, "whole"), train, (plan, family)) for family in families]
+    # The number of steps comes from the time of the first ones, which holds as long as only trainings share the device.
+    trained, found = tuple(job.name for job in whole), whole
     for rank in (plan.order, *reversed(plan.ranks)):
         for family in families:
             for arm in ("uncut",) if rank == plan.order else arms(plan.shape(family)):
-                given = (plan, family, arm, rank)
-                found.append(Job(_name(family, arm, rank), cut, given, after=(_name(family, "whole"),), least=_CUT))
+                found.append(Job(_name(family, arm, rank), cut, (plan, family, arm, rank), after=trained, least=_CUT))
     return found, [Job(_name(family, "decode"), decode, (plan, family), alone=True) for family in families]
 
 
