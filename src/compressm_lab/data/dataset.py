@@ -107,6 +107,7 @@ class Form:
     towers: int = 1
     shift: tuple[float, ...] = (0.0,)
     scale: tuple[float, ...] = (1.0,)
+    time: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,8 @@ class DataSet(ABC):
     name: ClassVar[str]
     # Of the parsed form: raised when `parse` gives something else for the same files and options.
     version: ClassVar[int] = 1
+    # Options of batches alone: examples are parsed and stored in the same way without them.
+    of_batches: ClassVar[tuple[str, ...]] = ()
 
     @property
     @abstractmethod
@@ -149,4 +152,5 @@ class DataSet(ABC):
         return Task(name=self.name, **splits._asdict(), **form)
 
     def _cache(self, store: Store) -> Cache:
-        return Cache(store.cache, self.name, {"version": self.version, **asdict(self)})
+        options = {name: value for name, value in asdict(self).items() if name not in self.of_batches}
+        return Cache(store.cache, self.name, {"version": self.version, **options})

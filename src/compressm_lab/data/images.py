@@ -1,4 +1,7 @@
-"""Images read pixel by pixel: digits of scikit-learn, MNIST, Fashion-MNIST and CIFAR-10."""
+"""Images read pixel by pixel: digits of scikit-learn, MNIST, Fashion-MNIST and CIFAR-10.
+
+With `time` a channel t / L comes before the others, as in the paper's sMNIST and sCIFAR.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +31,17 @@ class Digits(DataSet):
     """Handwritten digits of 8 × 8 pixels in [0, 1], other sizes by bilinear interpolation; one split for all sizes."""
 
     side: int = 8
+    time: bool = False
 
     name = "digits"
+    of_batches = ("time",)
 
     def __post_init__(self) -> None:
         require_counts(side=self.side)
 
     @property
     def form(self) -> Form:
-        return Form(length=self.side**2, classes=10, channels=1)
+        return Form(length=self.side**2, classes=10, channels=1 + self.time, time=self.time)
 
     def parse(self, paths: Sequence[Path], progress: Progress) -> Splits:
         try:
@@ -61,13 +66,16 @@ _UNSIGNED_BYTE = 0x08  # the third byte of an IDX file
 class _ImagesInIDX(DataSet):
     """Images of 28 × 28 pixels in four files: images and labels, to train and to test."""
 
+    time: bool = False
+
+    of_batches = ("time",)
     address: ClassVar[str]
     folders: ClassVar[tuple[str, ...]]
     checksums: ClassVar[dict[str, str]]
 
     @property
     def form(self) -> Form:
-        return Form(length=MNIST_SIDE * MNIST_SIDE, classes=10, channels=1)
+        return Form(length=MNIST_SIDE * MNIST_SIDE, classes=10, channels=1 + self.time, time=self.time)
 
     @property
     def wanted(self) -> tuple[Wanted, ...]:
@@ -162,14 +170,17 @@ class SequentialCIFAR(DataSet):
     """sCIFAR: images of CIFAR-10, mean 0 and variance 1 a channel."""
 
     grey: bool = False
+    time: bool = False
 
     name = "scifar"
+    of_batches = ("time",)
 
     @property
     def form(self) -> Form:
         shift, deviation = ((GREY_MEAN,), (GREY_DEVIATION,)) if self.grey else (MEAN, DEVIATION)
         scale = tuple(1 / value for value in deviation)
-        return Form(length=CIFAR_SIDE * CIFAR_SIDE, classes=10, channels=len(shift), shift=shift, scale=scale)
+        sizes = {"length": CIFAR_SIDE * CIFAR_SIDE, "classes": 10, "channels": len(shift) + self.time}
+        return Form(**sizes, shift=shift, scale=scale, time=self.time)
 
     @property
     def wanted(self) -> tuple[Wanted, ...]:

@@ -88,7 +88,8 @@ class Split:
 class Task:
     """Signals of `channels` or tokens below `vocabulary`, and `classes` (of a regression: outputs) to tell.
 
-    A signal reaches the model as (x − shift) · scale, channel by channel; bytes are divided by 255 first.
+    A signal reaches the model as (x − shift) · scale, channel by channel; bytes are divided by 255 first. With `time`
+    the first of the channels is t / L at step t = 0, 1, …, L − 1; it is made in the batch and not stored.
     """
 
     name: str
@@ -102,16 +103,18 @@ class Task:
     towers: int = 1
     shift: tuple[float, ...] = (0.0,)
     scale: tuple[float, ...] = (1.0,)
+    time: bool = False
 
     def __post_init__(self) -> None:
         if (self.channels is None) == (self.vocabulary is None):
             raise DataError(
                 f"{self.name}: channels is {self.channels} and vocabulary {self.vocabulary}, expected exactly one"
             )
-        if self.channels is not None and {len(self.shift), len(self.scale)} - {1, self.channels}:
-            raise DataError(
-                f"{self.name}: {len(self.shift)} shifts and {len(self.scale)} scales for {self.channels} channels"
-            )
+        if self.channels is None and self.time:
+            raise DataError(f"{self.name}: time is a channel of signals, and there are tokens below {self.vocabulary}")
+        stored = None if self.channels is None else self.channels - self.time
+        if stored is not None and {len(self.shift), len(self.scale)} - {1, stored}:
+            raise DataError(f"{self.name}: {len(self.shift)} shifts and {len(self.scale)} scales for {stored} channels")
 
     @property
     def length(self) -> int:
@@ -127,6 +130,7 @@ class Task:
         """The examples at `indices`, by operations that a CUDA graph can hold: no copy from the host, no wait."""
         chosen = split.select(indices)
         inputs = self._normalised(chosen.inputs) if self.vocabulary is None else chosen.inputs.long()
+        inputs = self._timed(inputs) if self.time else inputs
         return Batch(inputs, chosen.targets, chosen.lengths, indices)
 
     def _normalised(self, x: Shaped[Tensor, "*batch channels"]) -> Float[Tensor, "*batch channels"]:
@@ -137,6 +141,12 @@ class Task:
             x = x.float()  # a copy: `select` made it
             return x if (weight[0], bias[0]) == (1.0, 0.0) else x.mul_(weight[0]).add_(bias[0])
         return torch.addcmul(_filled(bias, x.device), x.float(), _filled(weight, x.device))
+
+    @staticmethod
+    def _timed(x: Float[Tensor, "batch length channels"]) -> Float[Tensor, "batch length more"]:
+        """Put the channel t / L before the others."""
+        times = torch.arange(x.shape[1], device=x.device, dtype=x.dtype) / x.shape[1]
+        return torch.cat([times[None, :, None].expand(len(x), -1, 1), x], dim=-1)
 
 
 def _filled(values: tuple[float, ...], device: torch.device) -> Float[Tensor, " values"]:

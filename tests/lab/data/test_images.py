@@ -1,11 +1,12 @@
 import gzip
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from compressm_lab.data import DataError, FashionMNIST, Pathfinder, SequentialCIFAR, SequentialMNIST, Store
+from compressm_lab.data import DataError, Digits, FashionMNIST, Pathfinder, SequentialCIFAR, SequentialMNIST, Store
 from compressm_lab.data import images as cifar
 from tests.lab.data.files import (
     cifar_batches,
@@ -48,6 +49,34 @@ def test_idx_files_are_read_from_both_layouts(store, dataset, folder, end):
     batch = task.batch(task.test, torch.arange(10))
     assert batch.targets.tolist() == list(range(10))
     assert 0 <= batch.inputs.min() < 0.1 < 0.9 < batch.inputs.max() <= 1
+
+
+@pytest.mark.parametrize("dataset", [SequentialMNIST(time=True), FashionMNIST(time=True)])
+def test_with_time_the_same_bytes_are_stored_and_read(store, dataset):
+    write_mnist(store.root / "mnist")
+    write_mnist(store.root / "fashion")
+    task, without = dataset.load(store), type(dataset)().load(store)
+    assert len(list(store.cache.glob("*.safetensors"))) == 1
+    assert task.test.inputs.dtype == torch.uint8
+    assert torch.equal(task.test.inputs, without.test.inputs)
+    inputs = task.batch(task.test, torch.arange(3)).inputs
+    assert (task.channels, inputs.shape) == (2, (3, 784, 2))
+    assert torch.equal(inputs[..., 1:], without.batch(without.test, torch.arange(3)).inputs)
+    assert torch.equal(inputs[1, :, 0], torch.arange(784) / 784)
+
+
+def test_images_in_colour_and_digits_take_time_too(store, small_cifar):
+    cifar_as(store, "bin")
+    for dataset, channels in ((SequentialCIFAR(time=True), 4), (SequentialCIFAR(grey=True, time=True), 2)):
+        task = dataset.load(store)
+        inputs, without = (
+            one.batch(one.test, torch.arange(4)).inputs
+            for one in (task, replace(task, time=False, channels=channels - 1))
+        )
+        assert (dataset.form.channels, inputs.shape) == (channels, (4, 1024, channels))
+        assert torch.equal(inputs[..., 1:], without)
+    task = Digits(time=True).load(store)
+    assert task.batch(task.train, torch.arange(2)).inputs[:, -1, 0].tolist() == [63 / 64] * 2
 
 
 def spoil_magic(path):

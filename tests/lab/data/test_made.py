@@ -89,7 +89,7 @@ def test_noise_is_added_to_the_outputs_alone(tmp_path):
         (lambda: Digits(side=0), "side is 0, expected an integer of at least 1"),
         (lambda: make("mnist"), "no data set is called 'mnist', expected one of smnist, scifar"),
         (lambda: make("imdb", size=3), "imdb has no option 'size'; its options: length=4096"),
-        (lambda: make("smnist", size=3), "its options: none"),
+        (lambda: make("smnist", size=3), "its options: time=False"),
         (lambda: make("imdb", length="long"), "length of imdb is 'long', expected int"),
         (lambda: make("imdb", length=True), "length of imdb is True, expected int"),
         (lambda: make("scifar", grey=1), "grey of scifar is 1, expected bool"),

@@ -61,11 +61,31 @@ def test_what_does_not_fit_together_is_refused():
         task(signals(), channels=3, vocabulary=3)
     with pytest.raises(DataError, match="2 shifts and 1 scales for 3 channels"):
         task(signals(), channels=3, shift=(0.0, 1.0))
+    with pytest.raises(DataError, match="2 shifts and 1 scales for 3 channels"):
+        task(signals(channels=3), channels=4, time=True, shift=(0.0, 1.0))
+    with pytest.raises(DataError, match="time is a channel of signals"):
+        task(signals(), vocabulary=3, time=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_time_comes_before_the_other_channels_which_stay_as_they_are_stored(dtype):
+    shift, scale = (0.4, 0.5, 0.6), (4.0, 3.0, 2.0)
+    plain = task(signals(dtype), channels=3, shift=shift, scale=scale)
+    timed = task(signals(dtype), channels=4, shift=shift, scale=scale, time=True)
+    assert timed.train.inputs.dtype == dtype
+    chosen = torch.tensor([1, 3, 1])
+    got, without = (one.batch(one.train, chosen).inputs for one in (timed, plain))
+    assert torch.equal(got[..., 1:], without)
+    length = timed.length
+    assert got[..., 0].tolist() == [pytest.approx([t / length for t in range(length)])] * 3
+    assert got.dtype == torch.float32
 
 
 @pytest.mark.gpu
-def test_a_batch_can_be_captured_in_a_graph():
-    made = task(signals(), channels=3, shift=(0.4, 0.5, 0.6), scale=(4.0, 3.0, 2.0)).to("cuda")
+@pytest.mark.parametrize("time", [False, True])
+def test_a_batch_can_be_captured_in_a_graph(time):
+    fields = {"channels": 3 + time, "shift": (0.4, 0.5, 0.6), "scale": (4.0, 3.0, 2.0), "time": time}
+    made = task(signals(), **fields).to("cuda")
     chosen = torch.tensor([1, 2], device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
