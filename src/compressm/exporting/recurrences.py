@@ -117,7 +117,7 @@ def at_ends(x: Float[Tensor, "batch length *rest"], lengths: Int[Tensor, " batch
 def last_inputs(
     v: Float[Tensor, "batch length width"], chunk: Int[Tensor, " batch"], rest: Int[Tensor, " batch"]
 ) -> tuple[Float[Tensor, "batch 32 width"], Int[Tensor, "batch 32"]]:
-    """The inputs of each sequence's last chunk, zeros after its `rest` steps, and how many steps each is from the end."""
+    """The inputs of each sequence's last chunk, zeros after its `rest` steps, and the steps of each to the end."""
     steps = torch.arange(CHUNK)
     places = (CHUNK * chunk[:, None] + steps).clamp_max(v.shape[1] - 1)
     inputs = v.gather(1, places[..., None].expand(-1, -1, v.shape[2]))

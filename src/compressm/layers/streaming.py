@@ -162,7 +162,10 @@ class LowRankStepper(Stepper):
     def __init__(
         self,
         moves: tuple[
-            Complex[Tensor, "width n"], Complex[Tensor, "width n"], Complex[Tensor, "width n"], Complex[Tensor, "width n"]
+            Complex[Tensor, "width n"],
+            Complex[Tensor, "width n"],
+            Complex[Tensor, "width n"],
+            Complex[Tensor, "width n"],
         ],
         own: Float[Tensor, " width"],
         C: Complex[Tensor, "width n"],
