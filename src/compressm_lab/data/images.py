@@ -9,7 +9,7 @@ import gzip
 import io
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, final
 
@@ -179,8 +179,8 @@ class SequentialCIFAR(DataSet):
     def form(self) -> Form:
         shift, deviation = ((GREY_MEAN,), (GREY_DEVIATION,)) if self.grey else (MEAN, DEVIATION)
         scale = tuple(1 / value for value in deviation)
-        sizes = {"length": CIFAR_SIDE * CIFAR_SIDE, "classes": 10, "channels": len(shift) + self.time}
-        return Form(**sizes, shift=shift, scale=scale, time=self.time)
+        found = Form(length=CIFAR_SIDE * CIFAR_SIDE, classes=10, channels=len(shift), shift=shift, scale=scale)
+        return replace(found, channels=len(shift) + 1, time=True) if self.time else found
 
     @property
     def wanted(self) -> tuple[Wanted, ...]:
