@@ -284,18 +284,20 @@ def scan(
     delta rule, u[t] = β[t] (v[t] − α[t] S[t−1]ᵀ k[t]). In a chunk it is one system for all U,
     (I + β (K Kᵀ ∘ D below its diagonal)) U = β (V − K S).
     """
-    length, extra = v.shape[-2], -v.shape[-2] % CHUNK
-    q, k = (pad(part.to(dtype), (0, 0, 0, extra)).unflatten(-2, (-1, CHUNK))[..., None, :, :, :] for part in (q, k))
-    v = pad(v.to(dtype), (0, 0, 0, extra)).unflatten(-2, (-1, CHUNK))
-    logs = pad(log_decay, (0, extra)).unflatten(-1, (-1, CHUNK)).cumsum(-1)
-    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).triu(1)
+    length = v.shape[-2]
+    size = min(CHUNK, 1 << (length - 1).bit_length())  # a power of two, as `unit_inverse` needs it
+    extra = -length % size
+    q, k = (pad(part.to(dtype), (0, 0, 0, extra)).unflatten(-2, (-1, size))[..., None, :, :, :] for part in (q, k))
+    v = pad(v.to(dtype), (0, 0, 0, extra)).unflatten(-2, (-1, size))
+    logs = pad(log_decay, (0, extra)).unflatten(-1, (-1, size)).cumsum(-1)
+    later = torch.ones(size, size, dtype=torch.bool, device=v.device).triu(1)
     D = torch.exp((logs[..., :, None] - logs[..., None, :]).masked_fill(later, -torch.inf))
     since, until = torch.exp(logs)[..., None], torch.exp(logs[..., -1:] - logs)[..., None]
     scores = ((q @ k.mT) * D).to(dtype)
     ends, gains = (k * until).to(dtype).mT, since[..., -1:, :]
     erased = None
     if beta is not None:
-        weight = pad(beta, (0, extra)).unflatten(-1, (-1, CHUNK))[..., None]
+        weight = pad(beta, (0, extra)).unflatten(-1, (-1, size))[..., None]
         inverse = unit_inverse((weight * (k @ k.mT) * D).tril(-1)).to(dtype)
         v, erased = inverse @ (weight * v).to(dtype), inverse @ (weight * since * k).to(dtype)
     state = torch.zeros(*v.shape[:-3], k.shape[-1], v.shape[-1], device=v.device)

@@ -5,7 +5,8 @@ python studies/recall.py --out OUT --minutes 5
 A sequence lists pairs of a key and a value, then asks for the value of every key in another order; the accuracy is the
 share of right values. Models of 64 states and small ones from scratch are trained at several rates; each size keeps the
 rate that is best on validation. The large models of that rate are cut at half of their training, and go on with the
-schedule they had. Everything is done on one device, several banks of models side by side; a second call goes on.
+schedule they had. Members of one shape, whatever their rate, seed or cut, are one bank, which trains as one model; some
+banks run side by side on the GPU; a second call goes on. `--small --processes 1` is for a CPU.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from banks import Trainer, arms, captured, repeated, schedule
 from command import spoken
+from compressm.adapters import Basis
 from compressm_lab.experiments.rows import count
 from compressm_lab.runs.measurement import Measurement, Row
 from memory_models import FAMILIES, Shape, forward
@@ -32,7 +34,7 @@ from side_by_side import Job, collected, device, main, rows_of
 _TRAINING, _VALIDATION, _TEST = 0, 1, 2  # parts of the data, none of which shares a generator with another
 _BLOCK = 50  # steps whose data are made at once
 _KEPT_EVERY = 10  # blocks
-_CUT = 15.0  # seconds that a cut may take
+_CUT = 40.0  # seconds that the cuts of a bank may take
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class Plan:
 
 QUICK = Plan(pairs=3, symbols=8, width=16, depth=1, order=8, ranks=(4,), steps=24, batch=8, rates=(4e-3,), seeds=2)
 QUICK = replace(QUICK, tested=32, calibrated=16)
+# What one core of a CPU does in half an hour a family.
+SMALL = Plan(pairs=16, symbols=32, ranks=(16,), steps=600, batch=32, rates=(2e-3, 4e-3, 8e-3, 1.6e-2), tested=512)
 
 
 def sequences(plan: Plan, batch: int, generator: torch.Generator) -> Tensor:
@@ -114,7 +118,7 @@ def _trained(trainer: Trainer, plan: Plan, seeds: list[int], rates: list[float],
     own = torch.tensor(rates, device=trainer.values.device)
     factors = schedule(plan.steps, plan.steps // 20, 0.02).to(own.device)
     step = captured(trainer, spoken)
-    cut_at = round(plan.cut_at * plan.steps)
+    cut_at, first, began = round(plan.cut_at * plan.steps), done, time.perf_counter()
     for block in range(done // _BLOCK, -(-plan.steps // _BLOCK)):
         if time.time() > until:
             trainer.save(file, done=done)
@@ -127,6 +131,8 @@ def _trained(trainer: Trainer, plan: Plan, seeds: list[int], rates: list[float],
             done = block * _BLOCK + k + 1
             if done == cut_at and not file.with_suffix(".cut").exists():
                 trainer.save(file.with_suffix(".cut"), done=done)
+    each = (time.perf_counter() - began) / max(1, done - first)
+    spoken(f"{file.stem}: {len(seeds)} models, {1e3 * each:.1f} ms a step")
     return True
 
 
@@ -153,8 +159,13 @@ def train_from_scratch(plan: Plan, family: str, order: int, folder: Path, until:
     ]
 
 
-def train_cut(plan: Plan, family: str, arm: str, rank: int, folder: Path, until: float) -> list[Row] | None:
-    """Cut the large models at half of their training, in one way, and train them to the end; a row a seed."""
+def train_cut(
+    plan: Plan, family: str, kept: str, ways: tuple[str, ...], rank: int, folder: Path, until: float
+) -> list[Row] | None:
+    """Cut the large models at half of their training in some ways, and train all of them to the end as one bank.
+
+    The ways are those whose result is `kept` in the same shapes; a row a way and seed.
+    """
     large = rows_of(_name(family, plan.order), folder)
     assert large is not None
     rate, seeds = best_rate(large), list(range(plan.seeds))
@@ -162,22 +173,24 @@ def train_cut(plan: Plan, family: str, arm: str, rank: int, folder: Path, until:
     bank = repeated(shape, [int(row["seed"]) for row in large], device())
     every = Trainer(bank, shape, predicted=plan.asked)
     done = every.load_(folder / f"{_name(family, plan.order)}.cut")["done"]
-    whole = every.members(places)
+    whole, members = every.members(places), [(way, seed) for way in ways for seed in seeds]
     before = accuracies(whole, plan, seeds, _TEST)
-    ids = torch.stack([data(plan, seed, _TRAINING, 10**6, plan.calibrated, whole.values.device) for seed in seeds])
-    trainer, errors = whole.cut(rank, [arms(shape, seed)[arm] for seed in seeds], ids)
-    after = accuracies(trainer, plan, seeds, _TEST)
-    file = folder / f"{_name(family, rank, arm)}.pt"
+    ids = torch.stack([data(plan, seed, _TRAINING, 10**6, plan.calibrated, whole.values.device) for _, seed in members])
+    options = {seed: arms(shape, seed) for seed in seeds}
+    trainer, errors = every.members(places * len(ways)).cut(rank, [options[seed][way] for way, seed in members], ids)
+    of_members = [seed for _, seed in members]
+    after = accuracies(trainer, plan, of_members, _TEST)
+    file = folder / f"{_name(family, rank, kept)}.pt"
     if not file.exists():
         trainer.save(file, done=done)
-    if not _trained(trainer, plan, seeds, [rate] * len(seeds), until, file):
+    if not _trained(trainer, plan, of_members, [rate] * len(members), until, file):
         return None
-    found = [accuracies(trainer, plan, seeds, part) for part in (_VALIDATION, _TEST)]
+    found = [accuracies(trainer, plan, of_members, part) for part in (_VALIDATION, _TEST)]
     return [
-        _row(plan, family, arm, plan.order, rank, seed, rate)
-        | {"accuracy_before": before[seed], "accuracy_cut": after[seed], "error": errors[seed]}
-        | {"validation": found[0][seed], "accuracy": found[1][seed]}
-        for seed in seeds
+        _row(plan, family, way, plan.order, rank, seed, rate)
+        | {"accuracy_before": before[seed], "accuracy_cut": after[k], "error": errors[k]}
+        | {"validation": found[0][k], "accuracy": found[1][k]}
+        for k, (way, seed) in enumerate(members)
     ]
 
 
@@ -187,6 +200,13 @@ def best_rate(rows: list[Row]) -> float:
     return max(rates, key=lambda rate: fmean(float(row["validation"]) for row in rows if row["rate"] == rate))
 
 
+def by_shape(shape: Shape) -> dict[str, tuple[str, ...]]:
+    """The ways to cut by the shapes of what they keep, which can be trained as one bank: maps, or fewer rows."""
+    ways = arms(shape)
+    mapped = tuple(way for way, own in ways.items() if own["form"].needed() is Basis.MAPPED)
+    return {"maps": mapped, "rows": tuple(way for way in ways if way not in mapped)}
+
+
 def jobs(plan: Plan, families: tuple[str, ...] = FAMILIES) -> list[Job]:
     """Large models first, as cuts wait for them."""
     sizes = [(family, order) for order in (plan.order, *plan.ranks) for family in families]
@@ -194,10 +214,9 @@ def jobs(plan: Plan, families: tuple[str, ...] = FAMILIES) -> list[Job]:
     for rank in reversed(plan.ranks):
         for family in families:
             after = (_name(family, plan.order),)
-            found += [
-                Job(_name(family, rank, arm), train_cut, (plan, family, arm, rank), after, least=_CUT)
-                for arm in arms(plan.shape(family, plan.order))
-            ]
+            for kept, ways in by_shape(plan.shape(family, plan.order)).items():
+                given = (plan, family, kept, ways, rank)
+                found.append(Job(_name(family, rank, kept), train_cut, given, after, least=_CUT))
     return found
 
 
@@ -222,14 +241,18 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pairs", type=count, help=f"to be recalled ({Plan.pairs})")
     parser.add_argument("--order", type=count, help=f"of the large models ({Plan.order})")
     parser.add_argument("--family", choices=FAMILIES, help="only this one")
+    parser.add_argument("--small", action="store_true", help="16 pairs and short trainings, for a CPU")
 
 
 def _planned(given: argparse.Namespace) -> tuple[list[Job], Callable[[], list[Measurement]]]:
     named: dict[str, Any] = {name: getattr(given, name) for name in ("seeds", "steps", "pairs", "order")}
-    plan = replace(QUICK if given.quick else Plan(), **{name: value for name, value in named.items() if value})
+    plan = replace(
+        QUICK if given.quick else SMALL if given.small else Plan(),
+        **{name: value for name, value in named.items() if value},
+    )
     found = jobs(plan, (given.family,) if given.family else FAMILIES)
     return found, partial(collect, plan, found, given.out / "jobs")
 
 
 if __name__ == "__main__":
-    main(_planned, _options, description=(__doc__ or "").splitlines()[0], processes=8, progress=spoken)
+    main(_planned, _options, description=(__doc__ or "").splitlines()[0], processes=3, progress=spoken)

@@ -48,7 +48,9 @@ def test_jobs_wait_for_the_models_that_they_cut():
     found = recall.jobs(recall.QUICK)
     names = [job.name for job in found]
     assert len(set(names)) == len(names)
-    assert {"mamba-2-4-mapped", "mamba-2-4-rrqr", "mamba-2-4-pca", "gated-deltanet-4-ghost"} <= set(names)
+    assert {"mamba-2-8-whole", "mamba-2-4-whole", "mamba-2-4-maps", "gated-deltanet-4-rows"} <= set(names)
+    ways = recall.by_shape(recall.QUICK.shape("Mamba-2", 8))
+    assert ways == {"maps": ("Mapped", "PCA"), "rows": ("Fitted", "GHOST", "RRQR", "random")}
     for job in found:
         assert all(names.index(before) < names.index(job.name) for before in job.after)
 
