@@ -54,6 +54,8 @@ def command(
             with console.status("drawing the report"):
                 runs = [read_run(directory) for directory in find_runs([out / "runs"])]
                 page = write_report(runs, out / "report", title="Digits: large, small and compressed", formats=["png"])
+            if spectra := demo.collect_spectra(out):
+                spectra.write(out / "demo-spectra.json")
             report(measurement, out / "demo.json")
     except RunLockedError as error:
         raise typer.BadParameter(str(error)) from None

@@ -18,6 +18,7 @@ from compressm_lab.data import Store, make
 from compressm_lab.experiments.engine import Campaign
 from compressm_lab.experiments.recipes import Arm, Training
 from compressm_lab.runs.directory import RunDirectory, find_runs
+from compressm_lab.runs.groups import group_runs
 from compressm_lab.runs.measurement import Measurement, Row
 from compressm_lab.runs.records import RunError
 from compressm_lab.runs.run import read_run
@@ -80,6 +81,24 @@ def collect(out: Path) -> Measurement:
     places = list(MODELS)
     rows.sort(key=lambda row: (places.index(str(row["model"])), row["seed"]))
     return Measurement("demo", "Digits: large, small and compressed", 1, rows)
+
+
+def collect_spectra(out: Path) -> Measurement | None:
+    """Collect the Hankel singular values of the best compressed run, a row a snapshot; None where it has none.
+
+    `order` is the number of states from that step on.
+    """
+    runs = [run for run in map(read_run, find_runs([out / "runs"])) if run.label == "compressed" and run.finished]
+    if not runs or not (spectra := (shown := group_runs(runs)[0].shown).spectra):
+        return None
+    module = spectra[0].module
+    path = shown.order_paths[module]
+    rows: list[Row] = []
+    for spectrum in (spectrum for spectrum in spectra if spectrum.module == module):
+        order = next(order for step, order in reversed(path) if step <= spectrum.step)
+        sigma = " ".join(f"{value:.4g}" for value in spectrum.sigma)
+        rows.append({"seed": shown.seed, "step": spectrum.step, "order": order, "sigma": sigma})
+    return Measurement("demo-spectra", "Digits: the states of a layer while it shrinks", 1, rows)
 
 
 def run(wanted: Campaign, *, processes: int, progress: Progress) -> None:

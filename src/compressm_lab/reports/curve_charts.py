@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 
 import numpy as np
 from matplotlib.axes import Axes
 
-from compressm_lab.reports.outcome_charts import metric_name, scale
-from compressm_lab.reports.palette import BLUE, BROWN, GREEN, GREY, INK, ORANGE, PURPLE, RAMP, RED, shades
+from compressm_lab.reports.outcome_charts import colours_of, metric_name, scale
+from compressm_lab.reports.palette import GREY, INK, RAMP, RED, shades
 from compressm_lab.reports.panels import Chart, Panel, count_steps, label_ends, legend_below, logarithmic, short_names
 from compressm_lab.runs.groups import Group, by_name
 from compressm_lab.runs.paper import Compared, Exhibit
@@ -56,7 +56,6 @@ def mark_cuts(axes: Axes, run: Run, module: str | None = None) -> None:
         axes.text(middle, 1.015, said, transform=axes.get_xaxis_transform(), ha=side, va="bottom", fontsize=8)
 
 
-_COLOURS = (BLUE, ORANGE, GREEN, RED, PURPLE, BROWN, GREY)
 _LINES = ("-", "--", "-.", ":")
 
 Curve = list[tuple[int, float]]
@@ -64,16 +63,16 @@ Curve = list[tuple[int, float]]
 
 def training_chart(groups: Sequence[Group]) -> Chart | str:
     """Validation and the loss in training, a row a recipe."""
-    rows = []
+    rows, colours = [], colours_of(groups)
     for name, own in by_name(group for group in groups if any(run.evaluations for run in group.runs)).items():
         lasts = {g.label: [curve[-1][1] for run in g.runs if (curve := _validation(run))] for g in own}
         ends = "; ".join(f"{label} ends at {fmean(last):.3g}" for label, last in lasts.items() if last)
         metric = "accuracy, %" if own[0].metric == "accuracy" else "loss"
         rows.append(
             (
-                _training_panel(f"{name}: validation", ends, own, _validation, metric),
+                _training_panel(f"{name}: validation", ends, own, _validation, metric, colours),
                 _training_panel(
-                    f"{name}: loss in training", "One line for every group of seeds.", own, _losses, "loss"
+                    f"{name}: loss in training", "One line for every group of seeds.", own, _losses, "loss", colours
                 ),
             )
         )
@@ -100,10 +99,21 @@ def _losses(run: Run) -> Curve:
     return [(found.step, found.loss) for found in run.evaluations if found.split == "train"]
 
 
-def _training_panel(title: str, words: str, groups: list[Group], curve: Callable[[Run], Curve], metric: str) -> Panel:
+def _training_panel(
+    title: str,
+    words: str,
+    groups: list[Group],
+    curve: Callable[[Run], Curve],
+    metric: str,
+    colours: Mapping[tuple[str, str], str],
+) -> Panel:
     def draw(axes: Axes) -> None:
-        for k, group in enumerate(groups):
-            _bundle(axes, k, group.label, [curve(run) for run in group.runs])
+        drawn: list[str] = []
+        for group in groups:
+            colour = colours[group.name, group.label]
+            line = _LINES[drawn.count(colour) % len(_LINES)]
+            drawn.append(colour)
+            _bundle(axes, colour, line, group.label, [curve(run) for run in group.runs])
         count_steps(axes, max(group.shown.steps for group in groups))
         axes.set(ylabel=metric)
         if metric == "loss":
@@ -113,7 +123,7 @@ def _training_panel(title: str, words: str, groups: list[Group], curve: Callable
     return Panel(title, words, draw)
 
 
-def _bundle(axes: Axes, k: int, label: str, curves: list[Curve]) -> None:
+def _bundle(axes: Axes, colour: str, line: str, label: str, curves: list[Curve]) -> None:
     by_step: dict[int, list[float]] = {}
     for curve in curves:
         for step, value in curve:
@@ -121,7 +131,6 @@ def _bundle(axes: Axes, k: int, label: str, curves: list[Curve]) -> None:
     if not by_step:
         return
     steps = sorted(by_step)
-    colour, line = _COLOURS[k % len(_COLOURS)], _LINES[(k // len(_COLOURS)) % len(_LINES)]
     means = [fmean(by_step[step]) for step in steps]
     axes.plot(steps, means, line, color=colour, lw=1.4, label=label, marker="o" if len(steps) == 1 else "", ms=4)
     if len(curves) > 1:
@@ -141,10 +150,11 @@ def order_paths_chart(groups: Sequence[Group]) -> Chart | str:
         for run in group.runs
         for event in run.restorations
     )
-    return Chart.of("orders", caption, [_paths_panel(group) for group in cut])
+    colours = colours_of(groups)
+    return Chart.of("orders", caption, [_paths_panel(group, colours[group.name, group.label]) for group in cut])
 
 
-def _paths_panel(group: Group) -> Panel:
+def _paths_panel(group: Group, colour: str) -> Panel:
     run = group.shown
     colours, short = dict(zip(run.modules, shades(len(run.modules)), strict=True)), short_names(run.modules)
 
@@ -153,7 +163,7 @@ def _paths_panel(group: Group) -> Panel:
             others = [other for other in group.runs if other is not run]
             for k, other in enumerate(others):
                 _path(axes, other, run.modules[0], GREY, None if k else "other seeds")
-            _path(axes, run, run.modules[0], BLUE, f"seed {run.seed}, the best" if others else None)
+            _path(axes, run, run.modules[0], colour, f"seed {run.seed}, the best" if others else None)
         else:
             for module in run.modules:
                 _path(axes, run, module, colours[module], None)

@@ -119,8 +119,11 @@ _AIR = 0.03
 _SPAN = 30.0
 
 
-def hankel_chart(group: Group, *, folded: bool = False) -> Chart | str:
-    """Four panels for every layer of the run that stands for its group, three where no bounds were recorded."""
+def hankel_chart(group: Group, *, folded: bool = False, colour: str = BLUE) -> Chart | str:
+    """Four panels for every layer of the run that stands for its group, three where no bounds were recorded.
+
+    `colour` is that of the group, in panels that do not tell states apart.
+    """
     run = group.shown
     found = histories(run)
     if not found:
@@ -133,8 +136,8 @@ def hankel_chart(group: Group, *, folded: bool = False) -> Chart | str:
     for history, paths in zip(found, followed, strict=True):
         prefix = f"{short_names(run.modules)[history.module]}: " if len(run.modules) > 1 else ""
         panels = (
-            _raw_panel(run, history, prefix),
-            *([_bound_panel(run, history, prefix)] if bounded else []),
+            _raw_panel(run, history, prefix, colour),
+            *([_bound_panel(run, history, prefix, colour)] if bounded else []),
             _path_panel(run, history, paths, prefix),
             _share_panel(run, history, prefix),
         )
@@ -174,7 +177,7 @@ def _caption(run: Run, found: Sequence[History], followed: Sequence[Sequence[Epi
     return " ".join(said)
 
 
-def _raw_panel(run: Run, history: History, prefix: str) -> Panel:
+def _raw_panel(run: Run, history: History, prefix: str, colour: str) -> Panel:
     def draw(axes: Axes) -> None:
         # Dashes of one line, not markers: those would be an element each, and a page of them megabytes.
         count = len(history.snapshots)
@@ -184,7 +187,7 @@ def _raw_panel(run: Run, history: History, prefix: str) -> Panel:
             for value in _spread(snapshot.sigma, _VALUES):
                 steps += [snapshot.step - half, snapshot.step + half, math.nan]
                 heights += [value, value, math.nan]
-        axes.plot(steps, heights, color=BLUE, lw=0.9, solid_capstyle="butt")
+        axes.plot(steps, heights, color=colour, lw=0.9, solid_capstyle="butt")
         _finish(axes, run, history, "σ")
 
     first, last = history.snapshots[0], history.snapshots[-1]
@@ -193,7 +196,7 @@ def _raw_panel(run: Run, history: History, prefix: str) -> Panel:
     return Panel(f"{prefix}values σ", f"{words}.", draw, pad=title_pad(run))
 
 
-def _bound_panel(run: Run, history: History, prefix: str) -> Panel:
+def _bound_panel(run: Run, history: History, prefix: str, colour: str) -> Panel:
     bounds, absent = history.bounds, "not recorded for this layer"
 
     def draw(axes: Axes) -> None:
@@ -202,7 +205,7 @@ def _bound_panel(run: Run, history: History, prefix: str) -> Panel:
         else:
             # A gap where a snapshot has no bound: across a cut.
             known = [dict(bounds).get(step, math.nan) for step in history.steps]
-            axes.plot(history.steps, known, color=BLUE, lw=1.3, marker=".", ms=3)
+            axes.plot(history.steps, known, color=colour, lw=1.3, marker=".", ms=3)
         _finish(axes, run, history, "since the snapshot before")
 
     words = f"From {bounds[0][1]:.2g} to {bounds[-1][1]:.2g}." if bounds else f"{absent.capitalize()}."

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
@@ -10,20 +11,24 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from compressm_lab.reports.grid import plus_minus, rounded
-from compressm_lab.reports.palette import BLUE, GREY, ORANGE, PAPER, RAMP, RED, shades
-from compressm_lab.reports.panels import Chart, Panel, legend_below
+from compressm_lab.reports.palette import BLUE, BROWN, GREEN, GREY, INK, ORANGE, PAPER, PURPLE, RED, SKY
+from compressm_lab.reports.panels import Chart, Panel, legend_below, plain_ticks
 from compressm_lab.runs.groups import Group, Statistic, by_name, grouped, machines, reference, speed_up
 from compressm_lab.runs.paper import Compared, Exhibit
 from compressm_lab.runs.run import Run
 
 _SHOWN = "Circles are the mean of the three best seeds by validation, or of all where there are fewer than three; bars \
-are one standard deviation; stars are the single best seed; groups of one order stand side by side. Grey are models \
-that were trained with nothing added: no cuts, no penalty, no teacher."
+are one standard deviation; groups of one order stand side by side. Black and grey are models that were trained with \
+nothing added: no cuts, no penalty, no teacher."
+# Of groups with nothing added, the largest first; of all others.
+_PLAIN, _OTHERS = (INK, GREY, BROWN), (BLUE, ORANGE, GREEN, PURPLE, RED, SKY)
 # Of an axis of orders, between two points that can be told apart, and between the first and the last of many of one
 # order; and how many orders it shows at least.
 _APART, _SPREAD, _NARROWEST = 0.04, 0.16, 2.0
+# Times the smallest order that the largest must be, for a logarithmic axis.
+_FAR = 3.0
 _SPEED = "Speed-up is the time of the uncompressed model at the order of the start over the run's own; labels are \
-final orders, and areas grow with them."
+final orders."
 _STAR: dict[str, Any] = {"marker": "*", "edgecolor": PAPER, "linewidth": 0.5}
 
 
@@ -32,16 +37,29 @@ def outcome_chart(groups: Sequence[Group]) -> Chart | str:
     found = by_name(group for group in groups if group.top())
     if not found:
         return "No finished run has a test value yet, so there is nothing to compare."
-    rows = []
+    rows, colours = [], colours_of(groups)
     for name, own in found.items():
         timed = [group for group in own if speed_up(group, groups)]
-        rows.append((_order_panel(name, own), *([_speed_panel(name, timed, groups)] if timed else [])))
+        speeds = [_speed_panel(name, timed, groups, colours)] if timed else []
+        rows.append((_order_panel(name, own, colours), *speeds))
     said = [_SHOWN, _SPEED if any(len(row) > 1 for row in rows) else "", missing_references(groups)]
     for name, own in found.items():
         if len(machines(run for group in own for run in group.finished)) > 1:
             said.append(f"The runs of {name} come from different machines: their times do not compare.")
             break
     return Chart("accuracy", "", " ".join(filter(None, said)), tuple(rows))
+
+
+def colours_of(groups: Sequence[Group]) -> dict[tuple[str, str], str]:
+    """The colour of every group by name and label: one in all pictures of a report."""
+    found: dict[tuple[str, str], str] = {}
+    for own in by_name(groups).values():
+        for wanted, colours in ((True, _PLAIN), (False, _OTHERS)):
+            alike = [group for group in own if group.plain is wanted]
+            if wanted:
+                alike.sort(key=lambda group: -group.initial_order)
+            found |= {(g.name, g.label): colours[k % len(colours)] for k, g in enumerate(alike)}
+    return found
 
 
 def missing_references(groups: Sequence[Group]) -> str:
@@ -68,20 +86,25 @@ def score(group: Group, sample: Statistic | None) -> str:
     return plus_minus(sample, factor=100.0) if group.metric == "accuracy" else rounded(sample)
 
 
-def _order_panel(name: str, groups: list[Group]) -> Panel:
+def _order_panel(name: str, groups: list[Group], colours: Mapping[tuple[str, str], str]) -> Panel:
     def draw(axes: Axes) -> None:
         places = {id(group): group.order.centre for group in groups if group.order}
         plain = [group for group in groups if group.plain]
         line = sorted((places[id(g)], scale(g, sample.centre)) for g in plain if (sample := best_known(g)))
         axes.plot([x for x, _ in line], [y for _, y in line], color=GREY, lw=1)
-        _points(axes, groups, _side_by_side(groups, places))
+        far = bool(places) and max(places.values()) > _FAR * min(places.values())
+        _points(axes, groups, _side_by_side(groups, places, far), colours)
         axes.set(xlabel="final order, mean over layers", ylabel=metric_name(groups[0]))
         axes.margins(x=0.12, y=0.15)
-        # Ticks at whole numbers, of which an axis shows one at least.
-        low, high = axes.get_xlim()
-        middle = (low + high) / 2
-        axes.set_xlim(min(low, middle - _NARROWEST / 2), max(high, middle + _NARROWEST / 2))
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        if far:
+            axes.set_xscale("log")
+            plain_ticks(axes)
+        else:
+            # Ticks at whole numbers, of which an axis shows one at least.
+            low, high = axes.get_xlim()
+            middle = (low + high) / 2
+            axes.set_xlim(min(low, middle - _NARROWEST / 2), max(high, middle + _NARROWEST / 2))
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         legend_below(axes, columns=2)
 
     known = ((g, best_known(g), g.order) for g in groups)
@@ -89,25 +112,30 @@ def _order_panel(name: str, groups: list[Group]) -> Panel:
     return Panel(f"{name}: against final order", "; ".join(said), draw)
 
 
-def _side_by_side(groups: list[Group], places: dict[int, float]) -> dict[int, float]:
-    """Places of groups, apart where several that are not plain end with one order: bars would hide each other."""
-    wide = max(max(places.values()) - min(places.values()), _NARROWEST)
-    moved = dict(places)
-    others = (id(group) for group in groups if not group.plain and id(group) in places)
-    for keys in grouped(others, places.__getitem__).values():
+def _side_by_side(groups: list[Group], places: dict[int, float], far: bool) -> dict[int, float]:
+    """Places of groups, apart where several that are not plain end with one order: bars would hide each other.
+
+    Of a logarithmic axis, for orders that are `far` apart, the logarithms are.
+    """
+    known = {key: math.log(place) for key, place in places.items()} if far else dict(places)
+    wide = max(max(known.values()) - min(known.values()), 0.0 if far else _NARROWEST)
+    others = (id(group) for group in groups if not group.plain and id(group) in known)
+    for keys in grouped(others, dict(known).__getitem__).values():
         apart = wide * min(_APART, _SPREAD / max(len(keys) - 1, 1))
         for k, key in enumerate(keys):
-            moved[key] += apart * (k - (len(keys) - 1) / 2)
-    return moved
+            known[key] += apart * (k - (len(keys) - 1) / 2)
+    return {key: math.exp(place) for key, place in known.items()} if far else known
 
 
-def _speed_panel(name: str, groups: list[Group], every: Sequence[Group]) -> Panel:
+def _speed_panel(
+    name: str, groups: list[Group], every: Sequence[Group], colours: Mapping[tuple[str, str], str]
+) -> Panel:
     found = {id(g): ups for g in groups if (ups := speed_up(g, every))}
 
     def draw(axes: Axes) -> None:
         places = {key: ups.centre for key, ups in found.items()}
         axes.axvline(1, color=GREY, lw=1, ls="--")
-        _points(axes, groups, places, sized=True)
+        _points(axes, groups, places, colours)
         for group in groups:
             sample = best_known(group)
             if group.order and sample:
@@ -121,23 +149,16 @@ def _speed_panel(name: str, groups: list[Group], every: Sequence[Group]) -> Pane
     return Panel(f"{name}: against speed-up", "; ".join(said), draw)
 
 
-def _points(axes: Axes, groups: list[Group], places: dict[int, float], *, sized: bool = False) -> None:
-    others = sum(not group.plain for group in groups)
-    colours = iter([RAMP[4]] if others == 1 else shades(others)[::-1])
-    largest = max((group.order.centre for group in groups if group.order), default=1.0)
-    plain = iter(["uncompressed"])
+def _points(axes: Axes, groups: list[Group], places: dict[int, float], colours: Mapping[tuple[str, str], str]) -> None:
     for group in groups:
-        colour = GREY if group.plain else next(colours)
-        sample, top = best_known(group), group.top(1)
-        if sample is None or top is None or group.order is None:
+        sample = best_known(group)
+        if sample is None or group.order is None:
             continue
-        area = 20 + 90 * group.order.centre / largest if sized else 36
-        label = next(plain, None) if group.plain else group.label
-        x, error = places[id(group)], sample.spread and scale(group, sample.spread)
+        x, colour, error = places[id(group)], colours[group.name, group.label], None
+        if sample.spread is not None:
+            error = scale(group, sample.spread)
         axes.errorbar(x, scale(group, sample.centre), yerr=error, color=colour, lw=1.2, capsize=2, zorder=2.5)
-        axes.scatter(x, scale(group, sample.centre), s=area, color=colour, label=label, zorder=3)
-        if sample.count > 1:
-            axes.scatter(x, scale(group, top.centre), s=80, color=colour, zorder=3.5, **_STAR)
+        axes.scatter(x, scale(group, sample.centre), s=40, color=colour, label=group.label, zorder=3)
 
 
 def seeds_finished(group: Group) -> str:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import cycle
 
 from matplotlib.axes import Axes
 
 from compressm_lab.reports.grid import NOTHING, Grid, clock, number, plus_minus, rounded
-from compressm_lab.reports.outcome_charts import best_known, metric_name, named, scale, score
-from compressm_lab.reports.palette import BLUE, GREEN, GREY, ORANGE, PAPER, PURPLE, RED
+from compressm_lab.reports.outcome_charts import best_known, colours_of, metric_name, named, scale, score
+from compressm_lab.reports.palette import GREY, PAPER
 from compressm_lab.reports.panels import Chart, Panel, count_steps, legend_below, logarithmic, plain_ticks
 from compressm_lab.runs.groups import Group, Statistic, by_name
 
-_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, RED)
 _PENALTY = (
     "The penalty is without its weight, as it was when it was found last; a line a seed. It is found every so many "
     "steps, and seconds are those of finding it."
@@ -28,11 +26,11 @@ _TRUNCATED = (
 
 def penalty_chart(groups: Sequence[Group]) -> Chart | None:
     """The penalty over training, and test by the order of one cut, a row a recipe; None where there is neither."""
-    rows = []
+    rows, colours = [], colours_of(groups)
     for name, own in by_name(groups).items():
         penalised, cut = [g for g in own if _penalised(g)], [g for g in own if _orders(g)]
-        row = [_penalty_panel(name, penalised)] if penalised else []
-        row += [_order_panel(name, cut, own)] if cut else []
+        row = [_penalty_panel(name, penalised, colours)] if penalised else []
+        row += [_order_panel(name, cut, own, colours)] if cut else []
         rows += [tuple(row)] if row else []
     said = [_PENALTY] if any(map(_penalised, groups)) else []
     said += [_TRUNCATED] if any(map(_orders, groups)) else []
@@ -66,9 +64,10 @@ def _orders(group: Group) -> list[int]:
     return sorted({record.order for run in group.finished for record in run.truncations}, reverse=True)
 
 
-def _penalty_panel(name: str, groups: list[Group]) -> Panel:
+def _penalty_panel(name: str, groups: list[Group], colours: Mapping[tuple[str, str], str]) -> Panel:
     def draw(axes: Axes) -> None:
-        for colour, group in zip(cycle(_COLOURS), groups, strict=False):
+        for group in groups:
+            colour = colours[group.name, group.label]
             for k, run in enumerate(run for run in group.runs if run.penalties):
                 points = [(record.step, record.value) for record in run.penalties]
                 label, marker = group.label if k == 0 else None, "o" if len(points) == 1 else None
@@ -82,13 +81,14 @@ def _penalty_panel(name: str, groups: list[Group]) -> Panel:
     return Panel(f"{name}: penalty over training", "; ".join(said), draw)
 
 
-def _order_panel(name: str, groups: list[Group], every: list[Group]) -> Panel:
+def _order_panel(name: str, groups: list[Group], every: list[Group], colours: Mapping[tuple[str, str], str]) -> Panel:
     def draw(axes: Axes) -> None:
         plain = sorted(_points(other for other in every if other.plain and other not in groups))
         if plain:
             axes.plot(*zip(*((x, y) for x, y, _ in plain), strict=True), color=GREY, lw=1, marker="o", ms=4)
             axes.lines[-1].set_label("trained at that order")
-        for colour, group in zip(cycle(_COLOURS), groups, strict=False):
+        for group in groups:
+            colour = colours[group.name, group.label]
             found = sorted(_points(_truncated(group)))
             x, y, spread = zip(*found, strict=True)
             axes.errorbar(x, y, yerr=spread, color=colour, lw=1.3, capsize=2, marker="o", ms=4.5, label=group.label)

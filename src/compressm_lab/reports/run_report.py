@@ -18,10 +18,18 @@ import jinja2
 from markupsafe import Markup
 
 from compressm.files import replacing
+from compressm_lab.reports.answer_chart import answer_chart, answers
 from compressm_lab.reports.curve_charts import order_paths_chart, training_chart
 from compressm_lab.reports.grid import NOTHING, Grid, clock, listed, number, order, percent, plus_minus, rounded, steps
 from compressm_lab.reports.hankel_charts import hankel_chart
-from compressm_lab.reports.outcome_charts import missing_references, named, outcome_chart, score, seeds_finished
+from compressm_lab.reports.outcome_charts import (
+    colours_of,
+    missing_references,
+    named,
+    outcome_chart,
+    score,
+    seeds_finished,
+)
 from compressm_lab.reports.panels import Chart, inline_svg, write_files
 from compressm_lab.reports.penalty_charts import penalty_chart, penalty_grid, truncation_grid
 from compressm_lab.reports.time_charts import time_chart, timer_chart
@@ -72,12 +80,14 @@ def write_report(
     called = names or {}
     groups = [replace(group, label=called.get(group.runs[0].path, group.label)) for group in group_runs(runs)]
     sections = [*front, *_sections(groups, progress, details)]
+    first = answer_chart(groups, spectra=details)
     charts = [part for section in sections for part in section.parts if isinstance(part, Chart)]
+    charts = charts if first is None else [first, *charts]
     for chart in charts if wanted else []:
         progress(f"{chart.name} ({', '.join(wanted)})")
         write_files(chart, folder / "figures", wanted)
     progress("page")
-    page = _page(groups, sections, title or f"Training report: {listed(list(by_name(groups)))}", broken)
+    page = _page(groups, sections, first, title or f"Training report: {listed(list(by_name(groups)))}", broken)
     with replacing(folder / "report.html") as scratch:
         scratch.write_text(page, encoding="utf-8")
     return folder / "report.html"
@@ -89,7 +99,10 @@ def _sections(groups: list[Group], progress: Callable[[str], None], details: boo
     progress("spectra")
     # Where nothing was cut, they are what there is to see.
     folded = [(group, False) for group in cut] + [(group, bool(cut)) for group in uncut]
-    hankel = tuple(hankel_chart(group, folded=away) for group, away in folded if details)
+    colours = colours_of(groups)
+    hankel = tuple(
+        hankel_chart(group, folded=away, colour=colours[group.name, group.label]) for group, away in folded if details
+    )
     compared = (penalty_chart(groups), penalty_grid(groups), truncation_grid(groups))
     sections = [
         Section("accuracy", "Accuracy, order and speed-up", (outcome_chart(groups),)),
@@ -102,7 +115,7 @@ def _sections(groups: list[Group], progress: Callable[[str], None], details: boo
     return [section for section in sections if section.parts]
 
 
-def _page(groups: list[Group], sections: list[Section], title: str, broken: Sequence[str]) -> str:
+def _page(groups: list[Group], sections: list[Section], first: Chart | None, title: str, broken: Sequence[str]) -> str:
     jinja = jinja2.Environment(
         loader=jinja2.PackageLoader("compressm_lab.reports"),
         autoescape=True,
@@ -122,6 +135,8 @@ def _page(groups: list[Group], sections: list[Section], title: str, broken: Sequ
     return jinja.get_template("report.html").render(
         title=title,
         summary=_summary(groups),
+        answers=answers(groups),
+        first=first,
         unfinished=_unfinished(runs),
         broken=broken,
         sections=sections,

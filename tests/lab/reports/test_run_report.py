@@ -119,7 +119,7 @@ def test_figures_lie_beside_the_page_and_nothing_half_written(tmp_path):
     run = read_run(RunDirectory(write(Made(spectra=False), tmp_path / "runs")))
     page = write_report([run], tmp_path / "out", formats=["png"])
     names = {path.name for path in (page.parent / "figures").iterdir()}
-    assert names == {"accuracy.png", "training.png", "time.png"}
+    assert names == {"answer.png", "accuracy.png", "training.png", "time.png"}
     assert {path.name for path in page.parent.iterdir()} == {"report.html", "figures"}
 
 
