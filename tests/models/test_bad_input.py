@@ -30,8 +30,7 @@ def unchanged_after(call):
 CASES = {
     "inputs and a vocabulary": ("classifier(vocabulary=7)", "inputs is 3", "vocabulary 7", "exactly one"),
     "neither inputs nor vocabulary": ("classifier(inputs=None)", "inputs is None", "exactly one"),
-    "0 classes": ("classifier(classes=0)", "classes is 0", "at least 2"),
-    "1 class": ("classifier(classes=1)", "classes is 1", "at least 2"),
+    "0 classes": ("classifier(classes=0)", "classes is 0", "at least 1"),
     "depth 0": ("classifier(depth=0)", "depth is 0", "at least 1"),
     "depth 1.5": ("classifier(depth=1.5)", "depth is 1.5", "integer"),
     "width 0": ("classifier(width=0)", "width is 0", "at least 1"),

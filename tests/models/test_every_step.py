@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from compressm.layers import LRU, SequenceError
-from compressm.models import EveryStep, LayerNorm, MeanPooling, RunningNorm, SequenceClassifier
+from compressm.models import EveryStep, LayerNorm, RunningNorm, SequenceClassifier
 
 LENGTHS = torch.tensor([5, 2, 3])
 
@@ -63,9 +63,7 @@ def test_answers_at_every_step_are_those_of_a_stream():
         torch.testing.assert_close(logits, y[:, step], rtol=1e-4, atol=1e-5)
 
 
-def test_only_every_step_takes_a_single_output_and_one_tower():
+def test_every_step_takes_one_tower_only():
     options = {"depth": 1, "width": 2, "order": 2, "inputs": 1}
-    with pytest.raises(SequenceError):
-        SequenceClassifier(LRU, classes=1, pooling=MeanPooling(), **options)
     with pytest.raises(SequenceError, match="towers is 2, expected 1"):
         SequenceClassifier(LRU, classes=2, towers=2, pooling=EveryStep(), **options)

@@ -31,6 +31,8 @@ class ClassifierState(NamedTuple):
 class SequenceClassifier(nn.Module):
     """Logits of `classes` for sequences of `inputs` real channels, or of tokens below `vocabulary`.
 
+    For a regression, `classes` is the number of outputs.
+
     With two towers, one encoder and one stack of blocks read both sequences of a pair, (batch, 2, length, ...), and a
     multilayer perceptron compares the pooled vectors a and b by [a, b, a ⊙ b, a − b].
     """
@@ -54,7 +56,7 @@ class SequenceClassifier(nn.Module):
         super().__init__()
         require_pooling(pooling)
         every_step = isinstance(pooling, EveryStep)
-        require_counts(classes=classes, at_least=1 if every_step else 2)
+        require_counts(classes=classes)
         if isinstance(towers, bool | float) or towers not in ((1,) if every_step else (1, 2)):
             raise SequenceError(f"towers is {towers!r}, expected 1 or 2, and 1 with EveryStep pooling")
         self.width, self.towers, self.pooling = width, towers, pooling

@@ -12,6 +12,7 @@ from compressm.compression import load_model
 from compressm.errors import SavingError
 from compressm.ops import SequenceError
 from compressm.saving.checkpoints import load_checkpoint
+from compressm_lab.cli.terminal import score_text
 from compressm_lab.data import DataError, DataSet, Order, Store, Task, make
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.records import RunError
@@ -107,9 +108,9 @@ def _calibrate(model: nn.Module, task: Task) -> None:
 
 
 def _tested(model: nn.Module, task: Task, size: int) -> str:
-    """The accuracy, or the loss, on the test split; a model of another task, in a run without its digest, is named."""
+    """The accuracy, or the errors, on the test split; a model that cannot read the task is named."""
     try:
         found = score(model, task, task.test, size=size)
     except SequenceError as error:
         raise SavingError(f"the model cannot read {task.name}, the task of its run: {error}") from error
-    return f"loss {found.loss:.4f}" if found.accuracy is None else f"accuracy {100 * found.accuracy:.2f} %"
+    return score_text(found)

@@ -16,6 +16,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 
+from compressm_lab.runs.records import Evaluation, TruncationRecord
+from compressm_lab.training.evaluation import Score
+
 
 class _Console(Console):
     """A console that may be closed while a training runs, which then saves and ends."""
@@ -115,6 +118,15 @@ def say(*lines: str) -> None:
     """Print each line as it stands: no markup, no colours, no added line breaks."""
     for line in lines:
         console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def score_text(found: Score | Evaluation | TruncationRecord) -> str:
+    """A score in words: the accuracy, or both errors of a regression in the units of its targets."""
+    if found.accuracy is not None:
+        return f"accuracy {100 * found.accuracy:.2f} %"
+    if found.mse is None or found.mae is None:
+        return f"loss {found.loss:.4f}"
+    return f"MSE {found.mse:.4g}, MAE {found.mae:.4g}"
 
 
 def progress_bars(

@@ -30,7 +30,16 @@ from compressm.cli.options import (
 from compressm.compression import Cut, Restored, load_model
 from compressm.errors import CompressionError, LostProcessError, SavingError
 from compressm_lab.cli.opening import task_of
-from compressm_lab.cli.terminal import console, count, ending_in_words, integer_option, is_given, progress_bars, say
+from compressm_lab.cli.terminal import (
+    console,
+    count,
+    ending_in_words,
+    integer_option,
+    is_given,
+    progress_bars,
+    say,
+    score_text,
+)
 from compressm_lab.data import DataError
 from compressm_lab.experiments.comparisons import comparison
 from compressm_lab.experiments.recipes import BASELINE, RECIPE_FILES, find_recipe, recipe_names
@@ -312,4 +321,4 @@ class Spoken:
 
 
 def _score(record: Evaluation | TruncationRecord) -> str:
-    return f"{record.loss:.4f}" if record.accuracy is None else f"{100 * record.accuracy:.2f} %"
+    return score_text(record).removeprefix("accuracy ").removeprefix("loss ")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
@@ -30,11 +30,22 @@ IGNORED = -100  # the target of a step at which nothing is asked, as in torch's 
 
 
 class TaskKind(Enum):
-    """The question of a task: one class of a sequence, one class a step, or real outputs at every step."""
+    """The question of a task: one class of a sequence or a step, or real outputs of a step or (PREDICT) a sequence."""
 
     CLASSIFY = "classify"
     LABEL_STEPS = "label_steps"
     REGRESS = "regress"
+    PREDICT = "predict"
+
+    @property
+    def is_regression(self) -> bool:
+        """True if the answers are real numbers."""
+        return self in (TaskKind.REGRESS, TaskKind.PREDICT)
+
+    @property
+    def asks_steps(self) -> bool:
+        """True if there is an answer at every step."""
+        return self in (TaskKind.REGRESS, TaskKind.LABEL_STEPS)
 
 
 class Batch(NamedTuple):
@@ -52,8 +63,9 @@ class Split:
     """Examples as they are stored.
 
     `inputs` are signals (examples, length, channels), uint8 or float32, or integer tokens (examples, length), of two
-    towers (examples, 2, length). `targets` are classes (examples,), classes of steps (examples, length) or outputs
-    (examples, length, outputs). Steps at and after `lengths` are padding; None: there is none.
+    towers (examples, 2, length). `targets` are classes (examples,), classes of steps (examples, length), outputs of
+    steps (examples, length, outputs) or of sequences (examples, outputs). Steps at and after `lengths` are padding;
+    None: there is none. Outputs of steps that are NaN are not asked for, where there are `lengths`.
     """
 
     inputs: Shaped[Tensor, "examples *input"]
@@ -89,7 +101,9 @@ class Task:
     """Signals of `channels` or tokens below `vocabulary`, and `classes` (of a regression: outputs) to tell.
 
     A signal reaches the model as (x − shift) · scale, channel by channel; bytes are divided by 255 first. With `time`
-    the first of the channels is t / L at step t = 0, 1, …, L − 1; it is made in the batch and not stored.
+    the first of the channels is t / L at step t = 0, 1, …, L − 1; it is made in the batch and not stored. Targets of a
+    regression reach it as (y − target_shift) · target_scale. `labels` are the names of the classes, `about` is what a
+    run notes of the data, as plain values.
     """
 
     name: str
@@ -104,6 +118,10 @@ class Task:
     shift: tuple[float, ...] = (0.0,)
     scale: tuple[float, ...] = (1.0,)
     time: bool = False
+    target_shift: tuple[float, ...] = (0.0,)
+    target_scale: tuple[float, ...] = (1.0,)
+    labels: tuple[str, ...] = ()
+    about: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if (self.channels is None) == (self.vocabulary is None):
@@ -115,6 +133,13 @@ class Task:
         stored = None if self.channels is None else self.channels - self.time
         if stored is not None and {len(self.shift), len(self.scale)} - {1, stored}:
             raise DataError(f"{self.name}: {len(self.shift)} shifts and {len(self.scale)} scales for {stored} channels")
+        if {len(self.target_shift), len(self.target_scale)} - {1, self.classes}:
+            raise DataError(
+                f"{self.name}: {len(self.target_shift)} target shifts and {len(self.target_scale)} target scales for"
+                f" {self.classes} outputs"
+            )
+        if len(self.labels) not in (0, self.classes):
+            raise DataError(f"{self.name}: {len(self.labels)} labels for {self.classes} classes")
 
     @property
     def length(self) -> int:
@@ -131,22 +156,31 @@ class Task:
         chosen = split.select(indices)
         inputs = self._normalised(chosen.inputs) if self.vocabulary is None else chosen.inputs.long()
         inputs = self._timed(inputs) if self.time else inputs
-        return Batch(inputs, chosen.targets, chosen.lengths, indices)
+        targets = chosen.targets
+        if self.kind.is_regression:
+            targets = _affine(targets, self.target_shift, self.target_scale)
+        return Batch(inputs, targets, chosen.lengths, indices)
 
     def _normalised(self, x: Shaped[Tensor, "*batch channels"]) -> Float[Tensor, "*batch channels"]:
-        unit = 1 / 255 if x.dtype == torch.uint8 else 1.0
-        weight = tuple(scale * unit for scale in self.scale)
-        bias = tuple((-np.array(self.shift) * np.array(self.scale)).tolist())  # one value stands for all channels
-        if len(set(weight)) == 1 and len(set(bias)) == 1:
-            x = x.float()  # a copy: `select` made it
-            return x if (weight[0], bias[0]) == (1.0, 0.0) else x.mul_(weight[0]).add_(bias[0])
-        return torch.addcmul(_filled(bias, x.device), x.float(), _filled(weight, x.device))
+        return _affine(x, self.shift, self.scale, 1 / 255 if x.dtype == torch.uint8 else 1.0)
 
     @staticmethod
     def _timed(x: Float[Tensor, "batch length channels"]) -> Float[Tensor, "batch length more"]:
         """Put the channel t / L before the others."""
         times = torch.arange(x.shape[1], device=x.device, dtype=x.dtype) / x.shape[1]
         return torch.cat([times[None, :, None].expand(len(x), -1, 1), x], dim=-1)
+
+
+def _affine(
+    x: Shaped[Tensor, "*batch channels"], shift: tuple[float, ...], scale: tuple[float, ...], unit: float = 1.0
+) -> Float[Tensor, "*batch channels"]:
+    """(unit · x − shift) · scale in float32; x may be changed."""
+    weight = tuple(value * unit for value in scale)
+    bias = tuple((-np.array(shift) * np.array(scale)).tolist())  # one value stands for all channels
+    if len(set(weight)) == 1 and len(set(bias)) == 1:
+        x = x.float()  # a copy: `select` made it
+        return x if (weight[0], bias[0]) == (1.0, 0.0) else x.mul_(weight[0]).add_(bias[0])
+    return torch.addcmul(_filled(bias, x.device), x.float(), _filled(weight, x.device))
 
 
 def _filled(values: tuple[float, ...], device: torch.device) -> Float[Tensor, " values"]:

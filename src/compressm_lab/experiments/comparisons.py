@@ -13,7 +13,7 @@ from torch import nn
 from compressm.compression import load_model
 from compressm.errors import SavingError
 from compressm_lab.baselines import HankelMajoriser, HankelNuclearNorm, ModalL1, Teacher, distillation_loss
-from compressm_lab.data.task import IGNORED, Batch, Task, TaskKind
+from compressm_lab.data.task import IGNORED, Batch, Task
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.records import RunError
 from compressm_lab.training import ConfigError, DistillationConfig, Recipe, RegulariserConfig
@@ -55,7 +55,7 @@ def distillation(config: DistillationConfig, wanted: Mapping[str, Any], task: Ta
     learned = RunDirectory(path).config()["task"] if is_run else wanted
     if dict(learned) != dict(wanted):
         raise ConfigError(f"distillation: {path} learned on {learned}, expected {dict(wanted)}, as its student")
-    if task.kind is TaskKind.REGRESS:
+    if task.kind.is_regression:
         raise ConfigError(f"distillation: {task.name} is a regression, expected a task with classes")
     teacher = Teacher(_teacher(path, is_run))
     batch = task.batch(task.train, torch.zeros(1, dtype=torch.int64, device=task.train.inputs.device))

@@ -67,7 +67,7 @@ def training_chart(groups: Sequence[Group]) -> Chart | str:
     for name, own in by_name(group for group in groups if any(run.evaluations for run in group.runs)).items():
         lasts = {g.label: [curve[-1][1] for run in g.runs if (curve := _validation(run))] for g in own}
         ends = "; ".join(f"{label} ends at {fmean(last):.3g}" for label, last in lasts.items() if last)
-        metric = "accuracy, %" if own[0].metric == "accuracy" else "loss"
+        metric = {"accuracy": "accuracy, %", "mse": "MSE", "loss": "loss"}[own[0].metric]
         rows.append(
             (
                 _training_panel(f"{name}: validation", ends, own, _validation, metric, colours),
@@ -116,7 +116,7 @@ def _training_panel(
             _bundle(axes, colour, line, group.label, [curve(run) for run in group.runs])
         count_steps(axes, max(group.shown.steps for group in groups))
         axes.set(ylabel=metric)
-        if metric == "loss":
+        if metric in ("loss", "MSE"):
             logarithmic(axes)
         legend_below(axes)
 

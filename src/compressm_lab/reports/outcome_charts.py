@@ -174,7 +174,7 @@ def scale(group: Group | Run, value: float) -> float:
 
 def metric_name(group: Group) -> str:
     """The label of the axis that `scale` fills."""
-    return "test accuracy, %" if group.metric == "accuracy" else "test loss"
+    return {"accuracy": "test accuracy, %", "mse": "test MSE", "loss": "test loss"}[group.metric]
 
 
 _COLOURS = {"baseline": GREY, "CompreSSM": ORANGE, "random states": RED}

@@ -213,7 +213,8 @@ def _said(value: object) -> str:
 def result_grid(groups: Sequence[Group]) -> Grid:
     """Test values, times and bounds of every group, over the seeds that finished."""
     metrics = {group.metric for group in groups}
-    metric = "test" if len(metrics) > 1 else "test, %" if metrics == {"accuracy"} else "test loss"
+    heads = {"accuracy": "test, %", "mse": "test MSE", "loss": "test loss"}
+    metric = "test" if len(metrics) > 1 else heads[next(iter(metrics))]
     columns: list[tuple[str, Callable[[Group], str]]] = [
         ("runs", lambda group: named(group, groups)),
         ("layers × order", _layers),

@@ -323,7 +323,7 @@ def _plain_file(path: Path) -> Path:
 
 
 def _line(record: Record) -> str:
-    return json.dumps(asdict(record), allow_nan=True) + "\n"
+    return json.dumps(record.as_dict(), allow_nan=True) + "\n"
 
 
 def _json(contents: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from compressm_lab.runs.directory import RunDirectory, find_runs
 from compressm_lab.runs.records import RunError, TruncationRecord
@@ -78,7 +78,8 @@ class Group:
 
     @property
     def metric(self) -> Metric:
-        return "accuracy" if any(run.metric == "accuracy" for run in self.runs) else "loss"
+        found = {run.metric for run in self.runs}
+        return next(name for name in get_args(Metric) if name in found)
 
     @property
     def layers(self) -> int:
@@ -103,7 +104,7 @@ class Group:
         if self.truncated is None:
             return run.score
         found = self._copies(run)
-        values = {record.split: record.accuracy if run.metric == "accuracy" else record.loss for record in found}
+        values = {record.split: getattr(record, run.metric) for record in found}
         step = max((record.step for record in found), default=0)
         return BestScore(run.metric, step, values.get("validation"), values.get("test")) if found else None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypeAlias, final, get_args
 
 SplitName = Literal["train", "validation", "test"]
@@ -53,18 +53,24 @@ class Record:
     """Something that happened at a step, a line of `file`."""
 
     file: ClassVar[str]
+    later: ClassVar[frozenset[str]] = frozenset()  # fields that earlier versions did not write; None is left out
     step: Count
 
     @classmethod
     def from_dict(cls, stored: object) -> Any:
         """Make a record of what JSON held; a missing, unknown or odd field is refused by name."""
         wanted = {entry.name for entry in fields(cls)}
-        if not isinstance(stored, Mapping) or set(stored) != wanted:
+        if not isinstance(stored, Mapping) or not wanted - cls.later <= set(stored) <= wanted:
             came = ", ".join(map(str, stored)) if isinstance(stored, Mapping) else f"{stored!r:.80}"
             raise RunError(f"it holds {came}; expected {', '.join(sorted(wanted))}")
         for entry in fields(cls):
-            require_kind(entry.name, stored[entry.name], str(entry.type))
+            if entry.name in stored:
+                require_kind(entry.name, stored[entry.name], str(entry.type))
         return cls(**stored)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {name: value for name, value in asdict(self).items() if value is not None or name not in self.later}
 
 
 def require_kind(name: str, value: object, kind: str) -> None:
@@ -101,15 +107,19 @@ class Evaluation(Record):
     """Loss and accuracy of a split, "train" being the steps since the record before; a regression has no accuracy.
 
     `seconds` is the time since training began, interruptions left out; `step_seconds` what gradient steps took of it.
+    `mse` and `mae` are the squared and the absolute error of a regression in the units of its targets.
     """
 
     file = "metrics.jsonl"
+    later = frozenset({"mse", "mae"})
     split: SplitName
     loss: float
     accuracy: Share | None
     learning_rate: Size
     seconds: Size
     step_seconds: Size
+    mse: float | None = None
+    mae: float | None = None
 
 
 @final
@@ -205,6 +215,7 @@ class TruncationRecord(Record):
     """
 
     file = "truncations.jsonl"
+    later = frozenset({"mse", "mae"})
     gramian: str
     order: Order
     mean_order: Size
@@ -212,3 +223,5 @@ class TruncationRecord(Record):
     split: SplitName
     loss: float
     accuracy: Share | None
+    mse: float | None = None
+    mae: float | None = None

@@ -26,7 +26,7 @@ from compressm_lab.runs.records import (
     require_kind,
 )
 
-Metric = Literal["accuracy", "loss"]
+Metric = Literal["accuracy", "mse", "loss"]
 RunEvent = CutRecord | RestoredRecord
 
 
@@ -100,13 +100,15 @@ class Run:
 
     @property
     def metric(self) -> Metric:
-        """Accuracy, or the loss where the task is a regression."""
-        return "accuracy" if any(found.accuracy is not None for found in self.evaluations) else "loss"
+        """Accuracy, or of a regression the mean squared error, for which earlier versions only had the loss."""
+        metrics: tuple[Metric, ...] = ("accuracy", "mse")
+        return next((name for name in metrics if any(getattr(e, name) is not None for e in self.evaluations)), "loss")
 
     def curve(self, split: SplitName) -> list[tuple[int, float]]:
         """Pairs (step, value of the metric) of every evaluation of a split, NaN included."""
         found = (record for record in self.evaluations if record.split == split)
-        values = ((record.step, record.accuracy if self.metric == "accuracy" else record.loss) for record in found)
+        metric = self.metric
+        values = ((record.step, getattr(record, metric)) for record in found)
         return [(step, float(value)) for step, value in values if value is not None]
 
     @cached_property

@@ -48,6 +48,7 @@ _ASKED = {
     TaskKind.CLASSIFY: ("one class a sequence", ("mean", "last")),
     TaskKind.LABEL_STEPS: ("one class a step", ("steps",)),
     TaskKind.REGRESS: ("outputs at every step", ("steps",)),
+    TaskKind.PREDICT: ("outputs of a sequence", ("mean", "last")),
 }
 _DROPOUTS = {"element": models.PerElement, "batch": models.OneMask}
 _SELECTIVE: dict[str, type[SelectiveMethod]] = {
@@ -219,7 +220,7 @@ def build_compressor(
     if config is None:
         return None
     (policy,) = (make(given) for name, make in _POLICIES.items() if (given := getattr(config, name)) is not None)
-    guard, settle, loss = None, settle_steps(recipe), task.kind is TaskKind.REGRESS
+    guard, settle, loss = None, settle_steps(recipe), task.kind.is_regression
     if config.rollback is not None and settle is not None:
         measures = f"validation {'loss' if loss else 'accuracy'}"
         guard = compression.Rollback(

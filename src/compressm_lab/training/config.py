@@ -160,6 +160,7 @@ class TrainingConfig(Config):
     """AdamW and its schedule; `ssm_factor` multiplies the rate of poles, steps and B, which have no weight decay.
 
     schedule "cosine" warms up from `lowest_rate` for the share `warmup` of all steps and falls back to it.
+    class_weights: of the loss in training, one a class in the order of labels; balanced: one over its frequency.
     """
 
     steps: int
@@ -171,6 +172,7 @@ class TrainingConfig(Config):
     warmup: float = 0.1
     lowest_rate: float = 1e-7
     clip: float | None = None
+    class_weights: Literal["balanced"] | tuple[float, ...] | None = None
     precision: Precision = "float32"
     evaluate_every: int | None = None
     evaluation_batch: int = 500
@@ -189,6 +191,8 @@ class TrainingConfig(Config):
             )
         if self.clip == 0:
             raise ConfigError("clip is 0, with which no weight moves: expected a norm above 0, or null for no clipping")
+        if isinstance(self.class_weights, tuple) and not all(0 < one < math.inf for one in self.class_weights):
+            raise ConfigError(f"class_weights is {list(self.class_weights)}, expected finite numbers above 0")
         self._share("warmup")
 
     def rate(self, step: int) -> float:

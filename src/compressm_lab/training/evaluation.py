@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from statistics import fmean
 from typing import NamedTuple, get_args
 
@@ -13,18 +13,20 @@ from torch import nn
 from compressm.compression import TargetOrder, compress_
 from compressm.compression.distributed import unwrapped
 from compressm.saving.rebuilding import orders_of
-from compressm_lab.data.task import Split, Task, TaskKind
+from compressm_lab.data.task import Batch, Split, Task
 from compressm_lab.runs.records import SplitName, TruncationRecord
 from compressm_lab.training.building import batch_on, build_method, build_truncation
 from compressm_lab.training.config import Recipe, needs_data
-from compressm_lab.training.steps import Learner, task_objective
+from compressm_lab.training.steps import Learner, answer_errors, task_objective
 
 
 class Score(NamedTuple):
-    """Loss and accuracy; a regression has no accuracy."""
+    """Loss and accuracy; a regression has instead its squared and absolute error in the units of its targets."""
 
     loss: float
     accuracy: float | None
+    mse: float | None = None
+    mae: float | None = None
 
     @property
     def value(self) -> float:
@@ -41,19 +43,36 @@ def evaluate(learner: Learner, split: Split) -> Score:
 @torch.no_grad()
 def score(model: nn.Module, task: Task, split: Split, *, size: int = 500) -> Score:
     """Score a model in evaluation mode, in batches of `size`; its mode is restored."""
-    objective, training = task_objective(task.kind), model.training
+    training, device = model.training, next(model.parameters()).device
     model.eval()
-    device = next(model.parameters()).device
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    batches = (batch_on(device, task, split, some) for some in torch.arange(len(split), device=device).split(size))
     try:
-        for indices in torch.arange(len(split), device=device).split(size):
-            outcome = objective(model, batch_on(device, task, split, indices))
-            weight = outcome.asked.double()
-            sums += torch.stack([outcome.loss.double() * weight, outcome.hits.double(), weight])
+        return (_errors if task.kind.is_regression else _hits)(model, task, batches, device)
     finally:
         model.train(training)
+
+
+def _hits(model: nn.Module, task: Task, batches: Iterable[Batch], device: torch.device) -> Score:
+    """The mean cross-entropy, and the share of right answers."""
+    objective, sums = task_objective(task.kind), torch.zeros(3, dtype=torch.float64, device=device)
+    for batch in batches:
+        outcome = objective(model, batch)
+        weight = outcome.asked.double()
+        sums += torch.stack([outcome.loss.double() * weight, outcome.hits.double(), weight])
     loss, hits, count = sums.tolist()
-    return Score(loss / count, None if task.kind is TaskKind.REGRESS else hits / count)
+    return Score(loss / count, hits / count)
+
+
+def _errors(model: nn.Module, task: Task, batches: Iterable[Batch], device: torch.device) -> Score:
+    """The mean squared error as in training, and the squared and the absolute error in the units of the targets."""
+    unit = 1 / torch.tensor(task.target_scale, dtype=torch.float64, device=device)
+    sums = torch.zeros(4, dtype=torch.float64, device=device)
+    for batch in batches:
+        errors, asked = answer_errors(model, batch)
+        own = errors.double() * unit
+        sums += torch.stack([errors.double().square().sum(), own.square().sum(), own.abs().sum(), asked.sum().double()])
+    loss, squares, sizes, count = sums.tolist()
+    return Score(loss / count, None, squares / count, sizes / count)
 
 
 def truncations(recipe: Recipe, learner: Learner, step: int) -> Iterator[TruncationRecord]:
@@ -73,4 +92,4 @@ def truncations(recipe: Recipe, learner: Learner, step: int) -> Iterator[Truncat
         for split in get_args(SplitName)[1:]:
             with learner.autocast():
                 found = score(model, learner.task, getattr(learner.task, split), size=learner.config.evaluation_batch)
-            yield TruncationRecord(step, way, order, mean, max(bounds, default=None), split, found.loss, found.accuracy)
+            yield TruncationRecord(step, way, order, mean, max(bounds, default=None), split, *found)

@@ -25,7 +25,7 @@ from compressm.control import ControlError
 from compressm.errors import CompressionError, LostProcessError, SavingError
 from compressm.saving.checkpoints import load_checkpoint, save_checkpoint
 from compressm.saving.rebuilding import orders_of
-from compressm_lab.data.task import Order, Task, TaskKind
+from compressm_lab.data.task import Order, Task
 from compressm_lab.runs import records
 from compressm_lab.runs.directory import RunDirectory, RunState, Status, recipe_digest
 from compressm_lab.runs.lock import LockLostError
@@ -46,7 +46,7 @@ from compressm_lab.training.steps import (
     join,
     make_steps,
     naming_lost,
-    task_objective,
+    training_objective,
 )
 
 _NAME = re.compile(r"step-(\d+)\.pt")
@@ -234,7 +234,8 @@ def _build(
     model = distributed(building.build_model(recipe.model, task).to(device), recipe, processes)
     optimizer = building.build_optimizer(model, recipe.training, device)
     order = Order(len(task.train), recipe.training.batch, recipe.seed)
-    learner = Learner(model, optimizer, objective or task_objective(task.kind), task, order, recipe.training, processes)
+    objective = objective or training_objective(task, recipe.training, device)
+    learner = Learner(model, optimizer, objective, task, order, recipe.training, processes)
     if recipe.regulariser is not None and penalty is not None:
         learner.penalty = HeldPenalty(model, penalty, recipe.regulariser, clock, processes)
 
@@ -353,19 +354,21 @@ class Trainer:
     def _evaluate(self, split: records.SplitName) -> None:
         with self.clock.phase("evaluation"):
             score = evaluate(self.learner, getattr(self.learner.task, split))
-        self._log_evaluation(split, score.loss, score.accuracy)
+        self._log_evaluation(split, *score)
 
     def _record_training(self) -> None:
         learner, (steps, *sums) = self.learner, self.steps.totals()
         loss, hits, asked = learner.processes.total(torch.tensor(sums, dtype=torch.float64)).tolist()
         if steps:
-            accuracy = None if learner.task.kind is TaskKind.REGRESS else hits / asked
+            accuracy = None if learner.task.kind.is_regression else hits / asked
             self._log_evaluation("train", loss / (steps * learner.processes.count), accuracy)
         self.steps.clear()
 
-    def _log_evaluation(self, split: records.SplitName, loss: float, accuracy: float | None) -> None:
+    def _log_evaluation(
+        self, split: records.SplitName, loss: float, accuracy: float | None, *errors: float | None
+    ) -> None:
         rate, seconds = self.recipe.training.rate(self.step), (self.clock.total, self.clock.in_steps)
-        self._log(records.Evaluation(self.step, split, loss, accuracy, rate, *seconds))
+        self._log(records.Evaluation(self.step, split, loss, accuracy, rate, *seconds, *errors))
 
     def _log(self, *found: records.Record) -> None:
         """Write records, and tell the logger, on the first process."""

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -43,20 +44,56 @@ class Prepared(Protocol):
         """Do the work; within `autocast` models compute as in training."""
 
 
-def task_objective(kind: TaskKind) -> Objective:
-    """The loss of a kind of task: cross-entropy of one class, or one a step, or mean squared error of signals."""
-    return _regress if kind is TaskKind.REGRESS else _classify
+def task_objective(kind: TaskKind, class_weights: Tensor | None = None) -> Objective:
+    """The loss of a kind of task: cross-entropy of classes, weighed if there are weights, or mean squared error."""
+    return _regress if kind.is_regression else partial(_classify, class_weights=class_weights)
 
 
-def _classify(model: nn.Module, batch: Batch) -> StepResult:
+def training_objective(task: Task, config: TrainingConfig, device: torch.device) -> Objective:
+    """The loss of a task in training, with the class weights of the recipe."""
+    given = config.class_weights
+    if given is None:
+        return task_objective(task.kind)
+    if task.kind.is_regression:
+        raise ConfigError(f"training.class_weights is {given}, and {task.name} has no classes: leave it out")
+    if isinstance(given, tuple):
+        if len(given) != task.classes:
+            names = f", {', '.join(task.labels)}" if task.labels else ""
+            raise ConfigError(
+                f"training.class_weights has {len(given)} numbers, expected one for each of the {task.classes} classes"
+                f"{names}"
+            )
+        return task_objective(task.kind, torch.tensor(given, dtype=torch.float32, device=device))
+    targets = task.train.targets
+    counts = torch.bincount(targets[targets != IGNORED].flatten(), minlength=task.classes).float()
+    # A class that training data lack is never asked for.
+    return task_objective(task.kind, (counts.sum() / (task.classes * counts.clamp(min=1))).to(device))
+
+
+def _classify(model: nn.Module, batch: Batch, class_weights: Tensor | None) -> StepResult:
     logits, targets = model(batch.inputs, batch.lengths).float(), batch.targets
-    loss = functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED)
+    rows = (logits.flatten(0, -2), targets.flatten())
+    loss = functional.cross_entropy(*rows, weight=class_weights, ignore_index=IGNORED)
     return StepResult(loss, (logits.detach().argmax(-1) == targets).sum(), (targets != IGNORED).sum())
 
 
 def _regress(model: nn.Module, batch: Batch) -> StepResult:
-    loss = functional.mse_loss(model(batch.inputs, batch.lengths).float(), batch.targets)
-    return StepResult(loss, torch.zeros((), device=loss.device), torch.full((), len(batch.targets), device=loss.device))
+    if batch.lengths is None:
+        loss = functional.mse_loss(model(batch.inputs, None).float(), batch.targets)
+        asked = torch.full((), len(batch.targets), device=loss.device)
+    else:
+        errors, where = answer_errors(model, batch)
+        asked = where.sum()
+        loss = errors.square().sum() / asked.clamp(min=1)
+    return StepResult(loss, torch.zeros((), device=loss.device), asked)
+
+
+def answer_errors(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The errors of a regression, 0 where nothing is asked, and where something is: where targets are numbers."""
+    answers = model(batch.inputs, batch.lengths).float()
+    asked = batch.targets.isfinite()
+    # NaN would pass through a product with 0, and into the gradient.
+    return torch.where(asked, answers - batch.targets.nan_to_num(0.0), 0.0), asked
 
 
 class Totals(NamedTuple):

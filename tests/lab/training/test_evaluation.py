@@ -1,11 +1,15 @@
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn import functional
 
-from compressm_lab.data import Order
+from compressm_lab.data import Order, Split, Task, TaskKind
+from compressm_lab.training import ConfigError
 from compressm_lab.training.building import build_model, build_optimizer
 from compressm_lab.training.evaluation import Score, evaluate, score
-from compressm_lab.training.steps import Learner, task_objective
+from compressm_lab.training.steps import Learner, task_objective, training_objective
 from tests.lab.training.tiny import copies, pairs, recipe, teacher, tokens
 
 
@@ -49,6 +53,87 @@ def test_a_regression_has_a_loss_and_no_accuracy():
     error = (model(task.test.inputs) - task.test.targets).square().mean().item()
     assert found.loss == pytest.approx(error, rel=1e-5)
     assert found.accuracy is None
+
+
+def shifted(task):
+    return replace(task, target_shift=(3.0,), target_scale=(0.5,))
+
+
+def test_errors_of_a_regression_are_in_the_units_of_its_targets():
+    task = shifted(teacher())
+    model = model_for(task).eval()
+    found = score(model, task, task.test, size=5)
+    errors = 2 * model(task.test.inputs) + 3 - task.test.targets
+    assert found.mse == pytest.approx(errors.square().mean().item(), rel=1e-5)
+    assert found.mae == pytest.approx(errors.abs().mean().item(), rel=1e-5)
+    assert found.loss == pytest.approx(found.mse / 4, rel=1e-5)
+
+
+def test_steps_that_are_not_asked_and_padding_count_for_nothing():
+    task = teacher()
+    targets, lengths = task.test.targets.clone(), torch.full((16,), 12)
+    targets[:, ::3], lengths[:8] = math.nan, 7
+    targets[:8, 7:] = math.nan
+    test = Split(task.test.inputs, targets, lengths)
+    model = model_for(task).eval()
+    asked = targets.isfinite()
+    errors = (model(test.inputs, lengths) - targets)[asked]
+    found = score(model, task, test, size=5)
+    assert found.mse == found.loss == pytest.approx(errors.square().mean().item(), rel=1e-5)
+    outcome = task_objective(task.kind)(model, task.batch(test, torch.arange(16)))
+    assert outcome.loss.item() == pytest.approx(found.loss, rel=1e-5)
+    assert outcome.asked == asked.sum()
+    outcome.loss.backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_a_real_number_a_sequence_is_learned_and_scored():
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(64, 9, 2, generator=generator)
+    split = Split(inputs, inputs.mean(1))
+    task = Task(
+        name="means", kind=TaskKind.PREDICT, classes=2, channels=2, train=split, validation=split, test=split,
+        target_scale=(3.0, 2.0), target_shift=(0.0, 0.1),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = build_model(recipe("model.width=8").model, task)
+    before = score(model, task, task.test).mae
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    for _ in range(60):
+        task_objective(task.kind)(model, task.batch(split, torch.arange(64))).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    after = score(model.eval(), task, task.test)
+    assert after.mae < before / 2
+    model.eval()
+    errors = (model(inputs) / torch.tensor([3.0, 2.0]) + torch.tensor([0.0, 0.1]) - inputs.mean(1)).abs().mean()
+    assert after.mae == pytest.approx(errors.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize(("given", "weights"), [("balanced", [64 / 2 / 22, 64 / 2 / 42]), ([0.25, 4.0], [0.25, 4.0])])
+def test_class_weights_are_those_of_the_cross_entropy(given, weights):
+    task = tokens()
+    targets = torch.arange(64) >= 22
+    task = replace(task, train=replace(task.train, targets=targets.long()))
+    config = recipe(f"training.class_weights={given}").training
+    model, batch = model_for(task).eval(), task.batch(task.train, torch.arange(64))
+    expected = functional.cross_entropy(model(batch.inputs, batch.lengths), targets.long(), torch.tensor(weights))
+    found = training_objective(task, config, torch.device("cpu"))(model, batch)
+    assert found.loss.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("task", "given", "said"),
+    [
+        (tokens, [1.0, 2.0, 3.0], "class_weights has 3 numbers, expected one for each of the 2 classes"),
+        (teacher, "balanced", "class_weights is balanced, and lti_teacher has no classes: leave it out"),
+    ],
+)
+def test_class_weights_that_do_not_fit_are_refused(task, given, said):
+    with pytest.raises(ConfigError, match=said):
+        training_objective(task(), recipe(f"training.class_weights={given}").training, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="class_weights"):
+        recipe("training.class_weights=[1.0, 0.0]")
 
 
 def test_a_score_is_its_accuracy_or_else_its_loss():
