@@ -72,7 +72,9 @@ def modules() -> str:
 def _recurrence(adapter: Adapter[Any, Any]) -> str:
     if adapter.RECURRENCE or not isinstance(adapter, MemoryAdapter):
         return adapter.RECURRENCE
-    return "delta rule" if adapter.ERASES else "matrix state, scalar decay"
+    if adapter.ERASES:
+        return "delta rule, with gates" if adapter.GATED else "delta rule"
+    return "matrix state, with gates" if adapter.GATED else "matrix state, scalar decay"
 
 
 _PACKAGES = ("compressm", "transformers", "fla", "mamba_ssm")

@@ -26,7 +26,9 @@ class Convolution(nn.Conv1d):
 
 
 class Layer(nn.Module):
-    """What the layers of flash-linear-attention share: `rule` gives decays and strengths."""
+    """What layers of flash-linear-attention share; `rule` gives decays of heads or key dimensions, and strengths."""
+
+    NORM = "o_norm"
 
     def __init__(
         self, hidden_size=16, heads=2, keys=8, values=6, value_heads=None, conv=True, bias=False, activation="silu"
@@ -41,7 +43,8 @@ class Layer(nn.Module):
             if conv:
                 own = "silu" if activation == "silu" or part == "v" else None
                 setattr(self, f"{part}_conv1d", Convolution(size, bias, own))
-        self.o_norm, self.o_proj = nn.RMSNorm(values, eps=1e-5), nn.Linear(outputs, hidden_size, bias=False)
+        self.add_module(self.NORM, nn.RMSNorm(values, eps=1e-5))
+        self.o_proj = nn.Linear(outputs, hidden_size, bias=False)
 
     def part(self, name, x):
         x = getattr(self, f"{name}_proj")(x)
@@ -61,14 +64,15 @@ class Layer(nn.Module):
         decay, strength = self.rule(x)
         S, found = 0, []
         for t in range(x.shape[1]):
-            S = decay[:, t, :, None, None] * S
+            S = (decay[:, t, ..., None] if decay.ndim > 3 else decay[:, t, :, None, None]) * S
             written = v[:, t]
             if strength is not None:
                 read = 0 if t == 0 else torch.einsum("bhn,bhnp->bhp", k[:, t], S)
                 written = strength[:, t, :, None] * (written - read)
             S = S + k[:, t, :, :, None] * written[:, :, None, :]
             found.append(torch.einsum("bhn,bhnp->bhp", q[:, t], S) * self.head_k_dim**-0.5)
-        return self.o_proj(self.o_norm(torch.stack(found, dim=1)).flatten(2)), None, past_key_values
+        read = getattr(self, self.NORM)(torch.stack(found, dim=1))
+        return self.o_proj(read.flatten(2)), None, past_key_values
 
 
 class SimpleGLA(Layer):
@@ -86,6 +90,19 @@ class SimpleGLA(Layer):
 
     def rule(self, x):
         return torch.exp(logsigmoid(self.gk_proj(x)) / self.gate_logit_normalizer), None
+
+
+class GLA(SimpleGLA):
+    NORM = "g_norm_swish_gate"
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.gk_proj = nn.Sequential(nn.Linear(self.hidden_size, 4, bias=False), nn.Linear(4, self.key_dim))
+        self.gate_logit_normalizer, self.clamp_min = 4, -1.5
+
+    def rule(self, x):
+        logs = (logsigmoid(self.gk_proj(x)) / self.gate_logit_normalizer).clamp_min(self.clamp_min)
+        return torch.exp(logs).unflatten(-1, (-1, self.head_k_dim)), None
 
 
 class DeltaNet(Layer):
@@ -114,6 +131,24 @@ class GatedDeltaNet(Layer):
     def rule(self, x):
         strength = (2 if self.allow_neg_eigval else 1) * torch.sigmoid(self.b_proj(x))
         return torch.exp(-torch.exp(self.A_log) * softplus(self.a_proj(x) + self.dt_bias)), strength
+
+
+class KDA(GatedDeltaNet):
+    def __init__(self, lower_bound=None, **options):
+        super().__init__(**options)
+        del self.a_proj
+        self.gate_dim, self.lower_bound, self.num_v_heads = self.key_dim, lower_bound, self.num_heads
+        self.f_proj = nn.Sequential(
+            nn.Linear(self.hidden_size, self.head_v_dim, bias=False),
+            nn.Linear(self.head_v_dim, self.gate_dim, bias=False),
+        )
+        self.dt_bias = nn.Parameter(torch.randn(self.gate_dim) - 3)
+
+    def rule(self, x):
+        logits = (self.f_proj(x) + self.dt_bias).unflatten(-1, (-1, self.head_k_dim))
+        rate = torch.exp(self.A_log)[:, None]
+        logs = -rate * softplus(logits) if self.lower_bound is None else self.lower_bound * torch.sigmoid(rate * logits)
+        return torch.exp(logs), (2 if self.allow_neg_eigval else 1) * torch.sigmoid(self.b_proj(x))
 
 
 class FlaMamba2(Mamba2Mixer):
@@ -165,6 +200,10 @@ def named(path, kind):
 LAYERS = {
     "SimpleGLA": lambda: named("fla.layers.simple_gla.SimpleGatedLinearAttention", SimpleGLA)(conv=False),
     "SimpleGLA, convolved": lambda: named("fla.layers.simple_gla.SimpleGatedLinearAttention", SimpleGLA)(bias=True),
+    "GLA": lambda: named("fla.layers.gla.GatedLinearAttention", GLA)(conv=False),
+    "GLA, convolved": lambda: named("fla.layers.gla.GatedLinearAttention", GLA)(),
+    "KDA": lambda: named("fla.layers.kda.KimiDeltaAttention", KDA)(),
+    "KDA, bounded": lambda: named("fla.layers.kda.KimiDeltaAttention", KDA)(lower_bound=-2.0, negative=True),
     "DeltaNet": lambda: named("fla.layers.delta_net.DeltaNet", DeltaNet)(),
     "DeltaNet, linear": lambda: named("fla.layers.delta_net.DeltaNet", DeltaNet)(
         conv=False, activation="identity", negative=True

@@ -16,6 +16,7 @@ from compressm.families.memory.simulation import outputs
 from tests.adapters.other_packages import LAYERS, named
 
 MEMORY = [name for name in LAYERS if name != "Mamba of mamba_ssm"]
+LINEAR = ("SimpleGLA", "GLA")
 X = torch.randn(24, 20, 16, generator=torch.Generator().manual_seed(0))
 THREE = cs.TargetOrder(3)
 
@@ -43,7 +44,7 @@ def cut(model, keep=THREE, **options):
 
 
 def forms(name):
-    return [cs.Selected(), cs.Fitted(steps=3)] + [cs.Folded()] * (name == "SimpleGLA")
+    return [cs.Selected(), cs.Fitted(steps=3)] + [cs.Folded()] * (name in LINEAR)
 
 
 def read_out(layer, x):
@@ -51,7 +52,7 @@ def read_out(layer, x):
     layer, found = copy.deepcopy(layer), {}
     if hasattr(layer, "D"):
         layer.D.data.zero_()
-    norm = layer.norm if hasattr(layer, "norm") else layer.o_norm
+    norm = layer.norm if hasattr(layer, "norm") else getattr(layer, layer.NORM)
     norm.register_forward_pre_hook(lambda norm, args: found.update(y=args[0]))
     layer(x)
     return found["y"].detach().flatten(2) if found["y"].ndim > 3 else found["y"].detach()
@@ -98,7 +99,7 @@ def test_a_selected_layer_is_the_masked_one(name):
             masked.layer.get_parameter(key).data[place[drop]] = 0
     small, full = read_out(model.layer, X), read_out(masked.layer, X)
     # Queries behind an activation are divided by √3 in place of √8, which the norm cancels.
-    is_free = name == "SimpleGLA" or "Mamba2" in name
+    is_free = name in LINEAR or "Mamba2" in name
     torch.testing.assert_close(small * (1 if is_free else (3 / 8) ** 0.5), full, rtol=1e-4, atol=1e-5)
 
 
@@ -134,6 +135,34 @@ def test_folding_has_the_smallest_error_and_that_of_the_layer():
     assert record.measured_error == errors[cs.Folded()]
     with pytest.raises(CompressionError, match=r"cannot store any two-sided .*expected form=Fitted\(\) or Selected"):
         cut(Model("SimpleGLA, convolved"), form=cs.Folded())
+
+
+def test_averaged_gates_and_a_fit_of_them_are_nearer_than_a_selection():
+    compared = cs.compare_forms(Model("GLA"), 3, runs).forms["layer"]
+    errors = {repr(one.form): one.error for one in compared}
+    assert errors["Fitted(steps=80)"] < min(errors["Folded()"], errors["Selected(read_out=False)"])
+    assert errors["Folded()"] < errors["Selected(read_out=False)"]
+    assert all(one.estimate is None and one.storable for one in compared)
+    model, default = Model("GLA"), Model("GLA")
+    assert cut(default)[0].measured_error == pytest.approx(errors["Fitted(steps=80)"])
+    (record,) = cut(model, form=cs.Folded())
+    old, new = read_out(Model("GLA").layer, X), read_out(model.layer, X)
+    assert record.measured_error == pytest.approx(float((new - old).norm() / old.norm()), rel=1e-4)
+
+
+def test_moments_of_gates_are_averaged_as_gates_are():
+    model = Model("GLA").double()
+    layer = read_layers(model, Options(THREE, lambda model: model(X.double()), form=cs.Folded()))["layer"]
+    reduction = cs.Folded().reduce(layer.data, torch.arange(3))
+    torch.testing.assert_close(reduction.mixing.sum(-1), torch.ones(2, 3, dtype=torch.float64))
+    change = reduction.change(model.layer, layer.adapter, layer.system)
+    name, moment = "gk_proj.1.weight", torch.randn(16, 4, dtype=torch.float64)
+    expected = (reduction.mixing @ moment.view(2, 8, 4)).flatten(0, 1)
+    torch.testing.assert_close(change.gradient({name: moment})[name], expected)
+    torch.testing.assert_close(change.update({name: moment})[name], expected)
+    squared = (reduction.mixing.square() @ moment.view(2, 8, 4)).flatten(0, 1)
+    torch.testing.assert_close(change.gradient_squares({name: moment})[name], squared)
+    torch.testing.assert_close(change.first(name, moment), moment.view(2, 8, 4)[:, :3].flatten(0, 1))
 
 
 def test_moments_are_carried_with_the_factor_that_queries_get():
@@ -187,6 +216,8 @@ class Config:
 CONFIGS = {
     "GatedDeltaNet": ("fla.models.gated", {"head_dim": 8, "expand_v": 0.75}, {"head_dim": 3, "expand_v": 2.0}),
     "SimpleGLA": ("fla.models.simple", {"expand_k": 1.0}, {"expand_k": 0.375}),
+    "KDA": ("fla.models.kda", {"head_dim": 8, "expand_v": 0.75}, {"head_dim": 3, "expand_v": 2.0}),
+    "GLA": ("fla.models.gla", {"expand_k": 1.0}, {"expand_k": 0.375}),
     "Mamba2 of fla": ("fla.models.mamba2", {"state_size": 8}, {"state_size": 3}),
     "Mamba2 of mamba_ssm": ("mamba_ssm.models", {"ssm_cfg": {"a": 1}}, {"ssm_cfg": {"a": 1, "d_state": 3}}),
     "Mamba of mamba_ssm": ("mamba_ssm.models", {"ssm_cfg": {}}, {"ssm_cfg": {"d_state": 3}}),
@@ -208,8 +239,7 @@ REFUSED = {
     "fla.layers.rwkv7.RWKV7Attention": "has as many keys as channels",
     "fla.layers.mamba3.Mamba3": "rotates B and C by the input",
     "fla.layers.hgrn2.HGRN2Attention": "makes keys from the gates",
-    "fla.layers.gla.GatedLinearAttention": "has a gate for every key dimension",
-    "fla.layers.kda.KimiDeltaAttention": "has a gate for every key dimension",
+    "fla.layers.gdn2.GatedDeltaNet2": "has a gate for every key dimension",
     "mamba_ssm.modules.mamba3.Mamba3": "rotates B and C by the input",
 }
 
@@ -224,6 +254,7 @@ def test_other_layers_are_refused_by_name(path):
 ODD = {
     "heads of keys": ("SimpleGLA", {"num_kv_heads": 1}, "has 1 heads of keys for 2 of queries"),
     "a feature map": ("SimpleGLA", {"feature_map_fn": torch.relu}, "has a feature map, expected feature_map=None"),
+    "other heads of values": ("KDA", {"num_v_heads": 4}, "has 4 heads of values for 2 of keys"),
     "another norm": ("DeltaNet", {"qk_norm": "sum"}, "has qk_norm 'sum', expected 'l2'"),
     "a wrong size": ("DeltaNet", {"head_k_dim": 7}, "has head_k_dim 7, but its parameters are for 2 heads of 8"),
     "another activation": ("Mamba2 of fla", {"activation": "gelu"}, "has the activation 'gelu', expected 'silu'"),
@@ -254,14 +285,86 @@ def test_calls_that_continue_or_pack_sequences_are_refused():
     assert torch.equal(adapter_for(layer).observed(layer, (X, mask), {})[1], mask.bool())
 
 
+class ReadOutError(Exception):
+    """What the norm behind the read-out gets; no GPU is there for the norm."""
+
+
+def as_defined(layer, x):
+    """The read-out of a layer of flash-linear-attention, by the package's own definition of its recurrence."""
+    gla, kda = (importlib.import_module(f"fla.layers.{name}") for name in ("gla", "kda"))
+    recurrent_gla = importlib.import_module("fla.ops.gla.naive").naive_recurrent_gla
+    recurrent_kda = importlib.import_module("fla.ops.kda.naive").naive_recurrent_kda
+    gate_of = importlib.import_module("fla.ops.kda.gate")
+
+    def run_gla(q, k, v, gk, **_):
+        return recurrent_gla(q, k, v, gk)
+
+    def run_kda(q, k, v, g, beta, A_log, dt_bias, allow_neg_eigval, lower_bound, **_):
+        named = {} if lower_bound is None else {"lower_bound": lower_bound}
+        gate = gate_of.naive_kda_gate if lower_bound is None else gate_of.naive_kda_lowerbound_gate
+        q, k = (torch.nn.functional.normalize(part, dim=-1) for part in (q, k))
+        strength = (2 if allow_neg_eigval else 1) * beta.sigmoid()
+        return recurrent_kda(q, k, v, gate(g, A_log, dt_bias, **named), strength)
+
+    def leave(norm, args):
+        raise ReadOutError(args[0].detach())
+
+    norm = next(part for key, part in layer.named_children() if "norm" in key)
+    handle = norm.register_forward_pre_hook(leave)
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(gla, "fused_recurrent_gla", run_gla)
+        patch.setattr(kda, "fused_recurrent_kda", run_kda)
+        with pytest.raises(ReadOutError) as found:
+            layer(x)
+    handle.remove()
+    return found.value.args[0].flatten(2)
+
+
+@pytest.mark.filterwarnings("ignore:Triton is not supported")
+@pytest.mark.parametrize(
+    ("path", "options"),
+    [
+        ("fla.layers.gla.GatedLinearAttention", {"num_heads": 2}),
+        ("fla.layers.gla.GatedLinearAttention", {"num_heads": 2, "clamp_min": -0.05}),
+        ("fla.layers.kda.KimiDeltaAttention", {"num_heads": 2, "head_dim": 16, "use_short_conv": False}),
+        (
+            "fla.layers.kda.KimiDeltaAttention",
+            {"num_heads": 2, "head_dim": 16, "use_short_conv": False, "lower_bound": -5.0, "allow_neg_eigval": True},
+        ),
+    ],
+)
+def test_the_layers_of_flash_linear_attention_are_read_as_it_defines_them_and_built_at_their_new_sizes(path, options):
+    pytest.importorskip("fla")
+    owner, _, name = path.rpartition(".")
+    torch.manual_seed(0)
+    kind = getattr(importlib.import_module(owner), name)
+    layer = kind(**{"hidden_size": 32, "layer_idx": 0} | options).eval()
+    x, adapter = torch.randn(6, 40, 32), adapter_for(layer)
+    order, system = adapter.order(layer), adapter.read(layer)
+    own = outputs(adapter.mapped_steps(layer, x.double(), system)).permute(0, 3, 1, 2, 4).flatten(2)
+    torch.testing.assert_close(own.float(), as_defined(layer, x), rtol=1e-4, atol=1e-6)
+
+    def calibrate(model):
+        as_defined(layer, x)
+
+    (record,) = cs.compress_(nn.Sequential(layer), keep=cs.TargetOrder(order // 2), calibrate=calibrate)
+    assert record.measured_error < 1
+    again = kind(**{"hidden_size": 32, "layer_idx": 0} | options | adapter.sizes(layer, order // 2)).eval()
+    again.load_state_dict(layer.state_dict())
+    assert torch.equal(as_defined(again, x), as_defined(layer, x))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("path", "options"),
     [
         ("fla.layers.simple_gla.SimpleGatedLinearAttention", {"use_short_conv": False}),
         ("fla.layers.simple_gla.SimpleGatedLinearAttention", {"num_heads": 2}),
+        ("fla.layers.gla.GatedLinearAttention", {"num_heads": 2}),
+        ("fla.layers.gla.GatedLinearAttention", {"num_heads": 2, "use_short_conv": True}),
         ("fla.layers.delta_net.DeltaNet", {"num_heads": 2}),
         ("fla.layers.gated_deltanet.GatedDeltaNet", {"num_heads": 2, "head_dim": 32}),
+        ("fla.layers.kda.KimiDeltaAttention", {"num_heads": 2, "head_dim": 32}),
         ("fla.layers.mamba2.Mamba2", {"state_size": 32, "head_dim": 32, "hidden_size": 64}),
     ],
 )

@@ -28,9 +28,9 @@ def numbers(seed, *shape):
 
 
 def walked(keys, values, decay):
-    """All states of one head, one step after the other."""
+    """All states of one head, one step after the other; a decay is a number, or one for every key dimension."""
     S, states = np.zeros((keys.shape[1], values.shape[1])), []
-    for k, v, a in zip(keys, values, decay, strict=True):
+    for k, v, a in zip(keys, values, decay.reshape(len(keys), -1, 1), strict=True):
         S = a * S + np.outer(k, v)
         states.append(S)
     return np.array(states)
@@ -248,6 +248,37 @@ def test_what_a_delta_rule_writes_makes_it_a_scalar_decay(length):
         np.testing.assert_allclose(walked(keys, written[head], np.exp(logs[head])), np.array(states), atol=1e-12)
 
 
+@pytest.mark.parametrize("length", [1, 5, 16, 40])
+def test_the_moment_of_gated_states_is_that_of_a_simulation(length):
+    keys, values = numbers(0, length, 4), numbers(1, 2, length, 3)
+    logs, gates = -np.abs(numbers(2, 2, length)), -np.abs(numbers(3, length, 4))
+    states = [walked(keys, v, np.exp(scalar[:, None] + gates)) for v, scalar in zip(values, logs, strict=True)]
+    expected = sum(np.einsum("tnp,tmp->nm", S, S) for S in states)
+    given = [torch.tensor(part) for part in (keys, values, logs)]
+    counted = torch.ones(length, dtype=torch.bool)
+    total, scale = state_moment(*given, counted, torch.tensor(gates))
+    np.testing.assert_allclose((total * scale**2).numpy(), expected, rtol=1e-10)
+    # Steps before the first counted one, and after the last, count for nothing.
+    padded = [torch.cat([torch.full_like(part[..., :1, :], 7.0), part], dim=-2) for part in (given[0], given[1])]
+    logs, gates = torch.cat([given[2][..., :1], given[2]], -1), torch.tensor(np.vstack([gates[:1], gates]))
+    mask = torch.cat([torch.zeros(1, dtype=torch.bool), counted])
+    again, scale = state_moment(*padded, logs, mask, gates)
+    np.testing.assert_allclose((again * scale**2).numpy(), expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize("length", [1, 16, 37])
+def test_what_a_gated_delta_rule_writes_makes_it_a_decay(length):
+    keys, values = numbers(0, length, 4) / 2, numbers(1, 1, length, 3)
+    logs, gates = -np.abs(numbers(2, 1, length)), -np.abs(numbers(3, length, 4))
+    strength = np.abs(numbers(4, 1, length)) / 2
+    written = delta_values(*map(torch.tensor, (keys, values, logs, strength, gates))).numpy()
+    S, decay = np.zeros((4, 3)), np.exp(logs[0][:, None] + gates)
+    for t, state in enumerate(walked(keys, written[0], decay)):
+        S = decay[t][:, None] * S
+        S = S + strength[0, t] * np.outer(keys[t], values[0, t] - S.T @ keys[t])
+        np.testing.assert_allclose(state, S, rtol=1e-9, atol=1e-12)
+
+
 def test_a_gate_that_closes_forgets_everything_before_it():
     keys, values = torch.tensor(numbers(0, 20, 3)), torch.tensor(numbers(1, 1, 20, 2))
     logs = torch.zeros(1, 20, dtype=torch.float64)
@@ -303,6 +334,16 @@ BAD = {
     "gates of another shape": ("galerkin(I, I, ones(2), 2)", "ShapeError", "gates have shape (2,), expected (3,)"),
     "neither": ("selected(I, I, 2, read_out='yes')", "ControlError", "read_out is 'yes', expected True or False"),
     "a growing state": ("state_moment(I, I[None], ones(1, 3))", "UnstableSystemError", "largest log_decay is 1,"),
+    "growing gates": (
+        "state_moment(I, I[None], zeros(1, 3), None, I)",
+        "UnstableSystemError",
+        "largest log_gates is 1,",
+    ),
+    "gates that differ": (
+        "state_moment(I, I[None], zeros(1, 3), None, I[:2])",
+        "ShapeError",
+        "log_gates have shape (2, 3)",
+    ),
     "steps that differ": ("state_moment(I, I[None, :2], zeros(1, 3))", "ShapeError", "values (1, 2, 3)"),
     "a key that is not finite": ("state_moment(I / 0, I[None], zeros(1, 3))", "NonFiniteError", "keys[0, 0] is inf"),
     "a mask of another shape": (

@@ -1,4 +1,4 @@
-"""Adapters of flash-linear-attention's layers with a scalar decay; the package is not imported, its classes are named.
+"""Adapters of flash-linear-attention's layers with a matrix state; the package is not imported, its classes are named.
 
 Each part has a projection of its own: q_proj, k_proj, v_proj, and q_conv1d, k_conv1d, v_conv1d if the layer convolves.
 """
@@ -35,6 +35,9 @@ class FlaAdapter(MemoryAdapter[nn.Module]):
     """
 
     SHARED = frozenset({"config"})
+    # The projection of the gates of key dimensions, and parameters that are added to it.
+    GATE: ClassVar[str] = ""
+    ADDED: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def sizes(self, module: Any, order: int) -> dict[str, Any]:
@@ -57,9 +60,11 @@ class FlaAdapter(MemoryAdapter[nn.Module]):
         places = torch.arange(heads * order, device=parameter_of(module, "q_proj.weight").device).view(heads, order)
         names = {name for name, _ in module.named_parameters()}
         found: dict[str, Rows] = {}
-        for part, own in (("q", Rows(None, places)), ("k", Rows(places, None))):
+        for part, own in (("q", Rows(queries=places)), ("k", Rows(keys=places))):
             of_part = (f"{part}_proj.weight", f"{part}_conv1d.weight", f"{part}_conv1d.bias")
             found |= {name: own for name in of_part if name in names}
+        if self.GATED:
+            found |= dict.fromkeys((f"{self.GATE}.1.weight", *self.ADDED), Rows(gates=places))
         return found
 
     def read(self, module: nn.Module) -> Memory:
@@ -88,7 +93,7 @@ class FlaAdapter(MemoryAdapter[nn.Module]):
             if f"{part}_conv1d.weight" in self.rows(module):
                 sizes = ("in_channels", "out_channels", "groups", "hidden_size")
                 found |= {f"{part}_conv1d.{size}": heads * order for size in sizes}
-        return found
+        return found | ({f"{self.GATE}.1.out_features": heads * order} if self.GATED else {})
 
     def steps(
         self, module: nn.Module, x: Float[Tensor, "batch length width"], memory: Memory, counted: Tensor | None = None
@@ -100,12 +105,13 @@ class FlaAdapter(MemoryAdapter[nn.Module]):
         values = self._part(module, given, "v", own).view(batch, length, heads, -1, _value_size(module))
         log_decay, strength = self.gates(module, given)
         queries, keys = self.queries_and_keys(module, x, memory, counted)
+        log_gates = self.log_gates(module, x, memory, counted)
         by_head = [
             None if part is None else part.detach().mT.reshape(batch, heads, -1, length)
             for part in (log_decay, strength)
         ]
         assert by_head[0] is not None
-        return Steps(queries, keys, values.permute(0, 2, 3, 1, 4), by_head[0], by_head[1])
+        return Steps(queries, keys, values.permute(0, 2, 3, 1, 4), by_head[0], by_head[1], log_gates)
 
     def queries_and_keys(
         self, module: nn.Module, x: Float[Tensor, "batch length width"], memory: Memory, counted: Tensor | None = None
@@ -117,6 +123,21 @@ class FlaAdapter(MemoryAdapter[nn.Module]):
             found.append(self.normalised(own.view(*x.shape[:2], memory.bank, -1).transpose(1, 2)))
         # Divided by the same number for every order.
         return found[0] / _heads_and_order(module)[1] ** 0.5, found[1]
+
+    def log_gates(
+        self, module: nn.Module, x: Float[Tensor, "batch length width"], memory: Memory, counted: Tensor | None = None
+    ) -> Tensor | None:
+        if not self.GATED:
+            return None
+        given = x if counted is None else torch.where(counted[..., None], x, 0)
+        code = given @ parameter_of(module, f"{self.GATE}.0.weight").detach().to(x).mT
+        weight, *added = (memory.gates[name].to(x) for name in (f"{self.GATE}.1.weight", *self.ADDED))
+        logits = code[:, None] @ weight.mT
+        return self.gate_of(module, sum((one[:, None] for one in added), logits))
+
+    def gate_of(self, module: Any, logits: Float[Tensor, "batch bank length n"]) -> Tensor:
+        """The logarithms of gates from what their projection gives."""
+        raise NotImplementedError
 
     def _part(self, module: nn.Module, x: Tensor, part: str, rows: Mapping[str, Tensor]) -> Tensor:
         """The part behind projection, convolution and activation: (batch, length, rows)."""
@@ -211,10 +232,8 @@ def _plain(x: Tensor) -> Tensor:
     return x
 
 
-@adapts_named(f"{PACKAGE}.layers.simple_gla.SimpleGatedLinearAttention")
-@final
-class SimpleGLAAdapter(FlaAdapter):
-    """The adapter of SimpleGatedLinearAttention: without convolution queries and keys are linear, and can be folded."""
+class LinearAttentionAdapter(FlaAdapter):
+    """An adapter of layers whose queries and keys are linear in the input without a convolution, and can be folded."""
 
     STORES = frozenset({Basis.ANY, Basis.SELECTED})
     SIZE = "expand_k"
@@ -240,8 +259,31 @@ class SimpleGLAAdapter(FlaAdapter):
     def activation(self, module: Any, part: str) -> Map:
         return silu if module.use_short_conv else _plain
 
+
+@adapts_named(f"{PACKAGE}.layers.simple_gla.SimpleGatedLinearAttention")
+@final
+class SimpleGLAAdapter(LinearAttentionAdapter):
+    """The adapter of SimpleGatedLinearAttention: a scalar decay."""
+
     def gates(self, module: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return logsigmoid(_applied(module.gk_proj, x)) / module.gate_logit_normalizer, None
+
+
+@adapts_named(f"{PACKAGE}.layers.gla.GatedLinearAttention")
+@final
+class GLAAdapter(LinearAttentionAdapter):
+    """The adapter of GatedLinearAttention: a gate for every key dimension."""
+
+    GATED: ClassVar[bool] = True
+    GATE = "gk_proj"
+    ADDED = ("gk_proj.1.bias",)
+
+    def gates(self, module: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return x.new_zeros(*x.shape[:2], module.num_heads), None
+
+    def gate_of(self, module: Any, logits: Tensor) -> Tensor:
+        logs = logsigmoid(logits) / module.gate_logit_normalizer
+        return logs if module.clamp_min is None else logs.clamp_min(module.clamp_min)
 
 
 _ACTIVATIONS: dict[str, Map] = {"silu": silu, "identity": _plain, "relu": relu, "elu": lambda x: elu(x) + 1}
@@ -275,10 +317,8 @@ class FlaDeltaNetAdapter(FlaAdapter):
         return 0 * one, (2 if module.allow_neg_eigval else 1) * strength
 
 
-@adapts_named(f"{PACKAGE}.layers.gated_deltanet.GatedDeltaNet")
-@final
-class FlaGatedDeltaNetAdapter(FlaAdapter):
-    """The adapter of GatedDeltaNet; the size of values stays by `expand_v`, which its config gives in heads."""
+class HeadSizedAdapter(FlaAdapter):
+    """An adapter of delta nets with the size of a head; that of values stays by `expand_v`, in sizes of heads."""
 
     ERASES: ClassVar[bool] = True
     SIZE = "head_dim"
@@ -294,10 +334,50 @@ class FlaGatedDeltaNetAdapter(FlaAdapter):
     def activation(self, module: Any, part: str) -> Map:
         return silu
 
+    def strength(self, module: Any, x: Tensor) -> Tensor:
+        """β: (batch, length, heads)."""
+        return (2 if module.allow_neg_eigval else 1) * torch.sigmoid(_applied(module.b_proj, x))
+
+
+@adapts_named(f"{PACKAGE}.layers.gated_deltanet.GatedDeltaNet")
+@final
+class FlaGatedDeltaNetAdapter(HeadSizedAdapter):
+    """The adapter of GatedDeltaNet: a scalar decay."""
+
     def gates(self, module: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
         step = softplus(_applied(module.a_proj, x) + module.dt_bias.to(x))
-        strength = torch.sigmoid(_applied(module.b_proj, x))
-        return -torch.exp(module.A_log.to(x)) * step, (2 if module.allow_neg_eigval else 1) * strength
+        return -torch.exp(module.A_log.to(x)) * step, self.strength(module, x)
+
+
+@adapts_named(f"{PACKAGE}.layers.kda.KimiDeltaAttention")
+@final
+class KDAAdapter(HeadSizedAdapter):
+    """The adapter of KimiDeltaAttention: a gate for every key dimension, and as many heads of values as of keys."""
+
+    GATED: ClassVar[bool] = True
+    GATE = "f_proj"
+    ADDED = ("dt_bias",)
+
+    def read(self, module: Any) -> Memory:
+        if module.num_v_heads != module.num_heads:
+            raise AdapterError(
+                f"a {type(module).__name__} has {module.num_v_heads} heads of values for {module.num_heads} of keys,"
+                " each with gates of its own; expected one each"
+            )
+        return super().read(module)
+
+    def _counts(self, module: nn.Module, order: int) -> dict[str, int]:
+        found = super()._counts(module, order)
+        return found | {"gate_dim": found["key_dim"]}
+
+    def gates(self, module: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return x.new_zeros(*x.shape[:2], module.num_heads), self.strength(module, x)
+
+    def gate_of(self, module: Any, logits: Tensor) -> Tensor:
+        rate = torch.exp(module.A_log.detach().to(logits))[:, None, None]
+        if module.lower_bound is None:
+            return -rate * softplus(logits)
+        return float(module.lower_bound) * torch.sigmoid(rate * logits)
 
 
 def _above(ratio: float) -> float:

@@ -194,14 +194,13 @@ REFUSED = {
     "RecurrentGemmaRecurrentBlock": _WIDTH,
 }
 # Layers of other packages that are refused, and why.
-_EVERY_KEY = "has a gate for every key dimension, which no projection of the keys preserves; not read yet"
 REFUSED_ELSEWHERE = {
     "fla.layers": {
         "MultiScaleRetention": "rotates queries and keys, with frequencies that follow from the number of states",
         "RWKV7Attention": "has as many keys as channels: its kernels and its constructor know no other number",
         "Mamba3": "rotates B and C by the input, and normalises them over the states",
         "HGRN2Attention": "makes keys from the gates of their states: only a selection could be kept; not read yet",
-        **dict.fromkeys(("GatedLinearAttention", "KimiDeltaAttention", "GatedDeltaNet2"), _EVERY_KEY),
+        "GatedDeltaNet2": "has a gate for every key dimension, which no projection of the keys preserves; not read yet",
     },
     "mamba_ssm": {"Mamba3": "rotates B and C by the input, and normalises them over the states"},
 }

@@ -1,11 +1,14 @@
-"""Adapters of layers with a matrix state: keys write to it, queries read it, and a scalar decay per head forgets."""
+"""Adapters of layers with a matrix state: keys write to it, queries read it, and it decays.
+
+A head has one decay, or a gate for every key dimension.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, TypeAlias, final
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -18,6 +21,8 @@ from compressm.control.validation import ShapeError
 from compressm.errors import AdapterError
 
 _NORM_EPS = 1e-6
+# Rows of keys, queries and gates, by the parameter's name.
+Parts: TypeAlias = tuple[Mapping[str, Tensor], Mapping[str, Tensor], Mapping[str, Tensor]]
 # Parameters of modules that keep maps.
 KEY_MAP, QUERY_MAP = "key_map", "query_map"
 
@@ -27,8 +32,9 @@ KEY_MAP, QUERY_MAP = "key_map", "query_map"
 class Steps:
     """What one call writes and reads: S[t] = exp(log_decay) S[t−1] + k[t] v[t]ᵀ and o[t] = S[t]ᵀ q[t].
 
-    All heads of a member of the bank share its keys and queries, and so a basis of the states. With a `strength` β, the
-    delta rule, β[t] (v[t] − exp(log_decay) S[t−1]ᵀ k[t]) is written in place of v[t].
+    All heads of a member of the bank share its keys and queries, and so a basis of the states. With `log_gates` every
+    key dimension also decays by a gate of its own. With a `strength` β, the delta rule, what is written in place of
+    v[t] is β[t] (v[t] − (exp(log_decay) S[t−1])ᵀ k[t]).
     """
 
     queries: Float[Tensor, "batch bank length n"]
@@ -36,36 +42,44 @@ class Steps:
     values: Float[Tensor, "batch bank heads length p"]
     log_decay: Float[Tensor, "batch bank heads length"]
     strength: Float[Tensor, "batch bank heads length"] | None = None
+    log_gates: Float[Tensor, "batch bank length n"] | None = None
 
     @property
     def written(self) -> Steps:
         """The same steps without a strength: what the delta rule writes are the values."""
         if self.strength is None:
             return self
-        return replace(self, values=delta_values(self.keys, self.values, self.log_decay, self.strength), strength=None)
+        values = delta_values(self.keys, self.values, self.log_decay, self.strength, self.log_gates)
+        return replace(self, values=values, strength=None)
 
 
 @final
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one parameter, on its first axis, that make keys or queries of every member of the bank.
+    """The rows of one parameter, on its first axis, that make keys, queries or gates of every member of the bank.
 
     None if the parameter makes none of them.
     """
 
-    keys: Int[Tensor, "bank n"] | None
-    queries: Int[Tensor, "bank n"] | None
+    keys: Int[Tensor, "bank n"] | None = None
+    queries: Int[Tensor, "bank n"] | None = None
+    gates: Int[Tensor, "bank n"] | None = None
+
+    @property
+    def parts(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The rows of keys, of queries, and of gates."""
+        return self.keys, self.queries, self.gates
 
     @property
     def places(self) -> list[Int[Tensor, "bank n"]]:
-        """The rows of keys, and those of queries."""
-        return [place for place in (self.keys, self.queries) if place is not None]
+        """The rows of those that there are."""
+        return [place for place in self.parts if place is not None]
 
 
 @final
 @dataclass(frozen=True)
 class Memory:
-    """The rows (bank, n, …) of all parameters that make keys and queries, by the parameter's name, in float64.
+    """The rows (bank, n, …) of all parameters that make keys, queries and gates, by the parameter's name, in float64.
 
     With maps, which follow everything else, keys become W⁰ᵀ k and queries T⁰ᵀ q.
     """
@@ -74,6 +88,17 @@ class Memory:
     queries: Mapping[str, Tensor]
     key_map: Float[Tensor, "bank n r"] | None = None
     query_map: Float[Tensor, "bank n r"] | None = None
+    gates: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def parts(self) -> Parts:
+        """The rows of keys, of queries, and of gates."""
+        return self.keys, self.queries, self.gates
+
+    def with_parts(self, parts: Sequence[Mapping[str, Tensor]]) -> Memory:
+        """The same maps with other rows of keys, queries and gates."""
+        keys, queries, gates = parts
+        return replace(self, keys=keys, queries=queries, gates=gates)
 
     @property
     def order(self) -> int:
@@ -91,13 +116,13 @@ class Memory:
 
     def detach(self) -> Memory:
         """Detach all tensors from the autograd graph."""
-        keys, queries = ({name: rows.detach() for name, rows in part.items()} for part in (self.keys, self.queries))
-        maps = (None if part is None else part.detach() for part in (self.key_map, self.query_map))
-        return Memory(keys, queries, *maps)
+        keys, queries, gates = ({name: rows.detach() for name, rows in part.items()} for part in self.parts)
+        of_keys, of_queries = (None if part is None else part.detach() for part in (self.key_map, self.query_map))
+        return Memory(keys, queries, of_keys, of_queries, gates)
 
 
 class MemoryAdapter(Adapter[Module, Memory]):
-    """An adapter of modules with a matrix state and a scalar decay; their order is the number of key dimensions.
+    """An adapter of modules with a matrix state that decays; their order is the number of key dimensions.
 
     A subclass says which rows of which parameters make keys and queries, and computes a call's steps from them. Modules
     whose keys and queries are linear in these rows have `Basis.ANY` in `STORES`: any change of basis can be multiplied
@@ -107,6 +132,8 @@ class MemoryAdapter(Adapter[Module, Memory]):
     STORES = frozenset({Basis.SELECTED})
     # True if the state erases by the delta rule: it must erase in the basis in which it writes, W = T.
     ERASES: ClassVar[bool] = False
+    # True if every key dimension has a decay of its own, its gate, which only a selection leaves as it is.
+    GATED: ClassVar[bool] = False
 
     def stores(self, module: Module) -> frozenset[Basis]:
         """The changes of basis that this module can store."""
@@ -137,6 +164,12 @@ class MemoryAdapter(Adapter[Module, Memory]):
         steps = self.steps(module, x, memory, counted)
         return steps.queries, steps.keys
 
+    def log_gates(
+        self, module: Module, x: Float[Tensor, "batch length width"], memory: Memory, counted: Tensor | None = None
+    ) -> Float[Tensor, "batch bank length n"] | None:
+        """The logarithms of the gates of a call, differentiable with respect to their rows; None without gates."""
+        return None
+
     @abstractmethod
     def observed(
         self, module: Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -159,20 +192,21 @@ class MemoryAdapter(Adapter[Module, Memory]):
         rows = self.rows(module)
         values = dict(zip(rows, finite_doubles(module, rows), strict=True))
         maps = self.maps(module)
-        return Memory(
-            {name: values[name][own.keys] for name, own in rows.items() if own.keys is not None},
-            {name: values[name][own.queries] for name, own in rows.items() if own.queries is not None},
-            *(() if maps is None else (part.double() for part in maps)),
+        keys, queries, gates = (
+            {name: values[name][place] for name, own in rows.items() if (place := own.parts[part]) is not None}
+            for part in range(3)
         )
+        of_keys, of_queries = (None, None) if maps is None else (part.double() for part in maps)
+        return Memory(keys, queries, of_keys, of_queries, gates)
 
     def encode(self, module: Module, system: Memory) -> dict[str, Tensor]:
         """Parameter values in float64, by name, with these rows; they may be fewer than the module has."""
         if not isinstance(system, Memory):
             raise AdapterError(f"encode takes a Memory, as read gives it, got a {type(system).__name__}")
         gain = self.query_gain(module, system.order)
-        queries = {name: rows * gain for name, rows in system.queries.items()}
+        parts = (system.keys, {name: rows * gain for name, rows in system.queries.items()}, system.gates)
         values = {
-            name: with_rows(name, parameter_of(module, name), own, system.keys.get(name), queries.get(name))
+            name: with_rows(name, parameter_of(module, name), own, [part.get(name) for part in parts])
             for name, own in self.rows(module).items()
         }
         maps = {KEY_MAP: system.key_map, QUERY_MAP: system.query_map}
@@ -185,9 +219,9 @@ class MemoryAdapter(Adapter[Module, Memory]):
         return replace(steps, queries=queries, keys=keys)
 
     def steps_with(self, steps: Steps, module: Module, x: Tensor, memory: Memory, counted: Tensor | None) -> Steps:
-        """The given steps with the queries and keys of another memory."""
+        """The given steps with the queries, keys and gates of another memory."""
         queries, keys = self._mapped(*self.queries_and_keys(module, x, memory, counted), memory)
-        return replace(steps, queries=queries, keys=keys)
+        return replace(steps, queries=queries, keys=keys, log_gates=self.log_gates(module, x, memory, counted))
 
     def _mapped(self, queries: Tensor, keys: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
         return (queries, keys) if memory.key_map is None else self.through_maps(queries, keys, memory)
@@ -199,10 +233,10 @@ class MemoryAdapter(Adapter[Module, Memory]):
         return queries @ memory.query_map.to(queries), keys @ memory.key_map.to(keys)
 
 
-def with_rows(name: str, parameter: Tensor, rows: Rows, keys: Tensor | None, queries: Tensor | None) -> Tensor:
-    """The parameter, or a moment of it, in float64 with new rows for keys and queries, which may be fewer."""
+def with_rows(name: str, parameter: Tensor, rows: Rows, parts: Sequence[Tensor | None]) -> Tensor:
+    """The parameter, or a moment of it, in float64 with new rows for keys, queries and gates, which may be fewer."""
     value, order = parameter.double(), 0
-    for place, new in ((rows.keys, keys), (rows.queries, queries)):
+    for place, new in zip(rows.parts, parts, strict=True):
         if place is None:
             continue
         order = 0 if new is None else new.shape[1]

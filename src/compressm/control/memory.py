@@ -3,12 +3,16 @@
 P = E[S Sᵀ], summed over values and over the heads that share a basis, and Q = E[q qᵀ]. The reduced layer has the state
 Ŝ = Wᵀ S, the key k̂ = Wᵀ k and the query q̂ = Tᵀ q, with Wᵀ T = I. A scalar decay α commutes with every W, so the only
 error is qᵀ (I − T Wᵀ) S at the read-out. Its mean square is tr(Q (I − T Wᵀ) P (I − T Wᵀ)ᵀ) if q and S are uncorrelated.
+
+Gates diag(α) decay every key dimension by itself. Only selections commute with them; `galerkin` averages them.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import SupportsIndex
+from typing import SupportsIndex, final
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -21,8 +25,9 @@ from compressm.control.linear_algebra import coarse_scale, largest_part, power_o
 from compressm.control.projection import kept_states, symmetric_subspace, unit_trace
 from compressm.control.validation import ControlError, ShapeError, UnstableSystemError
 
-# Steps whose decays to one another are formed at once, and the least log decay: exp(−800) is 0 in float64.
-_CHUNK, _LEAST_LOG = 64, -800.0
+# Steps whose decays to one another are formed at once, fewer if every key dimension has its own, and the least log
+# decay: exp(−800) is 0 in float64.
+_CHUNK, _CHUNK_OF_GATES, _LEAST_LOG = 64, 16, -800.0
 
 
 @dataclass(frozen=True)
@@ -167,19 +172,25 @@ def state_moment(
     values: Float[Tensor, "*bank heads length p"],
     log_decay: Float[Tensor, "*bank heads length"],
     counted: Bool[Tensor, "*bank length"] | None = None,
+    log_gates: Float[Tensor, "*bank length n"] | None = None,
 ) -> tuple[Float[Tensor, "*bank n n"], Float[Tensor, "*bank"]]:
     """Σ_t S[t] S[t]ᵀ / scale² over all heads and all steps that are `counted`, and the scale, a power of two.
 
     No state is stored. In a chunk from a zero state it is Kᵀ (G ∘ V Vᵀ) K, with decays D_ts = exp(Σ_{s<u≤t} log α_u),
     G_ss' = D_ms g_m for s ≤ s' = m, and g_m = Σ_{t≥m} D_tm² over counted steps t. The state before the chunk adds
-    products with Σ_s D_s g_s k_s v_sᵀ.
+    products with Σ_s D_s g_s k_s v_sᵀ. With gates it goes step by step.
     """
-    keys, values, log_decay, weights = _checked_steps(keys, values, log_decay, counted)
+    keys, values, log_decay, weights, log_gates = _checked_steps(keys, values, log_decay, counted, log_gates)
     sizes = [coarse_scale(part.abs().flatten(-2).amax(-1)) for part in (keys, values.flatten(-3, -2))]
     keys, values = keys / sizes[0][..., None, None], values / sizes[1][..., None, None, None]
     n, p = keys.shape[-1], values.shape[-1]
     total = keys.new_zeros(*keys.shape[:-2], n, n)
     state = keys.new_zeros(*values.shape[:-2], n, p)
+    if log_gates is not None:
+        total = _gated_moment(
+            keys, values, torch.exp(log_decay[..., None] + log_gates[..., None, :, :]), weights, state
+        )
+        return total, sizes[0] * sizes[1]
     for start in range(0, keys.shape[-2], _CHUNK):
         part = slice(start, start + _CHUNK)
         added, state = _chunk_moment(
@@ -194,24 +205,89 @@ def delta_values(
     values: Float[Tensor, "*bank heads length p"],
     log_decay: Float[Tensor, "*bank heads length"],
     strength: Float[Tensor, "*bank heads length"],
+    log_gates: Float[Tensor, "*bank length n"] | None = None,
 ) -> Float[Tensor, "*bank heads length p"]:
-    """The values u that a delta rule writes: u[t] = β[t] (v[t] − α[t] S[t−1]ᵀ k[t]).
+    """The values u that a delta rule writes: u[t] = β[t] (v[t] − (α[t] S[t−1])ᵀ k[t]).
 
-    S[t] = α[t] (I − β[t] k[t] k[t]ᵀ) S[t−1] + β[t] k[t] v[t]ᵀ is then S[t] = α[t] S[t−1] + k[t] u[t]ᵀ, a scalar decay.
-    In a chunk, (I + β (K Kᵀ ∘ D below its diagonal)) U = β (V − K S before the chunk); all steps are solved at once.
+    S[t] = (I − β[t] k[t] k[t]ᵀ) α[t] S[t−1] + β[t] k[t] v[t]ᵀ is then S[t] = α[t] S[t−1] + k[t] u[t]ᵀ, a decay alone;
+    with gates α is diag(gates) α. In a chunk, (I + β (K Kᵀ ∘ D below its diagonal)) U = β (V − K S before the chunk);
+    all steps are solved at once.
     """
     state = keys.new_zeros(*values.shape[:-2], keys.shape[-1], values.shape[-1])
     found = []
-    for start in range(0, keys.shape[-2], _CHUNK):
-        part = slice(start, start + _CHUNK)
+    for part, decays in chunks(log_decay, log_gates):
         k, v, beta = keys[..., None, part, :], values[..., part, :], strength[..., part, None]
-        D, since_start = decays(log_decay[..., part])
-        target = beta * (v - since_start[..., None] * (k @ state))
-        system = (beta * (k @ k.mT * D)).tril(-1)
+        target = beta * (v - decays.read(k, state))
+        system = (beta * decays.products(k, k)).tril(-1)
         u = torch.linalg.solve_triangular(system, target, upper=False, unitriangular=True)
-        state = since_start[..., -1:, None] * state + (k * D[..., -1, :, None]).mT @ u
+        state = decays.state_after(state, k, u)
         found.append(u)
     return torch.cat(found, dim=-2)
+
+
+class Decays(ABC):
+    """What the steps of a chunk forget of each other, and of the state before it."""
+
+    @abstractmethod
+    def products(self, q: Float[Tensor, "*bank length n"], k: Float[Tensor, "*bank length n"]) -> Tensor:
+        """What the query of each step t reads of the key of each step s ≤ t."""
+
+    @abstractmethod
+    def read(self, q: Float[Tensor, "*bank length n"], state: Float[Tensor, "*bank n p"]) -> Tensor:
+        """What the queries read of the state before the chunk."""
+
+    @abstractmethod
+    def state_after(self, state: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The state at the end of the chunk."""
+
+
+@final
+class ScalarDecays(Decays):
+    """One decay for all key dimensions: a product with D_ts = exp(Σ_{s<u≤t} log α_u)."""
+
+    def __init__(self, log_decay: Float[Tensor, "*bank length"]) -> None:
+        self.between, self.since = decays(log_decay)
+
+    def products(self, q: Tensor, k: Tensor) -> Tensor:
+        return q @ k.mT * self.between
+
+    def read(self, q: Tensor, state: Tensor) -> Tensor:
+        return self.since[..., None] * (q @ state)
+
+    def state_after(self, state: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.since[..., -1:, None] * state + (k * self.between[..., -1, :, None]).mT @ v
+
+
+@final
+class GatedDecays(Decays):
+    """A decay for every key dimension, D_tsn: sums over n of three factors."""
+
+    def __init__(self, logs: Float[Tensor, "*bank length n"]) -> None:
+        between, since = decays(logs.mT)
+        self.between, self.since = between.movedim(-3, -1), since.mT
+
+    def products(self, q: Tensor, k: Tensor) -> Tensor:
+        return (q[..., :, None, :] * k[..., None, :, :] * self.between).sum(-1)
+
+    def read(self, q: Tensor, state: Tensor) -> Tensor:
+        return (q * self.since) @ state
+
+    def state_after(self, state: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.since[..., -1, :, None] * state + (k * self.between[..., -1, :, :]).mT @ v
+
+
+def chunks(
+    log_decay: Float[Tensor, "*bank heads length"], log_gates: Float[Tensor, "*bank length n"] | None = None
+) -> Iterator[tuple[slice, Decays]]:
+    """The steps in chunks, each with its decays."""
+    size = _CHUNK if log_gates is None else _CHUNK_OF_GATES
+    for start in range(0, log_decay.shape[-1], size):
+        part = slice(start, start + size)
+        scalar = log_decay[..., part]
+        if log_gates is None:
+            yield part, ScalarDecays(scalar)
+        else:
+            yield part, GatedDecays(scalar[..., None] + log_gates[..., None, part, :])
 
 
 def decays(
@@ -241,9 +317,18 @@ def _chunk_moment(
     return inner + crossed + crossed.mT + outer, end
 
 
+def _gated_moment(keys: Tensor, values: Tensor, decay: Tensor, weights: Tensor, state: Tensor) -> Tensor:
+    """The sum over all steps with decays (*bank, heads, length, n), one step after the other."""
+    total = torch.zeros_like(state[..., 0, :, :1] * state[..., 0, :, :1].mT)
+    for t in range(keys.shape[-2]):
+        state = decay[..., t, :, None] * state + keys[..., None, t, :, None] * values[..., t, None, :]
+        total = total + weights[..., t, None, None] * (state @ state.mT).sum(-3)
+    return total
+
+
 def _checked_steps(
-    keys: Tensor, values: Tensor, log_decay: Tensor, counted: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    keys: Tensor, values: Tensor, log_decay: Tensor, counted: Tensor | None, log_gates: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """The steps in float64, zeros in place of padding, and weights 1 for counted steps."""
     for name, tensor, axes in (
         ("keys", keys, "length n"),
@@ -267,11 +352,17 @@ def _checked_steps(
     keys = torch.where(counted[..., None], keys, 0).double()
     values = torch.where(counted[..., None, :, None], values, 0).double()
     log_decay = torch.where(counted[..., None, :], log_decay, 0).double()
+    logs = {"log_decay": log_decay}
+    if log_gates is not None:
+        if log_gates.shape != keys.shape:
+            raise ShapeError(f"log_gates have shape {tuple(log_gates.shape)}, expected {tuple(keys.shape)}, as keys")
+        logs["log_gates"] = log_gates = torch.where(counted[..., None], log_gates, 0).double()
     for name, tensor in (("keys", keys), ("values", values)):
         validation.require_finite(name, tensor)
-    if not bool((log_decay <= 0).all()):
-        raise UnstableSystemError(f"the largest log_decay is {log_decay.max().item():.6g}, expected at most 0")
-    return keys, values, log_decay, counted.double()
+    for name, tensor in logs.items():
+        if not bool((tensor <= 0).all()):
+            raise UnstableSystemError(f"the largest {name} is {tensor.max().item():.6g}, expected at most 0")
+    return keys, values, log_decay, counted.double(), log_gates
 
 
 def _checked(

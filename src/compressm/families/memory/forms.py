@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, final
 
 import torch
@@ -19,7 +19,7 @@ from compressm.families.base import ComparedForm
 from compressm.families.choices import require_count
 from compressm.families.memory.observer import MemoryObservations
 from compressm.families.memory.reduction import MemoryReduction
-from compressm.families.memory.simulation import fitted_rows, halves, squared_change
+from compressm.families.memory.simulation import fitted_rows, halves, sequences_together, squared_change
 from compressm.families.observing import Sample, ratio_of
 
 
@@ -37,6 +37,18 @@ class ObservedMemory:
     def moments(self) -> tuple[Float[Tensor, "bank n n"], Float[Tensor, "bank n n"]]:
         """P = E[S Sᵀ] and Q = E[q qᵀ], divided by powers of two, 1 for ordinary sizes."""
         return self.observations.moments(self.memory.order)
+
+    @property
+    def mean_gates(self) -> Float[Tensor, "bank n"]:
+        """The mean gate of every key dimension over the sample; ½ without one."""
+        total = torch.zeros(self.memory.bank, self.memory.order, dtype=torch.float64, device=self.memory.device)
+        count, sample = 0, self.observations.sample
+        for x, counts in sample.parts(sequences_together(sample.longest, self.memory, 1, 1)):
+            logs = self.adapter.log_gates(self.module, x, self.memory, counts)
+            assert logs is not None
+            total += torch.where(counts[:, None, :, None], torch.exp(logs), 0).sum((0, 2))
+            count += int(counts.sum())
+        return total / count if count else total + 0.5
 
     def error(self, reduction: MemoryReduction, sample: Sample | None = None) -> float:
         """‖o_new − o_old‖ / ‖o_old‖ on the sample, or on another one."""
@@ -85,14 +97,17 @@ class Form(ABC):
 
 
 class _Balanced(Form):
-    """A form that takes any W and T: the balanced ones, with the smallest error."""
+    """A form that takes any W and T: the balanced ones, with the smallest error; with gates, `galerkin`."""
 
     def spectrum(self, layer: ObservedMemory) -> Float[Tensor, "bank n"]:
         return matrix_states.memory_values(*layer.moments).square()
 
     def _basis(self, layer: ObservedMemory, kept: Int[Tensor, " r"]) -> MemoryBasis:
         P, Q = layer.moments
-        return matrix_states.balanced(P, Q, len(kept), states=kept.to(P.device))
+        states = kept.to(P.device)
+        if layer.adapter.GATED:
+            return matrix_states.galerkin(P, Q, layer.mean_gates, len(kept), states=states)
+        return matrix_states.balanced(P, Q, len(kept), states=states)
 
 
 @final
@@ -102,15 +117,16 @@ class Folded(_Balanced):
 
     It needs keys and queries that are linear in the input: no convolution, activation or norm may follow their
     projections. The rows of every new state have equal norms in keys and queries, so weight decay treats both alike.
+    Gates of key dimensions are averaged, and so are their rows: only near the averages of gates.
     """
 
     needs = Basis.ANY
 
     def reduce(self, layer: ObservedMemory, kept: Int[Tensor, " r"]) -> MemoryReduction:
         basis = self._basis(layer, kept)
-        new = MemoryReduction(basis.W, basis.T).applied(layer.memory)
+        new = MemoryReduction(basis.W, basis.T, mixing=basis.mixing).applied(layer.memory)
         norms = [_norms(list(part.values())) for part in (new.keys, new.queries)]
-        return _evened(basis, *norms)
+        return replace(_evened(basis, *norms), mixing=basis.mixing)
 
 
 @final
@@ -162,8 +178,9 @@ class Selected(Form):
 class Fitted(Form):
     """A selection whose rows are then fitted to the layer's output: an ordinary smaller layer.
 
-    Two selections are tried, by score and greedily. `steps` of Adam fit the rows of keys and queries, their
-    convolutions included, on three quarters of the sample; on the rest the fit must be better than its start to count.
+    Two selections are tried, by score and greedily; with gates, and keys and queries that are linear in the input, also
+    `Folded`. `steps` of Adam fit the rows of keys, queries and gates, convolutions included, on three quarters of the
+    sample; on the rest the fit must be better than its start to count.
     """
 
     needs = Basis.SELECTED
@@ -178,17 +195,19 @@ class Fitted(Form):
         if kept.tolist() == list(range(len(kept))):
             greedy = _selection(layer, kept, read_out=True)
             starts.append(MemoryReduction(greedy.W, greedy.W))
+        if layer.adapter.GATED and Basis.ANY in layer.adapter.stores(layer.module):
+            starts.append(Folded().reduce(layer, kept))
         if not layer.observations.sample.sequences:
             return starts[0]
         fitting, judging = halves(layer.observations.sample)
         start = min(starts, key=lambda one: layer.error(one, judging))
         begun = start.applied(layer.memory)
         rows = fitted_rows(layer.adapter, layer.module, layer.memory, begun, fitting, self.steps)
-        keys, queries = (
+        keys, queries, gates = (
             {name: new[name] - rows_before for name, rows_before in before.items()}
-            for new, before in ((rows.keys, begun.keys), (rows.queries, begun.queries))
+            for new, before in zip(rows.parts, begun.parts, strict=True)
         )
-        found = MemoryReduction(start.W, start.T, fitted=(keys, queries))
+        found = replace(start, fitted=(keys, queries, gates))
         return min(start, found, key=lambda one: layer.error(one, judging))
 
 
@@ -196,7 +215,7 @@ def default_form(adapter: MemoryAdapter[Any], module: nn.Module, memory: Memory)
     """The form with the smallest error that the layer can store as it is."""
     if memory.key_map is not None:
         return Mapped()
-    return Folded() if Basis.ANY in adapter.stores(module) else Fitted()
+    return Folded() if Basis.ANY in adapter.stores(module) and not adapter.GATED else Fitted()
 
 
 def compared_forms(layer: ObservedMemory, order: int) -> list[ComparedForm]:
@@ -211,7 +230,7 @@ def compared_forms(layer: ObservedMemory, order: int) -> list[ComparedForm]:
         values, reduction = form.spectrum(layer), form.reduce(layer, kept)
         whole = float(values.sum())
         share = float(values[:, order:].sum()) / whole if whole > 0 else 0.0
-        is_balanced = isinstance(form, _Balanced) and not layer.adapter.ERASES
+        is_balanced = isinstance(form, _Balanced) and not layer.adapter.ERASES and not layer.adapter.GATED
         estimate = share**0.5 if is_balanced else None
         found.append(ComparedForm(form, layer.error(reduction, judging), estimate, form.needed() in stores))
     return found

@@ -93,7 +93,7 @@ class MemoryObserver(InputObserver):
         batch, bank, length, _ = steps.keys.shape
         counts = torch.ones(batch, length, dtype=torch.bool, device=steps.keys.device) if counts is None else counts
         shared = counts[:, None].expand(-1, bank, -1)
-        total, scale = state_moment(steps.keys, steps.values, steps.log_decay, shared)
+        total, scale = state_moment(steps.keys, steps.values, steps.log_decay, shared, steps.log_gates)
         assert self.observations.covariance is not None
         for own, size, steps_counted in zip(total, scale, counts.sum(1), strict=True):
             self.observations.covariance.add_total(own, steps_counted.double().expand(bank), size)

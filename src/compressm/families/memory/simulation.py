@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from compressm.adapters.memory import Memory, MemoryAdapter, Steps
-from compressm.control.memory import decays
+from compressm.control.memory import chunks
 from compressm.families.observing import Sample, sequences_at_once
 
 # Steps whose products with one another are formed at once.
@@ -29,16 +29,14 @@ _HELD_OUT = 4
 
 def outputs(steps: Steps) -> Float[Tensor, "batch bank heads length p"]:
     """o[t] = S[t]ᵀ q[t] for all steps: within a chunk (Q Kᵀ ∘ D) V, plus what the state before it gives."""
-    steps, length = steps.written, steps.keys.shape[-2]
+    steps = steps.written
     state = steps.values.new_zeros(*steps.values.shape[:3], steps.keys.shape[-1], steps.values.shape[-1])
     found = []
-    for start in range(0, length, _CHUNK):
-        part = slice(start, start + _CHUNK)
+    for part, decays in chunks(steps.log_decay, steps.log_gates):
         q, k = (x[:, :, None, part] for x in (steps.queries, steps.keys))
         v = steps.values[..., part, :]
-        D, since_start = decays(steps.log_decay[..., part])
-        found.append((q @ k.mT * D) @ v + since_start[..., None] * (q @ state))
-        state = since_start[..., -1:, None] * state + (k * D[..., -1, :, None]).mT @ v
+        found.append(decays.products(q, k) @ v + decays.read(q, state))
+        state = decays.state_after(state, k, v)
     return torch.cat(found, dim=-2)
 
 
@@ -93,10 +91,7 @@ def fitted_rows(
     whole = torch.stack([(y * counts[:, None, None, :, None]).square().sum() for _, counts, _, y in parts]).sum()
     if not bool(whole > 0):
         return start
-    rows = [
-        {name: value.detach().clone().requires_grad_() for name, value in part.items()}
-        for part in (start.keys, start.queries)
-    ]
+    rows = [{name: value.detach().clone().requires_grad_() for name, value in part.items()} for part in start.parts]
     own = [value for part in rows for value in part.values()]
     groups = [{"params": [value], "lr": _RATE * float(value.detach().square().mean().sqrt())} for value in own]
     optimizer = torch.optim.Adam(groups)
@@ -105,7 +100,7 @@ def fitted_rows(
         total = [torch.zeros_like(value) for value in own]
         for x, counts, fixed, target in parts:
             with torch.enable_grad():
-                found = outputs(adapter.steps_with(fixed, module, x, Memory(rows[0], rows[1]), counts))
+                found = outputs(adapter.steps_with(fixed, module, x, start.with_parts(rows), counts))
                 loss = ((found - target) * counts[:, None, None, :, None]).square().sum() / whole
             # Not backward(), which would also fill the gradients of the module.
             total = [one + more for one, more in zip(total, torch.autograd.grad(loss, own), strict=True)]
@@ -113,8 +108,7 @@ def fitted_rows(
             value.grad = gradient
         optimizer.step()
         schedule.step()
-    keys, queries = ({name: value.detach() for name, value in part.items()} for part in rows)
-    return Memory(keys, queries)
+    return start.with_parts([{name: value.detach() for name, value in part.items()} for part in rows])
 
 
 def _condensed(steps: Steps) -> Steps:
