@@ -43,6 +43,19 @@ def test_averages_are_constants_to_gradients_and_padding_reaches_nothing():
     assert torch.equal(valid(again(spoilt, LENGTHS)), valid(y))
 
 
+def test_gradients_go_through_the_averages_where_asked_and_padding_reaches_nothing():
+    x = torch.randn(3, 5, 2, requires_grad=True)
+    norm, steps = RunningNorm(through=True).build(2), valid(x)
+    assert norm.through
+    (gradient,) = torch.autograd.grad(norm(x, LENGTHS)[0, 0, 0], x)
+    alone = RunningNorm(through=True).build(2)
+    (expected,) = torch.autograd.grad(alone(steps[None])[0, 0, 0], x)
+    torch.testing.assert_close(gradient, expected)
+    assert (valid(gradient)[:, 0] != 0).all()
+    assert gradient[1, 2:].count_nonzero() == 0
+    torch.testing.assert_close(norm.running_var, alone.running_var)
+
+
 @pytest.mark.parametrize("momentum", [0.0, 1.5])
 def test_a_momentum_that_is_no_share_is_refused(momentum):
     with pytest.raises(SequenceError, match=f"momentum is {momentum}, expected a number above 0 and up to 1"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compressm.layers import LRU, S5
-from compressm.models import BatchNorm, Block, Blocks, LayerNorm, NoNorm, OneMask, PerElement
+from compressm.models import BatchNorm, Block, Blocks, LayerNorm, NoNorm, OneMask, PerElement, RunningNorm
 from compressm.models import block as block_module
 from compressm.ops.dispatch import only_reads, trained_kernels
 from tests.kernels import DEVICE, GPU, MARK, normal, relative
@@ -47,7 +47,10 @@ def check_against_the_plain_block(block, x, lengths=None):
         assert relative(got[name], value) < TOLERANCE, name
 
 
-@pytest.mark.parametrize("norm", [BatchNorm(), BatchNorm(affine=False), LayerNorm(), NoNorm()], ids=repr)
+RUNNING = [RunningNorm(through=True), RunningNorm(affine=True)]
+
+
+@pytest.mark.parametrize("norm", [BatchNorm(), BatchNorm(affine=False), *RUNNING, LayerNorm(), NoNorm()], ids=repr)
 @pytest.mark.parametrize("width", [6, 40])
 def test_it_learns_what_the_plain_block_does(norm, width):
     check_against_the_plain_block(make(width, norm), normal(3, 12, width, seed=1))
@@ -59,8 +62,9 @@ def test_it_does_so_with_any_dropout_and_layer(dropout, layer):
     check_against_the_plain_block(make(dropout=dropout, layer=layer), normal(3, 12, 6, seed=1))
 
 
-def test_it_does_so_with_padding():
-    check_against_the_plain_block(make(), normal(3, 12, 6, seed=1), torch.tensor([12, 5, 1], device=DEVICE))
+@pytest.mark.parametrize("norm", [BatchNorm(), RunningNorm(through=True)], ids=repr)
+def test_it_does_so_with_padding(norm):
+    check_against_the_plain_block(make(norm=norm), normal(3, 12, 6, seed=1), torch.tensor([12, 5, 1], device=DEVICE))
 
 
 def test_it_does_so_with_frozen_statistics():
@@ -100,7 +104,7 @@ def scanned(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("norm", [BatchNorm(), BatchNorm(affine=False)], ids=repr)
+@pytest.mark.parametrize("norm", [BatchNorm(), BatchNorm(affine=False), *RUNNING], ids=repr)
 @pytest.mark.parametrize("layer", later([LRU, S5], LRU))
 def test_it_learns_the_same_where_sums_come_along_with_gradients(norm, layer, scanned):
     check_against_the_plain_block(make(40, norm, layer=layer), normal(3, 12, 40, seed=1))
@@ -154,16 +158,29 @@ def stacked(width=40, depth=3, norm=BatchNorm()):  # noqa: B008
 
 
 @pytest.mark.parametrize(
-    "norm", later([BatchNorm(), BatchNorm(momentum=1.0, affine=False)], BatchNorm(momentum=1.0, affine=False)), ids=repr
+    "norm",
+    later([BatchNorm(), BatchNorm(momentum=1.0, affine=False), *RUNNING], BatchNorm(momentum=1.0, affine=False)),
+    ids=repr,
 )
 def test_a_stack_leaves_moments_for_the_norms_between_its_blocks(norm, monkeypatch):
     from compressm.ops.block import lru_block_triton as whole
 
     read = []
     normalise = whole.normalise
-    monkeypatch.setattr(whole, "normalise", lambda *args: read.append(args[-1] is not None) or normalise(*args))
+
+    def reading(*args, **options):
+        read.append(args[-1] is not None)
+        return normalise(*args, **options)
+
+    monkeypatch.setattr(whole, "normalise", reading)
     check_against_the_plain_block(stacked(norm=norm), 5 + normal(3, 12, 40, seed=1))
     assert read == [False, True, True]
+
+
+def test_a_running_norm_that_has_seen_batches_learns_by_kernels_too():
+    block = make(norm=RunningNorm(through=True))
+    block(3 + normal(3, 12, 6))
+    check_against_the_plain_block(block, normal(3, 12, 6, seed=1))
 
 
 def test_what_is_written_into_between_blocks_is_measured_anew():

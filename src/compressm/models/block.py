@@ -15,7 +15,16 @@ from torch import Tensor, nn
 
 from compressm.layers import LTILayer, SequenceError, SSMLayer
 from compressm.models.checks import require_counts
-from compressm.models.normalisation import BatchNorm, Norm, PaddedBatchNorm, forked, normed, require_norm
+from compressm.models.normalisation import (
+    BatchNorm,
+    Norm,
+    PaddedBatchNorm,
+    PaddedRunningNorm,
+    forked,
+    normed,
+    require_norm,
+    running_of,
+)
 from compressm.ops.block.gated_residual import dropped, dropped_residual, gated_residual
 from compressm.ops.block.lru_block import compiled_lru_block
 from compressm.ops.block.norm import Link
@@ -162,6 +171,10 @@ class MixerBlock(ResidualBlock):
         return dropped_residual(x, y, None if keep is None else keep[0], self.dropout.rate)
 
 
+# Norms whose kernels take the moments that the block before has measured.
+_OVER_BATCH = (PaddedBatchNorm, PaddedRunningNorm)
+
+
 @final
 class Block(ResidualBlock):
     """x + dropout(GLU(dropout(GELU(mixer(norm(x)))))) with GLU(z) = W₁z ⊙ sigmoid(W₂z), for linear layers.
@@ -192,7 +205,7 @@ class Block(ResidualBlock):
     ) -> tuple[Float[Tensor, "batch length width"], Tensor | None]:
         if torch.compiler.is_compiling():
             self.ssm.mark_states_()  # before D is read here
-        measured = isinstance(before, PaddedBatchNorm) and before.training and lengths is None
+        measured = isinstance(before, _OVER_BATCH) and before.training and lengths is None
         if state is None and lengths is None and not keep_state:
             out = self._at_once(x, measured)
             if out is not None:
@@ -224,11 +237,13 @@ class Block(ResidualBlock):
     def _at_once(self, x: Tensor, measured: bool) -> Tensor | None:
         """The output where kernels train the whole block at once and no hook has to see its parts, else None."""
         norm, layer, width = self.norm, self.ssm, x.shape[-1]
-        if type(norm) is not PaddedBatchNorm or not norm.training or norm._buffers["running_mean"] is None:
+        if type(norm) not in _OVER_BATCH or not norm.training or norm._buffers["running_mean"] is None:
             return None
+        assert isinstance(norm, _OVER_BATCH)
+        through = norm.through if isinstance(norm, PaddedRunningNorm) else None
         # In between, some of the kernels are those for narrow models and others those for wide ones.
         alike = width <= 16 or width > 32
-        compiled = compiled_kernels_serve(x)
+        compiled = compiled_kernels_serve(x) and through is None
         if not (alike and (compiled or kernels_serve(x))) or is_watched(norm) or is_watched(layer):
             return None
         if x.shape[0] * x.shape[1] == 1:
@@ -240,10 +255,11 @@ class Block(ResidualBlock):
         vectors = (norm.weight, norm.bias, layer.D, gate.weight, gate.bias)
         keep, rate = self.dropout.keep(x, 2), self.dropout.rate
         if compiled:
-            return compiled_lru_block(x, vectors, keep, rate, norm.running, norm.eps, parameters)
+            return compiled_lru_block(x, vectors, keep, rate, running_of(norm), norm.eps, parameters)
         from compressm.ops.block.lru_block_triton import train_lru_block
 
-        return train_lru_block(x, vectors, keep, rate, norm.running, norm.eps, parameters, measured=measured)
+        given = (x, vectors, keep, rate, running_of(norm), norm.eps, parameters)
+        return train_lru_block(*given, measured=measured, through=through)
 
 
 @final

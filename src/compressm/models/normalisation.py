@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from compressm.layers import SequenceError
 from compressm.layers.base import require_numbers, require_switches
 from compressm.models.checks import require_choice, without_padding
-from compressm.ops.block.norm import Normalised, RunningStatistics, batch_norm, rms_norm
+from compressm.ops.block.norm import (
+    Normalised,
+    RunningStatistics,
+    batch_norm,
+    plain_running_norm,
+    rms_norm,
+    running_norm,
+)
 from compressm.ops.dispatch import is_watched, kernels_serve
 
 
@@ -25,7 +32,7 @@ def forked(
 ) -> Normalised:
     """u = norm(x), with the rest that `gated_residual` needs, for a block that uses u, D ⊙ u and x."""
     served = lengths is None and kernels_serve(x) and not is_watched(norm)
-    if isinstance(norm, PaddedBatchNorm) and norm.training and served:
+    if isinstance(norm, PaddedBatchNorm | PaddedRunningNorm) and norm.training and served:
         return norm.fork(x, D)
     return Normalised(norm(x, lengths), x)
 
@@ -68,19 +75,24 @@ class BatchNorm(Norm):
 @final
 @dataclass(frozen=True)
 class RunningNorm(Norm):
-    """Batch norm that uses its running averages in training too, as in the paper's own code."""
+    """Batch norm that uses its running averages in training too; the first batch replaces them.
+
+    Gradients take the averages as constants, or go `through` the share that the batch has in them, as in the paper's
+    own code: fully at the first step, and by `momentum` later.
+    """
 
     momentum: float = 0.01
     affine: bool = False
+    through: bool = False
 
     def __post_init__(self) -> None:
         require_numbers(momentum=self.momentum)
-        require_switches(affine=self.affine)
+        require_switches(affine=self.affine, through=self.through)
         if not 0 < self.momentum <= 1:
             raise SequenceError(f"momentum is {self.momentum}, expected a number above 0 and up to 1")
 
     def build(self, width: int) -> nn.Module:
-        return PaddedRunningNorm(width, momentum=self.momentum, affine=self.affine)
+        return PaddedRunningNorm(width, momentum=self.momentum, affine=self.affine, through=self.through)
 
 
 @final
@@ -141,19 +153,9 @@ class PaddedBatchNorm(nn.BatchNorm1d):
         y = (clean - mean) * torch.rsqrt(variance + self.eps)
         return (y if self.weight is None else y * self.weight + self.bias).to(x.dtype)
 
-    @property
-    def running(self) -> RunningStatistics:
-        """The running averages, which kernels update in place."""
-        held = self._buffers  # an attribute is looked for in three tables
-        mean, variance, batches = held["running_mean"], held["running_var"], held["num_batches_tracked"]
-        assert mean is not None
-        assert variance is not None
-        assert batches is not None
-        return RunningStatistics(mean, variance, batches, self.momentum)
-
     def fork(self, x: Float[Tensor, "batch length width"], D: Float[Tensor, " width"]) -> Normalised:
         """Normalise in training without padding, by kernels that combine the gradients of u, D ⊙ u and x."""
-        return batch_norm(x, self.weight, self.bias, self.running, eps=self.eps, skip=D)
+        return batch_norm(x, self.weight, self.bias, running_of(self), eps=self.eps, skip=D)
 
     def _statistics(
         self, x: Float[Tensor, "batch length width"], lengths: Int[Tensor, " batch"]
@@ -163,9 +165,7 @@ class PaddedBatchNorm(nn.BatchNorm1d):
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
         count = lengths.sum()
-        raised = x.to(torch.promote_types(x.dtype, torch.float32))
-        mean = raised.sum((0, 1)) / count
-        variance = without_padding(raised - mean, lengths).square().sum((0, 1)) / count
+        mean, variance = moments_of_valid(x, lengths)
         with torch.no_grad():
             self.num_batches_tracked += 1
             weight = 1 / self.num_batches_tracked if self.momentum is None else self.momentum
@@ -178,7 +178,13 @@ class PaddedBatchNorm(nn.BatchNorm1d):
 
 @final
 class PaddedRunningNorm(nn.BatchNorm1d):
-    """y = (x − μ) / √(σ² + ε) with running averages, which training updates first; gradients take them as constants."""
+    """y = (x − μ) / √(σ² + ε) with running averages, which training updates first; see `RunningNorm`."""
+
+    def __init__(
+        self, num_features: int, eps: float = 1e-5, momentum: float = 0.01, affine: bool = False, through: bool = False
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine)
+        self.through = through
 
     def forward(
         self, x: Float[Tensor, "batch length width"], lengths: Int[Tensor, " batch"] | None = None
@@ -187,26 +193,36 @@ class PaddedRunningNorm(nn.BatchNorm1d):
         assert self.running_var is not None
         clean = x if lengths is None else without_padding(x, lengths)
         if self.training:
-            self._move(clean.detach(), lengths)
-        y = (clean - self.running_mean.clone()) * torch.rsqrt(self.running_var + self.eps)
+            moments = None if lengths is None else moments_of_valid(clean, lengths)
+            given = (clean, self.weight, self.bias, running_of(self), self.eps)
+            return plain_running_norm(*given, through=self.through, moments=moments)
+        y = (clean - self.running_mean) * torch.rsqrt(self.running_var + self.eps)
         return (y if self.weight is None else y * self.weight + self.bias).to(x.dtype)
 
-    @torch.no_grad()
-    def _move(self, x: Float[Tensor, "batch length width"], lengths: Int[Tensor, " batch"] | None) -> None:
-        """Move the running averages towards those of the valid steps, the first time fully. x must be 0 in padding."""
-        assert self.running_mean is not None
-        assert self.running_var is not None
-        assert self.num_batches_tracked is not None
-        raised = x.to(torch.promote_types(x.dtype, torch.float32))
-        count = torch.full((), x.shape[:2].numel(), device=x.device) if lengths is None else lengths.sum()
-        mean = raised.sum((0, 1)) / count
-        centred = raised - mean
-        centred = centred if lengths is None else without_padding(centred, lengths)
-        variance = centred.square().sum((0, 1)) / count
-        self.num_batches_tracked += 1
-        weight = torch.where(self.num_batches_tracked == 1, 1.0, self.momentum or 0.0)
-        self.running_mean += weight * (mean - self.running_mean)
-        self.running_var += weight * (variance - self.running_var)
+    def fork(self, x: Float[Tensor, "batch length width"], D: Float[Tensor, " width"]) -> Normalised:
+        """Normalise in training without padding, by kernels that combine the gradients of u, D ⊙ u and x."""
+        given = (x, self.weight, self.bias, running_of(self))
+        return running_norm(*given, eps=self.eps, skip=D, through=self.through)
+
+
+def running_of(norm: PaddedBatchNorm | PaddedRunningNorm) -> RunningStatistics:
+    """The running averages of a norm, which kernels update in place."""
+    held = norm._buffers  # an attribute is looked for in three tables
+    mean, variance, batches = held["running_mean"], held["running_var"], held["num_batches_tracked"]
+    assert mean is not None
+    assert variance is not None
+    assert batches is not None
+    return RunningStatistics(mean, variance, batches, norm.momentum)
+
+
+def moments_of_valid(
+    x: Float[Tensor, "batch length width"], lengths: Int[Tensor, " batch"]
+) -> tuple[Float[Tensor, " width"], Float[Tensor, " width"]]:
+    """Mean and variance over the valid steps, in float32 at least; x must be 0 in padding."""
+    count = lengths.sum()
+    raised = x.to(torch.promote_types(x.dtype, torch.float32))
+    mean = raised.sum((0, 1)) / count
+    return mean, without_padding(raised - mean, lengths).square().sum((0, 1)) / count
 
 
 @final

@@ -45,7 +45,7 @@ _BY_ATTRIBUTES: Mapping[type[nn.Module], tuple[str, ...]] = {
     **dict.fromkeys((nn.Identity, nn.ReLU, nn.SiLU, nn.Tanh), ()),
     # The parts of our blocks.
     PaddedBatchNorm: ("num_features", "eps", "momentum", "affine"),
-    PaddedRunningNorm: ("num_features", "eps", "momentum", "affine"),
+    PaddedRunningNorm: ("num_features", "eps", "momentum", "affine", "through"),
     StepNorm: ("normalized_shape", "eps", "elementwise_affine"),
     StepRMSNorm: ("normalized_shape", "eps", "elementwise_affine"),
     Unchanged: (),

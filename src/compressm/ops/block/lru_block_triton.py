@@ -25,13 +25,14 @@ from compressm.ops.sums_triton import column_sums
 
 
 class BlockOptions(NamedTuple):
-    """The options of a block's kernels; `dtype` is that of the products."""
+    """The options of a block's kernels; `dtype` is that of the products, `through` that of `normalise`."""
 
     momentum: float | None
     eps: float
     rate: float
     dtype: torch.dtype
     measured: bool
+    through: bool | None = None
 
 
 def train_lru_block(
@@ -44,14 +45,15 @@ def train_lru_block(
     parameters: tuple[Tensor, ...],
     *,
     measured: bool,
+    through: bool | None = None,
 ) -> Tensor:
     """The output of a block; `vectors` are the norm's weight and bias, D, and the gate's weight and bias."""
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     # Narrow kernels count entries in 32 bits.
     if x.shape[-1] <= NARROW and x.numel() < 2**31:
-        options = BlockOptions(running.momentum, eps, rate, dtype, False)
+        options = BlockOptions(running.momentum, eps, rate, dtype, False, through)
         return NarrowBlock.apply(x, *vectors, keep, running[:3], options, *parameters)
-    options = BlockOptions(running.momentum, eps, rate, dtype, measured)
+    options = BlockOptions(running.momentum, eps, rate, dtype, measured, through)
     out = WideBlock.apply(x, *vectors, keep, moments_of(x), running[:3], options, *parameters)
     if not measured:
         return out
@@ -93,7 +95,9 @@ def wide_forward(
     weight, bias, D, gate, gate_bias = vectors
     compile_walks(dtype, torch.float32, x.device, -1, False, False, True, True)
     with full_precision(x):
-        u, statistics = normalise(x, weight, bias, running, options.momentum, options.eps, moments)
+        u, statistics = normalise(
+            x, weight, bias, running, options.momentum, options.eps, moments, through=options.through
+        )
         logs, B, C = system_of(list(parameters), dtype)
         rows = u.view(-1, H).to(dtype)
         drive = (rows @ B.mT).view(batch, length, 2, -1)
@@ -236,7 +240,9 @@ def narrow_forward(
     weight, bias, D, gate, gate_bias = vectors
     layer, after = layer_stage(), gate_stage()
     with full_precision(x):
-        u, statistics = normalise(x, weight, bias, running, options.momentum, options.eps, None)
+        u, statistics = normalise(
+            x, weight, bias, running, options.momentum, options.eps, None, through=options.through
+        )
         y, few = mixed(layer, u, parameters)
         ends = (None, None, keep, options.rate, options.dtype)
         out = _GATE.forward(after, y, x, gate, gate_bias, u, D, *ends)

@@ -1,4 +1,4 @@
-"""Batch norm and RMS norm, and the sums that other ops pass to them: statistics forward, sums of gradients backward."""
+"""Batch, running and RMS norm, and what other ops pass to them: statistics forward, sums of gradients backward."""
 
 from __future__ import annotations
 
@@ -76,6 +76,37 @@ def plain_batch_norm(
     return flat.view_as(x)
 
 
+def plain_running_norm(
+    x: Float[Tensor, "batch length width"],
+    weight: Float[Tensor, " width"] | None,
+    bias: Float[Tensor, " width"] | None,
+    running: RunningStatistics,
+    eps: float,
+    *,
+    through: bool,
+    moments: tuple[Float[Tensor, " width"], Float[Tensor, " width"]] | None = None,
+) -> Float[Tensor, "batch length width"]:
+    """(x − μ) / √(σ² + ε) · weight + bias by the running averages μ and σ², which the batch moves first.
+
+    The first batch replaces the averages, a later one moves them by the share `momentum`. Gradients go `through` that
+    share of the batch's own mean and variance, or take the averages as constants. `moments` are the batch's, if known.
+    """
+    if moments is None:
+        raised = x.to(torch.promote_types(x.dtype, torch.float32))
+        mean = raised.sum((0, 1)) / x.shape[:2].numel()
+        moments = mean, (raised - mean).square().sum((0, 1)) / x.shape[:2].numel()
+    running.batches.add_(1)
+    share = torch.where(running.batches == 1, 1.0, running.momentum or 0.0)
+    moved = []
+    for average, found in zip(running[:2], moments, strict=True):
+        moved.append(average + share * ((found if through else found.detach()) - average))
+        with torch.no_grad():
+            average.copy_(moved[-1])
+    y = (x - moved[0]) * torch.rsqrt(moved[1] + eps)
+    y = y if weight is None else y * weight
+    return (y if bias is None else y + bias).to(x.dtype)
+
+
 class Normalised(NamedTuple):
     """The normalised u, x again, and links for the gradients of D ⊙ u and of B u.
 
@@ -106,13 +137,50 @@ def batch_norm(
     if torch.compiler.is_compiling():
         return Normalised(plain_batch_norm(x, weight, bias, running, eps), x)
     _check(x, weight, bias, running, skip)
-    dense = running.mean.is_contiguous() and running.variance.is_contiguous()
-    if not (dense and kernels_serve(x)):
+    if x.shape[:2].numel() == 1:
+        raise SequenceError(f"x is {tuple(x.shape)}: batch norm trains on at least 2 steps in all")
+    if not _serve(x, running):
         return Normalised(plain_batch_norm(x, weight, bias, running, eps), x)
+    return _by_kernels(x, weight, bias, running, eps, skip, None)
+
+
+def running_norm(
+    x: Float[Tensor, "batch length width"],
+    weight: Float[Tensor, " width"] | None,
+    bias: Float[Tensor, " width"] | None,
+    running: RunningStatistics,
+    *,
+    through: bool,
+    eps: float = 1e-5,
+    skip: Float[Tensor, " width"] | None = None,
+) -> Normalised:
+    """Normalise by the running averages, as `plain_running_norm`; `skip` and the links are those of `batch_norm`."""
+    if torch.compiler.is_compiling():
+        return Normalised(plain_running_norm(x, weight, bias, running, eps, through=through), x)
+    _check(x, weight, bias, running, skip)
+    if not _serve(x, running):
+        return Normalised(plain_running_norm(x, weight, bias, running, eps, through=through), x)
+    return _by_kernels(x, weight, bias, running, eps, skip, through)
+
+
+def _serve(x: Tensor, running: RunningStatistics) -> bool:
+    """True if kernels normalise x and can update the averages in place."""
+    return running.mean.is_contiguous() and running.variance.is_contiguous() and kernels_serve(x)
+
+
+def _by_kernels(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running: RunningStatistics,
+    eps: float,
+    skip: Tensor | None,
+    through: bool | None,
+) -> Normalised:
     from compressm.ops.block.norm_triton import FusedBatchNorm
 
     weight, bias, skip = (None if vector is None else vector.contiguous() for vector in (weight, bias, skip))
-    u, x, *carriers = FusedBatchNorm.apply(x, weight, bias, skip, *running, eps, moments_of(x))
+    u, x, *carriers = FusedBatchNorm.apply(x, weight, bias, skip, *running, eps, moments_of(x), through)
     link, drive = (
         None if carrier is None else Link(u, carrier, totals)
         for carrier, totals in zip(carriers[::2], carriers[1::2], strict=True)
@@ -135,8 +203,6 @@ def _check(
     require_floats_on_one_device(
         x=x, weight=weight, bias=bias, running_mean=running.mean, running_var=running.variance, skip=skip
     )
-    if x.shape[:2].numel() == 1:
-        raise SequenceError(f"x is {tuple(x.shape)}: batch norm trains on at least 2 steps in all")
 
 
 def plain_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

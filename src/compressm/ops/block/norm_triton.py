@@ -3,6 +3,10 @@
 A program of batch norm owns some columns and every k-th tile of rows for k programs. It writes its sums as one row of
 `partial`; these rows are merged in a fixed order: the same input gives the same bits. Up to `_NARROW` columns every
 program of the second pass merges them by itself, which is cheaper than one more launch. Backward has the same passes.
+
+A running norm normalises by the running averages, which a kernel between the passes moves. Of its four rows of
+statistics the first two are those of batch norm, the other two the batch's own mean and the share of the batch in the
+averages that gradients go through, 0 for averages that are constants.
 """
 
 from __future__ import annotations
@@ -69,16 +73,36 @@ def _track(running, batch, momentum, col, inside, value):
 
 
 @triton.jit
+def _move(running, share, col, inside, value):
+    """running ← running + share (value − running), which is returned too."""
+    before = _column(running, col, inside)
+    after = before + share * (value - before)
+    tl.store(running + col, after.to(running.dtype.element_ty), mask=inside)
+    return after
+
+
+@triton.jit
 def _settle(
     mean, variance, statistics, zero, running_mean, running_var, batch, momentum, eps, tokens, col, inside,
-    H: tl.constexpr,
+    AVERAGES: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
-    """Write once for all programs: the statistics, the running statistics, and a zero if asked for."""
+    """Write once for all programs: the statistics, the running statistics, and a zero if asked for.
+
+    AVERAGES: 0 for batch norm; for a running norm 1 if gradients take the averages as constants, 2 if they go through.
+    """
+    if AVERAGES > 0:
+        share = tl.where(batch == 1, 1.0, momentum)
+        tl.store(statistics + 2 * H + col, mean, mask=inside)
+        through = share if AVERAGES == 2 else 0.0
+        tl.store(statistics + 3 * H + col, tl.zeros(col.shape, tl.float32) + through, mask=inside)
+        mean = _move(running_mean, share, col, inside, mean)
+        variance = _move(running_var, share, col, inside, variance)
+    else:
+        count = tokens.to(tl.float32)
+        _track(running_mean, batch, momentum, col, inside, mean)
+        _track(running_var, batch, momentum, col, inside, variance * (count / (count - 1.0)))
     tl.store(statistics + col, mean, mask=inside)
     tl.store(statistics + H + col, tl.rsqrt(variance + eps), mask=inside)
-    count = tokens.to(tl.float32)
-    _track(running_mean, batch, momentum, col, inside, mean)
-    _track(running_var, batch, momentum, col, inside, variance * (count / (count - 1.0)))
     if zero is not None:
         tl.store(zero, 0.0)
 
@@ -119,14 +143,18 @@ def _statistics(
 @triton.jit(do_not_specialize=["tokens", "programs"])
 def _combine(
     x, partial, statistics, zero, running_mean, running_var, batches, momentum, eps, tokens, programs,
-    COUNTED: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr,
+    COUNTED: tl.constexpr, AVERAGES: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)
     inside = col < H
     mean, variance = _merged(x, partial, tokens, programs, col, inside, COUNTED, H, ROWS, CHUNK)
     # The kernel that counts the batches runs before this one, or after it if rows were COUNTED.
     batch = tl.load(batches) + (1 if COUNTED else 0)
-    _settle(mean, variance, statistics, zero, running_mean, running_var, batch, momentum, eps, tokens, col, inside, H)
+    _settle(
+        mean, variance, statistics, zero, running_mean, running_var, batch, momentum, eps, tokens, col, inside,
+        AVERAGES, H,
+    )  # fmt: skip
 
 
 @launched
@@ -149,7 +177,7 @@ def _apply(
             batch = tl.load(batches)
             _settle(
                 mean, variance, statistics, zero, running_mean, running_var, batch, momentum, eps, tokens, col,
-                inside, H,
+                inside, 0, H,
             )  # fmt: skip
     else:
         mean, scale = _column(statistics, col, inside), _column(statistics + H, col, inside)
@@ -263,11 +291,13 @@ def _summed(partial, programs, col, inside, H: tl.constexpr, CHUNK: tl.constexpr
 @triton.jit(do_not_specialize=["tokens", "programs", "steps"])
 def _backward_apply(
     du, dlink, skip, residual, x, weight, statistics, partial, sums, dx, tokens, programs, steps,
-    SHARED: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr,
+    SHARED: tl.constexpr, AVERAGED: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """dx = weight / √(σ² + ε) · (g − mean(g) − x̂ mean(g x̂)) + residual; with `partial` the sums are merged first.
 
-    SHARED: `steps` steps share one row of `residual`.
+    SHARED: `steps` steps share one row of `residual`. AVERAGED: of a running norm, whose x̂ is by the averages; both
+    means count by the share of the batch in them, and x̂ before the second is centred by the batch's own mean.
     """
     start = tl.program_id(0) // tl.cdiv(H, COLS) * ROWS
     row, col = tl.arange(0, ROWS), tl.program_id(0) % tl.cdiv(H, COLS) * COLS + tl.arange(0, COLS)
@@ -287,6 +317,10 @@ def _backward_apply(
     else:
         plain, along = _column(sums, col, inside), _column(sums + H, col, inside)
     count = tokens.to(tl.float32)
+    if AVERAGED:
+        mean, share = _column(statistics + 2 * H, col, inside), _column(statistics + 3 * H, col, inside)
+        plain *= share
+        along *= share
     outer = scale * _column(weight, col, inside) if weight is not None else scale
     normal = (value - mean[None, :]) * scale[None, :]
     value = outer[None, :] * (gradient - (plain / count)[None, :] - normal * (along / count)[None, :])
@@ -308,13 +342,19 @@ def normalise(
     eps: float,
     moments: Tensor | None,
     zero: Tensor | None = None,
+    *,
+    through: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """u and the statistics that its gradient needs; x is dense, and H > 32 where its moments are given."""
-    H = x.shape[-1]
-    u, statistics = torch.empty_like(x), torch.empty(2, H, dtype=torch.float32, device=x.device)
+    """u and the statistics that its gradient needs; x is dense, and H > 32 where its moments are given.
+
+    `through` is None for batch norm; a running norm says by it if gradients go through its averages.
+    """
+    H, averages = x.shape[-1], 0 if through is None else 1 + through
+    rows = 4 if averages else 2
+    u, statistics = torch.empty_like(x), torch.empty(rows, H, dtype=torch.float32, device=x.device)
     kinds = kinds_of(x, weight, bias, *running, zero)
     counted = 0 if moments is None else len(moments)
-    plan = _forward_plan(x.numel() // H, H, counted, momentum, eps, kinds, x.device)
+    plan = _forward_plan(x.numel() // H, H, counted, momentum, eps, averages, kinds, x.device)
     if moments is None:
         moments = torch.empty(plan.programs, 2, H, dtype=torch.float32, device=x.device)
     if plan.statistics is not None:
@@ -344,16 +384,17 @@ def norm_gradient(
     H = x.shape[-1]
     residual, steps = (None, 0) if dresidual is None else rows_of(dresidual)
     kinds = kinds_of(du, dlink, skip, residual, x, weight, bias)
-    plan = _backward_plan(x.numel() // H, H, steps, known is not None, of_x, kinds, x.device)
+    averaged = len(statistics) == 4
+    plan = _backward_plan(x.numel() // H, H, steps, known is not None, of_x, averaged, kinds, x.device)
     partial = None
     if known is not None:
         link, drive = known
-        sums = torch.empty_like(statistics)
+        sums = torch.empty_like(statistics[:2])
         plan.sums(drive, link, du, dlink, skip, x, weight, bias, statistics, sums)
     else:
         partial = torch.empty(plan.programs, 2, H, dtype=torch.float32, device=x.device)
         plan.sums(du, dlink, skip, x, statistics, partial)
-        sums = torch.empty_like(statistics) if plan.merges else column_sums(partial.view(-1, 2 * H)).view(2, H)
+        sums = torch.empty_like(statistics[:2]) if plan.merges else column_sums(partial.view(-1, 2 * H)).view(2, H)
     if not of_x:
         return None, sums
     dx = torch.empty_like(x)
@@ -362,7 +403,7 @@ def norm_gradient(
 
 
 class _ForwardPlan(NamedTuple):
-    """The kernels of the forward pass; up to `_NARROW` columns `apply` does the work of `combine`."""
+    """The kernels of the forward pass; up to `_NARROW` columns `apply` does the work of `combine` for batch norm."""
 
     programs: int
     statistics: Planned | None
@@ -381,7 +422,14 @@ class _BackwardPlan(NamedTuple):
 
 @plan_of
 def _forward_plan(
-    tokens: int, H: int, counted: int, momentum: float | None, eps: float, kinds: tuple[Any, ...], device: torch.device
+    tokens: int,
+    H: int,
+    counted: int,
+    momentum: float | None,
+    eps: float,
+    averages: int,
+    kinds: tuple[Any, ...],
+    device: torch.device,
 ) -> _ForwardPlan:
     tiles, columns, programs, options = _tiles(tokens, H)
     sizes = (momentum, eps, tokens, counted or programs)
@@ -389,16 +437,24 @@ def _forward_plan(
     if not counted:
         stages = 3 if H > _NARROW else 1
         statistics = Planned(_statistics, (programs * columns,), tokens, STAGES=stages, **options)
-    if H > _NARROW:
+    # Programs that read the averages must not run beside the one that moves them.
+    if H > _NARROW or averages:
         few = options | {"COLS": 8, "CHUNK": 256, "num_warps": 8}
-        combine = Planned(_combine, (cdiv(H, 8),), *sizes, COUNTED=counted > 0, **few)
+        combine = Planned(_combine, (cdiv(H, 8),), *sizes, COUNTED=counted > 0, AVERAGES=averages, **few)
     apply = Planned(_apply, (tiles * columns,), *sizes, COUNTED=counted > 0, CHUNK=128, **options)
     return _ForwardPlan(programs, statistics, combine, apply)
 
 
 @plan_of
 def _backward_plan(
-    tokens: int, H: int, steps: int, known: bool, of_x: bool, kinds: tuple[Any, ...], device: torch.device
+    tokens: int,
+    H: int,
+    steps: int,
+    known: bool,
+    of_x: bool,
+    averaged: bool,
+    kinds: tuple[Any, ...],
+    device: torch.device,
 ) -> _BackwardPlan:
     tiles, columns, programs, options = _tiles(tokens, H)
     merges = not known and H <= _NARROW and of_x
@@ -408,7 +464,8 @@ def _backward_plan(
         stages = 3 if H > _NARROW else 1
         sums = Planned(_backward_sums, (programs * columns,), tokens, STAGES=stages, **options)
     sizes = (tokens, programs, steps)
-    apply = Planned(_backward_apply, (tiles * columns,), *sizes, SHARED=steps > 0, CHUNK=128, **options)
+    variant = {"SHARED": steps > 0, "AVERAGED": averaged, "CHUNK": 128}
+    apply = Planned(_backward_apply, (tiles * columns,), *sizes, **variant, **options)
     return _BackwardPlan(programs, merges, sums, apply)
 
 
@@ -424,7 +481,7 @@ def _tiles(tokens: int, H: int) -> tuple[int, int, int, dict[str, Any]]:
 
 
 class FusedBatchNorm(torch.autograd.Function):
-    """Batch norm: u, x again, and zeros for two links; all gradients arrive together and are added as they are read.
+    """Batch norm, or a running norm: u, x again, and zeros for two links; all gradients arrive together and are added.
 
     The zeros take no memory. With u₀ the value of u as a constant, the zeros of the first link stand for D ⊙ (u − u₀)
     and receive the gradient of D ⊙ u; the zeros of the second link stand for u − u₀.
@@ -443,11 +500,12 @@ class FusedBatchNorm(torch.autograd.Function):
         momentum: float | None,
         eps: float,
         moments: Tensor | None = None,
+        through: bool | None = None,
     ) -> tuple[Tensor | None, ...]:
         dense, H = x.contiguous(), x.shape[-1]
         zero, moments = x.new_empty(1, dtype=torch.float32), moments if H > _NARROW else None
         running = (running_mean, running_var, batches)
-        u, statistics = normalise(dense, weight, bias, running, momentum, eps, moments, zero)
+        u, statistics = normalise(dense, weight, bias, running, momentum, eps, moments, zero, through=through)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(dense, weight, bias, skip, statistics)
         if skip is None:
@@ -467,11 +525,11 @@ class FusedBatchNorm(torch.autograd.Function):
         du = ddrive if du is None else du if ddrive is None else du + ddrive
         du, dlink = (None if grad is None else grad.contiguous() for grad in (du, dlink))
         if du is None and dlink is None:
-            return dresidual, *[None] * 9
+            return dresidual, *[None] * 10
         given = (known, x, weight, bias, None if dlink is None else skip, statistics)
         dx, sums = norm_gradient(du, dlink, dresidual, *given, of_x=ctx.needs_input_grad[0])
         dbias = None if bias is None else sums[0].to(bias.dtype)
-        return dx, None if weight is None else sums[1].to(weight.dtype), dbias, *[None] * 7
+        return dx, None if weight is None else sums[1].to(weight.dtype), dbias, *[None] * 8
 
 
 _VALUES = 4096  # numbers in a tile
