@@ -61,6 +61,11 @@ def test_graphs_have_every_norm_and_pooling(norm, pooling, what):
     assert difference(build("LRU", "classifier", norm=norm, pooling=pooling, depth=1), what) < 5e-6
 
 
+@pytest.mark.parametrize("what", ["step", "forward"])
+def test_graphs_have_the_gelu_of_the_model(what):
+    assert difference(build("LRU", "classifier", gelu="tanh", depth=1), what) < 5e-6
+
+
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("what", ["step", "forward"])
 def test_an_order_of_one_is_no_special_case(layer, what):

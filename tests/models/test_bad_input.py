@@ -7,7 +7,7 @@ from tests import unhooked
 PREAMBLE = """
 import torch
 from torch import ones, randint, tensor, zeros
-from compressm.layers import LRU
+from compressm.layers import LRU, Mamba
 from compressm.models import *
 
 def classifier(layer=LRU, **options):
@@ -35,6 +35,8 @@ CASES = {
     "depth 1.5": ("classifier(depth=1.5)", "depth is 1.5", "integer"),
     "width 0": ("classifier(width=0)", "width is 0", "at least 1"),
     "order 0": ("classifier(order=0)", "order is 0", "at least 1"),
+    "an unknown GELU": ("classifier(gelu='erf')", "gelu is 'erf'", "'exact' or 'tanh'"),
+    "a GELU for Mamba": ("classifier(layer=Mamba, gelu='tanh')", "gelu is 'tanh'", "its own gate"),
     "0 inputs": ("classifier(inputs=0)", "inputs is 0", "at least 1"),
     "an empty vocabulary": ("writer(vocabulary=0)", "vocabulary is 0", "at least 1"),
     "3 towers": ("classifier(towers=3)", "towers is 3", "1 or 2"),

@@ -22,9 +22,9 @@ def _kernels_serve_here(monkeypatch):
     monkeypatch.setattr("compressm.ops.dispatch._DEVICES", (DEVICE.type,))
 
 
-def make(width=6, norm=BatchNorm(), dropout=OneMask(0.3), layer=LRU):  # noqa: B008
+def make(width=6, norm=BatchNorm(), dropout=OneMask(0.3), layer=LRU, gelu="exact"):  # noqa: B008
     torch.manual_seed(0)
-    return Block(layer(width, order=5), norm=norm, dropout=dropout).to(DEVICE)
+    return Block(layer(width, order=5), norm=norm, dropout=dropout, gelu=gelu).to(DEVICE)
 
 
 def trained(block, x, lengths=None):
@@ -65,6 +65,11 @@ def test_it_does_so_with_any_dropout_and_layer(dropout, layer):
 @pytest.mark.parametrize("norm", [BatchNorm(), RunningNorm(through=True)], ids=repr)
 def test_it_does_so_with_padding(norm):
     check_against_the_plain_block(make(norm=norm), normal(3, 12, 6, seed=1), torch.tensor([12, 5, 1], device=DEVICE))
+
+
+@pytest.mark.parametrize("width", [6, 40])
+def test_it_does_so_with_the_gelu_by_tanh(width):
+    check_against_the_plain_block(make(width, RUNNING[0], gelu="tanh"), 3 * normal(3, 12, width, seed=1))
 
 
 def test_it_does_so_with_frozen_statistics():

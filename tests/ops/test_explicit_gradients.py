@@ -73,6 +73,21 @@ def test_it_is_the_definition_in_values_and_gradients(case, kind):
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("case", CASES[:3], ids=str)
+def test_the_gelu_may_be_its_approximation_by_tanh(case):
+    tensors, keep = given(*case)
+    dout = arriving("full", *case[1:3], case[0])
+
+    def explicit(y, x, weight, bias, u, D):
+        return gated_residual(y, x, weight, bias, u=u, D=D, keep=keep, rate=RATE, tanh=True)
+
+    out, got = gradients(explicit, tensors, dout)
+    value, wanted = gradients(lambda *leaves: plain_gated_residual(*leaves, None, keep, RATE, tanh=True), tensors, dout)
+    assert not torch.allclose(out, both(tensors, keep, dout)[0][0], rtol=0, atol=1e-6)
+    for one, other in zip((out, *got), (value, *wanted), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("case", CASES[:4], ids=str)
 def test_in_float32_it_is_as_close_as_the_definition(case):
     tensors, keep = given(*case)

@@ -28,13 +28,13 @@ def flags(rows, length, width):
     return torch.rand(2, rows, length, width, generator=torch.Generator().manual_seed(6)).to(DEVICE) > RATE
 
 
-def by_kernels(inputs, keep=None, link=None, dtype=None):
+def by_kernels(inputs, keep=None, link=None, dtype=None, tanh=False):
     from compressm.ops.block.gated_residual_triton import NarrowGatedResidual, WideGatedResidual
 
     function = NarrowGatedResidual if inputs["y"].shape[-1] <= 32 else WideGatedResidual
     tensors = [inputs.get(name) for name in NAMES]
     carrier, totals = (None, None) if link is None else link[1:]
-    return function.apply(*tensors, carrier, totals, keep, RATE, dtype or inputs["y"].dtype)
+    return function.apply(*tensors, carrier, totals, keep, RATE, dtype or inputs["y"].dtype, tanh)
 
 
 def with_gradients(call, inputs, dout, wanted=NAMES):
@@ -44,17 +44,17 @@ def with_gradients(call, inputs, dout, wanted=NAMES):
     return {"out": out.detach(), **{name: leaf.grad for name, leaf in leaves.items() if name in wanted}}
 
 
-def exact(inputs, keep, dout, wanted=NAMES):
+def exact(inputs, keep, dout, wanted=NAMES, *, tanh=False):
     def call(leaves):
-        return plain_gated_residual(*(leaves.get(name) for name in NAMES), None, keep, RATE)
+        return plain_gated_residual(*(leaves.get(name) for name in NAMES), None, keep, RATE, tanh=tanh)
 
     return with_gradients(call, {name: value.double() for name, value in inputs.items()}, dout.double(), wanted)
 
 
-def check_against_the_definition(inputs, keep, wanted=NAMES):
+def check_against_the_definition(inputs, keep, wanted=NAMES, *, tanh=False):
     dout = normal(*inputs["y"].shape, seed=7, dtype=inputs["y"].dtype)
-    got = with_gradients(lambda leaves: by_kernels(leaves, keep), inputs, dout, wanted)
-    for name, value in exact(inputs, keep, dout, wanted).items():
+    got = with_gradients(lambda leaves: by_kernels(leaves, keep, tanh=tanh), inputs, dout, wanted)
+    for name, value in exact(inputs, keep, dout, wanted, tanh=tanh).items():
         assert got[name].dtype == (inputs["x"] if name == "out" else inputs[name]).dtype
         assert relative(got[name], value) < TOLERANCE[inputs["y"].dtype], name
 
@@ -65,6 +65,19 @@ def test_it_computes_its_equation():
     z = 0.5 * before * (1 + torch.erf(before / 2**0.5))
     v, g = (z @ inputs["weight"].mT + inputs["bias"]).chunk(2, dim=-1)
     torch.testing.assert_close(gated_residual(**inputs), inputs["x"] + v * torch.sigmoid(g))
+
+
+@MARK
+@pytest.mark.parametrize("width", [8, 40])
+@pytest.mark.usefixtures("nan_memory")
+def test_the_kernels_approximate_the_gelu_by_tanh_where_asked(width):
+    inputs = given(3, 11, width)
+    inputs["y"] *= 3  # where the two forms differ by up to 5e-4
+    check_against_the_definition(inputs, flags(1, 11, width), tanh=True)
+    both = [
+        plain_gated_residual(*(inputs[name] for name in NAMES), None, None, 0.0, tanh=tanh) for tanh in (True, False)
+    ]
+    assert 1e-5 < relative(*both) < 1e-2
 
 
 @pytest.mark.parametrize("rows", [1, 2])

@@ -104,6 +104,15 @@ def test_a_classifier_streams_its_running_answer(layer, pooling):
         torch.testing.assert_close(mine, theirs)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_the_gelu_may_be_its_approximation_by_tanh(dtype):
+    sizes = {"depth": 2, "width": WIDTH, "order": 3, "inputs": 2, "classes": 3}
+    torch.manual_seed(0)
+    model, x = SequenceClassifier(LRU, **sizes, gelu="tanh").to(dtype), 5 * numbers(width=2, dtype=dtype)
+    model(x)
+    check_close(streamed(Stream(model.eval(), BATCH), x)[:, -1], model(x), dtype)
+
+
 def test_a_classifier_of_tokens_is_streamed_too():
     torch.manual_seed(0)
     sizes = {"depth": 1, "width": WIDTH, "order": 4, "classes": 3, "vocabulary": VOCABULARY}

@@ -23,6 +23,7 @@ from compressm.models import (
     NoNorm,
     OneMask,
     PerElement,
+    RunningNorm,
     SequenceClassifier,
 )
 from compressm.ops import Path
@@ -289,14 +290,18 @@ def test_a_row_that_became_shorter_or_was_turned_round_is_that(tmp_path):
     check_round_trip(loaded, tmp_path / "turned")
 
 
-@pytest.mark.parametrize("norm", [BatchNorm(0.2, affine=False), LayerNorm(), NoNorm()], ids=str)
+@pytest.mark.parametrize(
+    "norm", [BatchNorm(0.2, affine=False), RunningNorm(through=True), LayerNorm(), NoNorm()], ids=str
+)
 def test_blocks_that_were_added_are_saved(norm, tmp_path):
-    model = classifier(S5, norm=norm, dropout=OneMask(0.3))
+    model = classifier(S5, norm=norm, dropout=OneMask(0.3), gelu="tanh")
     model.blocks.append(copy.deepcopy(model.blocks[1]))
     model.blocks.append(Block(LRU(4, 5)))
     cut(model.blocks[2].ssm, 2)
     loaded = check_round_trip(model, tmp_path)
     assert [block.ssm.order for block in loaded.blocks] == [6, 6, 2, 5]
+    assert [block.gelu for block in loaded.blocks] == ["tanh"] * 3 + ["exact"]
+    assert [vars(block.norm).get("through") for block in loaded.blocks[:3]] == [getattr(norm, "through", None)] * 3
     assert repr(loaded) == repr(model)
 
 

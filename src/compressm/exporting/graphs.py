@@ -113,16 +113,24 @@ def _product(first: Tensor, *others: Tensor | None) -> Tensor:
     return reduce(torch.mul, present, first.double())
 
 
+_SLOPE = 2 * math.sqrt(2 / math.pi)
+
+
 @final
 class BlockGraph(nn.Module):
-    """A residual block; gelu(y) is (s + s erf s) / √2 for s = y / √2, where factors go into the weights around it."""
+    """A residual block; gelu(y) is (s + s erf s) / √2 for s = y / √2, where factors go into the weights around it.
+
+    Its approximation by tanh is y sigmoid(2 √(2/π) (y + 0.044715 y³)).
+    """
 
     def __init__(self, block: ResidualBlock, dtype: torch.dtype, *, sequences: bool) -> None:
         super().__init__()
         if not isinstance(block, Block | MixerBlock):
             raise ExportError(f"a block is a {type(block).__name__}, expected a Block or a MixerBlock")
-        half, gated = math.sqrt(0.5), isinstance(block, Block)
-        self.recurrence = recurrence_of(block.ssm, dtype, sequences=sequences, gain=half if gated else 1.0, scaled=True)
+        self.exact = not isinstance(block, Block) or block.gelu == "exact"
+        half = math.sqrt(0.5) if self.exact else 1.0
+        gain = half if isinstance(block, Block) else 1.0
+        self.recurrence = recurrence_of(block.ssm, dtype, sequences=sequences, gain=gain, scaled=True)
         self.norm = Norm(block.norm, dtype, self.recurrence.scale)
         self.gate = (
             Product(half * block.gate.weight.double(), block.gate.bias, dtype) if isinstance(block, Block) else None
@@ -139,7 +147,8 @@ class BlockGraph(nn.Module):
     def _after(self, x: Tensor, y: Tensor) -> Tensor:
         if self.gate is None:
             return x + y
-        both = self.gate(y + y * torch.erf(y))
+        active = y + y * torch.erf(y) if self.exact else y * torch.sigmoid(y * (_SLOPE + 0.044715 * _SLOPE * y * y))
+        both = self.gate(active)
         value, gate = pieces(both, [both.shape[-1] // 2] * 2)
         return x + value * torch.sigmoid(gate)
 

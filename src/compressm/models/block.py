@@ -6,8 +6,9 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
-from typing import Any, cast, final
+from typing import Any, Literal, cast, final, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -171,6 +172,14 @@ class MixerBlock(ResidualBlock):
         return dropped_residual(x, y, None if keep is None else keep[0], self.dropout.rate)
 
 
+Gelu = Literal["exact", "tanh"]
+
+
+def _require_gelu(gelu: object) -> None:
+    if gelu not in get_args(Gelu):
+        raise SequenceError(f"gelu is {gelu!r:.80}, expected 'exact' or 'tanh'")
+
+
 # Norms whose kernels take the moments that the block before has measured.
 _OVER_BATCH = (PaddedBatchNorm, PaddedRunningNorm)
 
@@ -179,6 +188,8 @@ _OVER_BATCH = (PaddedBatchNorm, PaddedRunningNorm)
 class Block(ResidualBlock):
     """x + dropout(GLU(dropout(GELU(mixer(norm(x)))))) with GLU(z) = W₁z ⊙ sigmoid(W₂z), for linear layers.
 
+    The GELU is exact, or its approximation by tanh.
+
     The code around the mixer is two operations with their own gradients, a few kernels on a GPU. The mixer is called as
     a module; of the gate only weight and bias are read.
     """
@@ -186,12 +197,19 @@ class Block(ResidualBlock):
     ssm: LTILayer
 
     def __init__(
-        self, mixer: SSMLayer, *, norm: Norm = BatchNorm(), dropout: Dropout | float = PerElement(0.0)
+        self,
+        mixer: SSMLayer,
+        *,
+        norm: Norm = BatchNorm(),
+        dropout: Dropout | float = PerElement(0.0),
+        gelu: Gelu = "exact",
     ) -> None:
         _require_mixer(mixer)
         if not mixer.needs_gate:
             raise SequenceError(f"the mixer is a {type(mixer).__name__}, expected a linear layer; use MixerBlock")
+        _require_gelu(gelu)
         super().__init__(mixer, norm=norm, dropout=dropout)
+        self.gelu = gelu
         self.gate = nn.Linear(mixer.width, 2 * mixer.width)
 
     def forward(
@@ -232,7 +250,8 @@ class Block(ResidualBlock):
             # A mask that keeps everything: without one, a kernel is another and takes half a second to compile.
             keep, rate = torch.ones(2, 1, *x.shape[1:], dtype=torch.bool, device=x.device), 0.0
         weight, bias = self.gate.weight, self.gate.bias
-        return gated_residual(y, x, weight, bias, u=u, D=D, link=link, keep=keep, rate=rate, measured=measured)
+        options: dict[str, Any] = {"keep": keep, "rate": rate, "measured": measured, "tanh": self.gelu == "tanh"}
+        return gated_residual(y, x, weight, bias, u=u, D=D, link=link, **options)
 
     def _at_once(self, x: Tensor, measured: bool) -> Tensor | None:
         """The output where kernels train the whole block at once and no hook has to see its parts, else None."""
@@ -243,7 +262,8 @@ class Block(ResidualBlock):
         through = norm.through if isinstance(norm, PaddedRunningNorm) else None
         # In between, some of the kernels are those for narrow models and others those for wide ones.
         alike = width <= 16 or width > 32
-        compiled = compiled_kernels_serve(x) and through is None
+        tanh = self.gelu == "tanh"
+        compiled = compiled_kernels_serve(x) and through is None and not tanh
         if not (alike and (compiled or kernels_serve(x))) or is_watched(norm) or is_watched(layer):
             return None
         if x.shape[0] * x.shape[1] == 1:
@@ -259,7 +279,7 @@ class Block(ResidualBlock):
         from compressm.ops.block.lru_block_triton import train_lru_block
 
         given = (x, vectors, keep, rate, running_of(norm), norm.eps, parameters)
-        return train_lru_block(*given, measured=measured, through=through)
+        return train_lru_block(*given, measured=measured, through=through, tanh=tanh)
 
 
 @final
@@ -326,12 +346,16 @@ def build_blocks(
     *,
     norm: Norm,
     dropout: Dropout | float,
+    gelu: Gelu = "exact",
 ) -> Blocks:
-    """Build `depth` blocks, each around its own layer; a layer without a gate gets one."""
+    """Build `depth` blocks, each around its own layer; a layer without a gate gets one, behind a GELU."""
     require_counts(depth=depth, at_most=_MOST_BLOCKS)
     if not (isinstance(layer, type) and issubclass(layer, SSMLayer)) or inspect.isabstract(layer):
         raise SequenceError(f"layer is {layer!r}, expected a class of SSM layers, such as LRU")
-    kind: type[ResidualBlock] = Block if layer.needs_gate else MixerBlock
+    _require_gelu(gelu)
+    if gelu != "exact" and not layer.needs_gate:
+        raise SequenceError(f"gelu is {gelu!r} with layer {layer.__name__}, which has its own gate: leave it out")
+    kind = partial(Block, gelu=gelu) if layer.needs_gate else MixerBlock
     require_norm(norm)
     dropout, options = as_dropout(dropout), _checked_options(options)
     mixers = [layer(width, order=order, **options) for _ in range(depth)]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from compressm.layers import SequenceError, SSMLayer
 from compressm.layers.base import keeps_arguments
-from compressm.models.block import Dropout, PerElement, build_blocks
+from compressm.models.block import Dropout, Gelu, PerElement, build_blocks
 from compressm.models.checks import require_counts, require_lengths
 from compressm.models.encoder import EmbeddingEncoder, Encoder, LinearEncoder
 from compressm.models.normalisation import BatchNorm, Norm
@@ -49,6 +49,7 @@ class SequenceClassifier(nn.Module):
         vocabulary: int | None = None,
         norm: Norm = BatchNorm(),
         dropout: Dropout | float = PerElement(0.1),
+        gelu: Gelu = "exact",
         pooling: Pooling = MeanPooling(),
         towers: int = 1,
         layer_options: Mapping[str, Any] | None = None,
@@ -61,7 +62,7 @@ class SequenceClassifier(nn.Module):
             raise SequenceError(f"towers is {towers!r}, expected 1 or 2, and 1 with EveryStep pooling")
         self.width, self.towers, self.pooling = width, towers, pooling
         self.encoder = _encoder(inputs, vocabulary, width)
-        self.blocks = build_blocks(layer, depth, width, order, layer_options, norm=norm, dropout=dropout)
+        self.blocks = build_blocks(layer, depth, width, order, layer_options, norm=norm, dropout=dropout, gelu=gelu)
         self.head = nn.Linear(width, classes) if towers == 1 else _comparison(width, classes)
 
     def forward(

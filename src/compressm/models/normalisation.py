@@ -186,6 +186,9 @@ class PaddedRunningNorm(nn.BatchNorm1d):
         super().__init__(num_features, eps, momentum, affine)
         self.through = through
 
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, through={self.through}"
+
     def forward(
         self, x: Float[Tensor, "batch length width"], lengths: Int[Tensor, " batch"] | None = None
     ) -> Float[Tensor, "batch length width"]:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import gelu
 
 from compressm.compression.distributed import unwrapped
 from compressm.errors import warn_caller
@@ -333,16 +334,18 @@ class _Program:
 
         On one core torch's GELU takes 6.5 µs for a vector of 128, as long as all else up to the gate.
         """
-        stepper = self._stepper(block.ssm, gain=math.sqrt(0.5), scaled=True)
+        exact = block.gelu == "exact"
+        half = math.sqrt(0.5) if exact else 1.0
+        stepper = self._stepper(block.ssm, gain=half, scaled=True)
         norm, step, addmm = self._norm(block.norm, stepper.scale), stepper.step, torch.addmm
-        weight = (math.sqrt(0.5) * block.gate.weight.double()).to(self.wide).mT.contiguous()
+        weight = (half * block.gate.weight.double()).to(self.wide).mT.contiguous()
         bias = block.gate.bias.detach().to(self.wide).repeat(self.batch, 1)  # one to expand takes 0.2 µs
         product = torch.empty_like(bias)
         value, gate = product.chunk(2, dim=1)
 
         def run(x: Tensor) -> Tensor:
             s = step(norm(x))
-            s.addcmul_(s, s.erf())
+            s = s.addcmul_(s, s.erf()) if exact else gelu(s, approximate="tanh")
             addmm(bias, s, weight, out=product)
             return x.addcmul_(value, gate.sigmoid_())
 

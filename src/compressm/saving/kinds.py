@@ -51,6 +51,12 @@ _BY_ATTRIBUTES: Mapping[type[nn.Module], tuple[str, ...]] = {
     Unchanged: (),
     RandomMask: ("rate", "shared"),
 }
+# Options that came later, with their defaults, at which files leave them out: earlier versions read these files.
+_LATER: dict[type[Any], dict[str, object]] = {
+    models.SequenceClassifier: {"gelu": "exact"},
+    models.RunningNorm: {"through": False},
+    PaddedRunningNorm: {"through": False},
+}
 _WITH_BIAS = (nn.Linear, nn.LayerNorm)
 # Built with placeholders for their children, which are then replaced like any module.
 _OF_CHILDREN: tuple[type[nn.Module], ...] = (nn.Sequential, models.Block, models.MixerBlock)
@@ -117,8 +123,9 @@ def encode(value: object, where: str) -> Stored:
         return _named(value, where)
     if isinstance(value, type):
         return {"class": _name_of(value, value, where)}
-    name = _name_of(type(value), value, where)
-    return {"kind": name} | _named(_arguments(value, where), name)
+    name, later = _name_of(type(value), value, where), _LATER.get(type(value), {})
+    given = {key: one for key, one in _arguments(value, where).items() if key not in later or one != later[key]}
+    return {"kind": name} | _named(given, name)
 
 
 def decode(stored: Stored, where: str) -> Any:

@@ -169,6 +169,7 @@ def build_model(config: recipes.ModelConfig, task: Task | Form) -> models.Sequen
             towers=task.towers,
             norm=_NORMS[config.norm](**config.norm_options),
             dropout=_DROPOUTS[config.dropout_form](config.dropout),
+            gelu=config.gelu or "exact",
             pooling=_POOLINGS[config.pooling],
             layer_options=config.layer_options,
         )

@@ -130,6 +130,7 @@ class ModelConfig(Config):
     layer: LRU, S5, S4, S4D, LinOSS, Mamba, or your own class, "package.module:Name", that is built as (width, order=n).
     dropout_form: "batch" is one mask for the whole batch, as in the paper's own code, "element" one for every element.
     pooling: "steps" keeps every step, for tasks that ask at each of them.
+    gelu: "tanh" is the approximation in the paper's own code; by default it is exact.
     """
 
     depth: int
@@ -142,6 +143,7 @@ class ModelConfig(Config):
     norm: Literal["batch", "running", "layer", "rms", "none"] = "batch"
     norm_options: dict[str, Any] = field(default_factory=dict)
     pooling: Literal["mean", "last", "steps"] = "mean"
+    gelu: Literal["exact", "tanh"] | None = None  # runs of earlier versions have no such key
 
     def __post_init__(self) -> None:
         self._at_least(1, "depth", "width", "order")
@@ -161,6 +163,7 @@ class TrainingConfig(Config):
 
     schedule "cosine" warms up from `lowest_rate` for the share `warmup` of all steps and falls back to it.
     class_weights: of the loss in training, one a class in the order of labels; balanced: one over its frequency.
+    floor: the loss of a class is −log(p + floor) of its probability p, with 1e-8 as in the paper's own code.
     """
 
     steps: int
@@ -178,8 +181,10 @@ class TrainingConfig(Config):
     evaluation_batch: int = 500
     checkpoint_every: int | None = None
     keep_checkpoints: int = 2
+    floor: float | None = None
 
     def __post_init__(self) -> None:
+        self._share("floor")
         self._at_least(
             1, "steps", "batch", "evaluate_every", "checkpoint_every", "evaluation_batch", "keep_checkpoints"
         )

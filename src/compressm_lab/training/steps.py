@@ -44,18 +44,23 @@ class Prepared(Protocol):
         """Do the work; within `autocast` models compute as in training."""
 
 
-def task_objective(kind: TaskKind, class_weights: Tensor | None = None) -> Objective:
-    """The loss of a kind of task: cross-entropy of classes, weighed if there are weights, or mean squared error."""
-    return _regress if kind.is_regression else partial(_classify, class_weights=class_weights)
+def task_objective(kind: TaskKind, class_weights: Tensor | None = None, floor: float | None = None) -> Objective:
+    """The loss of a kind of task: cross-entropy of classes, weighed if there are weights, or mean squared error.
+
+    With a floor the loss of a class is −log(p + floor) of its probability p.
+    """
+    return _regress if kind.is_regression else partial(_classify, class_weights=class_weights, floor=floor)
 
 
 def training_objective(task: Task, config: TrainingConfig, device: torch.device) -> Objective:
-    """The loss of a task in training, with the class weights of the recipe."""
-    given = config.class_weights
-    if given is None:
-        return task_objective(task.kind)
+    """The loss of a task in training, with the class weights and the floor of the recipe."""
+    given, floor = config.class_weights, config.floor
     if task.kind.is_regression:
-        raise ConfigError(f"training.class_weights is {given}, and {task.name} has no classes: leave it out")
+        for name, value in (("class_weights", given), ("floor", floor)):
+            if value is not None:
+                raise ConfigError(f"training.{name} is {value}, and {task.name} has no classes: leave it out")
+    if given is None:
+        return task_objective(task.kind, floor=floor)
     if isinstance(given, tuple):
         if len(given) != task.classes:
             names = f", {', '.join(task.labels)}" if task.labels else ""
@@ -63,17 +68,22 @@ def training_objective(task: Task, config: TrainingConfig, device: torch.device)
                 f"training.class_weights has {len(given)} numbers, expected one for each of the {task.classes} classes"
                 f"{names}"
             )
-        return task_objective(task.kind, torch.tensor(given, dtype=torch.float32, device=device))
+        return task_objective(task.kind, torch.tensor(given, dtype=torch.float32, device=device), floor)
     targets = task.train.targets
     counts = torch.bincount(targets[targets != IGNORED].flatten(), minlength=task.classes).float()
     # A class that training data lack is never asked for.
-    return task_objective(task.kind, (counts.sum() / (task.classes * counts.clamp(min=1))).to(device))
+    return task_objective(task.kind, (counts.sum() / (task.classes * counts.clamp(min=1))).to(device), floor)
 
 
-def _classify(model: nn.Module, batch: Batch, class_weights: Tensor | None) -> StepResult:
+def _classify(
+    model: nn.Module, batch: Batch, class_weights: Tensor | None = None, floor: float | None = None
+) -> StepResult:
     logits, targets = model(batch.inputs, batch.lengths).float(), batch.targets
-    rows = (logits.flatten(0, -2), targets.flatten())
-    loss = functional.cross_entropy(*rows, weight=class_weights, ignore_index=IGNORED)
+    rows, wanted = logits.flatten(0, -2), targets.flatten()
+    if floor is None:
+        loss = functional.cross_entropy(rows, wanted, weight=class_weights, ignore_index=IGNORED)
+    else:
+        loss = functional.nll_loss((rows.softmax(-1) + floor).log(), wanted, class_weights, ignore_index=IGNORED)
     return StepResult(loss, (logits.detach().argmax(-1) == targets).sum(), (targets != IGNORED).sum())
 
 

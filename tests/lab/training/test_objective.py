@@ -30,6 +30,15 @@ def test_classes_cost_their_cross_entropy():
     assert found.asked == 3
 
 
+def test_a_floor_is_added_to_probabilities_before_their_logarithm():
+    logits, targets = torch.tensor([[0.0, 40.0], [3.0, 1.0]], dtype=torch.float32), torch.tensor([0, 1])
+    found = task_objective(TaskKind.CLASSIFY, floor=1e-8)(Fixed(logits), Batch(INPUTS[:2], targets, None))
+    shares = logits.double().softmax(-1)
+    expected = -((shares[0, 0] + 1e-8).log() + (shares[1, 1] + 1e-8).log()) / 2
+    assert found.loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert expected < 12  # without a floor the first alone costs 40
+
+
 def test_steps_at_which_nothing_is_asked_cost_nothing():
     logits = torch.randn(3, 4, 5)
     targets = torch.full((3, 4), -100)

@@ -21,6 +21,8 @@ from compressm.ops.dispatch import (
 )
 from compressm.ops.memory import MANY, packed_row, packed_weight, steps_a_row
 
+_FORMS = ("none", "tanh")  # of the GELU, as torch calls them
+
 
 def plain_gated_residual(
     y: Float[Tensor, "batch length width"],
@@ -32,11 +34,14 @@ def plain_gated_residual(
     link: Link | None,
     keep: Bool[Tensor, "2 rows length width"] | None,
     rate: float,
+    *,
+    tanh: bool = False,
 ) -> Float[Tensor, "batch length width"]:
     """x + k₂ ⊙ v ⊙ sigmoid(g) with (v, g) = W z + b, z = k₁ ⊙ gelu(y + D ⊙ u) and dropout k."""
     first, second = (None, None) if keep is None else keep
     y = with_skip(y, u, D, link)
-    value, gate = functional.linear(dropped(functional.gelu(y), first, rate), weight, bias).chunk(2, dim=-1)
+    active = functional.gelu(y, approximate=_FORMS[tanh])
+    value, gate = functional.linear(dropped(active, first, rate), weight, bias).chunk(2, dim=-1)
     # Half a row is too short to vectorise on a CPU: after a copy, the sigmoid and its gradient are faster.
     return (x + dropped(value * torch.sigmoid(gate.contiguous()), second, rate)).to(x.dtype)
 
@@ -88,9 +93,10 @@ class ExplicitGatedResidual(torch.autograd.Function):
         weight: Float[Tensor, "twice width"],
         bias: Float[Tensor, " twice"],
         factors: Float[Tensor, "2 rows length width"] | None,
+        tanh: bool = False,
     ) -> Float[Tensor, "batch length width"]:
-        y = y.contiguous()
-        z = gelu(y)
+        y, ctx.form = y.contiguous(), _FORMS[tanh]
+        z = gelu(y, approximate=ctx.form)
         if factors is not None:
             z.mul_(factors[0])
         gated, opening = (_linear(z, *half) for half in zip(weight.chunk(2), bias.chunk(2), strict=True))
@@ -102,9 +108,9 @@ class ExplicitGatedResidual(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Float[Tensor, "batch length width"]) -> tuple[Tensor | None, ...]:
         y, weight, factors, z, opening, gated = ctx.saved_tensors
-        needs_y, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        needs_y, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         if not (needs_y or needs_weight or needs_bias):
-            return None, dout, None, None, None
+            return None, dout, None, None, None, None
         dy = dweight = dbias = None
         halves = [half.view(-1, y.shape[2]) for half in _through_the_gate(dout, factors, opening, gated)]
         if needs_weight:
@@ -114,8 +120,9 @@ class ExplicitGatedResidual(torch.autograd.Function):
             dbias = torch.cat([half.sum(0) for half in halves])
         if needs_y:
             dz = _through_the_product(halves[0], halves[1], weight).view_as(y)
-            dy = torch.ops.aten.gelu_backward(dz if factors is None else dz.mul_(factors[0]), y)
-        return dy, dout, dweight, dbias, None
+            dz = dz if factors is None else dz.mul_(factors[0])
+            dy = torch.ops.aten.gelu_backward(dz, y, approximate=ctx.form)
+        return dy, dout, dweight, dbias, None, None
 
 
 def _linear(
@@ -173,21 +180,23 @@ def gated_residual(
     keep: Bool[Tensor, "2 rows length width"] | None = None,
     rate: float = 0.0,
     measured: bool = False,
+    tanh: bool = False,
 ) -> Float[Tensor, "batch length width"]:
     """x + k₂ ⊙ v ⊙ sigmoid(g) with (v, g) = W z + b and z = k₁ ⊙ gelu(y + D ⊙ u), in the dtype of x.
 
     k is keep / (1 − rate); one row of `keep` serves the whole batch. With `link` (`Normalised.link`) the gradient of
     D ⊙ u goes to the link instead of u. Under autocast the product has its dtype. If `measured`, moments may be
-    attached to the result for a batch norm that reads it next (`moments_of`).
+    attached to the result for a batch norm that reads it next (`moments_of`). With `tanh` the GELU is its
+    approximation by tanh.
     """
     if torch.compiler.is_compiling() or is_transformed():
-        return plain_gated_residual(y, x, weight, bias, u, D, link, keep, rate)
+        return plain_gated_residual(y, x, weight, bias, u, D, link, keep, rate, tanh=tanh)
     _check(y, x, weight, bias, u, D, link, keep, rate)
     if not kernels_serve(y):
         if not _on_cpu_in_one_dtype(y, x, weight, bias):
-            return plain_gated_residual(y, x, weight, bias, u, D, link, keep, rate)
+            return plain_gated_residual(y, x, weight, bias, u, D, link, keep, rate, tanh=tanh)
         scales = None if keep is None else factors(keep, rate, y.dtype)
-        return ExplicitGatedResidual.apply(with_skip(y, u, D, link), x, weight, bias, scales)
+        return ExplicitGatedResidual.apply(with_skip(y, u, D, link), x, weight, bias, scales, tanh)
     from compressm.ops.block.gated_residual_triton import NarrowGatedResidual, WideGatedResidual
 
     u = u if link is None or u is None else u.detach()
@@ -195,7 +204,7 @@ def gated_residual(
     narrow = y.shape[-1] <= _NARROW and y.numel() < 2**31
     bias, D = bias.contiguous(), None if D is None else D.contiguous()
     carrier, totals = (None, None) if link is None else link[1:]
-    given = (y, x, weight, bias, u, D, carrier, totals, keep, rate, _working_dtype(y))
+    given = (y, x, weight, bias, u, D, carrier, totals, keep, rate, _working_dtype(y), tanh)
     if narrow or not measured:
         return (NarrowGatedResidual if narrow else WideGatedResidual).apply(*given)
     out, moments = WideGatedResidual.apply(*given, True)

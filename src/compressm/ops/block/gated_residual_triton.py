@@ -33,23 +33,35 @@ def _tail(x):
 
 
 @triton.jit
-def _gelu(x, scale):
-    """scale x Φ(x)."""
+def _sigmoid(x):
+    a = 1.0 + tl.exp2(x * -1.4426950408889634)
+    return tl.rsqrt(a * a)
+
+
+@triton.jit
+def _share(x):
+    """(1 + tanh(√(2/π) (x + 0.044715 x³))) / 2, which is a sigmoid."""
+    # Below −40 the square in the sigmoid would overflow; it is 4e-18 there.
+    return _sigmoid(tl.maximum(x * (1.5957691216057308 + 0.07135481282723096 * x * x), -40.0))
+
+
+@triton.jit
+def _gelu(x, scale, TANH: tl.constexpr):
+    """scale x Φ(x); TANH: with an approximation of Φ."""
+    if TANH:
+        return scale * x * _share(x)
     tail, _ = _tail(x)
     return scale * (tl.maximum(x, 0.0) - tl.abs(x) * tail)
 
 
 @triton.jit
-def _gelu_slope(x):
-    """Φ(x) + x φ(x)."""
+def _gelu_slope(x, TANH: tl.constexpr):
+    """Φ(x) + x φ(x), or the derivative of the other form."""
+    if TANH:
+        s = _share(x)
+        return s + x * s * (1.0 - s) * (1.5957691216057308 + 0.21406443848169288 * x * x)
     tail, bell = _tail(x)
     return tl.where(x >= 0.0, 1.0 - tail, tail) + x * bell
-
-
-@triton.jit
-def _sigmoid(x):
-    a = 1.0 + tl.exp2(x * -1.4426950408889634)
-    return tl.rsqrt(a * a)
 
 
 @triton.jit
@@ -85,6 +97,7 @@ def _next(start, repeat, repeats, ROWS: tl.constexpr):
 def activate(
     y, u, D, keep, z, period, repeats, items, scale,
     H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
+    TANH: tl.constexpr,
 ):  # fmt: skip
     """z = k ⊙ gelu(y + D ⊙ u)."""
     worker, row = tl.program_id(0) // tl.cdiv(H, COLS), tl.arange(0, ROWS)
@@ -99,7 +112,7 @@ def activate(
         value = _loaded(y + here * H, at, live)
         if u is not None:
             value += weight * _loaded(u + here * H, at, live)
-        value = _gelu(value, scale)
+        value = _gelu(value, scale, TANH)
         if keep is not None:
             value = _kept(value, keep + start.to(tl.int64) * H, at, live, VECTOR)
         tl.store(z + here * H + at, value.to(z.dtype.element_ty), mask=live)
@@ -200,6 +213,7 @@ def gate_backward(
 def activate_backward(
     dz, y, u, D, keep, dy, du, partial, period, repeats, items, scale,
     H: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
+    TANH: tl.constexpr,
 ):  # fmt: skip
     """dy = k ⊙ dz ⊙ gelu'(y + D ⊙ u), du = D ⊙ dy if wanted, and Σ dy, Σ dy ⊙ u over the rows of each program."""
     worker, row = tl.program_id(0) // tl.cdiv(H, COLS), tl.arange(0, ROWS)
@@ -219,10 +233,10 @@ def activate_backward(
         value = _loaded(y + here * H, at, live)
         if u is not None:
             other = _loaded(u + here * H, at, live)
-            d *= _gelu_slope(value + weight * other)
+            d *= _gelu_slope(value + weight * other, TANH)
             along += d * other
         else:
-            d *= _gelu_slope(value)
+            d *= _gelu_slope(value, TANH)
         plain += d
         tl.store(dy + here * H + at, d.to(dy.dtype.element_ty), mask=live)
         if du is not None:
@@ -245,7 +259,7 @@ def _block(weight, col, H: tl.constexpr, PACK: tl.constexpr):
 def narrow(
     y, u, D, x, weight, bias, keep_in, keep_out, out, vg, rows, period, scale,
     H: tl.constexpr, PACK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, TANH: tl.constexpr,
 ):  # fmt: skip
     """The whole gated residual, with `PACK` rows of H in a row of PACK H: the matrix units take at least 16."""
     row, col = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLS)
@@ -256,7 +270,7 @@ def narrow(
     old, value = _loaded(x, at, live), _loaded(y, at, live)
     if u is not None:
         value += _column(D, channel, inside) * _loaded(u, at, live)
-    z = _kept(_gelu(value, scale), keep_in, flags, live, VECTOR)
+    z = _kept(_gelu(value, scale, TANH), keep_in, flags, live, VECTOR)
     v = tl.dot(z, tl.trans(_block(weight, col, H, PACK)), input_precision=PRECISION)
     g = tl.dot(z, tl.trans(_block(weight + H * H, col, H, PACK)), input_precision=PRECISION)
     v += _column(bias, channel, inside)
@@ -273,7 +287,7 @@ def narrow(
 def narrow_backward(
     dout, vg, y, u, D, weight, keep_in, keep_out, dy, du, partial, steps, rows, period, scale, SHARED: tl.constexpr,
     H: tl.constexpr, PACK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, TANH: tl.constexpr,
 ):  # fmt: skip
     """dy, du if wanted, and each program's dW, db and dD as `PACK` rows of `partial`."""
     program, col = tl.program_id(0), tl.arange(0, COLS)
@@ -304,11 +318,11 @@ def narrow_backward(
         dg = dv * v * (1.0 - s)
         d = tl.dot(dv, v_weight, input_precision=PRECISION)
         d = tl.dot(dg, g_weight, acc=d, input_precision=PRECISION)
-        d = _kept(scale * d, keep_in, flags, live, VECTOR) * _gelu_slope(value)
+        d = _kept(scale * d, keep_in, flags, live, VECTOR) * _gelu_slope(value, TANH)
         tl.store(dy + at, d.to(dy.dtype.element_ty), mask=live)
         if du is not None:
             tl.store(du + at, (d * skip).to(du.dtype.element_ty), mask=live)
-        z = _kept(_gelu(value, scale), keep_in, flags, live, VECTOR)
+        z = _kept(_gelu(value, scale, TANH), keep_in, flags, live, VECTOR)
         v_square = tl.dot(tl.trans(dv), z, acc=v_square, input_precision=PRECISION)
         g_square = tl.dot(tl.trans(dg), z, acc=g_square, input_precision=PRECISION)
         v_sum += dv
@@ -344,13 +358,14 @@ def flags_of(keep: Tensor | None, rate: float, tokens: int) -> Flags:
 
 
 def wide_gate(
-    y: Tensor, x: Tensor, cast: Tensor, bias: Tensor, u: Tensor | None, D: Tensor | None, flags: Flags, measured: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    y: Tensor, x: Tensor, cast: Tensor, bias: Tensor, u: Tensor | None, D: Tensor | None, flags: Flags, measured: bool,
+    tanh: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """The output, z and (v, g) for the gradient, and moments if `measured`; `cast` is W in the dtype of the product."""
     H = y.shape[-1]
     tokens = y.numel() // H
     kinds = kinds_of(y, x, cast, bias, u, D, flags.first)
-    plan = _wide_plan(tokens, H, flags.period, flags.scale, kinds, measured, 0, y.device)
+    plan = _wide_plan(tokens, H, flags.period, flags.scale, kinds, measured, 0, tanh, y.device)
     z, out = torch.empty(tokens, H, dtype=cast.dtype, device=y.device), torch.empty_like(x)
     plan.activate(y, u, D, flags.first, z)
     vg = z @ cast.mT
@@ -361,7 +376,7 @@ def wide_gate(
 
 def gate_gradient(
     dout: Tensor, y: Tensor, cast: Tensor, bias: Tensor, u: Tensor | None, D: Tensor | None, flags: Flags,
-    z: Tensor, vg: Tensor, *, onwards: bool = True, of_u: bool = False,
+    z: Tensor, vg: Tensor, *, onwards: bool = True, of_u: bool = False, tanh: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
     """∂L/∂(v, g), and if `onwards` those of y and, if wanted, u; with the rows of sums of all programs.
 
@@ -370,7 +385,7 @@ def gate_gradient(
     tokens, H = z.shape
     dense, steps = rows_of(dout)
     kinds = kinds_of(y, dense, cast, bias, u, D, flags.first)
-    plan = _wide_plan(tokens, H, flags.period, flags.scale, kinds, of_u, steps, y.device)
+    plan = _wide_plan(tokens, H, flags.period, flags.scale, kinds, of_u, steps, tanh, y.device)
     # Half of a row is written by the second kernel.
     partial = (torch.empty if onwards else torch.zeros)(plan.programs, 4 * H, dtype=torch.float32, device=y.device)
     dvg = torch.empty_like(vg)
@@ -399,14 +414,15 @@ class WideGatedResidual(torch.autograd.Function):
         keep: Tensor | None,
         rate: float,
         dtype: torch.dtype,
+        tanh: bool = False,
         measured: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         y, x, u = y.contiguous(), x.contiguous(), None if u is None else u.contiguous()
         flags, cast = flags_of(keep, rate, y.numel() // y.shape[-1]), weight.to(dtype)
         with full_precision(y):
-            out, z, vg, moments = wide_gate(y, x, cast, bias, u, D, flags, measured)
+            out, z, vg, moments = wide_gate(y, x, cast, bias, u, D, flags, measured, tanh)
         ctx.save_for_backward(y, u, D, cast, bias, keep, z, vg)
-        ctx.rate, ctx.weight_dtype = rate, weight.dtype
+        ctx.rate, ctx.weight_dtype, ctx.tanh = rate, weight.dtype, tanh
         if moments is None:
             return out
         ctx.mark_non_differentiable(moments)
@@ -423,14 +439,14 @@ class WideGatedResidual(torch.autograd.Function):
         dweight = dbias = dD = totals = None
         with full_precision(y):
             given = (y, cast, bias, u, D, flags, z, vg)
-            dvg, dy, du, partial = gate_gradient(dout, *given, onwards=onwards, of_u=needs_u)
+            dvg, dy, du, partial = gate_gradient(dout, *given, onwards=onwards, of_u=needs_u, tanh=ctx.tanh)
             if needs_weight:
                 dweight = product_in(ctx.weight_dtype, dvg.mT, z)
         if needs_bias or needs_D or needs_totals:
             sums = column_sums(partial)
             dbias, dD = sums[: 2 * H].to(bias.dtype), sums[3 * H :].to(D.dtype) if needs_D else None
             totals = sums[2 * H :].view(2, H) if needs_totals else None
-        return dy, dout, dweight, dbias, du, dD, dy if needs_link else None, totals, None, None, None, None
+        return dy, dout, dweight, dbias, du, dD, dy if needs_link else None, totals, *[None] * 5
 
 
 class NarrowGatedResidual(torch.autograd.Function):
@@ -450,16 +466,17 @@ class NarrowGatedResidual(torch.autograd.Function):
         keep: Tensor | None,
         rate: float,
         dtype: torch.dtype,
+        tanh: bool = False,
     ) -> Tensor:
         y, x, u, H = y.contiguous(), x.contiguous(), None if u is None else u.contiguous(), y.shape[-1]
         weight, out = weight.contiguous(), torch.empty_like(x)
         vg = torch.empty(2, *y.shape, dtype=y.dtype, device=y.device) if any(ctx.needs_input_grad) else None
         flags = flags_of(keep, rate, y.numel() // H)
         kinds = kinds_of(y, u, D, x, weight, bias, keep, vg)
-        plan = _narrow_plan(y.numel() // H, flags.period, flags.scale, H, kinds, 0, y.device)
+        plan = _narrow_plan(y.numel() // H, flags.period, flags.scale, H, kinds, 0, tanh, y.device)
         plan.forward(y, u, D, x, weight, bias, flags.first, flags.second, out, vg)
         ctx.save_for_backward(y, u, D, weight, bias, keep, vg)
-        ctx.rate = rate
+        ctx.rate, ctx.tanh = rate, tanh
         return out
 
     @staticmethod
@@ -470,13 +487,13 @@ class NarrowGatedResidual(torch.autograd.Function):
         flags, (dense, steps) = flags_of(keep, ctx.rate, y.numel() // H), rows_of(dout)
         dy, du = torch.empty_like(y), torch.empty_like(u) if needs_u else None
         kinds = kinds_of(y, u, D, dense, weight, du, keep)
-        plan = _narrow_plan(y.numel() // H, flags.period, flags.scale, H, kinds, steps, y.device)
+        plan = _narrow_plan(y.numel() // H, flags.period, flags.scale, H, kinds, steps, ctx.tanh, y.device)
         partial = torch.empty(plan.rows, 2 * H * H + 3 * H, dtype=torch.float32, device=y.device)
         plan.backward(dense, vg, y, u, D, weight, flags.first, flags.second, dy, du, partial)
         dweight, dbias, dD = column_sums(partial).split_with_sizes([2 * H * H, 2 * H, H])
         dweight, dbias = dweight.view(2 * H, H).to(weight.dtype), dbias.to(bias.dtype)
         dD = None if D is None else dD.to(D.dtype)
-        return dy, dout, dweight, dbias, du, dD, dy if needs_link else None, None, None, None, None, None
+        return dy, dout, dweight, dbias, du, dD, dy if needs_link else None, *[None] * 5
 
 
 # Measured on an H200 with 512 columns in bfloat16.
@@ -507,6 +524,7 @@ def _wide_plan(
     kinds: tuple[Any, ...],
     variant: bool,
     steps: int,
+    tanh: bool,
     device: torch.device,
 ) -> _WidePlan:
     """Plan both passes; `variant` says if there are moments forward or a gradient of u backward."""
@@ -523,11 +541,11 @@ def _wide_plan(
         grid = (workers * cdiv(H, options["COLS"]),)
         return Planned(kernel, grid, *first, period, repeats, items, scale, **options), workers
 
-    forward, _ = planned(activate, _ACTIVATE)
+    forward, _ = planned(activate, _ACTIVATE, TANH=tanh)
     closing, moments = planned(gate, _GATE)
     back, programs = planned(gate_backward, _BACKWARD, steps, SHARED=steps > 0)
     # Twice as many programs with half the columns: three sequences and two sums fill the registers.
-    last, _ = planned(activate_backward, _BACKWARD, COLS=min(next_power_of_2(H), _BACKWARD.COLS, 64))
+    last, _ = planned(activate_backward, _BACKWARD, COLS=min(next_power_of_2(H), _BACKWARD.COLS, 64), TANH=tanh)
     return _WidePlan(forward, closing, moments, back, last, programs)
 
 
@@ -541,13 +559,13 @@ class _NarrowPlan(NamedTuple):
 
 @plan_of
 def _narrow_plan(
-    tokens: int, period: int, scale: float, H: int, kinds: tuple[Any, ...], steps: int, device: torch.device
+    tokens: int, period: int, scale: float, H: int, kinds: tuple[Any, ...], steps: int, tanh: bool, device: torch.device
 ) -> _NarrowPlan:
     """Plan both passes; packed rows fit into 16 columns and divide the flags' period."""
     pack = next(count for count in range(max(16 // H, 1), 0, -1) if period % count == 0)
     rows, columns = tokens // pack, max(16, next_power_of_2(H))
     launch = _NARROW._replace(COLS=columns, num_warps=columns // 16)
-    options = launch.options(H=H, PACK=pack, VECTOR=16 // kinds[0].itemsize, PRECISION="tf32x3")
+    options = launch.options(H=H, PACK=pack, VECTOR=16 // kinds[0].itemsize, PRECISION="tf32x3", TANH=tanh)
     tiles, sizes = cdiv(rows, launch.ROWS), (rows, period // pack, scale)
     workers = launch.workers(tiles)
     forward = Planned(narrow, (tiles,), *sizes, **options)

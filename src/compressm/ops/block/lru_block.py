@@ -111,7 +111,7 @@ def _pull_narrow(grads: Sequence[Tensor], saved: Sequence[Tensor], *given: Any) 
     layer, after = layer_stage(), gate_stage()
     with full_precision(x):
         _, few = mixed(layer, u, parameters)
-    after.saved_tensors, after.rate = (y, u, *vectors[2:], keep, vg), rate
+    after.saved_tensors, after.rate, after.tanh = (y, u, *vectors[2:], keep, vg), rate, False
     found = narrow_backward(grads[0], x, vectors, statistics, layer, few, after, parameters[:5])
     return *found[:6], None, *found[6:]
 

@@ -25,7 +25,7 @@ from compressm.ops.sums_triton import column_sums
 
 
 class BlockOptions(NamedTuple):
-    """The options of a block's kernels; `dtype` is that of the products, `through` that of `normalise`."""
+    """The options of a block's kernels: `dtype` of products, `through` of `normalise`, `tanh` of the GELU."""
 
     momentum: float | None
     eps: float
@@ -33,6 +33,7 @@ class BlockOptions(NamedTuple):
     dtype: torch.dtype
     measured: bool
     through: bool | None = None
+    tanh: bool = False
 
 
 def train_lru_block(
@@ -46,14 +47,15 @@ def train_lru_block(
     *,
     measured: bool,
     through: bool | None = None,
+    tanh: bool = False,
 ) -> Tensor:
     """The output of a block; `vectors` are the norm's weight and bias, D, and the gate's weight and bias."""
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     # Narrow kernels count entries in 32 bits.
     if x.shape[-1] <= NARROW and x.numel() < 2**31:
-        options = BlockOptions(running.momentum, eps, rate, dtype, False, through)
+        options = BlockOptions(running.momentum, eps, rate, dtype, False, through, tanh)
         return NarrowBlock.apply(x, *vectors, keep, running[:3], options, *parameters)
-    options = BlockOptions(running.momentum, eps, rate, dtype, measured, through)
+    options = BlockOptions(running.momentum, eps, rate, dtype, measured, through, tanh)
     out = WideBlock.apply(x, *vectors, keep, moments_of(x), running[:3], options, *parameters)
     if not measured:
         return out
@@ -106,7 +108,7 @@ def wide_forward(
         h = walk.forward(drive, None, keep_last=False)[0]
         y = (h.view(len(rows), -1) @ C.mT).view(batch, length, H).to(x.dtype)
         cast, flags = gate.to(dtype), flags_of(keep, options.rate, len(rows))
-        out, z, vg, left = wide_gate(y, x, cast, gate_bias, u, D, flags, options.measured)
+        out, z, vg, left = wide_gate(y, x, cast, gate_bias, u, D, flags, options.measured, options.tanh)
     return out, left, WideKept(statistics, u, rows, logs, B, C, h, y, cast, z, vg), walk
 
 
@@ -119,6 +121,8 @@ def wide_backward(
     kept: WideKept,
     walk: Walk,
     parameters: tuple[Tensor, ...],
+    *,
+    tanh: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of x, of the vectors and of the seven parameters, the first five of which are given."""
     weight, bias, D, gate, gate_bias = vectors
@@ -126,7 +130,7 @@ def wide_backward(
     H = x.shape[-1]
     with full_precision(dout):
         flags = flags_of(keep, rate, len(rows))
-        dvg, dy, _, partial = gate_gradient(dout, y, cast, gate_bias, u, D, flags, z, vg)
+        dvg, dy, _, partial = gate_gradient(dout, y, cast, gate_bias, u, D, flags, z, vg, tanh=tanh)
         assert dy is not None
         dgate = product_in(gate.dtype, dvg.mT, z)
         # Σ over steps of ∂L/∂(v, g), of dy, and of dy ⊙ u.
@@ -168,7 +172,7 @@ class WideBlock(torch.autograd.Function):
         vectors = (weight, bias, D, gate, gate_bias)
         out, left, kept, ctx.walk = wide_forward(x, vectors, keep, moments, running, options, tuple(own))
         ctx.save_for_backward(x, weight, bias, D, gate, gate_bias, keep, *own[:5], *kept)
-        ctx.rate = options.rate
+        ctx.rate, ctx.tanh = options.rate, options.tanh
         ctx.set_materialize_grads(False)
         if left is None:
             return out
@@ -182,7 +186,7 @@ class WideBlock(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         x, *vectors, keep = ctx.saved_tensors[:7]
         own, kept = ctx.saved_tensors[7:12], WideKept(*ctx.saved_tensors[12:])
-        found = wide_backward(dout, x, tuple(vectors), keep, ctx.rate, kept, ctx.walk, own)
+        found = wide_backward(dout, x, tuple(vectors), keep, ctx.rate, kept, ctx.walk, own, tanh=ctx.tanh)
         return *found[:6], None, None, None, None, *found[6:]
 
 
@@ -244,7 +248,7 @@ def narrow_forward(
             x, weight, bias, running, options.momentum, options.eps, None, through=options.through
         )
         y, few = mixed(layer, u, parameters)
-        ends = (None, None, keep, options.rate, options.dtype)
+        ends = (None, None, keep, options.rate, options.dtype, options.tanh)
         out = _GATE.forward(after, y, x, gate, gate_bias, u, D, *ends)
     return out, statistics, layer, after, few
 
