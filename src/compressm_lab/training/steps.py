@@ -75,10 +75,15 @@ def training_objective(task: Task, config: TrainingConfig, device: torch.device)
     return task_objective(task.kind, (counts.sum() / (task.classes * counts.clamp(min=1))).to(device), floor)
 
 
+def _raised(answers: Tensor) -> Tensor:
+    """The answers in float32 at least."""
+    return answers.to(torch.promote_types(answers.dtype, torch.float32))
+
+
 def _classify(
     model: nn.Module, batch: Batch, class_weights: Tensor | None = None, floor: float | None = None
 ) -> StepResult:
-    logits, targets = model(batch.inputs, batch.lengths).float(), batch.targets
+    logits, targets = _raised(model(batch.inputs, batch.lengths)), batch.targets
     rows, wanted = logits.flatten(0, -2), targets.flatten()
     if floor is None:
         loss = functional.cross_entropy(rows, wanted, weight=class_weights, ignore_index=IGNORED)
@@ -89,7 +94,7 @@ def _classify(
 
 def _regress(model: nn.Module, batch: Batch) -> StepResult:
     if batch.lengths is None:
-        loss = functional.mse_loss(model(batch.inputs, None).float(), batch.targets)
+        loss = functional.mse_loss(_raised(model(batch.inputs, None)), batch.targets)
         asked = torch.full((), len(batch.targets), device=loss.device)
     else:
         errors, where = answer_errors(model, batch)
@@ -100,7 +105,7 @@ def _regress(model: nn.Module, batch: Batch) -> StepResult:
 
 def answer_errors(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """The errors of a regression, 0 where nothing is asked, and where something is: where targets are numbers."""
-    answers = model(batch.inputs, batch.lengths).float()
+    answers = _raised(model(batch.inputs, batch.lengths))
     asked = batch.targets.isfinite()
     # NaN would pass through a product with 0, and into the gradient.
     return torch.where(asked, answers - batch.targets.nan_to_num(0.0), 0.0), asked

@@ -122,6 +122,16 @@ def test_class_weights_are_those_of_the_cross_entropy(given, weights):
     assert found.loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
+def test_a_recipe_may_give_the_loss_a_floor_which_a_regression_cannot_have():
+    task, found = tokens(), recipe("training.floor=0.25").training
+    model, batch = model_for(task).eval(), task.batch(task.train, torch.arange(64))
+    shares = model(batch.inputs, batch.lengths).softmax(-1).gather(1, batch.targets[:, None])
+    loss = training_objective(task, found, torch.device("cpu"))(model, batch).loss
+    assert loss.item() == pytest.approx(-(shares + 0.25).log().mean().item(), rel=1e-5)
+    with pytest.raises(ConfigError, match=r"training.floor is 0.25, and lti_teacher has no classes: leave it out"):
+        training_objective(teacher(), found, torch.device("cpu"))
+
+
 @pytest.mark.parametrize(
     ("task", "given", "said"),
     [
