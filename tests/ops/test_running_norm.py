@@ -40,7 +40,7 @@ def by_kernels(inputs, averages, grads, *, through):
     return outputs[0], {name: leaf.grad for name, leaf in leaves.items() if name != "skip"}
 
 
-def check(inputs, batches, *, through, grads=None, tolerance=None):
+def check_by_definition(inputs, batches, *, through, grads=None, tolerance=None):
     width, dtype = inputs["x"].shape[-1], inputs["x"].dtype
     grads, tolerance = grads or arriving(inputs), tolerance or TOLERANCE[dtype]
     wanted, got = statistics(width, batches, torch.float64), statistics(width, batches)
@@ -124,14 +124,14 @@ def test_on_the_cpu_the_op_is_its_definition():
 )
 @pytest.mark.usefixtures("nan_memory")
 def test_the_kernels_are_the_definition_in_values_averages_and_gradients(width, affine, dtype, through, batches):
-    check(given(3, 47, width, dtype, affine), batches, through=through)
+    check_by_definition(given(3, 47, width, dtype, affine), batches, through=through)
 
 
 @MARK
 @pytest.mark.parametrize(("width", "tokens"), [(8, (5, 1001)), (40, (12, 51))])
 @pytest.mark.usefixtures("few_programs")
 def test_programs_that_take_several_tiles_are_the_definition_too(width, tokens):
-    check(given(*tokens, width, affine=False), 1, through=True)
+    check_by_definition(given(*tokens, width, affine=False), 1, through=True)
 
 
 @MARK
@@ -139,7 +139,7 @@ def test_programs_that_take_several_tiles_are_the_definition_too(width, tokens):
 def test_a_gradient_that_does_not_arrive_counts_as_zero(missing):
     inputs = given(3, 9, 8, affine=False)
     grads = [None if i in missing else grad for i, grad in enumerate(arriving(inputs))]
-    check(inputs, 4, through=True, grads=grads)
+    check_by_definition(inputs, 4, through=True, grads=grads)
 
 
 @MARK
