@@ -110,12 +110,12 @@ def test_a_run_is_cut_and_tested_before_and_after(finished, tmp_path, way):
     assert ("error <= " in done.output) is not bool(way)
 
 
-def test_a_run_whose_task_has_no_accuracy_shows_its_loss(tmp_path):
+def test_a_run_whose_task_has_no_accuracy_shows_its_errors(tmp_path):
     task = {"name": "lti_teacher", "order": 2, "length": 12, "largest_radius": 0.9, "examples": 64, "held_out": 16}
     train(recipe(f"task={task}", "model.pooling=steps"), teacher(), tmp_path / "run")
     done = run("compress", "run", "--order", "2", "--out", "small")
     assert done.exit_code == 0, done.output
-    assert re.search(r"test loss \d\.\d{4} before, loss \d\.\d{4} after", plain(done))
+    assert re.search(r"test MSE \d\.\d{4}, MAE \d\.\d{4} before, MSE \d\.\d{4}, MAE \d\.\d{4} after", plain(done))
 
 
 @pytest.mark.parametrize("option", [(), ("--offline",)])

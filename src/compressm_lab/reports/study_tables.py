@@ -476,6 +476,23 @@ def kills_grids(measurement: Measurement) -> list[Grid]:
     return [Grid.of(measurement.title, by("guard", measurement.rows).values(), columns, caption)]
 
 
+def demo_spectra_grids(measurement: Measurement) -> list[Grid]:
+    """The states of one layer through a training, a row a snapshot: how many, and how strong."""
+    require(measurement, "demo-spectra", ("seed", "step", "order", "sigma"), "sigma")
+
+    def sigma(row: Row) -> list[float]:
+        return [float(value) for value in str(row["sigma"]).split()]
+
+    columns: list[tuple[str, Callable[[Row], str]]] = [
+        column("step"),
+        column("states", "order"),
+        ("largest σ", lambda row: f"{max(sigma(row)):.3g}"),
+        ("smallest σ", lambda row: f"{min(sigma(row)):.3g}"),
+        ("sum", lambda row: f"{sum(sigma(row)):.3g}"),
+    ]
+    return [Grid.of(measurement.title, measurement.rows, columns, "Hankel singular values before a cut at that step, states after it")]
+
+
 GRIDS: dict[str, Callable[[Measurement], list[Grid]]] = {
     "one_shot": one_shot_grids,
     "hidden_system": hidden_system_grids,
@@ -483,6 +500,7 @@ GRIDS: dict[str, Callable[[Measurement], list[Grid]]] = {
     "error_bound_floor": error_bound_floor_grids,
     "loss_continuity": loss_continuity_grids,
     "demo": demo_grids,
+    "demo-spectra": demo_spectra_grids,
     "kills": kills_grids,
     "smnist_settings": setting_grids,
     "imdb_mamba": imdb_mamba_grids,

@@ -75,7 +75,7 @@ def test_a_key_that_is_set_twice_is_refused(options, key):
 def test_a_task_that_does_not_fit_into_memory_is_refused():
     done = run("digits", "--set", "task.side=1000000")
     assert done.exit_code == 2
-    assert "the data of Digits(side=1000000) do not fit into memory" in plain(done)
+    assert "the data of Digits(side=1000000, time=False) do not fit into memory" in plain(done)
 
 
 def test_an_edited_run_and_lost_files_are_named():
