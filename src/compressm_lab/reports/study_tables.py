@@ -490,7 +490,8 @@ def demo_spectra_grids(measurement: Measurement) -> list[Grid]:
         ("smallest σ", lambda row: f"{min(sigma(row)):.3g}"),
         ("sum", lambda row: f"{sum(sigma(row)):.3g}"),
     ]
-    return [Grid.of(measurement.title, measurement.rows, columns, "Hankel singular values before a cut at that step, states after it")]
+    caption = "Hankel singular values before a cut at that step, states after it"
+    return [Grid.of(measurement.title, measurement.rows, columns, caption)]
 
 
 GRIDS: dict[str, Callable[[Measurement], list[Grid]]] = {
