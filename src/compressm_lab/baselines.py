@@ -38,21 +38,25 @@ class HankelNuclearNorm(Regulariser):
 
     Gramians are not shifted, as X with X Q X = P is found without an inverse; eigenvalues are not clamped, as σ are
     singular values; denominators are not clipped, as they keep all digits. Instead σ below `floor`·σ₁ count for less,
-    because there the Gramians say nothing. `fold` penalises what a folded cut goes by; the paper does not fold.
+    because there the Gramians say nothing. `fold` penalises what a folded cut goes by; the paper does not fold. `mean`
+    divides the sum of a layer by its order.
     """
 
     floor: float = 1e-4
     fold: bool = True
+    mean: bool = False
 
     def __post_init__(self) -> None:
         number = isinstance(self.floor, int | float) and not isinstance(self.floor, bool)
         if not (number and 0 <= self.floor < 1):
             raise ControlError(f"HankelNuclearNorm: floor is {self.floor!r}, expected a number from 0 to below 1")
-        if not isinstance(self.fold, bool):
-            raise ControlError(f"HankelNuclearNorm: fold is {self.fold!r}, expected True or False")
+        for name in ("fold", "mean"):
+            if not isinstance(getattr(self, name), bool):
+                raise ControlError(f"HankelNuclearNorm: {name} is {getattr(self, name)!r}, expected True or False")
 
     def of(self, system: DiagonalSystem) -> Float[Tensor, "*bank"]:
-        return hankel_nuclear_norm(fold(system) if self.fold else system, floor=self.floor)
+        total = hankel_nuclear_norm(fold(system) if self.fold else system, floor=self.floor)
+        return total / system.order if self.mean else total
 
 
 @final

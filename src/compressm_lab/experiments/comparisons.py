@@ -42,7 +42,7 @@ def comparison(recipe: Recipe, task: Task) -> Comparison:
 def penalty(config: RegulariserConfig) -> Penalty:
     """Make the penalty that a recipe names."""
     return {
-        "hankel-nuclear-norm": HankelNuclearNorm(floor=config.floor, fold=config.fold),
+        "hankel-nuclear-norm": HankelNuclearNorm(config.floor, config.fold, mean=config.over == "mean"),
         "hankel-majoriser": HankelMajoriser(),
         "modal-l1": ModalL1(),
     }[config.kind]

@@ -9,17 +9,22 @@ from typing import Any
 from compressm_lab.experiments.recipes import ORDER, TEACHER, TOTAL, Arm
 
 COMPRESSED, BASELINE = "CompreSSM", "baseline"
+# Beside the paper's: its inputs and its orders by our own cuts, and baselines at the mean order of our compressed runs.
+OUR_WAY, OUR_ORDER = "our way", "baseline, our mean order"
 NUCLEAR, DISTILLATION, PRAGMATIC = "Hankel nuclear norm", "distillation", "pragmatic"
 RANDOM, BAKED = "random states", "one projection"
 UNCUT = "τ = 0"
+PAPER_WAY = "fold: false, moments: slice"  # of `compression`; Gramians for white noise are the default
 
 
 @dataclass(frozen=True)
 class Setting:
     """A task of the paper: its recipe, the order it starts from, its tolerances, and the steps of the paper's cuts.
 
-    `extra` are settings of all its runs. The nuclear norm in its loss has the weight `beta` and is computed at every
-    `interval`-th step; the model is then cut once to `finals`, the orders that the paper's tolerances lead to.
+    `extra` are settings of all its runs, `finals` the orders that the paper's tolerances lead to: baselines and
+    students have them, and models with the nuclear norm in their loss, computed at every `interval`-th step, are cut to
+    them. Our own cuts remove a tenth of the states at each of the steps `gentle`; without these steps all of `cuts`
+    keep the same share.
     """
 
     task: str
@@ -30,9 +35,10 @@ class Setting:
     when: str
     extra: tuple[str, ...] = ()
     folder: str = ""
-    beta: float = 0.1
     interval: int = 20
     finals: tuple[int, ...] = ()
+    gentle: str = ""
+    cuts: int = 4
 
     def arm(self, method: str, column: str, name: str, *settings: str, label: str = "", **options: Any) -> Arm:
         """Make an arm with settings on top of the task's; its label is the column if it shrinks, else the method."""
@@ -41,8 +47,8 @@ class Setting:
         return Arm(self.task, method, column, self.recipe, f"{self.folder or self.recipe}/{name}", chosen, **options)
 
     def compressed(self, tau: float) -> Arm:
-        """Make the arm that is cut by the paper's rule, at the paper's steps."""
-        cuts = f"compression={{tau: {tau}, when: {self.when}}}"
+        """Make the arm that is cut by the paper's rule and in its way, at the paper's steps."""
+        cuts = f"compression={{tau: {tau}, when: {self.when}, {PAPER_WAY}}}"
         return self.arm(COMPRESSED, f"τ = {tau:g}", f"tau-{tau:g}", f"model.order={self.order}", cuts)
 
     def whole(self) -> Arm:
@@ -56,7 +62,15 @@ class Setting:
     def beside(self, arm: Arm) -> Arm:
         """Make an arm that is never cut and has the final order of `arm`."""
         settings = (f"model.order={ORDER}", "compression=null")
-        return self.arm(BASELINE, arm.column, f"n-{ORDER}", *settings, beside=arm)
+        # The same training as the paper's baseline, where the orders are equal.
+        return self.arm(OUR_ORDER, arm.column, f"n-{ORDER}", *settings, label=BASELINE, beside=arm)
+
+    def ours(self, tau: float, final: int) -> Arm:
+        """Make the arm that is cut in our own way to the order that τ leads the paper to."""
+        share = 0.9 if self.gentle else (final / self.order) ** (1 / self.cuts)
+        rule = f"rho: {share:.6f}, at_least: {final}, gate: 1.0, gramian: measured, when: {self.gentle or self.when}"
+        settings = (f"model.order={self.order}", f"compression={{{rule}}}")
+        return self.arm(OUR_WAY, f"τ = {tau:g}", f"ours-{final}", *settings, label=f"our way to {final}")
 
     def scaled(self, step: float) -> int:
         """Scale a step of sMNIST's 200 000 to this training."""
@@ -67,12 +81,20 @@ _TAUS = (0.15, 0.1, 0.07, 0.05, 0.03, 0.02)
 _FINE = (0.04, 0.02, 0.01, 0.005, 0.002, 0.001)
 _WARMUP = "{warmup_cuts: 4}"
 
-SMNIST = Setting("sMNIST", "smnist", 256, 200_000, _FINE, "{every: 5000}", finals=(13, 28, 47, 76, 148, 191))
-CIFAR10 = Setting("CIFAR10", "scifar", 384, 180_000, _TAUS, _WARMUP)
-LISTOPS = Setting("ListOps", "listops", 256, 80_000, _TAUS, _WARMUP)
-AAN = Setting("AAN", "aan", 256, 100_000, _TAUS, _WARMUP)
-IMDB = Setting("IMDB", "imdb", 192, 50_000, _TAUS, "{every: 1000, first: 2000, last: 3000}")
-PATHFINDER = Setting("Pathfinder", "pathfinder", 256, 500_000, _TAUS, _WARMUP)
+SMNIST = Setting(
+    *("sMNIST", "smnist-paper", 256, 200_000, _FINE, "{every: 5000, last: 195000}"),
+    finals=(13, 28, 47, 76, 148, 191),
+    gentle="{every: 2000, last: 150000}",
+)
+CIFAR10 = Setting("CIFAR10", "scifar-paper", 384, 180_000, _TAUS, _WARMUP, finals=(57, 93, 126, 161, 214, 327))
+LISTOPS = Setting("ListOps", "listops-paper", 256, 80_000, _TAUS, _WARMUP, finals=(57, 82, 110, 135, 168, 214))
+AAN = Setting("AAN", "aan-paper", 256, 100_000, _TAUS, _WARMUP, finals=(54, 84, 111, 137, 170, 203))
+IMDB = Setting(
+    *("IMDB", "imdb-paper", 192, 50_000, _TAUS, "{every: 1000, first: 2000, last: 3000}"),
+    finals=(95, 120, 137, 150, 165, 192),
+    cuts=2,
+)
+PATHFINDER = Setting("Pathfinder", "pathfinder-paper", 256, 500_000, _TAUS, _WARMUP, finals=(35, 51, 66, 81, 105, 130))
 MAMBA_IMDB = Setting("IMDB, Mamba", "imdb-mamba", 128, 3_000, (0.001,), _WARMUP)
 MAMBA_CIFAR = Setting("CIFAR10, Mamba", "scifar-mamba", 128, 10_000, (0.001,), _WARMUP)
 
@@ -84,13 +106,17 @@ _SMALL = (
     # Cuts lie at no multiple of anything, and pictures show a state up to the snapshot before its cut.
     "spectra={every: 2}",
 )
-# The digits in the place of sMNIST, and two layers of them in the place of the deep models. With the paper's beta, 0.1,
-# so few steps learn nothing.
+# The digits in the place of sMNIST, and two layers of them in the place of the deep models.
 QUICK = Setting(
-    *("sMNIST", "digits", 64, _STEPS, _FINE[:3], "{every: 30}", _SMALL), beta=0.001, interval=5, finals=(8, 16, 32)
+    *("sMNIST", "digits", 64, _STEPS, _FINE[:3], "{every: 30, last: 270}", _SMALL),
+    interval=5,
+    finals=(8, 16, 32),
+    gentle="{every: 10, last: 240}",
 )
 _DEEP = (*_SMALL, "name=digits-deep", "model.depth=2")
-QUICK_DEEP = Setting("CIFAR10", "digits", 64, _STEPS, (0.15, 0.05), _WARMUP, _DEEP, folder="digits-deep")
+QUICK_DEEP = Setting(
+    *("CIFAR10", "digits", 64, _STEPS, (0.15, 0.05), _WARMUP, _DEEP), folder="digits-deep", finals=(10, 27)
+)
 QUICK_MAMBA = Setting("IMDB, Mamba", "digits-mamba", 32, _STEPS, (0.001,), _WARMUP, _SMALL)
 
 
@@ -98,17 +124,24 @@ QUICK_MAMBA = Setting("IMDB, Mamba", "digits-mamba", 32, _STEPS, (0.001,), _WARM
 
 
 def tolerances(setting: Setting) -> tuple[Arm, ...]:
-    """Arms that shrink by every τ, beside each one of the order it ends with; and the one that is never cut."""
-    pairs = [(arm, setting.beside(arm)) for arm in map(setting.compressed, setting.taus)]
-    return (*(arm for pair in pairs for arm in pair), setting.whole())
+    """Arms that shrink by every τ, beside each the paper's baseline, our way and our baseline; and the uncut one."""
+    found: list[Arm] = []
+    for tau, final in zip(setting.taus, setting.finals, strict=True):
+        arm = setting.compressed(tau)
+        ours = [setting.ours(tau, final)] if final < setting.order else []
+        found += [arm, setting.uncut(final, arm.column), *ours, setting.beside(arm)]
+    return (*found, setting.whole())
 
 
 def nuclear_norm(setting: Setting) -> tuple[Arm, ...]:
-    """A training with the nuclear norm in its loss (app:hnn_det), whole, and cut once to the order of every τ."""
+    """A training with the nuclear norm in its loss (app:hnn_det), whole, and cut once to the order of every τ.
+
+    β is 0.1, as in the paper, on the mean of the Hankel values: no code of its authors sums them.
+    """
     settings = (
         *(f"model.order={setting.order}", "compression=null"),
-        f"regulariser={{kind: hankel-nuclear-norm, beta: {setting.beta}, every: {setting.interval}}}",
-        f"truncation={{orders: {sorted(setting.finals, reverse=True)}}}",
+        f"regulariser={{kind: hankel-nuclear-norm, beta: 0.1, over: mean, every: {setting.interval}, fold: false}}",
+        f"truncation={{orders: {sorted(setting.finals, reverse=True)}, fold: false}}",
     )
     columns = {f"τ = {tau:g}": order for tau, order in zip(setting.taus, setting.finals, strict=True)}
     return tuple(
@@ -118,19 +151,23 @@ def nuclear_norm(setting: Setting) -> tuple[Arm, ...]:
 
 
 def distillation(setting: Setting) -> tuple[Arm, ...]:
-    """Students of the order of every τ, taught by the model of their seed that is never cut (app:kd)."""
+    """Students of the paper's order at every τ, taught by the model of their seed that is never cut (app:kd)."""
     lessons = f"distillation={{teacher: {TEACHER}, temperature: 2.0, alpha: 0.5}}"
-    student, teacher = (f"model.order={ORDER}", "compression=null", lessons), setting.whole()
+    teacher = setting.whole()
     return tuple(
-        setting.arm(DISTILLATION, arm.column, f"student-{ORDER}", *student, beside=arm, teacher=teacher)
-        for arm in map(setting.compressed, setting.taus)
+        setting.arm(
+            *(DISTILLATION, f"τ = {tau:g}", f"student-{final}", f"model.order={final}", "compression=null", lessons),
+            teacher=teacher,
+        )
+        for tau, final in zip(setting.taus, setting.finals, strict=True)
     )
 
 
 def pragmatic(setting: Setting) -> tuple[Arm, ...]:
     """A tenth of the states at a time until accuracy falls by 1 % (app:pragmatic), beside the smallest τ."""
     cuts, settle = setting.scaled(5_000), setting.scaled(2_000)
-    rule = f"compression={{rho: 0.9, gate: 1.0, when: {{every: {cuts}}}, rollback: {{drop: 0.01, settle: {settle}}}}}"
+    guard = f"rollback: {{drop: 0.01, settle: {settle}}}"
+    rule = f"compression={{rho: 0.9, gate: 1.0, when: {{every: {cuts}}}, {guard}, {PAPER_WAY}}}"
     arm = setting.arm(PRAGMATIC, "ρ = 0.9", "pragmatic", f"model.order={setting.order}", rule)
     return (arm, setting.compressed(setting.taus[-1]), setting.whole())
 
@@ -149,7 +186,7 @@ def timer(setting: Setting, fewer: int, last: int) -> tuple[Arm, ...]:
     """An arm that drops `fewer` states at equal intervals until `last` are left (app:time)."""
     every = setting.scaled(5_000)
     cuts = (setting.order - last) // fewer
-    rule = f"compression={{fewer: {fewer}, gate: 1.0, when: {{every: {every}, last: {every * cuts}}}}}"
+    rule = f"compression={{fewer: {fewer}, gate: 1.0, when: {{every: {every}, last: {every * cuts}}}, {PAPER_WAY}}}"
     chosen = (f"model.order={setting.order}", rule, f"training.evaluate_every={every}", "spectra=null")
     return (setting.arm(COMPRESSED, f"{fewer} fewer every {every}", "timer", *chosen),)
 
@@ -203,17 +240,15 @@ def _four_cuts(*ways: tuple[str, str, str]) -> Arms:
     return made
 
 
-# Cuts that keep the largest values, random ones or the smallest.
+# Cuts in the paper's way that keep the largest values, random ones or the smallest.
 selections = _four_cuts(
-    ("largest kept", "folded", ""),
-    ("random kept", "random", "select: random"),
-    ("smallest kept", "smallest", "select: smallest"),
+    ("largest kept", "paper", PAPER_WAY),
+    ("random kept", "random", f"select: random, {PAPER_WAY}"),
+    ("smallest kept", "smallest", f"select: smallest, {PAPER_WAY}"),
 )
 # Conjugate modes folded or not; and all that the paper does, with moments cut to the first rows.
 folds = _four_cuts(
-    ("folded", "folded", ""),
-    ("unfolded", "unfolded", "fold: false"),
-    ("as in the paper", "paper", "fold: false, moments: slice"),
+    ("folded", "folded", ""), ("unfolded", "unfolded", "fold: false"), ("as in the paper", "paper", PAPER_WAY)
 )
 # Gramians for white noise, or for the data.
 gramians = _four_cuts(("white noise", "folded", ""), ("measured", "measured", "gramian: measured"))
@@ -227,8 +262,8 @@ def numbers(setting: Setting) -> tuple[Arm, ...]:
     """Arms with R cuts in the first tenth of training, each to the same share, n ρ^R = n/8, down to n/8."""
     steps = {count: [setting.scaled(WINDOW * k / count) for k in range(1, count + 1)] for count in CUTS}
     # Four cuts are trained by other ablations too.
-    names = {count: "four-folded" if count == 4 else f"cuts-{count}" for count in CUTS}
-    return tuple(_arm(setting, f"{n} cut{'s' if n > 1 else ''}", names[n], steps[n]) for n in CUTS)
+    names = {count: "four-paper" if count == 4 else f"cuts-{count}" for count in CUTS}
+    return tuple(_arm(setting, f"{n} cut{'s' if n > 1 else ''}", names[n], steps[n], PAPER_WAY) for n in CUTS)
 
 
 def windows(setting: Setting) -> tuple[Arm, ...]:
@@ -237,7 +272,7 @@ def windows(setting: Setting) -> tuple[Arm, ...]:
     for begin in WINDOWS:
         steps = [setting.scaled(begin + 5_000 * k) for k in range(1, 5)]
         column = f"steps {setting.scaled(begin) if begin else 0} to {setting.scaled(begin + WINDOW)}"
-        found.append(_arm(setting, column, "four-folded" if begin == 0 else f"window-{begin}", steps))
+        found.append(_arm(setting, column, "four-paper" if begin == 0 else f"window-{begin}", steps, PAPER_WAY))
     return tuple(found)
 
 
@@ -255,4 +290,7 @@ def _arm(setting: Setting, column: str, name: str, steps: list[int], options: st
     share, least = SHRINK ** (-1 / len(steps)), setting.order // SHRINK
     rule = f"rho: {share:.6f}, at_least: {least}, gate: 1.0, when: {{steps: {steps}}}"
     cuts = f"compression={{{', '.join(filter(None, (rule, options)))}}}"
-    return setting.arm(COMPRESSED, column, name, f"model.order={setting.order}", cuts, label=name.replace("-", " "))
+    # Pictures show how the spectra of these arms move around their cuts; quick settings say it themselves.
+    spectra = () if setting.extra else ("spectra={every: 1000}",)
+    chosen = (f"model.order={setting.order}", cuts, *spectra)
+    return setting.arm(COMPRESSED, column, name, *chosen, label=name.replace("-", " "))

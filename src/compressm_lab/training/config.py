@@ -360,8 +360,9 @@ class SpectraConfig(Config):
 class RegulariserConfig(Config):
     """alpha · loss + beta · penalty of the linear layers; the penalty's gradient is computed every `every` steps.
 
-    hold: add the gradient at every step until it is computed again; otherwise add it once, times `every`. floor and
-    fold are for hankel-nuclear-norm: the share of σ₁ below which σ count for less, and whether modes are folded.
+    hold: add the gradient at every step until it is computed again; otherwise add it once, times `every`. floor, fold
+    and over are for hankel-nuclear-norm: the share of σ₁ below which σ count for less, whether modes are folded, and
+    whether the σ of a layer are added up or averaged.
     """
 
     kind: Literal["hankel-nuclear-norm", "hankel-majoriser", "modal-l1"]
@@ -371,6 +372,7 @@ class RegulariserConfig(Config):
     hold: bool = True
     floor: float = HankelNuclearNorm.floor
     fold: bool = HankelNuclearNorm.fold
+    over: Literal["sum", "mean"] | None = None  # runs of earlier versions have no such key; None is the sum
 
     def __post_init__(self) -> None:
         self._at_least(0, "alpha", "beta")
@@ -381,6 +383,8 @@ class RegulariserConfig(Config):
             value = getattr(self, name)
             if self.kind != "hankel-nuclear-norm" and value != getattr(HankelNuclearNorm, name):
                 raise ConfigError(f"{name} is {value} with {self.kind}, expected of hankel-nuclear-norm only")
+        if self.over is not None and self.kind != "hankel-nuclear-norm":
+            raise ConfigError(f"over is {self.over} with {self.kind}, expected of hankel-nuclear-norm only")
 
 
 @final

@@ -31,6 +31,16 @@ def test_the_nuclear_norm_is_that_of_finite_hankel_matrices():
     assert HankelNuclearNorm(floor=1e-6, fold=False)(model).item() == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.parametrize("fold", [True, False])
+def test_the_mean_is_the_sum_of_each_layer_over_its_order(fold):
+    model = classifier(depth=2, order=6)
+    total, mean = (HankelNuclearNorm(fold=fold, mean=mean)(model).item() for mean in (False, True))
+    assert mean == pytest.approx(total / 6, rel=1e-12)
+    model.blocks[1].ssm = LRU(3, 2)
+    layers = [HankelNuclearNorm(fold=fold)(block.ssm).item() for block in model.blocks]
+    assert HankelNuclearNorm(fold=fold, mean=True)(model).item() == pytest.approx(layers[0] / 6 + layers[1] / 2)
+
+
 def test_folding_penalises_what_a_folded_cut_goes_by():
     model = classifier(depth=1, order=6, r_min=0.3, r_max=0.6)
     A, B, C = as_arrays(adapter_for(model.blocks[0].ssm).read(model.blocks[0].ssm))

@@ -51,7 +51,10 @@ def test_a_dry_run_says_what_would_be_trained_and_writes_nothing(tmp_path):
     said = plain(done)
     assert "sMNIST, CompreSSM, τ = 0.04, seed 0: begins" in said
     assert "compressm train digits --seed 0 --out out/quick/runs/digits/tau-0.04/seed-0" in said
-    assert "sMNIST, baseline, τ = 0.04, seed 0: takes the mean final order of sMNIST, CompreSSM, τ = 0.04" in said
+    assert (
+        "sMNIST, baseline, our mean order, τ = 0.04, seed 0: takes the mean final order of sMNIST, CompreSSM, τ = 0.04"
+        in said
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -120,7 +123,7 @@ def test_missing_data_are_named_once_before_any_training_begins(monkeypatch, tmp
     done = run("results", "--data", tmp_path / "none", "--processes", 4)
     assert done.exit_code == 2
     said = plain(done)
-    assert "6 data sets of 390 trainings cannot be had, nothing was trained" in said
+    assert "6 data sets of 740 trainings cannot be had, nothing was trained" in said
     for name in ("scifar", "listops", "aan", "imdb", "pathfinder", "smnist"):
         assert said.count(f" {name}: ") == 1
     assert "put https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz at" in said

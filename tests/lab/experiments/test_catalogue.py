@@ -11,7 +11,7 @@ from compressm_lab.experiments import paper
 from compressm_lab.experiments.catalogue import experiment_names, find_experiment
 from compressm_lab.experiments.paper import QUICK, SMNIST
 from compressm_lab.experiments.recipes import FinalOrder, find_recipe
-from compressm_lab.runs.paper import paper_labels
+from compressm_lab.runs.paper import paper_labels, read_paper
 from compressm_lab.training.config import ConfigError, Plan
 
 OURS = {"fold", "gramian", "moments", "policy"}
@@ -87,8 +87,9 @@ def test_the_nuclear_norm_is_one_training_that_is_cut_to_the_papers_orders():
         ("τ = 0", None),
     ]
     (folder,) = {arm.folder for arm in arms}
-    mine, named = arms[0].read(0), find_recipe("smnist-hnn")
-    assert folder == "smnist/nuclear"
+    mine, named = arms[0].read(0), find_recipe("smnist-hnn-paper")
+    assert folder == "smnist-paper/nuclear"
+    assert (mine.regulariser.beta, mine.regulariser.over) == (0.1, "mean")
     assert (mine.regulariser, mine.truncation, mine.model) == (named.regulariser, named.truncation, named.model)
     assert mine.training == named.training
 
@@ -97,12 +98,13 @@ def test_students_learn_as_in_the_papers_recipe_from_the_model_that_is_never_cut
     wanted = find_experiment("knowledge-distillation")
     student = next(arm for arm in wanted.arms if arm.method == "distillation")
     assert student.teacher.folder in {arm.folder for arm in wanted.arms}
-    resolved = student.filled(FinalOrder(57.4, 6)).taught_by(Path("runs/scifar/n-384/seed-3"))
-    assert resolved.folder == "scifar/student-57"
+    resolved = student.taught_by(Path("runs/scifar-paper/n-384/seed-3"))
+    assert resolved.folder == "scifar-paper/student-57"
     mine, named = resolved.read(3), find_recipe("scifar-distillation")
-    assert mine.distillation.teacher == "runs/scifar/n-384/seed-3"
+    assert mine.distillation.teacher == "runs/scifar-paper/n-384/seed-3"
     assert replace(mine.distillation, teacher=named.distillation.teacher) == named.distillation
-    assert (mine.model, mine.training) == (named.model, named.training)
+    alone = find_recipe("scifar-paper", ("model.order=57",))
+    assert (mine.model, mine.training) == (alone.model, alone.training)
     assert student.teacher.read(3).model.order == 384
 
 
@@ -121,6 +123,42 @@ def test_seeds_are_as_many_as_in_the_paper_and_two_where_it_is_quick():
         1,
     ]
     assert find_experiment("sanity", quick=True).seeds == 2
+
+
+TABLE = ("CIFAR10", "ListOps", "AAN", "IMDB", "Pathfinder", "sMNIST")
+
+
+@pytest.mark.parametrize("task", TABLE)
+def test_arms_beside_a_cell_of_the_paper_have_its_setting_and_its_order(task):
+    arms = [arm for arm in find_experiment("results").arms if arm.task == task]
+    results, ours = read_paper("results"), {"our way", "baseline, our mean order"}
+    for arm in (arm for arm in arms if arm.method not in ours):
+        recipe = arm.read(0)
+        assert arm.recipe.endswith("-paper")
+        assert (recipe.model.norm, recipe.model.norm_options["through"]) == ("running", True)
+        assert (recipe.model.gelu, recipe.training.floor) == ("tanh", 1e-8)
+        if arm.method == "CompreSSM":
+            assert f"τ = {recipe.compression.tau:g}" == arm.column
+            assert (recipe.compression.fold, recipe.compression.moments) == (False, "slice")
+        else:
+            order = results.value(task, "CompreSSM", arm.column, "order") or results.value(
+                task, "baseline", arm.column, "order"
+            )
+            assert order is None or recipe.model.order == round(order.centre)
+    assert {arm.column for arm in arms} >= {column for t, _, column, _ in results.values if t == task}
+
+
+def test_our_own_arms_are_marked_and_end_at_the_papers_orders():
+    arms = find_experiment("results").arms
+    ours = [arm for arm in arms if arm.method == "our way" and arm.task == "sMNIST"]
+    assert [arm.read(0).compression.at_least for arm in ours] == [13, 28, 47, 76, 148, 191]
+    for arm in ours:
+        recipe, order = arm.read(0), 256
+        for _ in Plan.of(recipe).cuts:
+            order = max(recipe.compression.at_least, KeepFraction(recipe.compression.rho).order(torch.ones(order)))
+        assert (order, recipe.task) == (recipe.compression.at_least, {"name": "smnist", "time": True})
+    beside = [arm for arm in arms if arm.beside is not None]
+    assert {arm.method for arm in beside} == {"baseline, our mean order"}
 
 
 def test_an_unknown_name_says_what_may_have_been_meant():

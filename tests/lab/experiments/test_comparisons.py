@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -158,7 +159,9 @@ def test_a_selective_model_is_cut_by_averages_over_data(tmp_path):
 
 def test_penalties_have_the_options_of_the_recipe():
     found = recipe("regulariser={kind: hankel-nuclear-norm, beta: 1, floor: 0.01, fold: false}").regulariser
-    assert str(penalty(found)) == "HankelNuclearNorm(floor=0.01, fold=False)"
+    assert str(penalty(found)) == "HankelNuclearNorm(floor=0.01, fold=False, mean=False)"
+    assert penalty(replace(found, over="mean")).mean
+    assert not penalty(replace(found, over="sum")).mean
 
 
 def test_a_regularised_group_is_not_what_speeds_are_measured_by(tmp_path):

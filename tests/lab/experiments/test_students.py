@@ -13,7 +13,7 @@ from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.groups import group_runs
 from tests.lab.experiments.tiny import SMALL, STEPS, Inline, arms, plan, shown
 
-SETTING = Setting("sMNIST", "digits", 8, STEPS, (0.04,), "{steps: [6]}", SMALL, beta=0.01, interval=4, finals=(3,))
+SETTING = Setting("sMNIST", "digits", 8, STEPS, (0.04,), "{steps: [6]}", SMALL, interval=4, finals=(3,))
 
 
 @pytest.fixture(autouse=True)

@@ -164,6 +164,8 @@ def test_a_recipe_and_what_is_given_must_agree(tmp_path):
             "floor is 0.01 with modal-l1, expected of hankel-nuc",
         ),
         (("regulariser={kind: hankel-majoriser, beta: 1, fold: false}",), "fold is False with hankel-majoriser"),
+        (("regulariser={kind: modal-l1, beta: 1, over: mean}",), "over is mean with modal-l1, expected of hankel-nuc"),
+        (("regulariser={kind: hankel-nuclear-norm, beta: 1, over: n}",), "regulariser.over is 'n'"),
         (("regulariser={kind: modal-l1, beta: 1, colour: red}",), "regulariser.colour is not a key of a recipe"),
         (
             ("regulariser={kind: modal-l1, beta: 1}", "model.layer=Mamba"),

@@ -39,6 +39,29 @@ def test_learning_rates_are_those_of_the_paper(name):
         assert training.warmup == 0.1
 
 
+@pytest.mark.parametrize("name", TABLE)
+def test_a_paper_variant_differs_in_what_the_papers_code_does_and_its_paper_does_not_say(name):
+    found, plain = find_recipe(f"{name}-paper"), find_recipe(name)
+    images = name in ("smnist", "scifar")
+    assert found.task == plain.task | ({"time": True} if images else {})
+    model, training, cuts = found.model, found.training, found.compression
+    assert (model.norm, model.norm_options) == ("running", {"affine": False, "momentum": 0.01, "through": True})
+    assert (model.dropout_form, model.gelu, model.layer_options) == ("batch", "tanh", {"max_phase": 6.28})
+    assert (training.floor, cuts.fold, cuts.moments, cuts.gramian) == (1e-8, False, "slice", "white_noise")
+    numbers = ("depth", "width", "order", "dropout", "layer")
+    assert [getattr(model, key) for key in numbers] == [getattr(plain.model, key) for key in numbers]
+    rates = ("steps", "batch", "learning_rate", "ssm_factor", "weight_decay", "schedule", "warmup", "lowest_rate")
+    assert [getattr(training, key) for key in rates] == [getattr(plain.training, key) for key in rates]
+    # A cut after the last step would never train.
+    assert Plan.of(found).cuts == [step for step in Plan.of(plain).cuts if step < training.steps]
+
+
+def test_the_nuclear_norm_of_the_papers_code_is_on_the_mean():
+    found, alone = find_recipe("smnist-hnn-paper"), find_recipe("smnist-paper")
+    assert (found.regulariser.beta, found.regulariser.over, found.regulariser.fold) == (0.1, "mean", False)
+    assert (found.model, found.training, found.task) == (alone.model, alone.training, alone.task)
+
+
 def test_the_pragmatic_variant_is_that_of_the_paper():
     found = find_recipe("pragmatic-smnist")
     assert (found.compression.rho, found.compression.rollback.drop, found.compression.rollback.settle) == (
