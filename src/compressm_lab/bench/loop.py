@@ -29,9 +29,12 @@ from compressm_lab.training.building import products_in
 
 Step = Callable[[Tensor, Tensor], Tensor]
 # Ours, the fastest to measure first: `laboratory` is a graph of one step on one batch, the least that a loop can reach.
-WAYS = ("eager", "captured", "laboratory", "compiled")
+# `reduce_overhead` is torch's mode of that name: compiled, and replayed as CUDA graphs.
+WAYS = ("eager", "captured", "laboratory", "compiled", "reduce_overhead")
 # What a user would write or take instead; `transformers` is a way of the Mamba model alone.
-OTHERS = ("plain", "plain_compiled", "transformers")
+OTHERS = ("plain", "plain_compiled", "plain_reduce_overhead", "transformers")
+# CUDA graphs are there on a GPU alone.
+_ON_CPU = ("eager", "compiled", "plain", "plain_compiled", "transformers")
 MODELS = ("smnist", "scifar", "mamba")
 _NOTE = 160
 
@@ -124,7 +127,7 @@ def measure_loops(
     Compilers take minutes: ways that need none come first, and `keep` gets what there is after every row.
     """
     where = torch.device(device)
-    chosen = list(ways or (WAYS + OTHERS if where.type == "cuda" else ("eager", "compiled", *OTHERS)))
+    chosen = list(ways or (WAYS + OTHERS if where.type == "cuda" else _ON_CPU))
     wanted = list(cases if cases is not None else loop_cases(where.type))
     with threads_for(where):
         found = Measurement("loop", "A training step in a user's own loop", repeats, [])
@@ -159,12 +162,7 @@ def _times(case: LoopCase, way: str, device: torch.device, repeats: int) -> Row:
     torch.manual_seed(0)
     model = case.build(way).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=way == "laboratory")
-    called: Callable[..., Any] = model
-    if way == "compiled":
-        called = torch.compile(model, fullgraph=True)
-    elif way == "plain_compiled":
-        called = torch.compile(model)
-    step: Step = _step(called, optimizer, case.precision == "bfloat16")
+    step: Step = _step(_called(model, way), optimizer, case.precision == "bfloat16")
     x, target = case.data(device)
     work: Callable[[], object] = partial(CapturedStep(step) if way == "captured" else step, x, target)
     first = seconds(work, device)
@@ -173,6 +171,15 @@ def _times(case: LoopCase, way: str, device: torch.device, repeats: int) -> Row:
     for _ in range(4):  # compilers look at a shape twice, and a captured step is recorded after three calls
         work()
     return {"step_s": median_seconds(work, repeats=repeats, device=device, within=20.0), "first_s": first}
+
+
+def _called(model: nn.Module, way: str) -> Callable[..., Any]:
+    """The model as the loop calls it: compiled, in some ways; ours must compile whole."""
+    mode = "reduce-overhead" if way.endswith("reduce_overhead") else None
+    if mode is None and not way.endswith("compiled"):
+        return model
+    compiled: Callable[..., Any] = torch.compile(model, fullgraph=way in WAYS, mode=mode)
+    return compiled
 
 
 def _step(model: Callable[..., Any], optimizer: torch.optim.Optimizer, half: bool) -> Step:

@@ -34,7 +34,11 @@ Device = Literal["cpu", "cuda"]
 PrecisionChoice = StrEnum("PrecisionChoice", "float32 tf32 bfloat16")
 PaperTask = StrEnum("PaperTask", "smnist scifar listops imdb aan pathfinder")
 Axis = StrEnum("Axis", "order length width")
-LoopWay = StrEnum("LoopWay", "eager compiled captured laboratory plain plain_compiled transformers")
+LoopWay = StrEnum(
+    "LoopWay",
+    "eager compiled reduce_overhead captured laboratory plain plain_compiled plain_reduce_overhead transformers",
+)
+_GRAPHS = {"captured", "laboratory", "reduce_overhead", "plain_reduce_overhead"}
 LoopModel = StrEnum("LoopModel", "smnist scifar mamba")
 
 DeviceOption = Annotated[Device, typer.Option(help="Where to measure.")]
@@ -216,8 +220,8 @@ def loop(
     from compressm_lab.bench.loop import loop_cases, measure_loops  # brings in torch's compiler
 
     chosen = [name.value for name in way or ()]
-    if device == "cpu" and (only := [name for name in chosen if name in ("captured", "laboratory")]):
-        raise typer.BadParameter(f"{only[0]} is a CUDA graph: use --device cuda", param_hint="--way")
+    if device == "cpu" and (only := [name for name in chosen if name in _GRAPHS]):
+        raise typer.BadParameter(f"{only[0]} needs CUDA graphs: use --device cuda", param_hint="--way")
     cases = loop_cases(device, [name.value for name in model or ()])
     if not cases:
         raise typer.BadParameter("a CPU runs smnist and mamba: use --device cuda", param_hint="--model")

@@ -270,7 +270,7 @@ def loop_grids(measurement: Measurement) -> list[Grid]:
     notes |= dict.fromkeys(
         f"{row['model']}, n = {row['order']}, {row['way']}: first step {duration(float(row['first_s']))}"
         for row in measurement.rows
-        if "compiled" in str(row["way"]) and "first_s" in row
+        if str(row["way"]).endswith(("compiled", "reduce_overhead")) and "first_s" in row
     )
     return [
         Grid("A training step in a user's own loop", ("model", "n", "precision", *ways), tuple(cells), "; ".join(notes))

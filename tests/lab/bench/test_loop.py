@@ -100,3 +100,12 @@ def test_a_plain_way_that_fails_says_why(monkeypatch):
 def test_the_models_of_a_device(device, models):
     assert {case.model for case in loop_cases(device)} == models
     assert {case.model for case in loop_cases(device, ["mamba"])} == {"mamba"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["CASE", "MAMBA"])
+def test_a_gpu_runs_compiled_models_as_graphs(case):
+    """In a plain process: the tests' shape checker cannot be traced."""
+    code = COMPILED.replace('"compiled", "plain_compiled"', '"reduce_overhead", "plain_reduce_overhead"')
+    rows = json.loads(unhooked.run(code.replace("repeats=1", 'repeats=1, device="cuda"'), case))
+    assert all(row["step_s"] > 0 for row in rows), rows
