@@ -96,7 +96,9 @@ def plain_running_norm(
         mean = raised.sum((0, 1)) / x.shape[:2].numel()
         moments = mean, (raised - mean).square().sum((0, 1)) / x.shape[:2].numel()
     running.batches.add_(1)
-    share = torch.where(running.batches == 1, 1.0, running.momentum or 0.0)
+    # As a float32 number 0.01 would be off by 2e-8, beside averages in float64.
+    first = (running.batches == 1).to(torch.promote_types(running.mean.dtype, torch.float32))
+    share = first + (1 - first) * (running.momentum or 0.0)
     moved = []
     for average, found in zip(running[:2], moments, strict=True):
         moved.append(average + share * ((found if through else found.detach()) - average))
