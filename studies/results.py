@@ -99,7 +99,7 @@ class Lineup:
         )
         # Runs lie in folders whose names begin with that of the lineup.
         place = (variant.recipe or self.recipe, f"{self.name}-{name}-{steps}")
-        return Arm(task, variant.label, "", *place, settings, teacher=teacher, once=variant.once)
+        return Arm(task, variant.label, "", *place, settings, teacher=teacher, seeds=1 if variant.once else None)
 
     def plan(self, out: Path, names: Sequence[str], seeds: range, steps: int | None = None, task: str = "") -> Campaign:
         """Plan the trainings of these variants, seed by seed."""

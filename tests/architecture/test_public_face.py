@@ -194,7 +194,7 @@ OPTIONS = {
     "export": {"model", "path", "--what", "--aot", "--opset", "--backend", "--batch", "--check"},
     "data": {"name", "--offline", "--data", "--root", "--set"},
     "reproduce": {
-        *("name", "--seeds", "--quick", "--processes", "--executor", "--partition", "--hours", "--gpus"),
+        *("name", "--only", "--seeds", "--quick", "--processes", "--executor", "--partition", "--hours", "--gpus"),
         *("--dry-run", "--only-report", "--data", "--out"),
     },
     "report": {"runs", "--out", "--title", "--formats", "--open", "--no-open"},

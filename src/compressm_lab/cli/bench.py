@@ -53,7 +53,7 @@ def report(measurement: Measurement, result: Path, *, shown: list[Grid] | None =
     """Print a measurement's tables and write its result file."""
     for grid in shown or grids(measurement):
         # Wider than the terminal rather than with numbers cut off.
-        console.print(_rich(grid), crop=False)
+        console.print(as_table(grid), crop=False)
     say(f"result: {measurement.write(result)}")
 
 
@@ -64,7 +64,8 @@ def draw_picture(measurement: Measurement, path: Path) -> None:
     say(f"picture: {draw(measurement, path)}")
 
 
-def _rich(grid: Grid) -> Table:
+def as_table(grid: Grid) -> Table:
+    """The grid as a table of a terminal."""
     table = Table(title=escape(grid.title), caption=escape(grid.caption))
     for k, head in enumerate(grid.heads):
         longest = max((len(row[k]) for row in grid.rows), default=0)

@@ -26,6 +26,7 @@ from compressm_lab.cli.terminal import (
 from compressm_lab.experiments.catalogue import Experiment, exhibit, experiment_names, find_experiment
 from compressm_lab.experiments.engine import Campaign, Outcome, conduct, require_ready, require_same_recipes
 from compressm_lab.experiments.executors import Executor, LocalExecutor, SlurmExecutor, SlurmOptions, heard_as_ctrl_c
+from compressm_lab.experiments.kept import FILE, write
 from compressm_lab.runs.measurement import Measurement, MeasurementError
 from compressm_lab.runs.paper import paper_labels, read_paper
 from compressm_lab.runs.records import RunError
@@ -36,6 +37,9 @@ LIST = "LIST"
 
 def command(
     name: Annotated[str, typer.Argument(help="LIST, or a table or figure by its label in the paper.")] = LIST,
+    only: Annotated[
+        list[str] | None, typer.Option(help="A task, a method or the folder of one arm's runs; again for more.")
+    ] = None,
     seeds: Annotated[int | None, integer_option("Seeds of each training. Default: as the paper.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Digits and few steps: minutes on a CPU.")] = False,
     processes: Annotated[int, integer_option("Trainings at a time, here.")] = 1,
@@ -74,7 +78,7 @@ def command(
         wanted = find_experiment(name, quick=quick)
         if wanted.measures:
             require_unused(context, f"it is for trainings, and {name} is measured", "seeds", *_TRAINING)
-        plan = wanted.plan(folder, seeds)
+        plan = (wanted.only(only) if only else wanted).plan(folder, seeds)
         require_writable(folder / name / "report.md")
         require_same_recipes(plan.trainings())
         if dry_run or wanted.measures:
@@ -84,14 +88,14 @@ def command(
         outcome = Outcome()
         if not only_report:
             outcome = _train(name, plan, _executor(executor, processes, folder, options, data), data)
-        _report(wanted, plan, folder / name, quick)
+        _report(wanted, wanted.plan(folder, seeds), folder / name, quick)
         _end(plan, outcome)
     except (ConfigError, PathError, RunError, MeasurementError) as error:
         raise typer.BadParameter(str(error)) from None
 
 
 # Options of trainings.
-_TRAINING = ("processes", "executor", "partition", "hours", "gpus", "data")
+_TRAINING = ("only", "processes", "executor", "partition", "hours", "gpus", "data")
 
 
 def _require_used(context: typer.Context, name: str, executor: str, hours: float, only_report: bool) -> None:
@@ -129,11 +133,18 @@ def _train(name: str, plan: Campaign, executor: Executor, data: Path | None) -> 
 
 
 def _report(wanted: Experiment, plan: Campaign, out: Path, quick: bool) -> None:
-    from compressm_lab.reports.reproduction import write_reproduction  # matplotlib takes a second to import
+    # matplotlib takes a second to import
+    from compressm_lab.cli.bench import as_table
+    from compressm_lab.reports.reproduction import paper_form_grids, write_reproduction
 
     shown = exhibit(wanted, plan, quick=quick)
     with console.status("drawing the report"):
         path = write_reproduction(shown, out)
+    for grid in paper_form_grids(shown):
+        # Wider than the terminal rather than with numbers cut off.
+        console.print(as_table(grid), crop=False)
+    if not quick and (result := write(plan, out / "ours.json")):
+        say(f"result: {result}; as {FILE.name} of the package it fills tables without the runs")
     say(f"report: {path}{' and report.html' if shown.runs else ', without a page: no run has begun'}")
 
 

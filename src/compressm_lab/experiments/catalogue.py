@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from compressm.errors import did_you_mean
 from compressm_lab.experiments import paper
 from compressm_lab.experiments.engine import Campaign
+from compressm_lab.experiments.kept import Kept
 from compressm_lab.experiments.paper import QUICK, QUICK_DEEP, QUICK_MAMBA, SMNIST, Setting
 from compressm_lab.experiments.recipes import Arm
 from compressm_lab.runs.directory import RunDirectory
@@ -43,6 +45,20 @@ class Experiment:
     measures: str = ""
     head: float = 1.0
 
+    def only(self, words: Sequence[str]) -> Experiment:
+        """Keep the arms whose task, method or folder is one of the words, and those that they wait for."""
+        named = {word: [arm for arm in self.arms if word in (arm.task, arm.method, arm.folder)] for word in words}
+        if unknown := [word for word, found in named.items() if not found]:
+            known = list(dict.fromkeys(word for arm in self.arms for word in (arm.task, arm.method)))
+            folders = [arm.folder for arm in self.arms]
+            raise ConfigError(
+                f"{unknown[0]!r} is no part of {self.label}; expected {', '.join(known)}, or the folder of an arm, such"
+                f" as {folders[0]}{did_you_mean(unknown[0], [*known, *folders])}"
+            )
+        chosen = {id(arm): arm for found in named.values() for arm in found}
+        first = {arm.folder for one in chosen.values() for arm in (one.beside, one.teacher) if arm is not None}
+        return replace(self, arms=tuple(arm for arm in self.arms if id(arm) in chosen or arm.folder in first))
+
     def plan(self, folder: Path, seeds: int | None = None) -> Campaign:
         """Plan its trainings below `folder`/runs, where other experiments may share them."""
         return Campaign(self.arms, range(seeds or self.seeds), folder / "runs")
@@ -50,20 +66,31 @@ class Experiment:
 
 def exhibit(shown: Experiment, plan: Campaign, *, quick: bool) -> Exhibit:
     """Put all runs on the disk, finished or not, into the cells of the paper's table or figure."""
-    cells = []
-    for arm, resolved in plan.resolved():
-        folders = [] if resolved is None else [plan.folder(resolved, seed) for seed in plan.seeds]
-        runs = tuple(read_run(RunDirectory(folder)) for folder in folders if (folder / "status.json").is_file())
-        teachers = [plan.finished_run(arm.teacher, seed) for seed in plan.seeds] if arm.teacher else []
-        missing = "" if runs else "not trained yet"
-        before = tuple(filter(None, teachers))
-        cells.append(Compared(arm.task, arm.method, arm.column, runs, missing, arm.truncated, before))
+    kept = Kept() if quick else Kept.read()
+    cells = [_cell(shown, plan, kept, *pair, quick=quick) for pair in plan.resolved()]
     stated = read_paper(shown.label) if shown.label in paper_labels() else None
     recipes = [arm.read(0) for arm in shown.arms if quick and arm.known]
     steps = max((recipe.training.steps for recipe in recipes), default=0)
     order = max((recipe.model.order for recipe in recipes), default=0)
     note = _QUICK.format(steps=steps, order=order) if quick else ""
     return Exhibit(shown.label, shown.title, shown.picture, shown.quantity, tuple(cells), stated, note, shown.head)
+
+
+def _cell(shown: Experiment, plan: Campaign, kept: Kept, arm: Arm, resolved: Arm | None, *, quick: bool) -> Compared:
+    """The cell of an arm: its runs on the disk, and kept rows of the seeds that have no finished run there."""
+    seeds = plan.seeds_of(arm)
+    resolved = resolved or kept.filled(arm, seeds)
+    folders = [] if resolved is None else [plan.folder(resolved, seed) for seed in seeds]
+    runs = tuple(read_run(RunDirectory(folder)) for folder in folders if (folder / "status.json").is_file())
+    finished = {run.seed for run in runs if run.finished}
+    rows = () if resolved is None else kept.of(resolved, [seed for seed in seeds if seed not in finished])
+    teachers = [plan.finished_run(arm.teacher, seed) for seed in seeds] if arm.teacher else []
+    # The folder of an arm whose order is not known yet is not its own.
+    word = arm.folder if arm.known else arm.task
+    command = ["compressm", "reproduce", shown.label, "--only", word, *(["--quick"] if quick else [])]
+    missing = "" if runs or rows else f"not trained: {shlex.join(command)}"
+    before = tuple(filter(None, teachers))
+    return Compared(arm.task, arm.method, arm.column, runs, missing, arm.truncated, before, rows)
 
 
 Build = Callable[[bool], Arms]  # True: the quick version
@@ -98,18 +125,20 @@ def _add(label: str, seeds: int, build: Build, title: str = "", **options: Any) 
 
 
 def _results(quick: bool) -> Arms:
-    settings = (QUICK, QUICK_DEEP) if quick else _TASKS
+    # As many seeds as the paper has: ten for sMNIST.
+    full = (*(replace(task, seeds=_SEEDS) for task in _TASKS if task is not SMNIST), SMNIST)
+    settings = (QUICK, QUICK_DEEP) if quick else full
     return tuple(arm for setting in settings for arm in paper.tolerances(setting))
 
 
 _nuclear = _on(_SMNIST, paper.tolerances, paper.nuclear_norm)
 _distillation = _on(_DEEP, paper.tolerances, paper.distillation)
 _MAMBA_SIZES = ((8, 16, 32, 64, 128), (4, 16, 32))
-_add("results", _SEEDS, _results)
-_add("results-max", _SEEDS, _results, quantity="best")
-_add("red-perf-all", _SEEDS, _results)
+_add("results", _MANY, _results)
+_add("results-max", _MANY, _results, quantity="best")
+_add("red-perf-all", _MANY, _results)
 _add("speedup", _SEEDS, _on(_DEEP, paper.tolerances))
-_add("combined", _SEEDS, _both(_nuclear, _distillation))
+_add("combined", _MANY, _both(_nuclear, _distillation))
 _add("hnn_vs_compressm", _MANY, _nuclear)
 _add("knowledge-distillation", _MANY, _distillation)
 _add("pragmatic", _SEEDS, _both(_on(_SMNIST, paper.pragmatic), _on(_DEEP, paper.pragmatic)))

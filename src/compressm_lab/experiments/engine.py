@@ -39,7 +39,7 @@ class Campaign:
             if arm.beside is not None and arm.beside.folder not in finals:
                 finals[arm.beside.folder] = self.final_order(arm.beside, failed)
             resolved = arm.filled(finals[arm.beside.folder] if arm.beside else None)
-            for seed in self.seeds[:1] if arm.once else self.seeds:
+            for seed in self.seeds_of(arm):
                 training = self._training(resolved, seed)
                 found.setdefault(training.key, training)
         # The sort keeps the order of arms.
@@ -48,19 +48,24 @@ class Campaign:
     def resolved(self) -> Iterator[tuple[Arm, Arm | None]]:
         """Yield every arm, and the arm with its order filled in, None while no run tells that order."""
         for arm in self.arms:
-            runs = [] if arm.beside is None else [self.finished_run(arm.beside, seed) for seed in self.seeds]
+            beside = arm.beside
+            runs = [self.finished_run(beside, seed) for seed in self.seeds_of(beside)] if beside else []
             resolved = arm.filled(self._mean([run for run in runs if run]))
             yield arm, resolved if resolved.known else None
 
     def final_order(self, arm: Arm, failed: Collection[tuple[str, int]] = ()) -> FinalOrder | None:
         """The final order of an arm; None until every seed has finished or failed, and one has finished."""
-        runs = [self.finished_run(arm, seed) for seed in self.seeds if (arm.folder, seed) not in failed]
+        runs = [self.finished_run(arm, seed) for seed in self.seeds_of(arm) if (arm.folder, seed) not in failed]
         return None if None in runs else self._mean([run for run in runs if run])
 
     def finished_run(self, arm: Arm, seed: int) -> Run | None:
         """Read a finished run; None if it is not finished."""
         directory = RunDirectory(self.folder(arm, seed))
         return read_run(directory) if directory.finished else None
+
+    def seeds_of(self, arm: Arm) -> range:
+        """The seeds of an arm: all, or its first ones if it has fewer."""
+        return self.seeds[: arm.seeds]
 
     def folder(self, arm: Arm, seed: int) -> Path:
         return self.runs / arm.folder / f"seed-{seed}"

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from compressm_lab.experiments.recipes import ORDER, TEACHER, TOTAL, Arm
+from compressm_lab.runs.paper import BASELINE, UNCUT
 
-COMPRESSED, BASELINE = "CompreSSM", "baseline"
+COMPRESSED = "CompreSSM"
 # Beside the paper's: its inputs and its orders by our own cuts, and baselines at the mean order of our compressed runs.
 OUR_WAY, OUR_ORDER = "our way", "baseline, our mean order"
 NUCLEAR, DISTILLATION, PRAGMATIC = "Hankel nuclear norm", "distillation", "pragmatic"
 RANDOM, BAKED = "random states", "one projection"
-UNCUT = "τ = 0"
 PAPER_WAY = "fold: false, moments: slice"  # of `compression`; Gramians for white noise are the default
 
 
@@ -24,7 +24,7 @@ class Setting:
     `extra` are settings of all its runs, `finals` the orders that the paper's tolerances lead to: baselines and
     students have them, and models with the nuclear norm in their loss, computed at every `interval`-th step, are cut to
     them. Our own cuts remove a tenth of the states at each of the steps `gentle`; without these steps all of `cuts`
-    keep the same share.
+    keep the same share. `seeds` is the most seeds of each training, None for all that are asked for.
     """
 
     task: str
@@ -39,12 +39,14 @@ class Setting:
     finals: tuple[int, ...] = ()
     gentle: str = ""
     cuts: int = 4
+    seeds: int | None = None
 
     def arm(self, method: str, column: str, name: str, *settings: str, label: str = "", **options: Any) -> Arm:
         """Make an arm with settings on top of the task's; its label is the column if it shrinks, else the method."""
         label = label or (column if method == COMPRESSED else method)
         chosen = (*self.extra, f"label={label!r}", *settings)
-        return Arm(self.task, method, column, self.recipe, f"{self.folder or self.recipe}/{name}", chosen, **options)
+        folder = f"{self.folder or self.recipe}/{name}"
+        return Arm(self.task, method, column, self.recipe, folder, chosen, seeds=self.seeds, **options)
 
     def compressed(self, tau: float) -> Arm:
         """Make the arm that is cut by the paper's rule and in its way, at the paper's steps."""

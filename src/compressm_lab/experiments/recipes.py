@@ -81,8 +81,8 @@ class Arm:
     is that of its runs: arms of several experiments with the same folder are the same trainings. `beside` is the arm
     whose final order replaces ORDER and TOTAL in settings and folder: as in the paper, a baseline has the mean order
     that compressed runs ended with (sec:setup). The run of `teacher` with the same seed replaces TEACHER and is trained
-    first. `truncated` is the order that the cell shows, of runs cut once after training. `once`: only the first seed
-    is trained.
+    first. `truncated` is the order that the cell shows, of runs cut once after training. `seeds` is the most of its
+    seeds that are trained, None for all.
     """
 
     task: str
@@ -95,7 +95,7 @@ class Arm:
     teacher: Arm | None = None
     truncated: int | None = None
     order: int | None = None
-    once: bool = False
+    seeds: int | None = None
 
     def filled(self, final: FinalOrder | None) -> Arm:
         """Fill in the final order of the arm beside it; without one the arm stays as it is."""

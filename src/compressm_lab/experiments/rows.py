@@ -110,7 +110,7 @@ class ResultFile:
         for training in (one for one in self.trainings if one.finished):
             try:
                 here = training.run.environment()
-                rows.append(training.names | self.found(training.run) | _origin(here))
+                rows.append(training.names | self.found(training.run) | origin(here))
             except (RunError, SavingError) as error:
                 print(f"left out: {training}: {error}", file=sys.stderr)
             else:
@@ -166,7 +166,7 @@ def joined(measured: Iterable[Measurement | None], by: Sequence[str] = ("variant
     most rows.
     """
     results = [one for one in measured if one is not None]
-    found = ((_origin(one.environment) | row) for one in results for row in one.rows)
+    found = ((origin(one.environment) | row) for one in results for row in one.rows)
     rows = {(tuple(row[name] for name in by), row["seed"]): row for row in found}
     arms = list(dict.fromkeys(arm for arm, _ in rows))
     keys = sorted(rows, key=lambda key: (arms.index(key[0]), key[1]))
@@ -176,7 +176,7 @@ def joined(measured: Iterable[Measurement | None], by: Sequence[str] = ("variant
     return replace(results[-1], rows=[rows[key] for key in keys], environment=environment)
 
 
-def _origin(here: Environment) -> Row:
+def origin(here: Environment) -> Row:
     """Date, commit and machine of a training."""
     return {"date": here.date, "commit": here.commit, "machine": here.machine}
 

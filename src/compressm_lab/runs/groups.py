@@ -91,10 +91,14 @@ class Group:
 
     @property
     def order(self) -> Statistic | None:
+        return Statistic.of(self.order_of(run) for run in self.finished)
+
+    def order_of(self, run: Run) -> float | None:
+        """The final order of one of its runs, or that of its copy; None without a copy."""
         if self.truncated is None:
-            return Statistic.of(run.mean_order for run in self.finished)
-        copies = (self._copies(run) for run in self.finished)
-        return Statistic.of(found[0].mean_order for found in copies if found)
+            return run.mean_order
+        copies = self._copies(run)
+        return copies[0].mean_order if copies else None
 
     def _copies(self, run: Run) -> list[TruncationRecord]:
         return [record for record in run.truncations if record.order == self.truncated]
@@ -117,10 +121,18 @@ class Group:
 
     def top(self, count: int | None = None) -> Statistic | None:
         """Test values of the `count` runs that are best by validation, by default of all; None with fewer than that."""
-        ranked = self.ranked[:count]
-        if count is not None and len(ranked) < count:
-            return None
-        return Statistic.of(score.test for run in ranked if (score := self.score(run)))
+        found = self.tests[:count]
+        return None if count is not None and len(found) < count else Statistic.of(found)
+
+    def best(self, count: int) -> Statistic | None:
+        """Test values of the `count` runs that are best by test, as the paper counts; None with fewer than that."""
+        found = sorted(self.tests, reverse=self.metric == "accuracy")
+        return Statistic.of(found[:count]) if len(found) >= count else None
+
+    @property
+    def tests(self) -> list[float]:
+        """The test value of every finished run, the best validation first."""
+        return [score.test for run in self.ranked if (score := self.score(run)) and score.test is not None]
 
     @property
     def shown(self) -> Run:

@@ -12,9 +12,11 @@ from typing import Literal
 
 from compressm.errors import did_you_mean
 from compressm_lab.runs.groups import Group, Statistic, group_runs, speed_up
+from compressm_lab.runs.measurement import Row
 from compressm_lab.runs.records import RunError
 from compressm_lab.runs.run import Run
 
+BASELINE, UNCUT = "baseline", "τ = 0"  # the method and the column of models that are never cut
 FOLDER = Path(str(resources.files("compressm_lab.runs"))) / "paper"
 Key = tuple[str, str, str, str]
 
@@ -63,7 +65,9 @@ def read_paper(label: str) -> PaperItem:
     return PaperItem(**stored, values=values)
 
 
-Quantity = Literal["order", "accuracy", "best", "speed-up"]
+# "accuracy" is of the three seeds that are best by test, as the paper counts, and "mean" of all.
+Quantity = Literal["order", "accuracy", "mean", "best", "speed-up"]
+_TOP = {"accuracy": 3, "best": 1}
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class Compared:
     """The seeds of one cell of a table; none where they are not trained yet, and then `missing` says why.
 
     `truncated` is the order that they are shown at, cut once after training; `before` are runs that had to be trained
-    first, as teachers, whose time counts too.
+    first, as teachers, whose time counts too. `kept` are rows of a result file, of seeds without a finished run here.
     """
 
     task: str
@@ -81,6 +85,7 @@ class Compared:
     missing: str = ""
     truncated: int | None = None
     before: tuple[Run, ...] = ()
+    kept: tuple[Row, ...] = ()
 
     @cached_property
     def group(self) -> Group | None:
@@ -90,7 +95,35 @@ class Compared:
     def seconds(self) -> Statistic | None:
         """Seconds of a run, with what had to be trained before it."""
         own, before = (self.group.seconds if self.group else None), Statistic.of(run.seconds for run in self.before)
-        return own if own is None or before is None else Statistic(own.centre + before.centre, own.spread, own.count)
+        if own is None:
+            return Statistic.of(_seconds(row) for row in self.kept)
+        return own if before is None else Statistic(own.centre + before.centre, own.spread, own.count)
+
+    @property
+    def orders(self) -> Statistic | None:
+        """The final order of each seed."""
+        ours = [] if self.group is None else [self.group.order_of(run) for run in self.group.finished]
+        return Statistic.of([*ours, *(float(row["order"]) for row in self.kept)])
+
+    @property
+    def tests(self) -> list[float]:
+        """The test value of each seed where its validation was best, the best first; accuracies in per cent."""
+        found = [float(row["best"]) for row in self.kept]
+        accurate = self.group is None or self.group.metric == "accuracy"
+        if self.group is not None:
+            found += [(100.0 if accurate else 1.0) * test for test in self.group.tests]
+        return sorted(found, reverse=accurate)
+
+    @property
+    def steps(self) -> int:
+        """The steps of a training."""
+        return self.group.shown.steps if self.group else int(self.kept[0]["steps"])
+
+    @property
+    def commits(self) -> list[str]:
+        """The commits of all seeds, each once."""
+        every = [*(run.environment.commit for run in self.runs), *(str(row["commit"]) for row in self.kept)]
+        return list(dict.fromkeys(every))
 
     @property
     def title(self) -> str:
@@ -138,19 +171,31 @@ class Exhibit:
         return [cell for cell in self.cells if cell.task == task]
 
     def ours(self, cell: Compared, quantity: Quantity) -> Statistic | None:
-        """Our number; accuracies in per cent, of the three best seeds by validation, or of all if there are fewer."""
-        if cell.group is None:
-            return None
+        """Our number; accuracies in per cent, and as the paper counts: of the three best seeds by test, or of fewer."""
         if quantity == "order":
-            return cell.group.order
+            return cell.orders
         if quantity == "speed-up":
+            if cell.group is None:
+                return self._kept_speed_up(cell)
             found = speed_up(cell.group, self._groups)
             if found is None or not cell.before or cell.seconds is None or cell.group.seconds is None:
                 return found
             # As if the training of teachers had been part of each run.
             return _scaled(found, cell.group.seconds.centre / cell.seconds.centre)
-        found = cell.group.top(1) if quantity == "best" else cell.group.top(3) or cell.group.top()
-        return None if found is None else _scaled(found, 100.0 if cell.group.metric == "accuracy" else 1.0)
+        return Statistic.of(cell.tests[: _TOP.get(quantity)])
+
+    def _kept_speed_up(self, cell: Compared) -> Statistic | None:
+        """The same of kept rows, by the model that is never cut; None unless all were trained alone on one machine."""
+        uncut = next((c for c in self.of_task(cell.task) if (c.method, c.column) == (BASELINE, UNCUT)), None)
+        whole = uncut.kept if uncut else ()
+        if not (cell.kept and whole) or {(r.get("together"), r["machine"]) for r in (*cell.kept, *whole)} != {
+            (1, whole[0]["machine"])
+        }:
+            return None
+        base = sum(map(_seconds, whole)) / len(whole)
+        found = Statistic.of(base / _seconds(row) for row in cell.kept)
+        own = sum(map(_seconds, cell.kept)) / len(cell.kept)
+        return found and Statistic(base / own, found.spread, found.count)
 
     def theirs(self, cell: Compared, quantity: Quantity) -> Statistic | None:
         """The paper's number, in its own units."""
@@ -159,6 +204,11 @@ class Exhibit:
     @cached_property
     def _groups(self) -> Sequence[Group]:
         return group_runs(self.runs)
+
+
+def _seconds(row: Row) -> float:
+    """Seconds of a kept training, with what had to be trained before it."""
+    return float(row["seconds"]) + float(row.get("before_s", 0))
 
 
 def _scaled(sample: Statistic, factor: float) -> Statistic:

@@ -7,8 +7,10 @@ from typer.testing import CliRunner
 
 from compressm.cli.app import app
 from compressm_lab.cli import reproduce
+from compressm_lab.experiments import kept
 from compressm_lab.experiments.catalogue import Experiment, experiment_names
 from compressm_lab.reports import run_report
+from compressm_lab.runs.measurement import Measurement
 from tests.lab.experiments.tiny import Inline, arms
 
 
@@ -24,7 +26,11 @@ def run(*arguments):
 
 
 def plain(done):
-    return " ".join(done.output.replace("│", " ").split())
+    return words(done.output)
+
+
+def words(text):
+    return " ".join(text.replace("│", " ").split())
 
 
 def small(monkeypatch, executor):
@@ -68,6 +74,24 @@ def test_it_trains_reports_and_finds_everything_done_the_next_time(monkeypatch):
     assert again.exit_code == 0
     assert "results: 6 trainings, 6 done" in plain(again)
     assert "6 of 6" in plain(run("results", "--quick", "--only-report"))
+
+
+def test_the_table_of_the_paper_is_printed_with_ours_and_the_command_of_what_is_missing(monkeypatch, tmp_path):
+    small(monkeypatch, Inline())
+    done = run("results", "--only", "CompreSSM", "--out", "out")
+    assert done.exit_code == 0, done.output
+    assert "2 of 2 trainings are done" in plain(done)
+    assert "(95.9 ± 0.2)" in plain(done)
+    assert "(97.3 ± 0.1)" in plain(done)
+    # The baseline beside it now has its order, and is not trained either.
+    assert "2 of 3 cells are not trained: compressm reproduce results --only sMNIST" in plain(done)
+    rows = Measurement.read(tmp_path / "out" / "results" / "ours.json").rows
+    assert [(row["variant"], row["seed"]) for row in rows] == [("digits/tau-0.04", 0), ("digits/tau-0.04", 1)]
+    monkeypatch.setattr(kept, "FILE", tmp_path / "out" / "results" / "ours.json")
+    again = plain(run("results", "--only-report", "--out", "elsewhere"))
+    assert "0 of 6 trainings are done" in again
+    (line,) = (line for line in done.output.splitlines() if "CompreSSM: mean of all" in line)
+    assert words(line) in again
 
 
 def test_exit_codes_say_how_it_ended(monkeypatch):
@@ -123,7 +147,7 @@ def test_missing_data_are_named_once_before_any_training_begins(monkeypatch, tmp
     done = run("results", "--data", tmp_path / "none", "--processes", 4)
     assert done.exit_code == 2
     said = plain(done)
-    assert "6 data sets of 740 trainings cannot be had, nothing was trained" in said
+    assert "6 data sets of 865 trainings cannot be had, nothing was trained" in said
     for name in ("scifar", "listops", "aan", "imdb", "pathfinder", "smnist"):
         assert said.count(f" {name}: ") == 1
     assert "put https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz at" in said

@@ -116,12 +116,20 @@ def test_random_states_are_drawn_for_every_channel_as_many_as_the_paper_keeps():
 
 
 def test_seeds_are_as_many_as_in_the_paper_and_two_where_it_is_quick():
-    assert [find_experiment(name).seeds for name in ("results", "sanity", "hnn_vs_compressm", "timer")] == [
+    assert [find_experiment(name).seeds for name in ("sanity", "hnn_vs_compressm", "speedup", "timer")] == [
+        10,
+        10,
         5,
-        10,
-        10,
         1,
     ]
+    table = find_experiment("results")
+    seeds = {arm.task: len(table.plan(Path("out")).seeds_of(arm)) for arm in table.arms}
+    assert seeds == {**dict.fromkeys(TABLE, 5), "sMNIST": 10}
+    few = table.plan(Path("out"), seeds=2)
+    assert {len(few.seeds_of(arm)) for arm in table.arms} == {2}
+    # Every arm waits for as many seeds as the arm beside it has.
+    beside = [arm for arm in table.arms if arm.beside]
+    assert all(few.seeds_of(arm) == few.seeds_of(arm.beside) for arm in beside)
     assert find_experiment("sanity", quick=True).seeds == 2
 
 

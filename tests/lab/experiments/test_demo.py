@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from compressm.cli.app import app
-from compressm_lab.cli.bench import _rich
+from compressm_lab.cli.bench import as_table
 from compressm_lab.experiments import demo
 from compressm_lab.reports import run_report
 from compressm_lab.reports.study_tables import demo_grids, demo_says
@@ -168,5 +168,5 @@ def test_the_table_is_whole_on_a_terminal_of_80_columns():
     rows = made(large=[98.5, 98.3], small=[94.9, 93.1], compressed=[98.0, 97.1], white_noise=[91.9, 88.1])
     rows.rows[-2]["bounds"] = rows.rows[-1]["bounds"] = "181, 224, 291, 418, 287"
     narrow = Console(width=80, record=True, file=StringIO())
-    narrow.print(_rich(demo_grids(rows)[0]))
+    narrow.print(as_table(demo_grids(rows)[0]))
     assert "…" not in narrow.export_text()
