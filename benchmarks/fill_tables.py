@@ -1,6 +1,6 @@
 """Put tables where README and docs ask for them: `python benchmarks/fill_tables.py`.
 
-They come from committed result files, and, in docs/models.md, from the adapters.
+They come from committed result files, of which docs/results.md has a summary, and in docs/models.md from the adapters.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from compressm.adapters.base import adapters_by_kind
 from compressm.adapters.dense import DenseAdapter
 from compressm.adapters.mamba import REFUSED, REFUSED_ELSEWHERE
 from compressm_lab.reports.measurements import markdown
+from compressm_lab.reports.summary import summary_grid
 from compressm_lab.runs.measurement import Measurement
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-_MODELS = re.compile(r"<!-- (models|refused) -->\n.*?<!-- end of \1 -->", re.DOTALL)
+_MADE = re.compile(r"<!-- (models|refused|summary) -->\n.*?<!-- end of \1 -->", re.DOTALL)
 _TABLE = re.compile(r"<!-- table: (\S+) -->\n.*?<!-- end of table -->", re.DOTALL)
 
 
@@ -31,11 +32,10 @@ def filled(text: str) -> str:
         shown = markdown(Measurement.read(path)) if path.exists() else "*Not measured yet.*"
         return f"<!-- table: {match[1]} -->\n{shown}\n<!-- end of table -->"
 
-    def models(match: re.Match[str]) -> str:
-        shown = modules() if match[1] == "models" else refused()
-        return f"<!-- {match[1]} -->\n{shown}\n<!-- end of {match[1]} -->"
+    def made(match: re.Match[str]) -> str:
+        return f"<!-- {match[1]} -->\n{_TABLES[match[1]]()}\n<!-- end of {match[1]} -->"
 
-    return _MODELS.sub(models, _TABLE.sub(table, text))
+    return _MADE.sub(made, _TABLE.sub(table, text))
 
 
 # How cuts are stored, each with the basis change that it needs; those of the second line need this package afterwards.
@@ -85,6 +85,14 @@ def refused() -> str:
     tables = {"transformers": REFUSED, **{owner.partition(".")[0]: own for owner, own in REFUSED_ELSEWHERE.items()}}
     rows = [f"| {owner} | `{name}` | {why} |" for owner, own in tables.items() for name, why in own.items()]
     return "\n".join(["| package | module | it … |", "|---|---|---|", *rows])
+
+
+def summary() -> str:
+    """The paper, its authors' code and ours, over all tasks."""
+    return summary_grid(ROOT / "benchmarks" / "results").markdown()
+
+
+_TABLES = {"models": modules, "refused": refused, "summary": summary}
 
 
 def main() -> None:

@@ -210,6 +210,9 @@ def _said(value: object) -> str:
     return text if "/" in text else text.replace("_", " ")  # the folder of a teacher stays as it is
 
 
+_AS_PAPER = "top 3 by test"
+
+
 def result_grid(groups: Sequence[Group]) -> Grid:
     """Test values, times and bounds of every group, over the seeds that finished."""
     metrics = {group.metric for group in groups}
@@ -220,6 +223,7 @@ def result_grid(groups: Sequence[Group]) -> Grid:
         ("layers × order", _layers),
         (metric, lambda group: score(group, group.top())),
         ("top 3", lambda group: score(group, group.top(3))),
+        (_AS_PAPER, lambda group: score(group, group.best(3)) if len(group.finished) > 3 else NOTHING),
         ("top 1", lambda group: score(group, group.top(1))),
         ("time", lambda group: clock(group.seconds)),
         ("speed-up", lambda group: _speed_up(group, groups)),
@@ -229,11 +233,11 @@ def result_grid(groups: Sequence[Group]) -> Grid:
     caption = (
         "Test is the test accuracy in per cent, or the test loss of a regression, at the best validation since the "
         "last cut: mean ± standard deviation over the seeds that finished. Top 3 and top 1 are the seeds that are best "
-        "by validation. Orders are means over layers. The error bound sums 2 Σσ of what each cut dropped, layer by "
-        "layer, and below it cut by cut for the best seed; each holds for a layer at its cut, not for the training "
-        "that follows."
+        "by validation; top 3 by test is how the paper counts. Orders are means over layers. The error bound sums 2 Σσ "
+        "of what each cut dropped, layer by layer, and below it cut by cut for the best seed; each holds for a layer "
+        "at its cut, not for the training that follows."
     )
-    return Grid.of("Over the seeds of each recipe", groups, columns, caption)
+    return Grid.of("Over the seeds of each recipe", groups, columns, caption).without_empty(_AS_PAPER)
 
 
 def _layers(group: Group) -> str:

@@ -20,7 +20,7 @@ from compressm_lab.reports.run_report import (
     write_report,
 )
 from compressm_lab.runs.directory import RunDirectory
-from compressm_lab.runs.groups import Statistic
+from compressm_lab.runs.groups import Statistic, group_runs
 from compressm_lab.runs.records import RunError
 from compressm_lab.runs.run import read_run
 from tests.lab.reports.made_runs import Made, write
@@ -42,6 +42,18 @@ def test_results_are_those_of_the_groups(shallow):
     parts = found["error bound"][-1].split("\n")[1].split(" + ")
     assert len(parts) == 4
     assert sum(map(float, parts)) == pytest.approx(sum(compressed.bounds_by_cut), rel=0.1)
+
+
+def test_more_than_three_seeds_are_also_counted_as_the_paper_counts(shallow, tmp_path):
+    assert "top 3 by test" not in result_grid(shallow).heads
+    made = [Made(name="several", seed=k, best=0.9 + 0.01 * k, spectra=False) for k in range(5)]
+    (group,) = group_runs(read_run(RunDirectory(write(one, tmp_path))) for one in made)
+    found = columns(result_grid([*shallow, group]))
+    tests = sorted((group.score(run).test for run in group.runs), reverse=True)
+    assert found["top 3 by test"][-1] == plus_minus(Statistic.of(tests[:3]), factor=100.0)
+    assert found["top 3 by test"][:3] == ["–"] * 3
+    assert group.best(5).centre == pytest.approx(group.top().centre)
+    assert group.best(6) is None
 
 
 def test_recipes_say_their_penalty_and_teacher_where_any_has_one(shallow):
