@@ -139,7 +139,7 @@ def measure_selective_cuts(
 
 def measure_model(setting: TrainedModel, seed: int, progress: Progress = silent) -> list[Row]:
     """Measure all rows of one model."""
-    return cut_in_every_way(setting, trained(setting, _task(setting.data), seed), seed, progress)
+    return cut_in_every_way(setting, trained(setting, load(setting.data), seed), seed, progress)
 
 
 def trained(setting: TrainedModel, task: Task, seed: int) -> Learner:
@@ -201,7 +201,8 @@ def _copied(learner: Learner) -> Learner:
     return Learner(model, optimizer, learner.objective, learner.task, learner.order, learner.config)
 
 
-def _task(data: DataSet) -> Task:
+def load(data: DataSet) -> Task:
+    """Load data that need no files."""
     with tempfile.TemporaryDirectory() as folder:
         return data.load(Store(Path(folder), offline=True))
 

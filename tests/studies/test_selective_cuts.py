@@ -15,9 +15,9 @@ from selective_cuts import (
     SHARES,
     TrainedModel,
     _copied,
-    _task,
     cut,
     cut_in_every_way,
+    load,
     measure_selective_cuts,
     trained,
     ways,
@@ -29,7 +29,7 @@ SETTING = TrainedModel("tiny", DATA, "steps", steps=3, more=1, depth=1, width=4,
 
 @pytest.fixture(scope="module")
 def learner():
-    return trained(SETTING, _task(DATA), seed=0)
+    return trained(SETTING, load(DATA), seed=0)
 
 
 def test_every_way_is_measured_at_every_order_and_the_model_stays_as_it_was(learner):
@@ -57,7 +57,7 @@ def test_a_cut_goes_by_training_data_and_leaves_fewer_states(learner):
 
 
 def test_the_same_seed_trains_the_same_model(learner):
-    again = trained(SETTING, _task(DATA), seed=0)
+    again = trained(SETTING, load(DATA), seed=0)
     state = learner.model.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in again.model.state_dict().items())
     assert QUICK[0].order // max(SHARES) >= 1

@@ -257,6 +257,24 @@ def lti_newcomers_grids(measurement: Measurement) -> list[Grid]:
     ]
 
 
+def mamba_orders_grids(measurement: Measurement) -> list[Grid]:
+    """States of a Mamba channel by way and training: the mean over channels, layers and seeds, and the range."""
+    needed = ("seed", "steps", "layer", "way", "states", "mean", "least", "most")
+    require(measurement, "mamba_orders", needed, "way")
+    steps = list(dict.fromkeys(int(row["steps"]) for row in measurement.rows))
+
+    def said(rows: list[Row]) -> str:
+        least, most = min(int(row["least"]) for row in rows), max(int(row["most"]) for row in rows)
+        return f"{mean_of(rows, 'mean'):.1f} ({least} to {most})"
+
+    lines = []
+    for way, own in by("way", measurement.rows).items():
+        lines.append((way, *(said([row for row in own if row["steps"] == step]) for step in steps)))
+    heads = ("Hankel values", *(f"after {step} steps" if step else "at the start" for step in steps))
+    caption = f"states of a channel, of {measurement.rows[0]['states']}: the mean and the range over channels"
+    return [Grid(measurement.title, heads, tuple(lines), caption)]
+
+
 def _by_way(rows: list[Row], column: str, title: str, caption: str) -> Grid:
     ranks = list(dict.fromkeys(int(row["rank"]) for row in rows))
     seeds = len({row["seed"] for row in rows})
@@ -507,5 +525,6 @@ GRIDS: dict[str, Callable[[Measurement], list[Grid]]] = {
     "imdb_mamba": imdb_mamba_grids,
     "lti_newcomers": lti_newcomers_grids,
     "selective_cuts": selective_cuts_grids,
+    "mamba_orders": mamba_orders_grids,
     **dict.fromkeys(RESULTS, result_grids),
 }
