@@ -2,7 +2,8 @@
 
 smnist, with the paper's 200 000 steps: cuts with τ tried through all of training, in the paper's way and in ours, and
 gentle cuts that end at exactly 28 and 13 states; beside them, with one seed, penalties on Hankel singular values and a
-teacher, which is the whole model. smnist-falling: the same with a learning rate that begins higher and falls.
+teacher, which is the whole model. smnist-falling: the same with a learning rate that begins higher and falls;
+smnist-time: and with the paper's inputs, which have a channel t / 784.
 smnist-choices: what else can be chosen, one choice at a time and with one seed. smnist-selection: four cuts to 32
 states that keep the largest Hankel values, the smallest, or random ones. scifar, with as many steps as there is time
 for: four cuts in the warm-up.
@@ -161,6 +162,7 @@ _TOLERANCES = {
     "paper-04": _tolerance("τ = 0.04, paper's way", 0.04, *PAPER, until=0.99),
 }
 _FALLING = _falling(4e-3)
+_TIME = "task.time=true"
 _CIRCLE = "model.layer_options={max_phase: 6.283185307179586}"
 _UNDROPPED = "model.dropout=0.0"
 _CHOICES = {
@@ -208,6 +210,7 @@ LINEUPS = {
     for lineup in (
         _smnist("smnist", "sMNIST with the paper's rate", {**_WAYS, **_BASELINES}),
         _smnist("smnist-falling", "sMNIST with a rate that falls", _WAYS, *_FALLING),
+        _smnist("smnist-time", "sMNIST with time as an input", {**_FROM_THE_START, **_GENTLY}, *_FALLING, _TIME),
         _smnist("smnist-choices", "sMNIST, one choice at a time", _CHOICES),
         _smnist("smnist-selection", "sMNIST, four cuts to 32 states", _SELECTION),
         Lineup("scifar", "sCIFAR, four cuts in the warm-up", "scifar", _SCIFAR, steps=10_000, evaluations=4),

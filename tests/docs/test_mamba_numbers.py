@@ -32,6 +32,22 @@ def test_gradient_steps_of_a_selective_layer_that_is_cut_take_a_quarter_of_the_t
     assert says("docs/mamba.md", *whole(min(shares), max(shares)))
 
 
+def test_orders_of_channels_by_readings_of_the_papers_rule_are_as_the_page_says():
+    def mean(way):
+        return [fmean(row["mean"] for row in rows("mamba_orders", way=way, steps=steps)) for steps in (0, 150)]
+
+    ours, finer = mean("double precision"), mean("τ = 0.0001")
+    assert all(b - a == pytest.approx(1.2, abs=0.25) for a, b in zip(ours, finer, strict=True))
+    assert all(b < a for a, b in zip(ours, mean("energy σ²"), strict=True))
+    same = ("one order for all channels", "softplus of the mean", "E[exp(Δ a)] and E[Δ B]")
+    for way in (*same, "root mean squares of B and C"):
+        assert all(abs(b - a) < 0.5 for a, b in zip(ours, mean(way), strict=True)), way
+    assert min(mean("single precision, eigenvalues")) > 12
+    assert min(mean("single precision, singular values")) > 24
+    assert says("docs/mamba.md", "16")
+    assert mean("numerical rank, double precision") == pytest.approx([16, 16], abs=1)
+
+
 def test_a_selective_layer_as_small_as_the_papers_way_leaves_it_is_as_good_and_faster():
     paper, few = "paper: means, τ = 0.001", "baked to 4 at once"
     assert all(abs(imdb(way, "best") - imdb(paper, "best")) < 0.25 for way in (few, "baked to 4"))

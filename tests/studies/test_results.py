@@ -69,6 +69,9 @@ def test_a_penalty_and_a_teacher_are_tried_once():
 
 
 def test_what_is_kept_differs_alone_and_ends_at_32():
+    timed, without = (recipe_of(name, "to-13") for name in ("smnist-time", "smnist-falling"))
+    assert (timed.task, without.task) == ({"name": "smnist", "time": True}, {"name": "smnist"})
+    assert (timed.model, timed.training, timed.compression) == (without.model, without.training, without.compression)
     found = [recipe_of("smnist-selection", name) for name in ("largest", "random", "smallest")]
     assert [recipe.compression.select for recipe in found] == ["largest", "random", "smallest"]
     assert all(Plan.of(recipe).cuts == [5_000, 10_000, 15_000, 20_000] for recipe in found)

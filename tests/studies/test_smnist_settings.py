@@ -10,13 +10,13 @@ from compressm_lab.reports.measurements import grids
 from compressm_lab.runs.directory import RunDirectory, Status
 from compressm_lab.runs.measurement import Measurement
 from compressm_lab.runs.records import Evaluation
-from smnist_settings import VARIANTS, file, plan
+from smnist_settings import ASKED, VARIANTS, file, plan
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *ASKED])
 def test_every_variant_is_a_recipe_of_its_own(variant):
     recipe = plan(Path("folder"), [variant], 1, 80).arms[-1].read(seed=0)
-    assert (recipe.compression, recipe.model.order) == (None, VARIANTS[variant][1][-1])
+    assert (recipe.compression, recipe.model.order) == (None, (VARIANTS | ASKED)[variant][1][-1])
     assert (recipe.label, recipe.training.steps, recipe.training.evaluate_every) == (variant, 80, 10)
     plain = find_recipe("smnist")
     alike = replace(recipe.model, order=256) == plain.model and recipe.training.precision == plain.training.precision

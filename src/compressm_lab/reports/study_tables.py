@@ -330,6 +330,7 @@ _BESIDE = {
 RESULTS = {
     "results-smnist": "sMNIST",
     "results-smnist-falling": "sMNIST",
+    "results-smnist-time": "sMNIST",
     "results-smnist-choices": "sMNIST",
     "results-smnist-selection": "sMNIST",
     "results-scifar": "CIFAR10",
