@@ -186,16 +186,14 @@ class Exhibit:
 
     def _kept_speed_up(self, cell: Compared) -> Statistic | None:
         """The same of kept rows, by the model that is never cut; None unless all were trained alone on one machine."""
-        uncut = next((c for c in self.of_task(cell.task) if (c.method, c.column) == (BASELINE, UNCUT)), None)
-        whole = uncut.kept if uncut else ()
-        if not (cell.kept and whole) or {(r.get("together"), r["machine"]) for r in (*cell.kept, *whole)} != {
-            (1, whole[0]["machine"])
-        }:
+        uncut = [one for one in self.of_task(cell.task) if (one.method, one.column) == (BASELINE, UNCUT)]
+        whole = uncut[0].kept if uncut else ()
+        conditions = {(row.get("together"), row["machine"]) for row in (*cell.kept, *whole)}
+        base, own = (Statistic.of(map(_seconds, rows)) for rows in (whole, cell.kept))
+        if base is None or own is None or len(conditions) > 1 or next(iter(conditions))[0] != 1:
             return None
-        base = sum(map(_seconds, whole)) / len(whole)
-        found = Statistic.of(base / _seconds(row) for row in cell.kept)
-        own = sum(map(_seconds, cell.kept)) / len(cell.kept)
-        return found and Statistic(base / own, found.spread, found.count)
+        ratios = Statistic.of(base.centre / _seconds(row) for row in cell.kept)
+        return ratios and Statistic(base.centre / own.centre, ratios.spread, ratios.count)
 
     def theirs(self, cell: Compared, quantity: Quantity) -> Statistic | None:
         """The paper's number, in its own units."""
