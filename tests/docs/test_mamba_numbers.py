@@ -48,6 +48,11 @@ def test_orders_of_channels_by_readings_of_the_papers_rule_are_as_the_page_says(
     assert mean("numerical rank, double precision") == pytest.approx([16, 16], abs=1)
 
 
+def test_few_states_from_the_start_are_as_good_on_imdb():
+    assert abs(imdb("128 states", "best") - imdb("16 states", "best")) < 1
+    assert says("README.md", "128", "16")
+
+
 def test_a_selective_layer_as_small_as_the_papers_way_leaves_it_is_as_good_and_faster():
     paper, few = "paper: means, τ = 0.001", "baked to 4 at once"
     assert all(abs(imdb(way, "best") - imdb(paper, "best")) < 0.25 for way in (few, "baked to 4"))
