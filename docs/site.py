@@ -51,6 +51,7 @@ INTEGRATIONS = {
     "Accelerate": "compressm.integrations.accelerate.AcceleratedCompressor",
 }
 _RESULT = re.compile(r"\]\(\.\./benchmarks/results/([^)#]+)\)")
+_PICTURE = re.compile(r"^(!\[[^\]]*\]\((images/[^)]+)\))$", re.MULTILINE)
 # Notebooks lead to pages and to each other as they lie in the repository.
 _OF_NOTEBOOKS = re.compile(r"\]\((?:\.\./(\.\./)docs/|())(\w+)\.(?:md|ipynb)")
 _NOTEBOOK = re.compile(r"\]\(\.\./examples/notebooks/(\w+)\.ipynb\)")
@@ -198,7 +199,8 @@ def write_pages(folder: Path) -> None:
         text = page.read_text()
         for name in set(_RESULT.findall(text)):
             shutil.copy(ROOT / "benchmarks" / "results" / name, folder / "results" / name)
-        page.write_text(_NOTEBOOK.sub(r"](notebooks/\1.md)", _RESULT.sub(r"](results/\1)", text)))
+        text = _NOTEBOOK.sub(r"](notebooks/\1.md)", _RESULT.sub(r"](results/\1)", text))
+        page.write_text(_PICTURE.sub(r"[\1](\2)", text))  # a phone shows the whole picture by a tap
     for package, title in PACKAGES.items():
         (folder / "api" / f"{package}.md").write_text(api_page(package, title))
     (folder / "api" / "integrations.md").write_text(integrations_page())
