@@ -1,12 +1,12 @@
 # make demo   train digits large, small and compressed, with a report     make test   the tests
 # make lint   ruff and mypy     make bench   measure on this machine     make docs   run the documentation, redraw its pictures
-# make site   the documentation as a site, in out/site/html
+# make site   the documentation as a site, in out/site/html             make dist   wheel and sdist, checked, in dist
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 OUT ?= out
 
-.PHONY: demo test slow lint format bench docs site clean
+.PHONY: demo test slow lint format bench docs site dist clean
 
 demo: $(VENV)/demo-ready
 	$(BIN)/compressm demo --out $(OUT)/demo
@@ -46,6 +46,11 @@ docs: $(VENV)/ready
 site: $(VENV)/ready
 	$(BIN)/python docs/site.py
 	$(BIN)/zensical build --strict
+
+dist: $(VENV)/ready
+	rm -rf dist build
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
 
 # Installed again whenever what to install has changed: the laboratory, and what tests and lint need beside it.
 $(VENV)/demo-ready: pyproject.toml constraints.txt

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from compressm.exporting import export
     from compressm.running import CapturedStep, Stream
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "PAPER",
