@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
+NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 SETTINGS = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 
 
@@ -25,8 +26,9 @@ def pages_in(nav):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The site, built where nothing else is."""
-    if not importlib.util.find_spec("zensical"):
-        pytest.skip("needs zensical")
+    for package in ("zensical", "nbclient", "ipykernel"):
+        if not importlib.util.find_spec(package):
+            pytest.skip(f"needs {package}")
     folder = tmp_path_factory.mktemp("site")
     for name in ("docs", "src", "benchmarks/results", "mkdocs.yml"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -43,14 +45,17 @@ def site(tmp_path_factory):
 def test_every_page_is_in_the_navigation():
     pages = pages_in(SETTINGS["nav"])
     assert len(pages) == len(set(pages))
-    own = {page for page in pages if not page.startswith("api/")}
+    own = {page for page in pages if not page.startswith(("api/", "notebooks/"))}
     assert own == {path.name for path in (ROOT / "docs").glob("*.md")}
+    notebooks = {page for page in pages if page.startswith("notebooks/")}
+    assert notebooks == {f"notebooks/{path.stem}.md" for path in NOTEBOOKS}
 
 
 def test_every_public_package_has_a_page_of_the_api():
     site = load_site()
+    names = {*site.PACKAGES, "integrations", "commands"}
     assert {page for page in pages_in(SETTINGS["nav"]) if page.startswith("api/")} == {
-        f"api/{package}.md" for package in site.PACKAGES
+        f"api/{name}.md" for name in names
     }
     assert {"Compressor", "compress_", "EnergyTolerance"} <= set(site.public_names("compressm"))
     assert "DiagonalSystem" in site.public_names("compressm.control")
@@ -94,12 +99,89 @@ def test_links_of_the_site_lead_somewhere(site):
     assert broken == []
 
 
-def test_every_public_name_has_its_documentation_on_the_site(site):
+def test_every_public_name_is_described_once_and_led_to_from_its_packages(site):
     module = load_site()
+    anchors, seen = {}, {}
     for package in module.PACKAGES:
         text = (site / "api" / f"{package}.html").read_text()
-        anchors = Links(text).anchors
+        page = Links(text)
+        anchors |= dict.fromkeys(page.anchors, package)
         names = module.public_names(package)
+        places = [module.place_of(package, name) for name in names]
         assert names
-        assert [name for name in names if module.place_of(package, name) not in anchors] == []
+        assert [place for place in places if place not in anchors] == []
+        led = {link.rpartition("#")[2] for link in page.links}
+        assert [place for place in places if place not in led] == []
+        for place in module.described(package).values():
+            assert place not in seen, (package, seen[place])
+            seen[place] = package
         assert not re.search(r"<p>::: ", text)
+
+
+def test_everyday_names_are_in_one_group_each():
+    module = load_site()
+    grouped = [name for members in module.GROUPS.values() for name in members]
+    assert len(grouped) == len(set(grouped))
+    assert set(grouped) <= set(module.public_names("compressm"))
+
+
+def test_every_name_has_a_line_that_says_what_it_is():
+    module = load_site()
+    for package in module.PACKAGES:
+        for name in module.public_names(package):
+            assert len(module.first_line(package, name)) >= 5, (package, name)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [("`keep_` and A_r", "`keep_` and A\\_r"), ("|λ|\n  < 1", "\\|λ\\| \\< 1"), ("a [b](c)", "a \\[b\\](c)")],
+)
+def test_a_cell_of_a_table_shows_the_text_as_it_is(text, shown):
+    assert load_site().cell(text) == shown
+
+
+def test_the_trainers_and_every_command_have_their_documentation(site):
+    module = load_site()
+    anchors = Links((site / "api" / "integrations.html").read_text()).anchors
+    assert set(module.INTEGRATIONS.values()) <= anchors
+    text = (site / "api" / "commands.html").read_text()
+    assert all(f"compressm {name}" in text for name in ("train", "report", "compress", "bench step", "export"))
+    assert "--tau" in text
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_stored_without_outputs(path):
+    nbformat = pytest.importorskip("nbformat")
+    book = nbformat.read(path, as_version=4)
+    nbformat.validate(book)
+    code = [cell for cell in book.cells if cell.cell_type == "code"]
+    assert code
+    assert all(not cell.outputs and cell.execution_count is None for cell in code)
+    assert book.cells[0].source.startswith("# ")
+
+
+SAID = {
+    "first_cut": r"(\d\d\.\d)% of the test digits with \d+ states",
+    "own_data": r"(\d\d\.\d)% of the test recordings, \[\d+\] states",
+    "hugging_face": r"Beautiful is .*states: (4)",
+}
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_shown_with_what_it_prints_and_draws(site, path):
+    text = (site / "notebooks" / f"{path.stem}.html").read_text()
+    words = re.sub(r"<[^>]+>", "", text)
+    found = re.search(SAID[path.stem], words)
+    assert found, words
+    assert found[1] == "4" or float(found[1]) > 85
+    assert "-&gt; " in words, "the cuts"
+    pictures = [link for link in Links(text).links if link.endswith(".png") and path.stem in link]
+    assert pictures
+    assert all((site / "notebooks" / link).read_bytes().startswith(b"\x89PNG") for link in pictures)
+    assert str(ROOT) not in text, "no paths of the machine that ran it"
+
+
+def test_the_search_finds_names_and_words_of_pages(site):
+    found = (site / "search.json").read_text()
+    for words in ("CompressionCallback", "EnergyTolerance", "Hankel singular", "Deploying a model", "--round-to"):
+        assert words in found
