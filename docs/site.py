@@ -32,6 +32,22 @@ PACKAGES = {
     "compressm.ops": "Operations",
     "compressm_lab.data": "Tasks of the laboratory",
 }
+# Where their use is explained.
+GUIDES = {
+    "compressm": "compressing.md",
+    "compressm.compression": "compressing.md",
+    "compressm.layers": "layers.md",
+    "compressm.models": "layers.md",
+    "compressm.saving": "saving.md",
+    "compressm.running": "speed.md",
+    "compressm.exporting": "deploy.md",
+    "compressm.deploy": "runtimes.md",
+    "compressm.control": "concepts.md",
+    "compressm.adapters": "adding_an_adapter.md",
+    "compressm.families": "adding_a_family.md",
+    "compressm.ops": "layers.md",
+    "compressm_lab.data": "tasks.md",
+}
 # The everyday names by what they are for; those that are in no list come last.
 GROUPS = {
     "Cut a model": ("Compressor", "compress_", "inspect", "HankelTracker", "compare_forms", "Cut", "Restored"),
@@ -106,15 +122,24 @@ def table_of(package: str, names: list[str]) -> list[str]:
 def api_page(package: str, title: str) -> str:
     """The page of a package: a table of its names, then the description of those that no earlier page has."""
     names = public_names(package)
-    lines = [f"# {title}", "", f"`import {package}`", ""]
+    guide = GUIDES[package]
+    heading = (ROOT / "docs" / guide).read_text().partition("\n")[0].removeprefix("# ")
+    lines = [f"# {title}", "", f"`import {package}`. How to use it: [{heading}](../{guide}).", ""]
     groups = GROUPS if package == "compressm" else {}
     for group, members in groups.items():
         lines += [f"**{group}**", "", *table_of(package, [name for name in members if name in names])]
     rest = [name for name in names if not any(name in members for members in groups.values())]
     lines += (["**More**", ""] if groups and rest else []) + (table_of(package, rest) if rest else [])
-    for place in described(package).values():
-        lines += [f"::: {place}", ""]
+    places = described(package)
+    for name in sorted(places, key=lambda name: _place_in_groups(name, groups)):
+        lines += [f"::: {places[name]}", ""]
     return "\n".join(lines)
+
+
+def _place_in_groups(name: str, groups: dict[str, tuple[str, ...]]) -> int:
+    """Descriptions stand in the order of the tables above them; sorting leaves the rest as it is."""
+    order = [member for members in groups.values() for member in members]
+    return order.index(name) if name in order else len(order)
 
 
 def integrations_page() -> str:

@@ -34,8 +34,8 @@ from compressm.families.observing import Calibrate
 from compressm.families.selective.methods import Baked, SelectiveMethod
 from compressm.layers.parameters import begin_work_, end_work_, hold_, holders_beside, is_idle, require_idle
 
-# The options of the paper's own arithmetic.
 PAPER: Mapping[str, Any] = {"gramian": WhiteNoise(), "fold": False, "moments": Slice()}
+"""The options of the paper's own arithmetic: `Compressor(..., **cs.PAPER)`."""
 
 
 class Compressor:

@@ -251,6 +251,7 @@ class PowersOfTwo(AllowedOrders):
 
 
 powers_of_two = PowersOfTwo()
+"""Orders 1, 2, 4, 8 and so on, for `round_to`."""
 
 # More than any layer has states, and quick to look through.
 _MOST_ORDERS = 10_000
