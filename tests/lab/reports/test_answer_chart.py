@@ -23,9 +23,9 @@ def test_the_sentence_compares_cut_models_with_large_and_small_ones(shallow):
     alike = replace(small, runs=tuple(_ending_with(run, cut) for run in small.runs))
     (said,) = answers([large, alike, cut])
     for group, words in ((cut, "while they train reach {}"), (large, "to the end reach {}")):
-        assert words.format(f"{100 * best_known(group).centre:.1f} %") in said
-    assert f"states from the start reach {100 * best_known(small).centre:.1f} %" in said
-    assert "of the time of the large ones" in said
+        assert words.format(f"{100 * best_known(group).centre:.1f}\u00a0%") in said
+    assert f"states from the start reach {100 * best_known(small).centre:.1f}\u00a0%" in said
+    assert "of the wall time of the large ones" in said
     assert "3 seeds" in said
 
 
@@ -39,7 +39,7 @@ def _ending_with(run, group):
 def test_without_cuts_the_sentence_says_what_each_model_reaches(shallow):
     (said,) = answers(shallow[:2])
     assert said.startswith("smnist, test accuracy: ")
-    assert f"{100 * best_known(shallow[0]).centre:.1f} % with 24 states (baseline, order 24)" in said
+    assert f"{100 * best_known(shallow[0]).centre:.1f}\u00a0% with 24 states (baseline, order 24)" in said
 
 
 def test_nothing_is_said_of_what_has_not_finished(odd):
