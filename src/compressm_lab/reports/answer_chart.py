@@ -98,7 +98,9 @@ class Comparison:
     @classmethod
     def of(cls, groups: Sequence[Group]) -> Comparison | None:
         """Compare the groups of one recipe; None where none was cut to its end."""
-        every = [group for group in groups if group.compressed and group.order and group.top()]
+        every = [
+            group for group in groups if group.compressed and group.top() and _mean_order(group) < group.initial_order
+        ]
         if not every:
             return None
         cut = max(every, key=_validation)
@@ -124,7 +126,7 @@ def answer_chart(groups: Sequence[Group], *, spectra: bool = True) -> Chart | No
         if compared is not None and compared.large is not None:
             arrow = points[id(compared.large)], points[id(compared.cut)]
         title = f"{name}: {_metric(own[0])}"
-        panels = [states_panel(title, metric_name(own[0]), list(points.values()), arrow)]
+        panels = [states_panel(title, metric_name(own[0]) + _better(own[0]), list(points.values()), arrow)]
         if spectra and compared is not None and (shrinking := Shrinking.of(compared.cut.shown)):
             panels.append(shrinking_panel(shrinking, points[id(compared.cut)].colour))
             shrinks = True
@@ -148,11 +150,11 @@ def _answer(name: str, groups: list[Group], every: Sequence[Group]) -> str:
     if compared is None:
         known = [group for group in groups if group.top()]
         said = [f"{_value(group)} with {said_order(group.order)} states ({group.label})" for group in known[:4]]
-        return f"{name}, {_metric(known[0])}: {', '.join(said)}." if said else ""
+        return f"{name}, {_metric(known[0])}{_better(known[0])}: {', '.join(said)}." if said else ""
     cut, seeds = compared.cut, len(compared.cut.finished)
     words = [
         f"{name}: models that begin with {cut.initial_order:g} states and are cut to {said_order(cut.order)} while they"
-        f" train reach {_value(cut)} ({_metric(cut)}, {seeds} seed{'s' if seeds > 1 else ''})"
+        f" train reach {_value(cut)} ({_metric(cut)}{_better(cut)}; {seeds} seed{'s' if seeds > 1 else ''})"
     ]
     against = [
         f"{said_order(group.order)} states {how} reach {_value(group)}"
@@ -173,6 +175,10 @@ def _metric(group: Group) -> str:
     return metric_name(group).removesuffix(", %")
 
 
+def _better(group: Group) -> str:
+    return "" if group.metric == "accuracy" else ", lower is better"
+
+
 def _value(group: Group) -> str:
     sample = best_known(group)
     assert sample is not None
@@ -187,8 +193,7 @@ def _validation(group: Group) -> float:
 
 
 def _mean_order(group: Group) -> float:
-    assert group.order is not None
-    return group.order.centre
+    return math.inf if group.order is None else group.order.centre
 
 
 def _nearest(groups: Sequence[Group], order: float) -> Group | None:

@@ -128,9 +128,10 @@ def _sections(groups: list[Group], progress: Callable[[str], None], details: boo
         colour = colours[group.name, group.label]
         walk = None if away else walk_chart(group, colour)
         hankel += [*([walk] if walk else []), hankel_chart(group, folded=away, colour=colour)]
+    quality = "Accuracy" if any(group.metric == "accuracy" for group in groups) else "Error"
     compared = (penalty_chart(groups), penalty_grid(groups), truncation_grid(groups))
     sections = [
-        Section("accuracy", "Accuracy, order and speed-up", (outcome_chart(groups),)),
+        Section("accuracy", f"{quality}, order and speed-up", (outcome_chart(groups),)),
         Section("training", "Over training", (training_chart(groups),)),
         Section("orders", "Order of every layer", (order_paths_chart(groups),)),
         Section("penalty", "Penalties, and one cut after training", tuple(part for part in compared if part)),
@@ -252,6 +253,7 @@ def result_grid(groups: Sequence[Group]) -> Grid:
         ("top 3", lambda group: score(group, group.top(3)) if any(len(g.ranked) > 3 for g in groups) else ""),
         (_AS_PAPER, lambda group: score(group, group.best(3)) if len(group.finished) > 3 else NOTHING),
         ("top 1", lambda group: score(group, group.top(1))),
+        ("test MAE", lambda group: NOTHING if group.truncated else rounded(Statistic.of(r.mae for r in group.ranked))),
         ("speed-up" + (f" by {kinds[0]}" if len(kinds) == 1 else ""), lambda group: _speed_up(group, groups, kinds)),
         *((kind, partial(_time, kind=kind)) for kind in TIMES),
         ("load", lambda group: _load(group.load)),
@@ -259,14 +261,14 @@ def result_grid(groups: Sequence[Group]) -> Grid:
         ("seeds", seeds_finished),
     ]
     caption = (
-        "Test is the test accuracy in per cent, or the test loss of a regression, at the best validation since the "
-        "last cut: mean ± standard deviation over the seeds that finished. Top 3 and top 1 are the seeds that are best "
-        "by validation; top 3 by test is how the paper counts. Orders are means over layers. The error bound sums 2 Σσ "
-        "of what each cut dropped, layer by layer, and below it cut by cut for the best seed; each holds for a layer "
-        f"at its cut, not for the training that follows. {_TIMES_SAID}"
+        "Test is the test accuracy in per cent, or the mean squared error (MSE) of a regression, at the best "
+        "validation since the last cut: mean ± standard deviation over the seeds that finished. Top 3 and top 1 are "
+        "the seeds that are best by validation; top 3 by test is how the paper counts. Orders are means over layers. The "
+        "error bound sums 2 Σσ of what each cut dropped, layer by layer, and below it cut by cut for the best seed; "
+        f"each holds for a layer at its cut, not for the training that follows. {_TIMES_SAID}"
     )
     found = Grid.of("Over the seeds of each recipe", groups, columns, caption)
-    return found.without_empty("top 3", _AS_PAPER, "GPU time", "CPU time", "load", "error bound")
+    return found.without_empty("top 3", _AS_PAPER, "test MAE", "GPU time", "CPU time", "load", "error bound")
 
 
 def _time(group: Group, kind: TimeKind) -> str:

@@ -239,6 +239,12 @@ class Run:
         step = best(both, key=both.__getitem__)
         return BestScore(self.metric, step, both[step], test.get(step))
 
+    @property
+    def mae(self) -> float | None:
+        """The mean absolute error on the test split where the score is; None where nobody recorded it."""
+        at = None if self.score is None else self.score.step
+        return next((found.mae for found in self.evaluations if (found.step, found.split) == (at, "test")), None)
+
 
 def read_run(directory: RunDirectory) -> Run:
     """Read everything but checkpoints and weights; a folder that is not a run, or a damaged one, is refused by name."""
