@@ -263,9 +263,9 @@ def result_grid(groups: Sequence[Group]) -> Grid:
     caption = (
         "Test is the test accuracy in per cent, or the mean squared error (MSE) of a regression, at the best "
         "validation since the last cut: mean ± standard deviation over the seeds that finished. Top 3 and top 1 are "
-        "the seeds that are best by validation; top 3 by test is how the paper counts. Orders are means over layers. The "
-        "error bound sums 2 Σσ of what each cut dropped, layer by layer, and below it cut by cut for the best seed; "
-        f"each holds for a layer at its cut, not for the training that follows. {_TIMES_SAID}"
+        "the seeds that are best by validation; top 3 by test is how the paper counts. Orders are means over layers. "
+        "The error bound sums 2 Σσ of what each cut dropped, layer by layer, and below it cut by cut for the best "
+        f"seed; each holds for a layer at its cut, not for the training that follows. {_TIMES_SAID}"
     )
     found = Grid.of("Over the seeds of each recipe", groups, columns, caption)
     return found.without_empty("top 3", _AS_PAPER, "test MAE", "GPU time", "CPU time", "load", "error bound")
