@@ -48,9 +48,10 @@ site: $(VENV)/ready
 	$(BIN)/zensical build --strict
 
 # Installed again whenever what to install has changed: the laboratory, and what tests and lint need beside it.
+# Python compiles what the demo imports when it does: to compile all of every package takes most of an installation.
 $(VENV)/demo-ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[lab]"
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[lab]"
 	touch $@
 
 $(VENV)/ready: $(VENV)/demo-ready

@@ -105,12 +105,14 @@ def _draw_moment(axes: Axes, snapshot: Spectrum, rank: int | None, k: int, alpha
     """Draw one snapshot as artists that a page finds by their names; what a cut leaves of it, and what it drops."""
     count = len(snapshot.sigma)
     kept = count if rank is None else min(rank, count)
-    style: dict[str, Any] = {"color": colour, "alpha": alpha, "marker": ".", "ms": 3.5}
-    for begin, end, line, name in ((1, kept, "-", f"moment-{k}"), (kept, count, ":", f"moment-{k}-cut")):
-        places = _spread(begin, end) if begin < end or name.endswith(str(k)) else []
-        if places:
-            (drawn,) = axes.plot(places, [snapshot.sigma[place - 1] for place in places], line, lw=1.0, **style)
-            drawn.set_gid(name)
+    style: dict[str, Any] = {"color": colour, "alpha": alpha, "lw": 1.0}
+    parts: list[tuple[int, int, str, dict[str, Any]]] = [(1, kept, f"moment-{k}", {"marker": ".", "ms": 3.5})]
+    if kept < count:
+        parts.append((kept, count, f"moment-{k}-cut", {"ls": (0, (1, 3))}))
+    for begin, end, name, look in parts:
+        places = _spread(begin, end)
+        (drawn,) = axes.plot(places, [snapshot.sigma[place - 1] for place in places], **style, **look)
+        drawn.set_gid(name)
 
 
 def _spread(begin: int, end: int) -> list[int]:
