@@ -53,9 +53,10 @@ dist: $(VENV)/ready
 	$(BIN)/python -m twine check --strict dist/*
 
 # Installed again whenever what to install has changed: the laboratory, and what tests and lint need beside it.
+# Python compiles what the demo imports when it does: to compile all of every package takes most of an installation.
 $(VENV)/demo-ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[lab]"
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[lab]"
 	touch $@
 
 $(VENV)/ready: $(VENV)/demo-ready

@@ -25,7 +25,7 @@ def report(
     title: Annotated[str | None, typer.Option(help="Title of the page. Default: the names of the recipes.")] = None,
     formats: Annotated[
         str, typer.Option(help=f"Formats of the figures beside the page, separated by commas: {', '.join(_FORMATS)}.")
-    ] = "png,pdf",
+    ] = "png",
     show: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = False,
 ) -> None:
     """Show runs on one HTML page that needs no network: results, Hankel values, orders and time; figures as files."""

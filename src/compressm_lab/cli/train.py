@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterator
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -13,9 +14,7 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.markup import escape
 from rich.progress import MofNCompleteColumn, Progress, TaskID, TimeRemainingColumn
-from rich.table import Table
 
 from compressm.cli import INTERRUPTED, in_words
 from compressm.cli.options import (
@@ -265,13 +264,30 @@ def _list(context: typer.Context) -> None:
     known = {parameter.name: parameter.opts[0] for parameter in context.command.params if parameter.name}
     if others := [said for name, said in known.items() if name != "listed" and is_given(context, name)]:
         raise typer.BadParameter(f"--list only shows the recipes: leave {', '.join(others)} out")
-    table = Table("recipe", "layer", "depth", "width", "n", "steps", "what")
-    for name in recipe_names():
-        recipe = find_recipe(name)
-        model = recipe.model
-        numbers = (model.depth, model.width, model.order, recipe.training.steps)
-        table.add_row(name, model.layer, *map(str, numbers), escape(recipe.description))
-    console.print(table)
+    width = console.width if console.is_terminal else None
+    say(*listing({name: find_recipe(name) for name in recipe_names()}, width))
+
+
+def listing(recipes: Mapping[str, Recipe], width: int | None = None) -> list[str]:
+    """Lines on recipes: two or more each, no longer than `width`; without a width one each, for files and pipes."""
+    sizes = {name: _size(recipe) for name, recipe in recipes.items()}
+    names, long = (max(map(len, words), default=0) for words in (sizes, sizes.values()))
+    if width is None:
+        return [f"{name:<{names}}  {sizes[name]:<{long}}  {recipes[name].description}".rstrip() for name in recipes]
+    lines = []
+    for name, recipe in recipes.items():
+        beside = names + 2 + long <= width
+        head, said = (f"{name:<{names}}  {sizes[name]}", []) if beside else (name, [sizes[name]])
+        lines.append(head)
+        for words in (*said, recipe.description):
+            lines += textwrap.wrap(words, width, initial_indent="    ", subsequent_indent="    ")
+    return lines
+
+
+def _size(recipe: Recipe) -> str:
+    model = recipe.model
+    layers = f"{model.depth} {model.layer} layer{'s' if model.depth > 1 else ''}"
+    return f"{layers} of {model.order} states, width {model.width}, {recipe.training.steps} steps"
 
 
 class Spoken:

@@ -16,8 +16,8 @@ from compressm_lab.reports.grid import order as said_order
 from compressm_lab.reports.hankel_charts import histories
 from compressm_lab.reports.outcome_charts import best_known, colours_of, metric_name, scale
 from compressm_lab.reports.palette import BLUE, GREY, INK, ORANGE
-from compressm_lab.reports.panels import Chart, Panel, count_steps, plain_ticks, write_files
-from compressm_lab.runs.groups import Group, Statistic, by_name, grouped, reference, speed_up
+from compressm_lab.reports.panels import Chart, Panel, count_steps, plain_ticks, tick_powers, write_files
+from compressm_lab.runs.groups import Group, Statistic, by_name, grouped, reference, speed_up, time_kind
 from compressm_lab.runs.measurement import Measurement
 from compressm_lab.runs.run import Run
 
@@ -26,15 +26,19 @@ _LABELLED = 7
 # Of the height of a panel, between two labels of two lines; of its width, between two points of one column.
 _APART, _COLUMN = 0.155, 0.2
 # Of the height, by which labels under an arrow are lower; factor between the places of two points with as many states.
-_LOWER, _BESIDE = 0.05, 1.06
+_LOWER, _BESIDE = 0.09, 1.06
+# Of the height: the highest and the lowest label.
+_TOP, _BOTTOM = 0.96, 0.06
+# Of the height, between a point and a label that a line leads to.
+_FAR_FROM_POINT = 0.1
 # Of the width of a panel: points left of the one have their labels on the right, so far beside them as the other says.
 _MIDDLE, _BEYOND = 0.6, 0.035
 # Steps that are shown, as a multiple of the step of the last cut; orders that are written above the states.
 _AFTER, _WRITTEN = 1.45, 8
 # Lines of states in one panel, and decades below the largest value.
 _LINES, _DECADES = 64, 5
-# Inches of a panel.
-_SIZE = (4.6, 3.1)
+# Inches of a panel; points below its title, for the numbers above the states.
+_SIZE, _PAD = (4.6, 3.1), 17.0
 # The models of the demo: words for one with so many states at the end, and its colour.
 _DEMO = {
     "large": ("{} states", INK),
@@ -94,7 +98,9 @@ class Comparison:
     @classmethod
     def of(cls, groups: Sequence[Group]) -> Comparison | None:
         """Compare the groups of one recipe; None where none was cut to its end."""
-        every = [group for group in groups if group.compressed and group.order and group.top()]
+        every = [
+            group for group in groups if group.compressed and group.top() and _mean_order(group) < group.initial_order
+        ]
         if not every:
             return None
         cut = max(every, key=_validation)
@@ -120,7 +126,7 @@ def answer_chart(groups: Sequence[Group], *, spectra: bool = True) -> Chart | No
         if compared is not None and compared.large is not None:
             arrow = points[id(compared.large)], points[id(compared.cut)]
         title = f"{name}: {_metric(own[0])}"
-        panels = [states_panel(title, metric_name(own[0]), list(points.values()), arrow)]
+        panels = [states_panel(title, metric_name(own[0]) + _better(own[0]), list(points.values()), arrow)]
         if spectra and compared is not None and (shrinking := Shrinking.of(compared.cut.shown)):
             panels.append(shrinking_panel(shrinking, points[id(compared.cut)].colour))
             shrinks = True
@@ -144,11 +150,11 @@ def _answer(name: str, groups: list[Group], every: Sequence[Group]) -> str:
     if compared is None:
         known = [group for group in groups if group.top()]
         said = [f"{_value(group)} with {said_order(group.order)} states ({group.label})" for group in known[:4]]
-        return f"{name}, {_metric(known[0])}: {', '.join(said)}." if said else ""
+        return f"{name}, {_metric(known[0])}{_better(known[0])}: {', '.join(said)}." if said else ""
     cut, seeds = compared.cut, len(compared.cut.finished)
     words = [
         f"{name}: models that begin with {cut.initial_order:g} states and are cut to {said_order(cut.order)} while they"
-        f" train reach {_value(cut)} ({_metric(cut)}, {seeds} seed{'s' if seeds > 1 else ''})"
+        f" train reach {_value(cut)} ({_metric(cut)}{_better(cut)}; {seeds} seed{'s' if seeds > 1 else ''})"
     ]
     against = [
         f"{said_order(group.order)} states {how} reach {_value(group)}"
@@ -159,7 +165,7 @@ def _answer(name: str, groups: list[Group], every: Sequence[Group]) -> str:
         words.append(f"; models with {' and models with '.join(against)}")
     ups = speed_up(cut, every)
     if ups is not None and compared.large is reference(cut, every):
-        words.append(f". Training takes {100 / ups.centre:.0f} % of the time of the large ones")
+        words.append(f". Training takes {100 / ups.centre:.0f} % of the {time_kind(cut, every)} of the large ones")
     if compared.ways > 1:
         words.append(f". Of {compared.ways} ways to cut, this is the best by validation ({cut.label})")
     return "".join(words) + "."
@@ -169,11 +175,15 @@ def _metric(group: Group) -> str:
     return metric_name(group).removesuffix(", %")
 
 
+def _better(group: Group) -> str:
+    return "" if group.metric == "accuracy" else ", lower is better"
+
+
 def _value(group: Group) -> str:
     sample = best_known(group)
     assert sample is not None
     value = scale(group, sample.centre)
-    return f"{value:.1f} %" if group.metric == "accuracy" else f"{value:.3g}"
+    return f"{value:.1f}\u00a0%" if group.metric == "accuracy" else f"{value:.3g}"
 
 
 def _validation(group: Group) -> float:
@@ -183,8 +193,7 @@ def _validation(group: Group) -> float:
 
 
 def _mean_order(group: Group) -> float:
-    assert group.order is not None
-    return group.order.centre
+    return math.inf if group.order is None else group.order.centre
 
 
 def _nearest(groups: Sequence[Group], order: float) -> Group | None:
@@ -255,14 +264,14 @@ def states_panel(title: str, metric: str, points: Sequence[Point], arrow: tuple[
         fewest, most = (extreme(point.states for point in points) for extreme in (min, max))
         wide = most > fewest
         axes.set_xlim(fewest / (1.5 if wide else 4), most * (1.6 if wide else 4))
-        _tick_powers(axes)
+        tick_powers(axes)
         if metric.endswith("%"):
             axes.set_yticks([tick for tick in axes.get_yticks() if axes.get_ylim()[0] <= tick <= 100])
         if arrow is not None:
             _draw_arrow(axes, *arrow)
         _label_points(axes, points, places, arrow or ())
 
-    return Panel(title, "; ".join(f"{point.label}: {point.said}" for point in points), draw)
+    return Panel(title, "; ".join(f"{point.label}: {point.said}" for point in points), draw, pad=_PAD)
 
 
 def _side_by_side(points: Sequence[Point]) -> list[float]:
@@ -273,15 +282,6 @@ def _side_by_side(points: Sequence[Point]) -> list[float]:
         for place, k in enumerate(alike):
             places[k] *= _BESIDE ** (place - (len(alike) - 1) / 2)
     return places
-
-
-def _tick_powers(axes: Axes) -> None:
-    """Label powers of 2, at most eight of them."""
-    low, high = axes.get_xlim()
-    powers = range(math.ceil(math.log2(low)), math.floor(math.log2(high)) + 1)
-    shown = [2.0**power for power in powers[:: max(1, math.ceil(len(powers) / 8))]]
-    axes.set_xticks(shown, [f"{tick:g}" for tick in shown])
-    axes.minorticks_off()
 
 
 def _draw_arrow(axes: Axes, start: Point, end: Point) -> None:
@@ -311,9 +311,11 @@ def _label_points(axes: Axes, points: Sequence[Point], places: Sequence[float], 
         xs = [spots[k][0] for k in column]
         right = xs[0] < _MIDDLE
         side = max(xs) + _BEYOND if right else min(xs) - _BEYOND
-        heights = _pushed_apart([spots[k][1] - _LOWER * (points[k] in below) for k in column])
+        # The arrow comes from above: no label of its column is higher than that of its end.
+        ceiling = min((spots[k][1] - _LOWER for k in column if points[k] in below), default=_TOP)
+        heights = _pushed_apart([spots[k][1] for k in column], ceiling)
         for k, height in zip(column, heights, strict=True):
-            if abs(height - spots[k][1]) > 1.5 * _LOWER:
+            if abs(height - spots[k][1]) > _FAR_FROM_POINT:
                 ends = [spots[k][0], side], [spots[k][1], height]
                 axes.plot(*ends, color=points[k].colour, lw=0.9, transform=axes.transAxes, zorder=2)
             style: dict[str, Any] = {"transform": axes.transAxes, "ha": "left" if right else "right", "color": INK}
@@ -321,16 +323,17 @@ def _label_points(axes: Axes, points: Sequence[Point], places: Sequence[float], 
             axes.text(side, height - 0.005, points[k].said, va="top", fontsize=9.5, weight="bold", **style)
 
 
-def _pushed_apart(heights: Sequence[float]) -> list[float]:
-    """Heights at least `_APART` from each other, in their order, from the lowest upwards."""
-    ranked = sorted(range(len(heights)), key=heights.__getitem__)
-    moved: list[float] = []
-    for k in ranked:
-        moved.append(max(heights[k], moved[-1] + _APART) if moved else heights[k])
-    shift = max(0.0, moved[-1] - 0.96) if moved else 0.0
-    found = [0.0] * len(heights)
-    for k, height in zip(ranked, moved, strict=True):
-        found[k] = height - shift
+def _pushed_apart(heights: Sequence[float], ceiling: float) -> list[float]:
+    """Heights at least `_APART` from each other, in their order: the highest at most at a ceiling, the others below.
+
+    Where that would lead below the axis, the lowest stays on it, and the others go up.
+    """
+    found = list(heights)
+    falling = sorted(range(len(heights)), key=lambda k: -heights[k])
+    for place, k in enumerate(falling):
+        found[k] = min(heights[k], found[falling[place - 1]] - _APART if place else ceiling)
+    for place, k in enumerate(reversed(falling)):
+        found[k] = max(found[k], found[falling[-place]] + _APART if place else _BOTTOM)
     return found
 
 
@@ -344,7 +347,7 @@ def shrinking_panel(shrinking: Shrinking, colour: str) -> Panel:
         _write_orders(axes, shrinking.path)
 
     said = ", ".join(f"{order} states from step {step}" for step, order in shrinking.path)
-    return Panel("a layer while it trains: one line a state", said, draw, pad=17.0)
+    return Panel("a layer while it trains: one line a state", said, draw, pad=_PAD)
 
 
 def _draw_states(axes: Axes, shrinking: Shrinking, colour: str) -> None:

@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 from compressm_lab.reports.grid import plus_minus, rounded
 from compressm_lab.reports.palette import BLUE, BROWN, GREEN, GREY, INK, ORANGE, PAPER, PURPLE, RED, SKY
 from compressm_lab.reports.panels import Chart, Panel, legend_below, plain_ticks
-from compressm_lab.runs.groups import Group, Statistic, by_name, grouped, machines, reference, speed_up
+from compressm_lab.runs.groups import Group, Statistic, by_name, grouped, machines, reference, speed_up, time_kind
 from compressm_lab.runs.paper import Compared, Exhibit
 from compressm_lab.runs.run import Run
 
@@ -27,7 +27,7 @@ _PLAIN, _OTHERS = (INK, GREY, BROWN), (BLUE, ORANGE, GREEN, PURPLE, RED, SKY)
 _APART, _SPREAD, _NARROWEST = 0.04, 0.16, 2.0
 # Times the smallest order that the largest must be, for a logarithmic axis.
 _FAR = 3.0
-_SPEED = "Speed-up is the time of the uncompressed model at the order of the start over the run's own; labels are \
+_SPEED = "Speed-up is the {} of the uncompressed model at the order of the start over the run's own; labels are \
 final orders."
 _STAR: dict[str, Any] = {"marker": "*", "edgecolor": PAPER, "linewidth": 0.5}
 
@@ -42,7 +42,8 @@ def outcome_chart(groups: Sequence[Group]) -> Chart | str:
         timed = [group for group in own if speed_up(group, groups)]
         speeds = [_speed_panel(name, timed, groups, colours)] if timed else []
         rows.append((_order_panel(name, own, colours), *speeds))
-    said = [_SHOWN, _SPEED if any(len(row) > 1 for row in rows) else "", missing_references(groups)]
+    kinds = sorted({time_kind(group, groups) for group in groups if speed_up(group, groups)})
+    said = [_SHOWN, _SPEED.format(" or ".join(kinds)) if kinds else "", missing_references(groups)]
     for name, own in found.items():
         if len(machines(run for group in own for run in group.finished)) > 1:
             said.append(f"The runs of {name} come from different machines: their times do not compare.")
@@ -141,7 +142,8 @@ def _speed_panel(
             if group.order and sample:
                 at = (places[id(group)], scale(group, sample.centre))
                 axes.annotate(f"{group.order.centre:.3g}", at, (7, -10), textcoords="offset points", fontsize=8)
-        axes.set(xlabel="speed-up of the whole training", ylabel=metric_name(groups[0]))
+        kind = time_kind(groups[0], every)
+        axes.set(xlabel=f"speed-up of the whole training, by {kind}", ylabel=metric_name(groups[0]))
         axes.margins(x=0.14, y=0.18)
         legend_below(axes, columns=2)
 

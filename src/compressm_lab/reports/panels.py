@@ -75,6 +75,8 @@ _APART = 0.085
 _ABREAST, _HANDLE, _LONGEST = 66, 6, 48
 # Lines of a legend that a panel has room for, and inches for each further one.
 _ROOM, _LINE = 4, 0.17
+# Points around all panels, and between two beyond the room for their labels.
+_EDGE, _BETWEEN = 3.0, 10.0
 
 _STYLE: dict[Any, Any] = {
     **STYLE,
@@ -87,6 +89,9 @@ _STYLE: dict[Any, Any] = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), INK),
     **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color", "grid.color"), GREY),
     "svg.fonttype": "none",
+    # `_lay_out` does it; a title's height is given, not looked for.
+    "figure.constrained_layout.use": False,
+    "axes.titley": 1.0,
 }
 
 
@@ -102,7 +107,10 @@ class Panel:
 
 @dataclass(frozen=True)
 class Chart:
-    """Rows of panels under one caption; `name` is that of its files; a `folded` one is opened by its reader."""
+    """Rows of panels under one caption; `name` is that of its files; a `folded` one is opened by its reader.
+
+    `moments` say what there is to see at each place of a slider, of which panels draw the k-th as `moment-k`.
+    """
 
     name: str
     title: str
@@ -110,6 +118,7 @@ class Chart:
     rows: tuple[tuple[Panel, ...], ...]
     size: tuple[float, float] = (4.0, 2.9)
     folded: bool = False
+    moments: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, name: str, caption: str, panels: Sequence[Panel], **options: Any) -> Chart:
@@ -129,6 +138,7 @@ def inline_svg(panel: Panel, *, key: str, size: tuple[float, float]) -> str:
         try:
             _fill(axes, panel)
             figure.set_figheight(size[1] + _room_below(axes))
+            _lay_out(figure)
             figure.savefig(buffer, format="svg", transparent=True)
         finally:
             plt.close(figure)
@@ -151,6 +161,7 @@ def write_files(chart: Chart, folder: Path, formats: Iterable[str]) -> list[Path
                 for panel, axes in zip(row, places, strict=False):
                     _fill(axes, panel)
             figure.set_figheight(height * len(chart.rows) + sum(max(map(_room_below, places)) for places in grid))
+            _lay_out(figure)
             for kind in formats:
                 files.append(folder / f"{chart.name}.{kind}")
                 with replacing(files[-1]) as scratch:
@@ -231,8 +242,19 @@ def short_count(number: float) -> str:
     return f"{number:g}"
 
 
+def tick_powers(axes: Axes) -> None:
+    """Label powers of 2, at most eight of them."""
+    low, high = axes.get_xlim()
+    powers = range(math.ceil(math.log2(low)), math.floor(math.log2(high)) + 1)
+    shown = [2.0**power for power in powers[:: max(1, math.ceil(len(powers) / 8))]]
+    axes.set_xticks(shown, [f"{tick:g}" for tick in shown])
+    axes.minorticks_off()
+
+
 def plain_ticks(axes: Axes) -> None:
     """Label ticks with 1, 0.1 and 0.01 rather than powers of ten, which a page without mathematics cannot set."""
+    # Labels that are not there are not measured either.
+    axes.tick_params(which="minor", labelbottom=False, labelleft=False)
     for axis in (axes.xaxis, axes.yaxis):
         if axis.get_scale() == "log":
             low, high = axis.get_view_interval()
@@ -241,8 +263,9 @@ def plain_ticks(axes: Axes) -> None:
                 axis.set_minor_locator(NullLocator())
             elif high < 100 * low:
                 axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            else:  # eight between two powers of ten would take longer to draw than all else
+                axis.set_minor_locator(LogLocator(subs=(2, 5)))
             axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}" if value < 1e-3 else f"{value:g}"))
-            axis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
 
 
 def _room_below(axes: Axes) -> float:
@@ -253,6 +276,45 @@ def _room_below(axes: Axes) -> float:
     texts = [text.get_text() for text in legend.get_texts()]
     rows = math.ceil(len(texts) / legend._ncols)  # type: ignore[attr-defined]
     return _LINE * max(0, rows * max(1 + text.count("\n") for text in texts) - _ROOM)
+
+
+def _lay_out(figure: Figure) -> None:
+    """Give all panels one size, with room around each for its labels and its legend.
+
+    Matplotlib's own layouts measure all texts two times, and again for every format: a third of a report's time.
+    """
+    figure.subplots_adjust(left=0.1, right=0.95, bottom=0.25, top=0.85)
+    room = [0.0] * 4
+    for axes in figure.axes:
+        if axes.axison and (box := axes.get_tightbbox()) is not None:
+            own = axes.get_window_extent()
+            found = own.x0 - box.x0, box.x1 - own.x1, own.y0 - box.y0, box.y1 - own.y1
+            room = list(map(max, room, found))
+    _make_room(figure, *room)
+    # Panels of another height may have other ticks, and so wider labels.
+    boxes = [(axes.get_window_extent(), axes.yaxis.get_tightbbox()) for axes in figure.axes if axes.axison]
+    left = max((own.x0 - box.x0 for own, box in boxes if box is not None), default=0.0)
+    if left > room[0]:
+        _make_room(figure, left, *room[1:])
+
+
+def _make_room(figure: Figure, left: float, right: float, below: float, above: float) -> None:
+    """Place panels with so many pixels around each."""
+    width, height = (inches * figure.dpi for inches in figure.get_size_inches())
+    edge, apart = (points / 72 * figure.dpi for points in (_EDGE, _BETWEEN))
+    grid = figure.axes[0].get_gridspec()
+    assert grid is not None
+    beside, between = left + right + apart, below + above + apart
+    wide = (width - 2 * edge - left - right - (grid.ncols - 1) * beside) / grid.ncols
+    high = (height - 2 * edge - below - above - (grid.nrows - 1) * between) / grid.nrows
+    figure.subplots_adjust(
+        left=(edge + left) / width,
+        right=1 - (edge + right) / width,
+        bottom=(edge + below) / height,
+        top=1 - (edge + above) / height,
+        wspace=beside / wide,
+        hspace=between / high,
+    )
 
 
 def _fill(axes: Axes, panel: Panel) -> None:

@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +34,39 @@ from compressm_lab.reports.outcome_charts import (
 from compressm_lab.reports.panels import Chart, inline_svg, write_files
 from compressm_lab.reports.penalty_charts import penalty_chart, penalty_grid, truncation_grid
 from compressm_lab.reports.time_charts import time_chart, timer_chart
+from compressm_lab.reports.walk_chart import walk_chart
 from compressm_lab.runs.directory import RunState
-from compressm_lab.runs.groups import Group, Statistic, by_name, flat, group_runs, grouped, reference, speed_up
-from compressm_lab.runs.records import CutRecord, RunError
+from compressm_lab.runs.groups import (
+    Group,
+    Statistic,
+    by_name,
+    flat,
+    group_runs,
+    grouped,
+    reference,
+    speed_up,
+    time_kind,
+)
+from compressm_lab.runs.records import CutRecord, RunError, TimeKind
 from compressm_lab.runs.run import Run
 
-FORMATS = ("png", "pdf")
+FORMATS = ("png",)
 _STATES: dict[RunState, str] = {
     "running": "running, or ended without a word",
     "interrupted": "interrupted",
     "failed": "failed",
 }
+TIMES: tuple[TimeKind, ...] = ("wall time", "CPU time", "GPU time")
+_TIMES_SAID = (
+    "Wall time grows when other programs use the machine; CPU time and GPU time count this training's own work, and "
+    "speed-ups are found from them where all runs have recorded them. The load is how many processes of the machine "
+    "wanted a processor, itself included."
+)
+_WORDS = (
+    "The order is the number of states of a layer; 1 × LRU is one layer of the kind LRU. A compressed layer is cut at "
+    "some steps: rho is the share of its states that each cut keeps, tau the share of Σσ that it may drop; a cut is "
+    "made only where it leaves less than the share called gate. The table of results has a row for each of these."
+)
 _OTHER_WAYS = {"regulariser": "penalty", "distillation": "teacher", "truncation": "cut once after training"}
 
 
@@ -100,16 +123,19 @@ def _sections(groups: list[Group], progress: Callable[[str], None], details: boo
     # Where nothing was cut, they are what there is to see.
     folded = [(group, False) for group in cut] + [(group, bool(cut)) for group in uncut]
     colours = colours_of(groups)
-    hankel = tuple(
-        hankel_chart(group, folded=away, colour=colours[group.name, group.label]) for group, away in folded if details
-    )
+    hankel: list[Chart | str] = []
+    for group, away in folded if details else []:
+        colour = colours[group.name, group.label]
+        walk = None if away else walk_chart(group, colour)
+        hankel += [*([walk] if walk else []), hankel_chart(group, folded=away, colour=colour)]
+    quality = "Accuracy" if any(group.metric == "accuracy" for group in groups) else "Error"
     compared = (penalty_chart(groups), penalty_grid(groups), truncation_grid(groups))
     sections = [
-        Section("accuracy", "Accuracy, order and speed-up", (outcome_chart(groups),)),
+        Section("accuracy", f"{quality}, order and speed-up", (outcome_chart(groups),)),
         Section("training", "Over training", (training_chart(groups),)),
         Section("orders", "Order of every layer", (order_paths_chart(groups),)),
         Section("penalty", "Penalties, and one cut after training", tuple(part for part in compared if part)),
-        Section("hankel", "Hankel singular values", hankel),
+        Section("hankel", "Hankel singular values", tuple(hankel)),
         Section("time", "Where the time went", (time_chart(groups), *(timer_chart(group) for group in timed))),
     ]
     return [section for section in sections if section.parts]
@@ -130,6 +156,7 @@ def _page(groups: list[Group], sections: list[Section], first: Chart | None, tit
         inline_svg(chart.panels[k], key=f"{chart.name}-{k}", size=chart.size)
     )
     jinja.globals |= {"command": command, "cut_grid": cut_grid}
+    jinja.filters["text"] = lambda words: json.dumps(words, ensure_ascii=False)
     jinja.filters["config"] = lambda run: json.dumps(dict(run.config), indent=2, ensure_ascii=False)
     runs = [run for group in groups for run in group.runs]
     return jinja.get_template("report.html").render(
@@ -191,7 +218,7 @@ def recipe_grid(groups: Sequence[Group]) -> Grid:
         others = (_settings(config.get(key)) for key in ("compression", *ways))
         rows.append((named(group, groups), ", ".join(size), ", ".join(plan) or NOTHING, *others))
     heads = ("runs", "model", "training", "compression", *(_OTHER_WAYS[key] for key in ways))
-    return Grid("One row for each recipe, whatever its seeds", heads, tuple(rows))
+    return Grid("One row for each recipe, whatever its seeds", heads, tuple(rows), _WORDS)
 
 
 def _settings(settings: Mapping[str, Any] | None) -> str:
@@ -218,37 +245,51 @@ def result_grid(groups: Sequence[Group]) -> Grid:
     metrics = {group.metric for group in groups}
     heads = {"accuracy": "test, %", "mse": "test MSE", "loss": "test loss"}
     metric = "test" if len(metrics) > 1 else heads[next(iter(metrics))]
+    kinds = sorted({time_kind(group, groups) for group in groups if speed_up(group, groups)})
     columns: list[tuple[str, Callable[[Group], str]]] = [
         ("runs", lambda group: named(group, groups)),
         ("layers × order", _layers),
         (metric, lambda group: score(group, group.top())),
-        ("top 3", lambda group: score(group, group.top(3))),
+        ("top 3", lambda group: score(group, group.top(3)) if any(len(g.ranked) > 3 for g in groups) else ""),
         (_AS_PAPER, lambda group: score(group, group.best(3)) if len(group.finished) > 3 else NOTHING),
         ("top 1", lambda group: score(group, group.top(1))),
-        ("time", lambda group: clock(group.seconds)),
-        ("speed-up", lambda group: _speed_up(group, groups)),
+        ("test MAE", lambda group: NOTHING if group.truncated else rounded(Statistic.of(r.mae for r in group.ranked))),
+        ("speed-up" + (f" by {kinds[0]}" if len(kinds) == 1 else ""), lambda group: _speed_up(group, groups, kinds)),
+        *((kind, partial(_time, kind=kind)) for kind in TIMES),
+        ("load", lambda group: _load(group.load)),
         ("error bound", _bounds),
         ("seeds", seeds_finished),
     ]
     caption = (
-        "Test is the test accuracy in per cent, or the test loss of a regression, at the best validation since the "
-        "last cut: mean ± standard deviation over the seeds that finished. Top 3 and top 1 are the seeds that are best "
-        "by validation; top 3 by test is how the paper counts. Orders are means over layers. The error bound sums 2 Σσ "
-        "of what each cut dropped, layer by layer, and below it cut by cut for the best seed; each holds for a layer "
-        "at its cut, not for the training that follows."
+        "Test is the test accuracy in per cent, or the mean squared error (MSE) of a regression, at the best "
+        "validation since the last cut: mean ± standard deviation over the seeds that finished. Top 3 and top 1 are "
+        "the seeds that are best by validation; top 3 by test is how the paper counts. Orders are means over layers. "
+        "The error bound sums 2 Σσ of what each cut dropped, layer by layer, and below it cut by cut for the best "
+        f"seed; each holds for a layer at its cut, not for the training that follows. {_TIMES_SAID}"
     )
-    return Grid.of("Over the seeds of each recipe", groups, columns, caption).without_empty(_AS_PAPER)
+    found = Grid.of("Over the seeds of each recipe", groups, columns, caption)
+    return found.without_empty("top 3", _AS_PAPER, "test MAE", "GPU time", "CPU time", "load", "error bound")
+
+
+def _time(group: Group, kind: TimeKind) -> str:
+    return clock(group.time(kind))
+
+
+def _load(load: Statistic | None) -> str:
+    return NOTHING if load is None else f"{load.centre:.1f}"
 
 
 def _layers(group: Group) -> str:
     return f"{group.layers} × {group.initial_order:g}" + (f" → {order(group.order)}" if group.compressed else "")
 
 
-def _speed_up(group: Group, groups: Sequence[Group]) -> str:
+def _speed_up(group: Group, groups: Sequence[Group], kinds: Sequence[TimeKind]) -> str:
+    """The speed-up of a group, with what it was found from where groups differ in it."""
     ups = speed_up(group, groups)
     if ups is None:
         return NOTHING
-    return "reference" if reference(group, groups) is group else f"{plus_minus(ups)} ×"
+    said = f" by {time_kind(group, groups)}" if len(kinds) > 1 else ""
+    return "reference" if reference(group, groups) is group else f"{plus_minus(ups)} ×{said}"
 
 
 def _bounds(group: Group) -> str:
@@ -264,9 +305,9 @@ def run_grid(groups: Sequence[Group]) -> Grid:
     runs = [(named(group, groups), run) for group in groups for run in group.runs]
     above = Path(os.path.commonpath([Path(run.path).absolute().parent for _, run in runs]))
     rows = tuple((name, *_run(run), str(Path(run.path).absolute().relative_to(above))) for name, run in runs)
-    heads = ("run", "seed", "state", "steps", "best at", "validation", "test", "time", "orders", "folder")
+    heads = ("run", "seed", "state", "steps", "best at", "validation", "test", *TIMES, "load", "orders", "folder")
     caption = f"Folders are below {above}. Runs that did not finish are left out of the means above."
-    return Grid("One row for each run", heads, rows, caption)
+    return Grid("One row for each run", heads, rows, caption).without_empty("GPU time", "CPU time", "load")
 
 
 def _run(run: Run) -> tuple[str, ...]:
@@ -276,7 +317,8 @@ def _run(run: Run) -> tuple[str, ...]:
         run.status.state + (f": {run.status.message}" if run.status.message else ""),
         f"{steps(run.status.step)} of {steps(run.status.steps)}",
         *((steps(found.step), show(found.validation), show(found.test)) if found else [NOTHING] * 3),
-        clock(Statistic.of([run.seconds])),
+        *(clock(Statistic.of([run.time(kind)])) for kind in TIMES),
+        _load(Statistic.of([run.load])),
         ", ".join(map(str, run.final_orders.values())) or NOTHING,
     )
 

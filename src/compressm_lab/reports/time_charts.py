@@ -14,6 +14,7 @@ from compressm_lab.reports.grid import file_name
 from compressm_lab.reports.palette import BLUE, BROWN, GREEN, GREY, INK, ORANGE, PAPER, PURPLE, RED, SKY
 from compressm_lab.reports.panels import Chart, Panel, legend_below, say_instead
 from compressm_lab.runs.groups import Group
+from compressm_lab.runs.records import TimeKind
 from compressm_lab.runs.run import Run
 
 PHASES = {
@@ -30,6 +31,10 @@ _REDUCTION = ("spectrum", "cut", "optimizer", "capture")
 # The share of a bar that can hold its own percentage; more bars than _STAGES could not be labelled, and of more than
 # _WIDE each is narrower than its percentage.
 _LEGIBLE, _STAGES, _WIDE = 0.09, 9, 5
+
+
+def _timed(group: Group) -> list[Run]:
+    return [run for run in group.finished or group.runs if run.timings]
 
 
 @dataclass(frozen=True)
@@ -53,13 +58,14 @@ class Stage:
 
 def time_chart(groups: Sequence[Group]) -> Chart | str:
     """Seconds by phase of the mean finished seed, a bar a group."""
-    totals = {f"{group.name}, {group.label}": phases(group) for group in groups}
+    kind = run_clock([run for group in groups for run in _timed(group)])
+    totals = {f"{group.name}, {group.label}": phases(group, kind) for group in groups}
     known = {label: spent for label, spent in totals.items() if spent}
     if not known:
         return "No timings were recorded."
-    caption = "Seconds by phase, the mean over seeds that finished, or over all of a group without any."
+    caption = f"Seconds of {kind} by phase, the mean over seeds that finished, or over all of a group without any."
     words = "; ".join(f"{label}: {sum(spent.values()):.3g} seconds" for label, spent in known.items())
-    panel = Panel("Seconds by phase", words, lambda axes: _bars(axes, known))
+    panel = Panel("Seconds by phase", words, lambda axes: _bars(axes, known, kind))
     return Chart("time", "", caption, ((panel,),), size=(5.2, 1.4 + 0.48 * len(known)))
 
 
@@ -79,32 +85,43 @@ def timer_chart(group: Group) -> Chart | str:
         (_reduction_panel(run), _budget_panel(stages)),
     )
     caption = (
-        "A gradient step and an evaluation by the order at the time; what each cut took, with the spectra recorded "
-        "since the evaluation before; and how a thousand steps divide into phases at every order, with the share of "
-        "gradient steps written into the bars. Of deep models the order is the mean over layers."
+        f"Times are {run_clock([run])}: of a gradient step and of an evaluation by the order at the time; of each cut, "
+        "with the spectra recorded since the evaluation before; and of a thousand steps at every order, divided into "
+        "phases, with the share of gradient steps written into the bars. Of deep models the order is the mean over "
+        "layers."
     )
     name = file_name("timer", group.name, group.label)
     return Chart(name, f"{group.name}, {group.label}, seed {run.seed}", caption, rows)
 
 
-def phases(group: Group) -> dict[str, float]:
+def run_clock(runs: Sequence[Run]) -> TimeKind:
+    """The clock that parts of runs are compared by: the processors', where all have it and none is on a GPU.
+
+    What one phase takes on a GPU, as a cut, another takes on the processors: on a GPU the wall clock counts both.
+    """
+    timings = [timing for run in runs for timing in run.timings]
+    return "CPU time" if timings and all(t.cpu is not None and t.gpu is None for t in timings) else "wall time"
+
+
+def phases(group: Group, kind: TimeKind) -> dict[str, float]:
     """Mean seconds of every phase, in the order of `PHASES`."""
-    runs = [run for run in group.finished or group.runs if run.timings]
+    runs = _timed(group)
     found: dict[str, float] = {}
     for run in runs:
         for timing in run.timings:
-            for phase, seconds in timing.seconds.items():
+            for phase, seconds in timing.by(kind).items():
                 found[phase] = found.get(phase, 0.0) + seconds / len(runs)
     return {phase: found[phase] for phase in (*PHASES, *sorted(set(found) - set(PHASES))) if found.get(phase)}
 
 
 def stages_of(run: Run) -> list[Stage]:
-    """A stage for every mean order at which steps were taken, large orders first."""
+    """A stage for every mean order at which steps were taken, large orders first; its seconds are by `run_clock`."""
+    kind = run_clock([run])
     found: dict[float, Stage] = {}
     for timing in run.timings:
         order = sum(timing.orders.values()) / max(len(timing.orders), 1)
         before = found.get(order, Stage(order, 0, {}))
-        spent = {key: before.seconds.get(key, 0.0) + value for key, value in timing.seconds.items()}
+        spent = {key: before.seconds.get(key, 0.0) + value for key, value in timing.by(kind).items()}
         evaluations = before.evaluations + (timing.seconds.get("evaluation", 0.0) > 0)
         found[order] = Stage(order, before.steps + timing.steps, {**before.seconds, **spent}, evaluations)
     return sorted((stage for stage in found.values() if stage.steps), key=lambda stage: -stage.order)
@@ -112,18 +129,18 @@ def stages_of(run: Run) -> list[Stage]:
 
 def cuts_of(run: Run) -> list[dict[str, float]]:
     """Seconds of each cut by phase: up to its record, and what graphs were captured anew from there to the next cut."""
-    steps = dict.fromkeys(cut.step for cut in run.cut_records)
+    steps, kind = dict.fromkeys(cut.step for cut in run.cut_records), run_clock([run])
     places = [next((k for k, t in enumerate(run.timings) if t.step >= step), None) for step in steps]
     known = [place for place in places if place is not None]
     found = []
     for place, end in pairwise([*known, len(run.timings)]):
-        spent = {phase: run.timings[place].seconds.get(phase, 0.0) for phase in _REDUCTION}
-        spent["capture"] = sum(timing.seconds.get("capture", 0.0) for timing in run.timings[place + 1 : end + 1])
+        spent = {phase: run.timings[place].by(kind).get(phase, 0.0) for phase in _REDUCTION}
+        spent["capture"] = sum(timing.by(kind).get("capture", 0.0) for timing in run.timings[place + 1 : end + 1])
         found.append(spent)
     return found
 
 
-def _bars(axes: Axes, totals: dict[str, dict[str, float]]) -> None:
+def _bars(axes: Axes, totals: dict[str, dict[str, float]], kind: TimeKind) -> None:
     places = range(len(totals))
     left = [0.0] * len(totals)
     longest = max(sum(spent.values()) for spent in totals.values())
@@ -135,7 +152,7 @@ def _bars(axes: Axes, totals: dict[str, dict[str, float]]) -> None:
     for place, label, end in zip(places, totals, left, strict=True):
         axes.text(0, place - 0.29, label, va="bottom", fontsize=8.5)
         axes.text(end + 0.01 * longest, place, f"{end:.3g} s", va="center", fontsize=8.5)
-    axes.set(xlabel="seconds", xlim=(0, 1.14 * longest), ylim=(len(totals) - 0.5, -0.85), yticks=[])
+    axes.set(xlabel=f"seconds of {kind}", xlim=(0, 1.14 * longest), ylim=(len(totals) - 0.5, -0.85), yticks=[])
     axes.grid(visible=False, axis="y")
     axes.spines["left"].set_visible(False)
     legend_below(axes, columns=4)

@@ -12,7 +12,7 @@ from statistics import mean, stdev
 from typing import Any, TypeVar, get_args
 
 from compressm_lab.runs.directory import RunDirectory, find_runs
-from compressm_lab.runs.records import RunError, TruncationRecord
+from compressm_lab.runs.records import RunError, TimeKind, TruncationRecord
 from compressm_lab.runs.run import BestScore, Metric, Run, read_run
 
 # None of these but the seed changes what is trained.
@@ -141,7 +141,17 @@ class Group:
 
     @property
     def seconds(self) -> Statistic | None:
-        return Statistic.of(run.seconds for run in self.finished)
+        return self.time("wall time")
+
+    def time(self, kind: TimeKind) -> Statistic | None:
+        """Seconds of the finished runs by a kind of clock; None unless all have them."""
+        found = [run.time(kind) for run in self.finished]
+        return None if None in found and kind != "wall time" else Statistic.of(found)
+
+    @property
+    def load(self) -> Statistic | None:
+        """The load average of the machine while they trained."""
+        return Statistic.of(run.load for run in self.finished)
 
     @property
     def summed_bound(self) -> Statistic | None:
@@ -181,20 +191,31 @@ def reference(group: Group, groups: Sequence[Group]) -> Group | None:
     return next((other for other in alike if other.initial_order == max(wanted)), None)
 
 
+def time_kind(group: Group, groups: Sequence[Group]) -> TimeKind:
+    """What speed-ups of the groups of a name are found from: GPU or CPU time where all finished runs have it."""
+    runs = [run for other in groups if other.name == group.name for run in other.finished]
+    on_gpu = [run.time("GPU time") is not None for run in runs]
+    if runs and all(on_gpu):
+        return "GPU time"
+    # The processors of a run on a GPU mostly wait for it.
+    return "CPU time" if runs and not any(on_gpu) and all(run.time("CPU time") for run in runs) else "wall time"
+
+
 def speed_ups(group: Group, groups: Sequence[Group]) -> list[float]:
-    """Mean seconds of the reference over those of each finished run; empty without a reference."""
-    base = reference(group, groups)
-    if base is None or base.seconds is None:
-        return []
-    return [base.seconds.centre / run.seconds for run in group.finished if run.seconds]
+    """Mean time of the reference over that of each finished run, by `time_kind`; empty without a reference."""
+    base, kind = reference(group, groups), time_kind(group, groups)
+    whole = None if base is None else base.time(kind)
+    return [] if whole is None else [whole.centre / own for run in group.finished if (own := run.time(kind))]
 
 
 def speed_up(group: Group, groups: Sequence[Group]) -> Statistic | None:
-    """Mean seconds of the reference over those of the group: a mean of ratios would put the reference above 1."""
+    """Mean time of the reference over that of the group: a mean of ratios would put the reference above 1."""
     base, spread = reference(group, groups), Statistic.of(speed_ups(group, groups))
-    if base is None or base.seconds is None or group.seconds is None or spread is None:
+    own, kind = group.time(time_kind(group, groups)), time_kind(group, groups)
+    whole = None if base is None else base.time(kind)
+    if whole is None or own is None or spread is None:
         return None
-    return Statistic(base.seconds.centre / group.seconds.centre, spread.spread, spread.count)
+    return Statistic(whole.centre / own.centre, spread.spread, spread.count)
 
 
 def by_name(groups: Iterable[Group]) -> dict[str, list[Group]]:

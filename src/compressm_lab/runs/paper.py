@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib import resources
 from pathlib import Path
+from statistics import fmean
 from typing import Literal
 
 from compressm.errors import did_you_mean
-from compressm_lab.runs.groups import Group, Statistic, group_runs, speed_up
+from compressm_lab.runs.groups import Group, Statistic, group_runs, speed_up, time_kind
 from compressm_lab.runs.measurement import Row
 from compressm_lab.runs.records import RunError
 from compressm_lab.runs.run import Run
@@ -177,11 +178,12 @@ class Exhibit:
         if quantity == "speed-up":
             if cell.group is None:
                 return self._kept_speed_up(cell)
-            found = speed_up(cell.group, self._groups)
-            if found is None or not cell.before or cell.seconds is None or cell.group.seconds is None:
+            found, kind = speed_up(cell.group, self._groups), time_kind(cell.group, self._groups)
+            own, before = cell.group.time(kind), [run.time(kind) for run in cell.before]
+            if found is None or own is None or not before or None in before:
                 return found
             # As if the training of teachers had been part of each run.
-            return _scaled(found, cell.group.seconds.centre / cell.seconds.centre)
+            return _scaled(found, own.centre / (own.centre + fmean(filter(None, before))))
         return Statistic.of(cell.tests[: _TOP.get(quantity)])
 
     def _kept_speed_up(self, cell: Compared) -> Statistic | None:

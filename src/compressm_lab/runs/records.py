@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypeAlias, final, get_args
 
 SplitName = Literal["train", "validation", "test"]
+# What a time was counted by; the first that all runs have compares them best, for other load is in none but the last.
+TimeKind = Literal["GPU time", "CPU time", "wall time"]
 
 # What a field may hold; a plain float may also be NaN or infinite, as the loss of a run that diverged.
 Count: TypeAlias = int
@@ -180,12 +182,22 @@ class Timing(Record):
     """Seconds by phase since the record before, in which there were `steps` gradient steps at these `orders`.
 
     Phases: steps, data, evaluation, spectrum, cut, optimizer, capture, checkpoint, regulariser, teacher, truncation.
+    `seconds` are of the wall clock; `cpu` of the processors, in all threads of the process that writes; `gpu` those
+    between CUDA events. `load` is how many processes of the machine wanted a processor, the mean of the last minute.
     """
 
     file = "timings.jsonl"
+    later = frozenset({"cpu", "gpu", "load"})
     steps: Count
     orders: Mapping[str, Order]
     seconds: Mapping[str, Size] = field(default_factory=dict)
+    cpu: Mapping[str, Size] | None = None
+    gpu: Mapping[str, Size] | None = None
+    load: Size | None = None
+
+    def by(self, kind: TimeKind) -> Mapping[str, float]:
+        """Seconds by phase and a kind of clock; none where it did not run."""
+        return {"GPU time": self.gpu, "CPU time": self.cpu, "wall time": self.seconds}[kind] or {}
 
 
 @final

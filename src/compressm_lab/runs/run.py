@@ -21,6 +21,7 @@ from compressm_lab.runs.records import (
     RunError,
     Spectrum,
     SplitName,
+    TimeKind,
     Timing,
     TruncationRecord,
     require_kind,
@@ -97,6 +98,23 @@ class Run:
     def seconds(self) -> float | None:
         """Training time up to the last evaluation, interruptions left out."""
         return max((found.seconds for found in self.evaluations), default=None)
+
+    def time(self, kind: TimeKind) -> float | None:
+        """Seconds of the training by a kind of clock; None where a record lacks them, as those of earlier versions."""
+        if kind == "wall time":
+            return self.seconds
+        found = [timing.gpu if kind == "GPU time" else timing.cpu for timing in self.timings]
+        # Copies that are cut when training has ended are no part of it.
+        phases = [{**spent, "truncation": 0.0} for spent in found if spent is not None]
+        return sum(sum(spent.values()) for spent in phases) if found and len(phases) == len(found) else None
+
+    @property
+    def load(self) -> float | None:
+        """The load average of the machine while it trained; None where a record lacks it."""
+        loads = [timing.load for timing in self.timings]
+        weights = [sum(timing.seconds.values()) for timing in self.timings]
+        known = [load for load in loads if load is not None]
+        return fmean(known, weights) if known and len(known) == len(loads) and sum(weights) else None
 
     @property
     def metric(self) -> Metric:
@@ -220,6 +238,12 @@ class Run:
         both = {step: value for step, value in validation.items() if step in test} or validation
         step = best(both, key=both.__getitem__)
         return BestScore(self.metric, step, both[step], test.get(step))
+
+    @property
+    def mae(self) -> float | None:
+        """The mean absolute error on the test split where the score is; None where nobody recorded it."""
+        at = None if self.score is None else self.score.step
+        return next((found.mae for found in self.evaluations if (found.step, found.split) == (at, "test")), None)
 
 
 def read_run(directory: RunDirectory) -> Run:

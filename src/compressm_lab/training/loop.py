@@ -32,7 +32,7 @@ from compressm_lab.runs.lock import LockLostError
 from compressm_lab.runs.records import RunError
 from compressm_lab.runs.run import read_run
 from compressm_lab.training import building
-from compressm_lab.training.clock import Clock
+from compressm_lab.training.clock import Clock, load
 from compressm_lab.training.config import ConfigError, Plan, Recipe
 from compressm_lab.training.evaluation import evaluate, truncations
 from compressm_lab.training.loggers import RunLogger, Silent
@@ -396,7 +396,8 @@ class Trainer:
         """Record the phases since the last record; `orders` are those of the steps, if the model has others now."""
         orders = orders or self._orders()
         done, self.timed = self.step - self.timed, self.step
-        self._log(records.Timing(self.step, done, orders, self.clock.take()))
+        wall, cpu, gpu = self.clock.take()
+        self._log(records.Timing(self.step, done, orders, wall, cpu, gpu, load()))
 
     def _require_finite(self) -> None:
         """Check loss and weights: the gradient of a finite loss may not have been finite."""
@@ -448,7 +449,7 @@ class Trainer:
             "timed": self.timed,
             "totals": list(self.steps.totals()),
             "seconds": [self.clock.total, self.clock.in_steps],
-            "phases": self.clock.peek(),
+            "phases": self.clock.peek()._asdict(),
             "tracker": tracker,
             "penalty": None if penalty is None else penalty.state_dict(),
             "recipe": json.dumps(self.recipe.as_dict()),
@@ -490,7 +491,9 @@ class Trainer:
         self.steps.restore(*extra["totals"])
         building.keep_rates_on_(self.learner.optimizer, self.learner.device)
         total, in_steps = extra["seconds"]
-        self.clock.restore(total, in_steps, extra["phases"])
+        # Earlier versions counted seconds of the wall clock alone.
+        phases = extra["phases"]
+        self.clock.restore(total, in_steps, phases if "wall" in phases else {"wall": phases})
         if self.learner.penalty is not None:
             self.learner.penalty.load_state_dict(extra["penalty"])
         if self.tracker is not None and extra["tracker"] is not None:
@@ -510,7 +513,7 @@ class Trainer:
                 self.directory.replace(records.TruncationRecord, found)
                 for record in found:
                     self.logger.compared(record)
-        if self.clock.peek():
+        if self.clock.peek().wall:
             self._record_timing()  # of the last checkpoint
         if self.is_first:
             with self.directory.writing(self.directory.model):

@@ -263,7 +263,7 @@ class GraphSteps(Steps):
             if self._step.is_recorded:
                 end = min(alike, self._loaded[1], step + _TOGETHER - 1)
             # Steps that compile and load kernels, and that are recorded, count as recording.
-            with nullcontext() if self._step.is_recorded else self.clock.phase("capture"):
+            with self.clock.phase("steps" if self._step.is_recorded else "capture"):
                 for _ in range(step, end + 1):
                     self._step()
                 torch.cuda.synchronize()

@@ -12,7 +12,8 @@ from compressm.cli.app import app
 from compressm.compression import save_model
 from compressm.layers import LRU
 from compressm.models import SequenceClassifier
-from compressm_lab.experiments.recipes import recipe_names
+from compressm_lab.cli.train import listing
+from compressm_lab.experiments.recipes import find_recipe, recipe_names
 from compressm_lab.runs.directory import RunDirectory, Status
 from compressm_lab.runs.run import read_run
 from compressm_lab.training.steps import Learner
@@ -109,11 +110,24 @@ def test_a_baseline_is_not_cut_and_has_a_folder_of_its_own():
     assert "cuts tried" not in done.output
 
 
-def test_all_recipes_are_listed():
+def test_all_recipes_are_listed_a_line_each_where_nobody_looks_on():
     done = run("--list")
     assert done.exit_code == 0
-    first = [line.replace("│", " ").split()[0] for line in done.output.splitlines() if "│" in line]
-    assert first == recipe_names()
+    assert [line.split()[0] for line in done.output.splitlines()] == recipe_names()
+    for name, line in zip(recipe_names(), done.output.splitlines(), strict=True):
+        assert line.endswith(find_recipe(name).description)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_a_list_fits_a_terminal_and_loses_no_word(width):
+    recipes = {name: find_recipe(name) for name in recipe_names()}
+    lines = listing(recipes, width)
+    assert max(map(len, lines)) <= width
+    said = " ".join(" ".join(lines).split())
+    for name, recipe in recipes.items():
+        words = f"{recipe.model.order} states, width {recipe.model.width}, {recipe.training.steps} steps"
+        assert name in said
+        assert f"{words} {recipe.description}" in said
 
 
 def test_a_list_takes_no_other_options():

@@ -24,6 +24,7 @@ class Made:
     every: int = 250
     best: float = 0.97
     regression: bool = False
+    errors: bool = False  # MSE and MAE of a regression, in the units of its targets
     spectra: bool = True
     bounds: bool = True
     restored: bool = False
@@ -112,7 +113,10 @@ class _Writer:
         for split, gap in (("train", 0.005), ("validation", 0.0), ("test", -0.003)):
             accuracy = None if made.regression else min(1.0, good + gap + self.noise.gauss(0, 0.0015))
             rate = 4e-4 * (1 - 0.9 * step / made.steps)
-            self.run.append(Evaluation(step, split, loss - gap, accuracy, rate, self.seconds, self.step_seconds))
+            errors = (4 * (loss - gap), 1.5 * (loss - gap)) if made.errors and split != "train" else ()
+            self.run.append(
+                Evaluation(step, split, loss - gap, accuracy, rate, self.seconds, self.step_seconds, *errors)
+            )
 
     def _sigma(self, step: int, module: str) -> list[float]:
         """Falling geometrically; a few large ones part from the rest while it trains."""

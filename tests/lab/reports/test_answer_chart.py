@@ -1,5 +1,6 @@
 """The first picture and the first sentence of a report say what came out."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,12 @@ from matplotlib import pyplot as plt
 from compressm_lab.reports.answer_chart import Point, answer_chart, answers, draw_demo, states_panel
 from compressm_lab.reports.curve_charts import training_chart
 from compressm_lab.reports.outcome_charts import best_known, colours_of, outcome_chart
+from compressm_lab.reports.run_report import result_grid
+from compressm_lab.runs.groups import group_runs
 from compressm_lab.runs.measurement import Measurement
+from tests.lab.reports import made_runs
+from tests.lab.reports.conftest import read
+from tests.lab.reports.made_runs import Made
 
 
 @pytest.fixture
@@ -23,9 +29,9 @@ def test_the_sentence_compares_cut_models_with_large_and_small_ones(shallow):
     alike = replace(small, runs=tuple(_ending_with(run, cut) for run in small.runs))
     (said,) = answers([large, alike, cut])
     for group, words in ((cut, "while they train reach {}"), (large, "to the end reach {}")):
-        assert words.format(f"{100 * best_known(group).centre:.1f} %") in said
-    assert f"states from the start reach {100 * best_known(small).centre:.1f} %" in said
-    assert "of the time of the large ones" in said
+        assert words.format(f"{100 * best_known(group).centre:.1f}\u00a0%") in said
+    assert f"states from the start reach {100 * best_known(small).centre:.1f}\u00a0%" in said
+    assert "of the wall time of the large ones" in said
     assert "3 seeds" in said
 
 
@@ -39,7 +45,7 @@ def _ending_with(run, group):
 def test_without_cuts_the_sentence_says_what_each_model_reaches(shallow):
     (said,) = answers(shallow[:2])
     assert said.startswith("smnist, test accuracy: ")
-    assert f"{100 * best_known(shallow[0]).centre:.1f} % with 24 states (baseline, order 24)" in said
+    assert f"{100 * best_known(shallow[0]).centre:.1f}\u00a0% with 24 states (baseline, order 24)" in said
 
 
 def test_nothing_is_said_of_what_has_not_finished(odd):
@@ -113,3 +119,31 @@ def test_the_picture_of_the_readme_is_drawn_from_two_results(tmp_path):
     picture = tmp_path / "demo.png"
     draw_demo(Measurement("demo", "", 1, rows), Measurement("demo-spectra", "", 1, spectra), picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_regression_says_which_way_is_better_and_shows_both_errors(tmp_path):
+    for seed in range(2):
+        made_runs.write(Made("engines", "baseline", seed, regression=True, errors=True), tmp_path)
+        made_runs.write(Made("engines", seed=seed, regression=True, errors=True, cuts=made_runs.CUTS), tmp_path)
+    groups = group_runs(read(tmp_path))
+    (said,) = answers(groups)
+    assert "(test MSE, lower is better; 2 seeds)" in said
+    assert "%" not in said.split("Training takes")[0]
+    table = result_grid(groups)
+    cut = dict(zip(table.heads, table.rows[-1], strict=True))
+    assert f"{float(cut['test MSE'].split(' ± ')[0]):.3g}" in said
+    mse, mae = (float(cut[head].split(" ± ")[0]) for head in ("test MSE", "test MAE"))
+    assert mae == pytest.approx(1.5 / 4 * mse, rel=1e-2)
+
+
+def test_models_that_no_cut_made_smaller_are_not_called_cut(tmp_path):
+    made_runs.write(Made(label="baseline", order=24), tmp_path)
+    run = made_runs.write(Made(order=24, cuts=made_runs.CUTS), tmp_path)
+    (run / "cuts.jsonl").unlink()
+    lines = [json.loads(line) for line in (run / "timings.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["orders"] = dict.fromkeys(line["orders"], 24)
+    (run / "timings.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (said,) = answers(group_runs(read(tmp_path)))
+    assert "cut to" not in said
+    assert "with 24 states (compressed)" in said

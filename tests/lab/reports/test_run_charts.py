@@ -255,7 +255,7 @@ def test_phases_and_stages_hold_all_recorded_seconds(shallow):
     group = shallow[-1]
     seconds = sum(sum(timing.seconds.values()) for timing in group.shown.timings)
     assert math.isclose(sum(sum(stage.seconds.values()) for stage in stages_of(group.shown)), seconds)
-    assert list(phases(group))[:2] == ["steps", "data"]
+    assert list(phases(group, "wall time"))[:2] == ["steps", "data"]
     orders = [stage.order for stage in stages_of(group.shown)]
     assert orders == sorted(orders, reverse=True)
     assert len(orders) == 5

@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 
 from compressm_lab.runs.directory import RunDirectory, Status, find_runs
-from compressm_lab.runs.groups import Statistic, group_runs, reference, speed_up, speed_ups
+from compressm_lab.runs.groups import Statistic, group_runs, reference, speed_up, speed_ups, time_kind
 from compressm_lab.runs.records import CutRecord, Evaluation, RestoredRecord, RunError, SplitName, Timing
 from compressm_lab.runs.run import read_run
 
@@ -274,3 +274,50 @@ def test_the_reference_has_a_speed_up_of_one_however_its_seeds_differ(tmp_path):
     (group,) = group_runs(runs)
     assert speed_up(group, [group]).centre == 1
     assert speed_up(group, [group]).spread > 0
+
+
+def timed(step, *, wall, load=1.0, **spent):
+    return Timing(
+        step, step, {"ssm": 8}, {"steps": wall}, load=load, **{kind: {"steps": s} for kind, s in spent.items()}
+    )
+
+
+def pair(folder, large, fast):
+    """The groups of a run that is never cut and of one that is, with these timings: large took 60 s, fast 30 s."""
+    runs = [
+        made(folder / "large", large, *scores((1.0, 1.0), seconds=60), **BASELINE),
+        made(folder / "fast", fast, *scores((1.0, 1.0), seconds=30)),
+    ]
+    groups = group_runs(runs)
+    return next(group for group in groups if group.compressed), groups
+
+
+@pytest.mark.parametrize(
+    ("large", "fast", "kind", "factor"),
+    [
+        ({"cpu": 40.0}, {"cpu": 10.0}, "CPU time", 4.0),
+        ({"cpu": 40.0, "gpu": 9.0}, {"cpu": 10.0, "gpu": 3.0}, "GPU time", 3.0),
+        ({"cpu": 40.0}, {}, "wall time", 2.0),
+        ({"cpu": 40.0, "gpu": 9.0}, {"cpu": 10.0}, "wall time", 2.0),  # one of them on another device
+    ],
+)
+def test_speed_up_is_of_the_finest_clock_that_all_runs_have(tmp_path, large, fast, kind, factor):
+    group, groups = pair(tmp_path, timed(100, wall=60.0, **large), timed(100, wall=30.0, **fast))
+    assert time_kind(group, groups) == kind
+    assert speed_ups(group, groups) == [factor]
+    assert speed_up(group, groups).centre == factor
+
+
+def test_copies_that_are_cut_after_training_count_in_no_time_of_it(tmp_path):
+    ended = Timing(100, 0, {"ssm": 8}, {"truncation": 5.0}, {"truncation": 5.0})
+    run = made(tmp_path / "a", timed(100, wall=60.0, cpu=40.0), ended, *scores((1.0, 1.0), seconds=60))
+    assert run.time("CPU time") == 40.0
+
+
+def test_the_load_of_a_run_is_the_mean_over_its_time_and_unknown_where_a_record_lacks_it(tmp_path):
+    def later(load):
+        return Timing(100, 50, {"ssm": 8}, {"steps": 30.0}, load=load)
+
+    run = made(tmp_path / "a", timed(50, wall=10.0, load=4.0), later(2.0), *scores((1.0, 1.0)))
+    assert run.load == 2.5
+    assert made(tmp_path / "b", timed(50, wall=10.0, load=4.0), later(None), *scores((1.0, 1.0))).load is None

@@ -1,5 +1,6 @@
 import json
 import re
+import time
 from itertools import pairwise
 
 import pytest
@@ -14,6 +15,7 @@ from compressm_lab.data import Order
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.records import CutRecord, Evaluation, RestoredRecord, RunError, Spectrum, Timing
 from compressm_lab.training import ConfigError, Silent, train
+from compressm_lab.training.clock import Clock
 from compressm_lab.training.steps import task_objective
 from tests.lab.training.tiny import (
     CUTS,
@@ -133,6 +135,31 @@ def test_times_add_up_and_steps_are_counted_at_the_orders_they_ran_at(whole):
     # All but the last checkpoint was there when the last record was made.
     assert last.seconds == pytest.approx(sum(phases.values()) - timings[-1].seconds["checkpoint"])
     assert last.step_seconds == pytest.approx(phases["steps"])
+    for timing in timings:
+        assert set(timing.cpu) == set(timing.seconds)
+        assert timing.load is not None
+        assert timing.gpu is None
+    assert sum(timing.cpu["steps"] for timing in timings if "steps" in timing.cpu) > 0
+
+
+def test_waiting_is_time_on_the_wall_and_not_of_the_processor():
+    clock = Clock(torch.device("cpu"))
+    with clock.phase("cut"):
+        time.sleep(0.05)
+        with clock.phase("spectrum"):
+            torch.linalg.eigvalsh(torch.eye(40, dtype=torch.float64))
+    wall, cpu, gpu = clock.take()
+    assert wall["cut"] >= 0.05 > cpu["cut"]
+    assert wall["spectrum"] > 0 < cpu["spectrum"]
+    assert gpu is None
+    assert clock.peek().wall == {}
+
+
+@pytest.mark.parametrize("known", [{"wall": {"steps": 2.0}}, {"wall": {"steps": 2.0}, "cpu": {"steps": 1.0}}])
+def test_a_clock_goes_on_with_what_a_checkpoint_knows(known):
+    clock = Clock(torch.device("cpu"))
+    clock.restore(3.0, 2.0, known)
+    assert clock.peek() == ({"steps": 2.0}, known.get("cpu", {}), None)
 
 
 def plain_training(found, task):

@@ -15,6 +15,22 @@ button.addEventListener("click", () => {
   show(next);
   try { localStorage.setItem("theme", next); } catch { /* as above */ }
 });
+// A slider shows one snapshot of a spectrum at a time; without it, and on paper, all are shown.
+document.querySelectorAll(".walk").forEach((walk) => {
+  const slider = walk.querySelector("input");
+  const words = JSON.parse(slider.dataset.moments);
+  const lines = words.map((_, k) => walk.querySelectorAll(`[id$="-moment-${k}"], [id$="-moment-${k}-cut"]`));
+  const step = () => {
+    walk.querySelectorAll(".now").forEach((line) => line.classList.remove("now"));
+    lines[slider.value].forEach((line) => line.classList.add("now"));
+    walk.querySelector("output").textContent = words[slider.value];
+    slider.setAttribute("aria-valuetext", words[slider.value]);
+  };
+  slider.addEventListener("input", step);
+  walk.classList.add("live");
+  walk.querySelector(".slider").hidden = false;
+  step();
+});
 // On paper nothing can be opened.
 let closed = [];
 addEventListener("beforeprint", () => {
