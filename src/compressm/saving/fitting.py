@@ -134,7 +134,17 @@ def require_unheld(model: nn.Module, contents: Mapping[str, Any], optimizers: Se
 
 
 def require_parts(contents: Mapping[str, Any], **given: object) -> None:
-    """Refuse a file without the state of a given part, or with that of another class."""
+    """Refuse a file without the state of a given part, or with that of another class.
+
+    A warning names states that are left in the file although the training goes on with other parts of it.
+    """
+    left = [name for name, part in given.items() if part is None and contents[name] is not None]
+    if left and any(part is not None for part in given.values()):
+        options = ", ".join(f"{name}=..." for name in left)
+        warn_caller(
+            f"the file has the state of the {' and of the '.join(left)}, which is not loaded: pass {options} to go on"
+            " as the saved training would have"
+        )
     for name, part in given.items():
         if part is None:
             continue
