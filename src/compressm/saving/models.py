@@ -127,7 +127,7 @@ def _require_device(device: object) -> None:
         return
     try:
         made = torch.empty(0, device=device)  # type: ignore[call-overload]
-    except (RuntimeError, TypeError, AssertionError) as error:
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise SavingError(f"device is {device!r:.100}, expected a device of torch that is here: {reason}") from None
     if made.is_meta:
