@@ -43,6 +43,7 @@ from compressm.saving.fitting import (
     require_same_model,
     require_unheld,
     resized,
+    warn_of_left,
 )
 from compressm.saving.kinds import as_path, require_model, require_state, unreadable
 from compressm.saving.orders import group_names
@@ -323,6 +324,7 @@ def _require_loadable(
     require_unheld(model, contents, () if optimizer is None else parts_of(optimizer))
     if compressor is not None:
         require_followers(contents, _followers(compressor))
+    warn_of_left(contents, optimizer=optimizer, scheduler=scheduler, compressor=compressor)
     return added, gone
 
 
