@@ -213,6 +213,19 @@ def test_a_round_to_that_keeps_every_layer_is_named():
         assert cs.compress_(model_of(depth=1), keep=cs.TargetOrder(4), round_to=64) == []
 
 
+def test_an_at_least_above_every_order_is_named_and_one_that_an_earlier_cut_reached_is_not():
+    model = model_of(depth=1)
+    with pytest.warns(UserWarning, match="nothing was cut: with at_least=13 .*12 states"):
+        assert cs.compress_(model, keep=cs.TargetOrder(4), at_least=13) == []
+    assert cs.compress_(model, keep=cs.TargetOrder(4), at_least=6)
+    assert cs.compress_(model, keep=cs.TargetOrder(4), at_least=6) == []
+
+
+def test_a_share_of_all_states_is_named_because_it_never_cuts():
+    with pytest.warns(UserWarning, match=r"nothing was cut: with keep=KeepFraction\(rho=1\.0\) every layer keeps its"):
+        assert cs.compress_(model_of(depth=1), keep=cs.KeepFraction(1.0)) == []
+
+
 def test_a_second_cut_to_the_same_order_is_no_surprise():
     model = model_of(depth=1)
     assert cs.compress_(model, keep=cs.TargetOrder(3), round_to=4)

@@ -412,7 +412,8 @@ def test_policies_that_cut_no_model_are_refused():
     with pytest.raises(CompressionError, match=r"keep is KeepFraction\(rho=1.0\), with which no layer of any order"):
         Compressor(model, when=[1], keep=KeepFraction(1.0), overrides={"blocks.0.*": KeepFraction(1.0)})
     Compressor(model, when=[1], keep=KeepFraction(1.0), overrides={"blocks.0.*": KeepFraction(0.5)})
-    assert compress_(model, keep=KeepFraction(1.0)) == []
+    with pytest.warns(UserWarning, match="nothing was cut: with keep"):
+        assert compress_(model, keep=KeepFraction(1.0)) == []
 
 
 def test_between_cuts_a_step_does_nothing_and_later_ones_are_still_made(monkeypatch):

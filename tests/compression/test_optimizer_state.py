@@ -323,10 +323,10 @@ REFUSED = {
         "'strange' of .* is torch.uint8",
     ),
     "unknown": (stepped(lambda p: Strange(p, torch.zeros_like)), r"Strange keeps 'strange'.*Restart\(\)"),
-    "not held": (never_held, "does not hold nu_log, theta_log"),
+    "not held": (never_held, "does not hold layer.nu_log, layer.theta_log"),
     "no optimizer": (lambda layer: object(), "optimizer is a object, expected one with param_groups and state"),
-    "NaN": (spoilt, "'exp_avg' of B_re holds 1 entries that are not finite"),
-    "negative": (negative, "'exp_avg_sq' of B_re holds -1"),
+    "NaN": (spoilt, "'exp_avg' of layer.B_re holds 1 entries that are not finite"),
+    "negative": (negative, "'exp_avg_sq' of layer.B_re holds -1"),
 }
 
 
@@ -337,7 +337,7 @@ def test_a_state_of_another_order_is_refused_with_both_shapes():
     state = optimizer.state[layer.nu_log]
     state["exp_avg"] = torch.zeros(9)
     with pytest.raises(
-        CompressionError, match=r"'exp_avg' of nu_log has shape \(9,\), the parameter \(\d,\)"
+        CompressionError, match=r"'exp_avg' of layer\.nu_log has shape \(9,\), the parameter \(\d,\)"
     ) as caught:
         prepare_cut("layer", change_of(layer, 4), optimizer, Transport())
     assert "saved at the present orders" in str(caught.value)

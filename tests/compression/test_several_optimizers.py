@@ -291,7 +291,7 @@ def test_nothing_is_written_to_any_optimizer_if_a_cut_fails(monkeypatch):
     step(model, optimizers)
     optimizers[1].state[model.blocks[1].ssm.nu_log]["exp_avg"][0] = math.nan
     before = copy.deepcopy([part.state_dict() for part in (model, *optimizers)])
-    with pytest.raises(CompressionError, match="'exp_avg' of nu_log holds 1 entries"):
+    with pytest.raises(CompressionError, match=r"'exp_avg' of blocks\.1\.ssm\.nu_log holds 1 entries"):
         compress_(model, keep=TargetOrder(4), optimizer=optimizers)
     assert all(torch.equal(value, before[0][name]) for name, value in model.state_dict().items())
     after = [part.state_dict() for part in optimizers]
@@ -325,5 +325,5 @@ def test_write_is_left_to_surgery():
     optimizers = [muon_for(layer), rest_for(layer)]
     train(layer, optimizers)
     write(layer, change_of(layer, 6).values)
-    with pytest.raises(CompressionError, match=r"'exp_avg' of nu_log has shape \(8,\), the parameter \(6,\)"):
+    with pytest.raises(CompressionError, match=r"'exp_avg' of layer\.nu_log has shape \(8,\), the parameter \(6,\)"):
         cut(layer, optimizers, 4)

@@ -119,8 +119,9 @@ def test_a_cut_that_nothing_will_judge_is_told(contents, tmp_path):
     write(contents, tmp_path / "x")
     run = Guarded(seed=1)
     compressor = Compressor(run.model, run.optimizer, when=[2], keep=KeepFraction(0.5), follow=[run.average])
+    parts = {"model": run.model, "optimizer": run.optimizer, "scheduler": run.scheduler, "compressor": compressor}
     with pytest.warns(UserWarning, match=r"a guard was to judge at step 5; this compressor has no guard"):
-        load_checkpoint(tmp_path / "x", model=run.model, optimizer=run.optimizer, compressor=compressor)
+        load_checkpoint(tmp_path / "x", **parts)
     assert (compressor.step(5), run.model.blocks[0].ssm.order) == ([], 2)
 
 

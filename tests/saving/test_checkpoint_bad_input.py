@@ -4,6 +4,7 @@ import copy
 import os
 import pickle
 from enum import Enum
+from pathlib import Path
 
 import hypothesis.strategies as st
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from compressm.compression import Compressor, KeepFraction, SavingError, load_checkpoint, save_checkpoint
+from compressm.compression import Compressor, KeepFraction, SavingError, load_checkpoint, load_model, save_checkpoint
 from compressm.layers import LRU, S4D
 from compressm.models import SequenceClassifier
 from compressm.saving.checkpoints import seal
@@ -141,6 +142,13 @@ def test_what_is_not_there_or_is_a_directory_is_told(tmp_path):
         load_checkpoint(tmp_path, model=LRU(1, 1))
 
 
+@pytest.mark.skipif(not Path("/proc/self/mem").is_file(), reason="there is no file of that kind")
+def test_a_file_that_the_system_does_not_give_is_told():
+    for load in (lambda path: load_checkpoint(path, model=LRU(1, 1)), load_model):
+        with pytest.raises(SavingError, match=r"/proc/self/mem cannot be read: .*; expected an ordinary file"):
+            load("/proc/self/mem")
+
+
 def reordered():
     run = Run()
     run.optimizer = torch.optim.Adam([{"params": list(group["params"])[::-1]} for group in run.optimizer.param_groups])
@@ -247,6 +255,18 @@ def test_a_part_that_was_not_saved_is_missed(tmp_path):
     save_checkpoint(tmp_path / "c", model=run.model)
     with pytest.raises(SavingError, match="saved without a compressor"):
         load_checkpoint(tmp_path / "c", model=run.model, compressor=run.compressor)
+
+
+@pytest.mark.parametrize("left", [["scheduler"], ["optimizer"], ["scheduler", "compressor"]])
+def test_a_state_that_stays_in_the_file_while_training_goes_on_is_named(left, tmp_path, recwarn):
+    run = Run()
+    save_checkpoint(tmp_path / "c", **run.parts)
+    load_checkpoint(tmp_path / "c", model=run.model)  # to use the model
+    load_checkpoint(tmp_path / "c", **run.parts)
+    assert not recwarn
+    said = rf"has the state of the {' and of the '.join(left)}, .*pass {', '.join(f'{name}=...' for name in left)}"
+    with pytest.warns(UserWarning, match=said):
+        load_checkpoint(tmp_path / "c", **{name: part for name, part in run.parts.items() if name not in left})
 
 
 def test_another_dtype_or_another_model_is_refused(tmp_path):

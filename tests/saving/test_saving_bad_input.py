@@ -176,6 +176,20 @@ def test_a_model_that_is_not_finite_replaces_no_good_one(tmp_path):
     layers.check_finite(load_model(tmp_path / "model"))
     assert load_checkpoint(tmp_path / "point", model=model).step == 1
     layers.check_finite(model)
+    model.head.bias.data[:2] = torch.nan
+    for save in (save_model, lambda model, path: save_checkpoint(path, model=model)):
+        with pytest.raises(SavingError, match=r"head\.bias holds 2 entries that are NaN, expected none"):
+            save(model, tmp_path / "diverged")
+    assert not (tmp_path / "diverged").exists()
+
+
+def test_infinity_outside_ssm_layers_and_buffers_of_any_content_are_saved(tmp_path):
+    model = classifier()
+    model.head.bias.data[0] = -torch.inf  # a class that is masked out
+    model.blocks[0].norm.running_mean[0] = torch.nan
+    save_model(model, tmp_path / "model")
+    save_checkpoint(tmp_path / "point", model=model)
+    assert torch.equal(load_model(tmp_path / "model").head.bias, model.head.bias)
 
 
 PLAIN = {

@@ -266,7 +266,12 @@ def test_runs_that_lost_a_part_are_named(tmp_path, capsys, trained):
         (folder / "config.json").write_text(json.dumps(config | {"truncation": {"orders": [2]}}))
         run.write_status(replace(run.status(), recipe=recipe_digest(run.config())))
 
-    lost("times", lambda folder: (folder / "timings.jsonl").unlink())
+    def no_times(folder):
+        (folder / "timings.jsonl").unlink()
+        run = RunDirectory(folder)
+        run.write_status(replace(run.status(), records={}))  # as of an earlier version, which wrote no digests
+
+    lost("times", no_times)
     lost("end", partial(without_tests, after=4))
     lost("cuts", cut_once)
     assert collected(tmp_path, "times", "end", "cuts")[0] is None

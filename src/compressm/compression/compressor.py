@@ -363,11 +363,14 @@ def _compress_(cutter: Cutter) -> list[Cut]:
 
 
 def _warn_uncut(cutter: Cutter, layers: Mapping[str, Layer]) -> None:
-    """Say that `round_to` has kept every layer at an order that it does not allow."""
+    """Say that options have kept every layer at an order to which they cannot have led, or could cut no order."""
     orders = {name: layer.order for name, layer in layers.items()}
     held, said = _obstacles(cutter, orders)
     allowed = orders_by_name(cutter.allowed(), orders)
-    if held.keys() == {"round_to"} and not all(allowed[name].allows(order) for name, order in orders.items()):
+    odd = not all(allowed[name].allows(order) for name, order in orders.items())
+    above = all(order < cutter.options.at_least for order in orders.values())
+    never = never_cuts(cutter.options.keep, cutter.options.overrides)
+    if never or (held.keys() == {"round_to"} and odd) or (held.keys() == {"at_least"} and above):
         states = ", ".join(f"{layer.said} {layer.order}" for layer in layers.values())
         warn_caller(f"nothing was cut: with {said} every layer keeps its order ({states} states)")
 

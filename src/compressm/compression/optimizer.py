@@ -373,10 +373,13 @@ def carried_states(change: Change, optimizer: Any, moments: Moments) -> dict[str
     return states_after([change], optimizer, moments)[0]
 
 
-def states_after(changes: Sequence[Change], optimizer: Any, moments: Moments) -> list[dict[str, dict[str, Any]]]:
-    """The same for several changes, those that can be stacked together."""
-    held = [_held(change, optimizer, moments) for change in changes]
-    _require_usable(held)
+def states_after(
+    changes: Sequence[Change], optimizer: Any, moments: Moments, layers: Sequence[str] | None = None
+) -> list[dict[str, dict[str, Any]]]:
+    """The same for several changes, those that can be stacked together; errors name the `layers`."""
+    prefixes = [f"{layer}." if layer else "" for layer in layers or [""] * len(changes)]
+    held = [_held(change, optimizer, moments, prefix) for change, prefix in zip(changes, prefixes, strict=True)]
+    _require_usable(held, prefixes)
     groups: dict[Hashable, list[int]] = {}
     for k, (change, one) in enumerate(zip(changes, held, strict=True)):
         key = change.stacking_key if moments.stacks and one.entries else None
@@ -386,7 +389,7 @@ def states_after(changes: Sequence[Change], optimizer: Any, moments: Moments) ->
         found = _carried_together([changes[k] for k in members], [held[k].entries for k in members], moments)
         carried |= dict(zip(members, found, strict=True))
     new = [one.renewed(carried[k], moments) for k, one in enumerate(held)]
-    _require_storable(new)
+    _require_storable(new, prefixes)
     return new
 
 
@@ -466,9 +469,9 @@ class _Held:
         return new
 
 
-def _held(change: Change, optimizer: Any, moments: Moments) -> _Held:
+def _held(change: Change, optimizer: Any, moments: Moments, prefix: str) -> _Held:
     parameters = {name: change.module.get_parameter(name) for name in change.resized}
-    require_supported(optimizer, parameters)
+    require_supported(optimizer, {f"{prefix}{name}": parameter for name, parameter in parameters.items()})
     states = {name: optimizer.state.get(parameter, {}) for name, parameter in parameters.items()}
     for part in parts_of(optimizer):
         own = {name: states[name] for name, parameter in parameters.items() if parameter in part.state}
@@ -525,11 +528,11 @@ def role_of(key: str, state: Mapping[str, Any]) -> Role | None:
     return _ROLES.get(key)
 
 
-def _require_usable(held: Sequence[_Held]) -> None:
+def _require_usable(held: Sequence[_Held], prefixes: Sequence[str]) -> None:
     """Refuse entries that are not finite, and squares below 0; the extremes of all are read at once."""
     found = [
-        (f"{key!r} of {name}", entry.role, value)
-        for one in held
+        (f"{key!r} of {prefix}{name}", entry.role, value)
+        for one, prefix in zip(held, prefixes, strict=True)
         for key, entry in one.entries.items()
         for name, value in entry.values.items()
     ]
@@ -551,8 +554,13 @@ def _extremes(tensors: Sequence[Tensor]) -> list[tuple[float, float]]:
     return [found[k] for k in range(len(tensors))]
 
 
-def _require_storable(states: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
-    new = [(name, key, value) for one in states for name, key, value in _pairs(one) if isinstance(value, Tensor)]
+def _require_storable(states: Sequence[Mapping[str, Mapping[str, Any]]], prefixes: Sequence[str]) -> None:
+    new = [
+        (f"{prefix}{name}", key, value)
+        for one, prefix in zip(states, prefixes, strict=True)
+        for name, key, value in _pairs(one)
+        if isinstance(value, Tensor)
+    ]
     if not are_finite(value for *_, value in new):
         name, key, value = next(item for item in new if not is_finite(item[2]))
         raise CompressionError(f"after the cut {key!r} of {name} would not be finite in {value.dtype}")

@@ -154,7 +154,7 @@ def prepare_cuts(changes: Mapping[str, Change], optimizer: Any | None, moments: 
         require_plain_parameters(name, change.module)
     found: list[dict[str, dict[str, Any]]] = [{} for _ in changes]
     if optimizer is not None:
-        found = states_after(list(changes.values()), optimizer, moments)
+        found = states_after(list(changes.values()), optimizer, moments, list(changes))
     return [
         PreparedCut(name, change.module, change.values, states, change.writing)
         for (name, change), states in zip(changes.items(), found, strict=True)

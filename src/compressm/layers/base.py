@@ -305,8 +305,8 @@ def require_switches(**given: bool) -> None:
 def check_finite(module: nn.Module) -> None:
     """Refuse NaN and infinity in the parameters of a module; the error names the first parameter that holds one.
 
-    A cut and saving check SSM layers by themselves; `forward` and `step` do not, as they would have to wait for the
-    device.
+    A cut and saving check SSM layers by themselves, and saving all parameters for NaN; `forward` and `step` do not, as
+    they would have to wait for the device.
     """
     if not isinstance(module, nn.Module):
         raise SequenceError(f"module is {module!r:.80}, expected an nn.Module")

@@ -43,8 +43,9 @@ from compressm.saving.fitting import (
     require_same_model,
     require_unheld,
     resized,
+    warn_of_left,
 )
-from compressm.saving.kinds import as_path, require_model, require_state
+from compressm.saving.kinds import as_path, require_model, require_state, unreadable
 from compressm.saving.orders import group_names
 from compressm.saving.rebuilding import (
     by_forms,
@@ -52,7 +53,7 @@ from compressm.saving.rebuilding import (
     module_versions,
     orders_of,
     plain_state,
-    require_finite_layers,
+    require_usable_weights,
     take_forms_,
 )
 
@@ -229,7 +230,7 @@ def save_checkpoint(
         "step": number,
         "extra": extra,
     }
-    require_finite_layers(model)
+    require_usable_weights(model)
     try:
         _write(path, contents)
     except RecursionError:
@@ -323,6 +324,7 @@ def _require_loadable(
     require_unheld(model, contents, () if optimizer is None else parts_of(optimizer))
     if compressor is not None:
         require_followers(contents, _followers(compressor))
+    warn_of_left(contents, optimizer=optimizer, scheduler=scheduler, compressor=compressor)
     return added, gone
 
 
@@ -407,11 +409,13 @@ def _read(path: Path) -> dict[str, Any]:
         raise SavingError(f"{path} is a directory, expected the file that save_checkpoint wrote")
     if not path.is_file():
         raise NoSuchFileError(f"{path} does not exist: load_checkpoint takes the file that save_checkpoint wrote")
-    require_sealed(path)
     try:
+        require_sealed(path)
         # An open file: torch would read a path that ends in .safetensors as another format.
         with path.open("rb") as file:
             contents = torch.load(file, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise unreadable(path, error) from error
     except (RuntimeError, pickle.UnpicklingError) as error:
         # torch's own message advises to run the code in the file.
         raise SavingError(f"{path} holds more than tensors and plain values") from error

@@ -147,6 +147,17 @@ def require_parts(contents: Mapping[str, Any], **given: object) -> None:
             raise SavingError(f"it was saved with the {name} {stored['kind']}, {here}")
 
 
+def warn_of_left(contents: Mapping[str, Any], **given: object) -> None:
+    """Name states that stay in the file although the training goes on with other parts of it."""
+    left = [name for name, part in given.items() if part is None and contents[name] is not None]
+    if left and any(part is not None for part in given.values()):
+        options = ", ".join(f"{name}=..." for name in left)
+        warn_caller(
+            f"the file has the state of the {' and of the '.join(left)}, which is not loaded: pass {options} to go on"
+            " as the saved training would have"
+        )
+
+
 def require_fitting(model: nn.Module, contents: Mapping[str, Any]) -> None:
     """Refuse tensors and orders that the model cannot take."""
     tensors: Mapping[str, Tensor] = contents["model"]

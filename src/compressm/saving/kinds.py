@@ -82,6 +82,11 @@ def as_path(path: object) -> FilePath:
     return FilePath(text)
 
 
+def unreadable(path: FilePath, error: OSError) -> SavingError:
+    """The error of a file that the system does not let be read."""
+    return SavingError(f"{path} cannot be read: {error.strerror or error}; expected an ordinary file that you may read")
+
+
 def require_state(name: str, part: object) -> None:
     """Require something with a state to save and restore, or None."""
     stateful = all(callable(getattr(part, method, None)) for method in ("state_dict", "load_state_dict"))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from compressm.compression.cutting import ordinary_tensors
 from compressm.errors import NoSuchFileError, SavingError
 from compressm.files import replacing
-from compressm.saving.kinds import as_path, require_model
+from compressm.saving.kinds import as_path, require_model, unreadable
 from compressm.saving.rebuilding import (
     Description,
     build,
@@ -29,7 +29,7 @@ from compressm.saving.rebuilding import (
     plain_modules,
     plain_state,
     rebuild,
-    require_finite_layers,
+    require_usable_weights,
 )
 
 FORMAT_VERSION = 1
@@ -54,7 +54,7 @@ def write_model(model: nn.Module, path: str | os.PathLike[str], *, commit: str |
     target = _to_write(path)
     core = plain_modules(model)[""]
     description, tensors = describe(core), _tensors(core)
-    require_finite_layers(core)
+    require_usable_weights(core)
     rebuild(description, tensors)  # a model that could not be loaded is not written
     config = {"version": FORMAT_VERSION, **asdict(description)}
     config["sha256"] = _digest(config, tensors)
@@ -127,7 +127,7 @@ def _require_device(device: object) -> None:
         return
     try:
         made = torch.empty(0, device=device)  # type: ignore[call-overload]
-    except (RuntimeError, TypeError, AssertionError) as error:
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise SavingError(f"device is {device!r:.100}, expected a device of torch that is here: {reason}") from None
     if made.is_meta:
@@ -218,7 +218,7 @@ def _compare_with_copy(source: Path, config: Mapping[str, Any]) -> None:
         return
     try:
         same = json.loads(copy.read_text(encoding="utf-8")) == config
-    except ValueError:
+    except (OSError, ValueError, RecursionError):
         same = False
     if not same:
         warnings.warn(f"{copy} differs from the config in {source.name}, which was loaded", stacklevel=3)
@@ -273,6 +273,8 @@ def read_safetensors(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
             # Copies: the tensors of safetensors are windows into the file.
             tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
             return opened.metadata() or {}, tensors
+    except OSError as error:
+        raise unreadable(file, error) from error
     except (SafetensorError, RuntimeError, ValueError) as error:
         raise SavingError(f"{file} is not a whole safetensors file: {error}") from error
 
@@ -280,7 +282,9 @@ def read_safetensors(file: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
 def _json(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except OSError as error:
+        raise unreadable(file, error) from error
+    except (ValueError, RecursionError) as error:
         raise SavingError(f"{file} is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise SavingError(f"{file} holds {found!r:.80}, expected an object")

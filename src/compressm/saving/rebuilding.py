@@ -52,14 +52,20 @@ def plain_state(model: nn.Module) -> dict[str, Tensor]:
     return named
 
 
-def require_finite_layers(model: nn.Module) -> None:
-    """Refuse to save SSM layers with NaN or infinity: the file that is there may be the last good one."""
+def require_usable_weights(model: nn.Module) -> None:
+    """Refuse to save a diverged model: the file that is there may be the last good one.
+
+    SSM layers have no NaN and no infinity, other parameters no NaN; buffers, such as masks, hold what they like.
+    """
     for name, module in plain_modules(model).items():
         if isinstance(module, SSMLayer):
             try:
                 check_finite(module)
             except SequenceError as error:
                 raise SavingError(f"{name}.{error}" if name else str(error)) from error
+    for name, value in plain_state(model).items():
+        if isinstance(value, nn.Parameter) and not value.is_meta and (bad := int(value.detach().isnan().sum())):
+            raise SavingError(f"{name} holds {bad} entries that are NaN, expected none")
 
 
 def module_versions(model: nn.Module) -> dict[str, Any]:

@@ -71,7 +71,10 @@ def store_in(folder: Path | None, offline: bool) -> Store:
 
 def task_of(recipe: Recipe, data: Path | None, offline: bool) -> Task:
     """The task that a recipe is trained on; nothing is fetched for a model that cannot answer it."""
-    dataset = make(**recipe.task)
+    try:
+        dataset = make(**recipe.task)
+    except DataError as error:
+        raise DataError(f"task: {error}") from error
     require_fit(recipe.model, dataset.form.kind)
     return load_task(dataset, store_in(data, offline))
 

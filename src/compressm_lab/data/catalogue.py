@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import traceback
 from dataclasses import fields
 from typing import Any, get_type_hints
 
@@ -74,6 +75,12 @@ def imported(path: str) -> Any:
             f"no module {error.name!r} of {path!r} is found; expected one that is installed, or a file in the folder"
             " where the command is given"
         ) from None
+    except Exception as error:  # the module is not ours
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise DataError(
+            f"{module_name} of {path!r} cannot be imported: {type(error).__name__}: {error}"
+            f" ({last.filename}, line {last.lineno})"
+        ) from error
     try:
         return getattr(module, name)
     except AttributeError:

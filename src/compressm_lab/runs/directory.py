@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -36,7 +36,7 @@ _MOST_HEADER = 100_000_000  # bytes, as safetensors allows
 class Status:
     """State and step of a run; `message` says why where it failed.
 
-    `recipe` is the digest of what was trained, `model` that of the model it ended with.
+    `recipe` is the digest of what was trained, `model` that of the model it ended with, `records` those of its files.
     """
 
     state: RunState
@@ -45,6 +45,7 @@ class Status:
     message: str = ""
     recipe: str = field(default="", compare=False)
     model: str = field(default="", compare=False)
+    records: Mapping[str, str] = field(default_factory=dict, compare=False)
 
 
 def recipe_digest(config: dict[str, Any]) -> str:
@@ -65,6 +66,7 @@ class RunDirectory:
         self.path = Path(path)
         self._lock: lock.Lock | None = None
         self._unsynced: set[Path] = set()  # files with lines that may not be on disk yet
+        self._hashed: dict[Path, tuple[int, Any]] = {}  # the first bytes of files, by number, and their digest
 
     @property
     def checkpoints(self) -> Path:
@@ -181,6 +183,7 @@ class RunDirectory:
     def replace(self, kind: type[Record], records: Iterable[Record]) -> None:
         """Write the whole file of a kind of record, or leave it as it was."""
         path = self.path / kind.file
+        self._hashed.pop(path, None)
         with self.writing(path), replacing(path) as scratch:
             scratch.write_text("".join(map(_line, records)), encoding="utf-8")
 
@@ -189,6 +192,7 @@ class RunDirectory:
         for path in map(_plain_file, self._lines):
             text = path.read_text(encoding="utf-8", errors="replace")
             kept = [line for line in text.splitlines() if _step(line) <= step]
+            self._hashed.pop(path, None)
             with self.writing(path), replacing(path) as scratch:
                 scratch.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
 
@@ -201,6 +205,40 @@ class RunDirectory:
             with self.writing(path), path.open("ab") as file:
                 os.fsync(file.fileno())
             self._unsynced.discard(path)
+
+    def digests(self) -> dict[str, tuple[int, str]]:
+        """The size and the SHA-256 of every file of records, so that lines of another run are noticed later."""
+        for path in self._lines:
+            size, total = self._hashed.pop(path, (0, hashlib.sha256()))
+            with self.writing(path), path.open("rb") as file:
+                file.seek(size)
+                while part := file.read(1 << 20):
+                    total.update(part)
+                    size += len(part)
+            self._hashed[path] = size, total
+        return {path.name: (size, total.hexdigest()) for path, (size, total) in sorted(self._hashed.items())}
+
+    def require_begun(self, written: Mapping[str, tuple[int, str]], step: int) -> None:
+        """Refuse files that do not begin with what `digests` told when the checkpoint of a step was written."""
+        for name, (size, digest) in written.items():
+            path = _plain_file(self.path / name)
+            if (_digest_of(path, size) if path.exists() else "") != digest:
+                raise RunError(
+                    f"{path} does not begin with the lines that were there when the checkpoint of step {step} was"
+                    " written: it was changed since, or is of another run; put it back as it was, or delete"
+                    f" {self.checkpoints}, and --resume trains the run from its beginning"
+                )
+
+    def require_own_records(self, *names: str) -> None:
+        """Refuse files of records other than those that this run ended with; earlier versions did not write digests."""
+        ended = self.status().records
+        for name in names if ended else ():
+            path = _plain_file(self.path / name)
+            if (_digest_of(path) if path.exists() else _EMPTY) != ended.get(name, _EMPTY):
+                raise RunError(
+                    f"{path} is not the file that the run ended with: it was changed afterwards, or is of another run;"
+                    " put it back as it was"
+                )
 
     @property
     def _lines(self) -> list[Path]:
@@ -221,8 +259,9 @@ class RunDirectory:
     def status(self) -> Status:
         path, stored = self.path / "status.json", self._read("status.json")
         kinds = {"state": "str", "step": "Count", "steps": "Count", "message": "str", "recipe": "str", "model": "str"}
+        kinds["records"] = "Mapping[str, str]"
         # Earlier versions did not write the digests.
-        if {*stored, "recipe", "model"} != set(kinds):
+        if {*stored, "recipe", "model", "records"} != set(kinds):
             raise RunError(f"{path} holds {stored!r:.80}, expected state, step, steps and message")
         try:
             for name, value in stored.items():
@@ -320,6 +359,18 @@ def _plain_file(path: Path) -> Path:
     if path.exists() and not path.is_file() and not path.is_dir():
         raise RunError(f"{path} is no regular file, expected one of a run: move it away")
     return path
+
+
+_EMPTY = hashlib.sha256().hexdigest()
+
+
+def _digest_of(path: Path, size: int = -1) -> str:
+    """The SHA-256 of the first bytes of a file, by default of all."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.sha256(file.read(size)).hexdigest()
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _line(record: Record) -> str:

@@ -31,6 +31,7 @@ _WORDS = {
     "list[Order]": "integers of at least 1",
     "Mapping[str, Order]": "integers of at least 1 by name",
     "Mapping[str, Size]": "finite numbers of at least 0 by name",
+    "Mapping[str, str]": "text by name",
 }
 _MOST = 2**53  # counts above it are no counts, and no floats
 

@@ -144,6 +144,8 @@ class Run:
         _require_once(directory, Spectrum.file, [(spectrum.step, spectrum.module) for spectrum in found])
         for why in _spectrum_damages(self, found):
             raise RunError(f"{directory.path / why}: the file is damaged; put it back as it was")
+        if self.finished:
+            directory.require_own_records(Spectrum.file)
         return tuple(found)
 
     @cached_property
@@ -152,6 +154,8 @@ class Run:
         directory = RunDirectory(self.path)
         found = directory.records(PenaltyRecord, up_to=self.up_to)
         _require_once(directory, PenaltyRecord.file, [(penalty.step, penalty.kind) for penalty in found])
+        if self.finished:
+            directory.require_own_records(PenaltyRecord.file)
         return tuple(found)
 
     @cached_property
@@ -169,6 +173,8 @@ class Run:
                 f"{directory.path / TruncationRecord.file} {said}: the file is damaged; put it back as it was, or"
                 f" delete {directory.model}, and --resume writes both again"
             )
+        if self.finished:
+            directory.require_own_records(TruncationRecord.file)
         return tuple(found)
 
     @property
@@ -255,6 +261,8 @@ def read_run(directory: RunDirectory) -> Run:
     directory.require_own_recipe()
     _require_whole(directory, (*_damages(run), *_model_damages(run, directory.model_sizes())))
     directory.require_own_model()
+    if run.finished:
+        directory.require_own_records(Evaluation.file, CutRecord.file, Timing.file)
     return run
 
 

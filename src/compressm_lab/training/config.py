@@ -46,9 +46,7 @@ def layer_class(name: object) -> type[SSMLayer]:
         *first, last = map(repr, LAYERS)
         module, _, kind = str(name).rpartition(".")
         near = did_you_mean(str(name), LAYERS) or (f"; did you mean '{module}:{kind}'?" if module else "")
-        raise ConfigError(
-            f"Input should be {', '.join(first)} or {last}, or a class of your own as package.module:Name{near}"
-        )
+        raise ConfigError(f"expected {', '.join(first)} or {last}, or a class of your own as package.module:Name{near}")
     try:
         found = imported(name)
     except DataError as error:

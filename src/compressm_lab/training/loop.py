@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -110,13 +110,13 @@ def catching_signals() -> Iterator[Stop]:
     stop = Stop()
     before: dict[signal.Signals, Any] = {}
 
-    def restore() -> None:
-        for which, handler in before.items():
-            signal.signal(which, handler)
-
     def remember(number: int, frame: FrameType | None) -> None:
+        if stop.signal:
+            # Not at the first signal: Python drops one that comes while its handler is taken away.
+            signal.signal(number, before[signal.Signals(number)])
+            signal.raise_signal(number)
+            return
         stop.signal = signal.Signals(number).name
-        restore()
         said = f"{stop.signal}: saves and stops after the present step or cut; once more stops now, without saving"
         with suppress(OSError):
             os.write(2, f"\n{said}\n".encode())
@@ -129,7 +129,8 @@ def catching_signals() -> Iterator[Stop]:
     try:
         yield stop
     finally:
-        restore()
+        for which, handler in before.items():
+            signal.signal(which, handler)
 
 
 class Interrupted(Exception):  # noqa: N818 - it is not an error
@@ -454,6 +455,7 @@ class Trainer:
             "penalty": None if penalty is None else penalty.state_dict(),
             "recipe": json.dumps(self.recipe.as_dict()),
             "processes": self.learner.processes.count,
+            "records": self.directory.digests(),
         }
         with self.directory.writing(path):
             save_checkpoint(path, **self._parts(), step=self.step, extra=extra)
@@ -470,7 +472,7 @@ class Trainer:
                 continue
             require_recipe_of(path, found.extra, json.loads(json.dumps(self.recipe.as_dict())))
             history = [] if self.compressor is None else self.compressor.history
-            require_records(self.directory, self.recipe, found.step, found.extra["timed"], history)
+            require_records(self.directory, self.recipe, found.step, found.extra, history)
             if self.is_first:
                 count = self.learner.processes.count
                 warn_if_moved(self.directory, self.learner.device, count, found.extra.get("processes"))
@@ -537,8 +539,11 @@ class Trainer:
                 self.directory.write_last_status(self._status(state, message))
 
     def _status(self, state: RunState, message: str) -> Status:
-        model = self.directory.saved_model() if state == "finished" else ""
-        return Status(state, self.step, self.plan.steps, message, recipe_digest(self.recipe.as_dict()), model)
+        found = Status(state, self.step, self.plan.steps, message, recipe_digest(self.recipe.as_dict()))
+        if state != "finished":
+            return found
+        records = {name: digest for name, (_, digest) in self.directory.digests().items()}
+        return replace(found, model=self.directory.saved_model(), records=records)
 
 
 def _all_finite(model: nn.Module) -> bool:

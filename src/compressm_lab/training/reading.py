@@ -10,8 +10,11 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from compressm.errors import did_you_mean
-from compressm_lab.training.config import Config, ConfigError, Recipe, TrainingConfig, needs_data
+from compressm.adapters.base import adapter_of
+from compressm.compression.policies import TargetOrder, obstacles
+from compressm.errors import CompressionError, did_you_mean
+from compressm.families.choices import LayerOrders, as_allowed_orders
+from compressm_lab.training.config import Config, ConfigError, Recipe, TrainingConfig, layer_class, needs_data
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -79,7 +82,8 @@ def _parsed_once(text: str) -> Any:
         return None if node is None else loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         place = f" at {_line(error.problem_mark)}" if error.problem_mark else ""
-        raise ValueError(f"{error.problem or error.context}{place}") from None
+        said = str(error.problem or error.context).replace("'<stream end>'", "the end of the text")
+        raise ValueError(f"{said}{place}") from None
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
 
@@ -178,6 +182,25 @@ def _without_effect(recipe: Recipe) -> Iterator[str]:
         if part is None or selective or part.gramian == "measured" or batches == type(part).calibration_batches:
             continue
         yield f"{key}.calibration_batches is {batches} with gramian {part.gramian}, which needs no data: leave it out"
+    yield from _without_cuts(recipe)
+
+
+def _without_cuts(recipe: Recipe) -> Iterator[str]:
+    """Find limits of orders that no cut of this model can keep."""
+    config, order, adapter = recipe.compression, recipe.model.order, adapter_of(layer_class(recipe.model.layer))
+    if config is None or adapter is None:
+        return
+    try:
+        allowed = LayerOrders({"": as_allowed_orders(config.allowed_orders).of(adapter.RECURRENCE)})
+    except CompressionError:  # a runtime without this layer, which the compressor refuses by name
+        return
+    held = obstacles({"": order}, TargetOrder(1), None, config.gate, allowed, config.at_least)
+    for name in ("round_to", "at_least") if len(held) < 3 else ():
+        if name in held:
+            yield (
+                f"compression.{name} is {getattr(config, name)!r} with model.order {order}, so that no layer could be"
+                " cut: lower it, or leave compression out"
+            )
 
 
 def _blamed(
@@ -247,10 +270,25 @@ def _problem(problem: Mapping[str, Any]) -> str:
     if problem["type"] == "dataclass_type":
         keys = [key.split(".")[-1] for key in _keys(Recipe) if key.rpartition(".")[0] == where]
         return f"{where} is {problem['input']!r:.60}: expected its keys, {', '.join(keys)}"
-    near = ""
     if problem["type"] == "literal_error":
-        near = did_you_mean(problem["input"], re.findall("'([^']*)'", problem["ctx"]["expected"]))
-    return f"{where} is {problem['input']!r:.60}: {message}{near}"
+        allowed = problem["ctx"]["expected"]
+        near = did_you_mean(problem["input"], re.findall("'([^']*)'", allowed))
+        message = f"expected {allowed}{near}"
+    # "int_parsing", "float_type" and the like.
+    elif (expected := _EXPECTED.get(problem["type"].partition("_")[0])) is not None:
+        message = f"expected {expected}"
+    return f"{where} is {problem['input']!r:.60}{', ' if message.startswith('expected ') else ': '}{message}"
+
+
+_EXPECTED = {
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "tuple": "a list",
+    "list": "a list",
+    "dict": "keys with values",
+}
 
 
 def _unknown(*parts: str) -> str:

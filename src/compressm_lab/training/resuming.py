@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import get_args
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args
 
 import torch
 
@@ -27,19 +27,21 @@ from compressm_lab.training.config import Plan, Recipe
 
 
 def require_records(
-    directory: RunDirectory, recipe: Recipe, step: int, timed: int, history: Sequence[Cut | Restored]
+    directory: RunDirectory, recipe: Recipe, step: int, extra: Mapping[str, Any], history: Sequence[Cut | Restored]
 ) -> None:
     """Refuse a run whose records up to the step of its checkpoint have holes, or are such as a report refuses.
 
-    `timed` is the last step whose time is recorded, `history` what the compressor has done.
+    `extra` is that of the checkpoint: the last step whose time is recorded, and the digests of the files, which earlier
+    versions did not write. `history` is what the compressor has done.
     """
-    if missing := "; ".join(_missing(directory, recipe, step, timed, history)):
+    if missing := "; ".join(_missing(directory, recipe, step, extra["timed"], history)):
         raise RunError(
             f"{directory.path}: {missing}, which the checkpoint of step {step} counts on: put the file back, or delete "
             f"{directory.checkpoints}, and --resume trains the run from its beginning"
         )
     if step:  # everything is written again after step 0
         require_readable(directory, step, recipe.training.steps)
+        directory.require_begun(extra.get("records", {}), step)
 
 
 def _missing(

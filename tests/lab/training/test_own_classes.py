@@ -100,7 +100,7 @@ BAD_LAYERS = [
     (":Spirals", "':Spirals' names no class, expected package.module:Name"),
     (f"{OWN}:", "names no class, expected package.module:Name"),
     ("compressm.layers.hippo:Legs", "compressm.layers.hippo has moved to compressm.layers.initialisation"),
-    (5, "Input should be 'LRU', 'S5', 'S4', 'S4D', 'LinOSS' or 'Mamba'"),
+    (5, "expected 'LRU', 'S5', 'S4', 'S4D', 'LinOSS' or 'Mamba'"),
 ]
 
 
@@ -108,12 +108,27 @@ BAD_LAYERS = [
 def test_a_layer_that_cannot_be_had_is_refused_by_name(layer, said):
     with pytest.raises(ConfigError) as error:
         recipe(f"model.layer={layer!r}")
-    assert f"model.layer is {layer!r:.60}: " in str(error.value)
+    assert f"model.layer is {layer!r:.60}" in str(error.value)
     assert said in str(error.value)
     with pytest.raises(ConfigError) as error:
         ModelConfig(depth=1, width=2, order=3, layer=layer)
-    assert f"layer is {layer!r}: " in str(error.value)
+    assert f"layer is {layer!r}" in str(error.value)
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize(("key", "name"), [("model.layer", "Mine"), ("task.name", "Task")])
+def test_a_module_that_raises_when_it_is_imported_is_named_with_its_key_and_line(
+    key, name, tmp_path, monkeypatch, run_in
+):
+    (tmp_path / "raising.py").write_text("import math\n\nmath.sqrt(-1)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    done = run_in("train", "mine.yaml", "--set", f"{key}=raising:{name}")
+    said = " ".join(done.output.replace("│", " ").split())
+    assert done.exit_code == 2
+    assert f"{key.split('.')[0]}" in said
+    assert f"raising of 'raising:{name}' cannot be imported: ValueError: math domain error ({tmp_path}" in said
+    assert "raising.py, line 3)" in said
+    assert "Traceback" not in said
 
 
 def test_options_of_ones_own_layer_are_checked_like_others(run_in):

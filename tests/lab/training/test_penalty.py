@@ -154,7 +154,7 @@ def test_a_recipe_and_what_is_given_must_agree(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (("regulariser={kind: hnn, beta: 1}",), "regulariser.kind is 'hnn': Input should be 'hankel-nuclear-norm'"),
+        (("regulariser={kind: hnn, beta: 1}",), "regulariser.kind is 'hnn', expected 'hankel-nuclear-norm'"),
         (("regulariser={kind: modal-l1}",), "regulariser.beta is missing"),
         (("regulariser={kind: modal-l1, beta: -1}",), "beta is -1.0, expected at least 0"),
         (("regulariser={kind: modal-l1, beta: 1, every: 0}",), "every is 0, expected at least 1"),

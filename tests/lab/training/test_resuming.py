@@ -3,6 +3,8 @@
 import json
 import shutil
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -232,6 +234,57 @@ def test_a_second_signal_ends_at_once_and_the_run_goes_on_from_its_last_checkpoi
     assert RunDirectory(folder).status().state == "interrupted"
     train(FULL, tokens(), folder, resume=True)
     check_same_run(folder, whole)
+
+
+AT_ONCE = """
+import os, signal, sys
+from tests.lab.training.tiny import CUTS, SPECTRA, recipe, task_objective, tokens
+from compressm_lab.training import train
+
+def objective(model, batch):
+    # Both wait for Python at the same time.
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+    for number in map(int, sys.argv[2:]):
+        os.kill(os.getpid(), number)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+    return task_objective(tokens().kind)(model, batch)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+train(recipe(CUTS, SPECTRA), tokens(), sys.argv[1], objective=objective)
+"""
+
+
+@pytest.mark.parametrize("numbers", [(signal.SIGTERM, signal.SIGHUP), (signal.SIGHUP, signal.SIGTERM)])
+def test_two_signals_at_once_end_the_process_without_an_error_of_python(numbers, tmp_path):
+    arguments = [str(tmp_path / "run"), *(str(int(number)) for number in numbers)]
+    done = subprocess.run([sys.executable, "-c", AT_ONCE, *arguments], capture_output=True, text=True, timeout=120)
+    assert done.returncode in {-number for number in numbers}  # the one that Python handled second
+    assert "race" not in done.stderr
+    assert "saves and stops after the present step or cut" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "timings.jsonl", "spectra.jsonl"])
+def test_records_of_another_seed_are_noticed(name, whole, tmp_path):
+    other = train(recipe(CUTS, SPECTRA, "seed=1"), tokens(), tmp_path / "other").path
+    shutil.copytree(whole, tmp_path / "run")
+    shutil.copy(other / name, tmp_path / "run" / name)
+    with pytest.raises(RunError, match=f"{name} is not the file that the run ended with: .* is of another run; put it"):
+        _ = read_run(RunDirectory(tmp_path / "run")).spectra
+    stopped(tmp_path / "stopped", 13)
+    shutil.copy(other / name, tmp_path / "stopped" / name)
+    before = contents(tmp_path / "stopped")
+    with pytest.raises(RunError, match=f"{name} does not begin with the lines .* checkpoint of step 13 .* put it back"):
+        train(FULL, tokens(), tmp_path / "stopped", resume=True)
+    assert contents(tmp_path / "stopped") == before
+
+
+def test_a_run_of_an_earlier_version_has_no_digests_of_its_records(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    stored = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert sorted(stored["records"]) == ["cuts.jsonl", "metrics.jsonl", "spectra.jsonl", "timings.jsonl"]
+    del stored["records"]
+    (tmp_path / "run" / "status.json").write_text(json.dumps(stored))
+    assert len(read_run(RunDirectory(tmp_path / "run")).spectra) > 1
 
 
 def test_signals_are_as_before_after_a_run(tmp_path):
