@@ -3,6 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from compressm.compression.automatic import Automatic
 from compressm.compression.budget import Budget
 from compressm.compression.compressor import PAPER, Compressor, compress_, pad_orders_
 from compressm.compression.distributed import rewrap_
@@ -16,9 +17,11 @@ from compressm.compression.policies import (
     TargetOrder,
     choose_orders,
 )
-from compressm.compression.record import Cut, Restored
+from compressm.compression.record import Cut, Decision, Restored
 from compressm.compression.rollback import Rollback
-from compressm.compression.schedule import as_schedule, during_warmup, every, plan_text
+from compressm.compression.schedule import Answer, Look, Schedule, Try, as_schedule, during_warmup, every, plan_text
+from compressm.compression.tolerance import LossTolerance
+from compressm.compression.trying import Trials, TryingPolicy
 from compressm.errors import CompressionError, LostProcessError, SavingError, StaleWrapperError
 from compressm.families.choices import (
     AllowedOrders,
@@ -50,12 +53,15 @@ if TYPE_CHECKING:
 __all__ = [
     "PAPER",
     "AllowedOrders",
+    "Answer",
+    "Automatic",
     "Baked",
     "Budget",
     "Checkpoint",
     "CompressionError",
     "Compressor",
     "Cut",
+    "Decision",
     "EnergyTolerance",
     "ErrorBound",
     "Fitted",
@@ -68,6 +74,8 @@ __all__ = [
     "KeepFraction",
     "Largest",
     "LayerPolicy",
+    "Look",
+    "LossTolerance",
     "LostProcessError",
     "Mapped",
     "Measured",
@@ -79,6 +87,7 @@ __all__ = [
     "Restored",
     "Rollback",
     "SavingError",
+    "Schedule",
     "Selected",
     "Selection",
     "SelectiveMethod",
@@ -88,6 +97,9 @@ __all__ = [
     "StaleWrapperError",
     "TargetOrder",
     "Transport",
+    "Trials",
+    "Try",
+    "TryingPolicy",
     "WhiteNoise",
     "accept_orders_",
     "as_schedule",

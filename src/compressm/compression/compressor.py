@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, SupportsIndex
@@ -18,13 +17,25 @@ from compressm.adapters.mamba import refused_in
 from compressm.compression.cutting import Cutter, PreparedPlan, filled_up, followers, ordinary_tensors, require_alike
 from compressm.compression.distributed import require_rewrappable, wrappers_in
 from compressm.compression.optimizer import Moments, Slice, Transport
-from compressm.compression.planning import Options, rehearse, require_suitable
+from compressm.compression.planning import Options, rehearse
 from compressm.compression.policies import GATE, KeepFraction, Policy, never_cuts, obstacles
-from compressm.compression.record import Cut, Event, event_of, past_of, warn_uncut
+from compressm.compression.record import Cut, Decision, Event, event_of, past_of, require_entries, warn_uncut
+from compressm.compression.requirements import require_suitable
 from compressm.compression.rollback import NOTHING_TO_JUDGE, Rollback, Watch
-from compressm.compression.schedule import as_schedule, plan_text, require_same_past
+from compressm.compression.schedule import (
+    Answer,
+    Look,
+    Schedule,
+    Steps,
+    Try,
+    as_schedule,
+    plan_text,
+    require_answer,
+    require_same_past,
+)
 from compressm.compression.several import as_optimizer, as_scheduler, parts_of, require_own
 from compressm.compression.sharding import gathered, is_gathered, is_sharded, orders_by_shapes
+from compressm.compression.trying import TryingPolicy
 from compressm.control.validation import values_unread
 from compressm.errors import CompressionError, warn_caller
 from compressm.families import Layer, read_layer
@@ -41,6 +52,9 @@ PAPER: Mapping[str, Any] = {"gramian": WhiteNoise(), "fold": False, "moments": S
 class Compressor:
     """A compressor that cuts a model during training; call `step(step)` after every optimizer step.
 
+    `when` is a collection of step numbers, or a `Schedule` that decides as training goes; `keep` is a policy on
+    spectra, or a `TryingPolicy` that tries cuts before it chooses. `plan` says in words what both may do.
+
     `optimizer` is one, or a list of all that train the model. Parameters stay the same objects, and the optimizer keeps
     its groups; only sizes change. A whole cut is computed before anything is changed: an error leaves model and
     optimizer as they were.
@@ -55,7 +69,7 @@ class Compressor:
         model: nn.Module,
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         *,
-        when: Iterable[int],
+        when: Iterable[int] | Schedule,
         keep: Policy,
         calibrate: Calibrate | None = None,
         gramian: Gramian | None = None,
@@ -74,7 +88,7 @@ class Compressor:
         follow: Sequence[nn.Module] = (),
         scheduler: Any = None,
     ) -> None:
-        self._schedule = as_schedule(when)
+        self._when = when if isinstance(when, Schedule) else Steps(tuple(as_schedule(when)))
         if guard is not None and not isinstance(guard, Rollback):
             raise CompressionError(f"guard is {guard!r:.100}, expected Rollback(evaluate, ...) or None")
         given = (keep, calibrate, gramian, fold, select, gate, round_to, at_least, filter_fn, overrides, selective)
@@ -89,6 +103,7 @@ class Compressor:
         processes = self._cutter.processes
         if guard is not None and is_sharded(self._cutter.inner):
             raise CompressionError("guard: a model sharded by fully_shard cannot be restored; expected guard=None")
+        self._cutter.require_copies()
         with gathered(self._cutter.inner, trainer), processes.together("making a Compressor"):
             layers = self._cutter.check()
             if never_cuts(keep, overrides):
@@ -102,14 +117,31 @@ class Compressor:
             hold_(self._cutter.inner, self, parts_of(trainer))
         self._ended = False
         self._seen: int | None = None
+        # The next look; None before the first call, infinite if there is none.
+        self._look_at: float | None = None
+        self._memory: Mapping[str, Any] = {}
+        self._tries: tuple[Try, ...] = ()
+        self._best: float | None = None
         # Nothing is due before this step; 0 if that is not known.
         self._until: float = 0
         self.history: list[Event] = []
 
     @property
     def schedule(self) -> list[int]:
-        """The steps of the cuts."""
-        return list(self._schedule)
+        """The steps of the cuts; empty if a `Schedule` decides them."""
+        return list(self._when.steps) if isinstance(self._when, Steps) else []
+
+    @property
+    def plan(self) -> str:
+        """When cuts are tried, and what each may cost in trials, in words."""
+        keep, layers = self._cutter.options.keep, len(self._cutter.found)
+        return self._when.plan() + (f"; {keep.plan(layers)}" if isinstance(keep, TryingPolicy) else "")
+
+    @property
+    def due(self) -> int | None:
+        """The first step at which `step` may do anything, None if there is none: a loop may run up to it at once."""
+        until = self._next()
+        return None if until == math.inf else max(1, int(until))
 
     @property
     def model(self) -> nn.Module:
@@ -146,8 +178,7 @@ class Compressor:
 
     def _whole_if_due(self, now: int) -> AbstractContextManager[None]:
         """Plain parameters for a cut of a sharded model."""
-        is_due = self._is_due(now) and not self._ended
-        return gathered(self._cutter.inner, self._cutter.optimizer) if is_due else nullcontext()
+        return gathered(self._cutter.inner, self._cutter.optimizer) if self._is_due(now) else nullcontext()
 
     def _step_(self, now: int) -> list[Event]:
         undo = ExitStack()
@@ -162,7 +193,7 @@ class Compressor:
 
     def _warn(self, now: int, orders: Mapping[str, int]) -> None:
         """Say, at the first call of a training that is not resumed, what will not happen."""
-        if missed := [due for due in self._schedule if due < now]:
+        if missed := [due for due in self.schedule if due < now]:
             warnings.warn(
                 f"the first call of step is at step {now}, after {plan_text(missed)}, which will not be made: call step"
                 " from the start, or, to resume, load the state of the compressor first",
@@ -177,17 +208,18 @@ class Compressor:
 
     def _act_(self, now: int, undo: ExitStack) -> list[Event]:
         """Judge earlier cuts, cut, and record both; closing `undo` takes everything back."""
-        undo.callback(self._forget_, self._ended, self._seen, len(self.history))
+        kept = ("_ended", "_seen", "_look_at", "_memory", "_tries", "_best")
+        undo.callback(self._forget_, {name: getattr(self, name) for name in kept}, len(self.history))
         judging = self._watch is not None and self._watch.is_due(now)
-        cutting = self._is_due(now) and not self._ended
-        working = begin_work_(self._cutter.inner, f"Compressor.step({now})", undo) if judging or cutting else None
-        if judging or cutting:
+        looking = self._is_due(now)
+        working = begin_work_(self._cutter.inner, f"Compressor.step({now})", undo) if judging or looking else None
+        if judging or looking:
             self._meet(f"Compressor.step({now})")
         events: list[Event] = []
         if self._watch is not None and judging:
             undo.callback(self._cutter.renew_wrappers_)
             events += [restored] if (restored := self._watch.settle(now, undo)) else []
-        prepared = self._prepared(now, undo) if cutting and not events else PreparedPlan([], [])
+        decided, prepared = self._looked(now, undo) if looking and not events else ([], PreparedPlan([], []))
         # All processes write, or none: an error in one of them takes the cut back in all.
         with self._cutter.processes.together("writing the cut") if events or prepared.cuts else nullcontext():
             if events:
@@ -198,40 +230,74 @@ class Compressor:
                     self._watch.made()
             self._ended = self._ended or bool(events)
             self._seen = now if self._seen is None else max(now, self._seen)
-            events += prepared.records
+            events += [*decided, *prepared.records]
             self.history += events
         end_work_(working)
         return events
 
-    def _prepared(self, now: int, undo: ExitStack) -> PreparedPlan:
-        """The cuts of this step; a guard keeps a snapshot first."""
-        plan = self._cutter.plan(salt=now)
-        if plan.unfit and now >= self._schedule[-1]:
+    def _looked(self, now: int, undo: ExitStack) -> tuple[list[Event], PreparedPlan]:
+        """The decision of the schedule, if it is recorded, and the cuts of this step; a guard keeps a snapshot."""
+        cutter, observed = self._cutter, None
+        if self._when.wants_spectra(self._memory):
+            observed = cutter.observed()
+        answer = self._answer(now, observed)
+        self._memory = answer.memory
+        if not answer.tries:
+            self._look_at = math.inf if answer.again is None else answer.again
+            action = "stop" if answer.again is None else "wait"
+            reason = answer.reason
+            return ([Decision(now, action, reason, answer.again)] if reason else []), PreparedPlan([], [])
+        plan = cutter.plan(salt=now, observed=observed, attempt=answer, best=self._best)
+        if plan.tried is not None and plan.tried.before is not None:
+            self._best = min(plan.tried.before, math.inf if self._best is None else self._best)
+        again = answer.again if plan.cuts else answer.otherwise
+        if plan.unfit and again is None:
             warn_caller(plan.unfit)
         if plan.cuts and self._watch is not None:
             self._watch.begin(now, undo)
-        return self._cutter.prepare(plan, now)
+        self._tries = (*self._tries, Try(now, bool(plan.cuts)))
+        self._look_at = math.inf if again is None else again
+        reason = "; ".join(filter(None, (answer.reason, "" if plan.tried is None else str(plan.tried))))
+        decided: list[Event] = [Decision(now, "cut" if plan.cuts else "keep", reason, again)] if reason else []
+        return decided, cutter.prepare(plan, now)
 
-    def _forget_(self, ended: bool, seen: int | None, events: int) -> None:
-        self._ended, self._seen = ended, seen
+    def _answer(self, now: int, observed: dict[str, Layer] | None) -> Answer:
+        """What the schedule decides now, in all processes what it does in the first."""
+        if isinstance(self._when, Steps):  # whose decisions need nothing
+            return self._when.decide(Look(now, {}))
+        cutter, found = self._cutter, self._orders()
+        orders = {name: found[name] for name in cutter.found}
+        with cutter.processes.together("deciding whether to cut"):
+            values = None if observed is None else cutter.spectra(observed)
+            look = Look(now, orders, cutter.is_spent(orders), values, self._tries, dict(self._memory))
+            answer = require_answer(self._when, look, self._when.decide(look))
+        return cutter.processes.as_first(answer, "sending the decision of the schedule")
+
+    def _forget_(self, kept: Mapping[str, Any], events: int) -> None:
+        vars(self).update(kept)
         del self.history[events:]
 
     def _is_due(self, step: int) -> bool:
-        """True if a step of the schedule came since the last call; steps before the first call do not count."""
-        earlier = step - 1 if self._seen is None else self._seen
-        return any(earlier < due <= step for due in self._schedule)
+        """True if a look is due; steps before the first call do not count, those that were passed over do."""
+        return not self._ended and self._next_look(step) <= step
+
+    def _next_look(self, step: int) -> float:
+        """The step of the next look, for a call at this step."""
+        if self._look_at is not None:
+            return self._look_at
+        found = self._when.first(step - 1 if self._seen is None else self._seen)
+        return math.inf if found is None else found
 
     def _next(self) -> float:
         """The first step at which something may be due."""
-        seen = -1 if self._seen is None else self._seen
-        cuts = [] if self._ended else self._schedule[bisect_right(self._schedule, seen) :][:1]
+        looks = [] if self._ended else [self._next_look(1)]
         judging = [] if self._watch is None or self._watch.snapshot is None else [self._watch.due]
-        return min([*cuts, *judging], default=math.inf)
+        return min([*looks, *judging], default=math.inf)
 
     def _meet(self, call: str) -> None:
         guard = self._guard
         limits = None if guard is None else (guard.drop, guard.settle, guard.lower_is_better)
-        self._cutter.meet(call, when=self._schedule, guard=limits)
+        self._cutter.meet(call, when=self._when, guard=limits)
 
     def accept(self) -> None:
         """Keep the cuts that the guard has not judged yet; they cannot be undone then. All processes must call it."""
@@ -243,21 +309,28 @@ class Compressor:
         """The cuts that would be made now; nothing is changed. All processes must call it."""
         self._meet("Compressor.preview()")
         with gathered(self._cutter.inner, self._cutter.optimizer):
-            return self._cutter.describe(self._cutter.plan(salt=0), step=0)
+            return self._cutter.describe(self._cutter.plan(salt=0, best=self._best), step=0)
 
     def state_dict(self) -> dict[str, Any]:
         """The state to continue from: tensors, numbers and strings only."""
-        return {
-            "schedule": list(self._schedule),
+        state = {
+            "schedule": self.schedule,
             "ended": self._ended,
             "seen": self._seen,
             "history": [event.as_dict() for event in self.history],
             "orders": self._orders(),
             "watch": None if self._watch is None else self._watch.state_dict(),
         }
+        if self._best is not None:
+            state["best"] = self._best
+        if not isinstance(self._when, Steps):
+            look_at = -1 if self._look_at is None else 0 if self._look_at == math.inf else int(self._look_at)
+            tries = [[one.step, one.cut] for one in self._tries]
+            state["decided"] = {"look_at": look_at, "tries": tries, "memory": dict(self._memory)}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state; future steps of the schedule may differ from the saved ones."""
+        """Restore a saved state; future steps may differ from the saved ones, and so may options of a `Schedule`."""
         self.require_loadable(state)
         watch = state["watch"]
         if self._watch is None and watch is not None and watch.get("snapshot") is not None:
@@ -269,6 +342,12 @@ class Compressor:
         self._ended = bool(state["ended"])
         self._seen = state.get("seen")
         self.history = [event_of(stored) for stored in state["history"]]
+        self._best, self._look_at, self._memory, self._tries = state.get("best"), None, {}, ()
+        if (decided := state.get("decided")) is not None:
+            at = int(decided["look_at"])
+            self._look_at = None if at < 0 else at or math.inf
+            self._tries = tuple(Try(int(step), bool(cut)) for step, cut in decided["tries"])
+            self._memory = decided["memory"]
         warn_uncut(self.history, self._orders(), state.get("orders"))
         if self._watch is not None:
             self._watch.load_state_dict(NOTHING_TO_JUDGE if watch is None else watch)
@@ -282,7 +361,16 @@ class Compressor:
     def require_loadable(self, state: Mapping[str, Any]) -> None:
         """Refuse a state that this compressor cannot continue from; nothing is changed."""
         schedule, reached = past_of(state)
-        require_same_past(schedule, self._schedule, reached)
+        if isinstance(self._when, Steps) and "decided" not in state:
+            require_same_past(schedule, self.schedule, reached)
+        elif isinstance(self._when, Steps) or "decided" not in state:
+            saved = "a list of steps" if "decided" not in state else "a Schedule"
+            raise CompressionError(
+                f"the saved compressor was made with when={saved}, this one with {self._when!r:.100}: expected the same"
+            )
+        else:
+            kinds = {"look_at": int, "tries": list | tuple, "memory": Mapping}
+            require_entries("the state of a compressor: decided", state["decided"], **kinds)
         if self._watch is not None and state["watch"] is not None:
             self._watch.require_loadable(state["watch"])
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, is_dataclass, replace
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -14,26 +16,31 @@ from torch import Tensor, nn
 from compressm.adapters import Adapter, find
 from compressm.adapters.mamba import refused_in
 from compressm.compression.budget import Budget
+from compressm.compression.copies import cut_copy, loss_of
 from compressm.compression.distributed import Processes, renew_wrappers_, require_rewrappable, unwrapped, wrappers_in
 from compressm.compression.optimizer import Moments, require_supported
 from compressm.compression.planning import (
+    Choice,
     ChosenCuts,
     Options,
     changes_of,
-    choose_cuts,
     found_layers,
     has_functions,
     priced,
     read_layers,
-    require_suitable,
+    spectra,
     stage,
     unfit,
     unused_options,
 )
+from compressm.compression.policies import Limits
 from compressm.compression.record import Cut
+from compressm.compression.requirements import require_suitable
+from compressm.compression.schedule import Answer
 from compressm.compression.several import kind_of
-from compressm.compression.sharding import require_no_new_parameters
+from compressm.compression.sharding import is_sharded, require_no_new_parameters
 from compressm.compression.surgery import PreparedCut, padded, prepare_cuts, require_plain_parameters, write_cuts_
+from compressm.compression.trying import Orders, Trials, TryingPolicy, require_given
 from compressm.control import ControlError
 from compressm.errors import AdapterError, CompressionError, warn_caller
 from compressm.families import Layer, PlannedCut
@@ -47,16 +54,40 @@ Found: TypeAlias = Mapping[str, tuple[nn.Module, Adapter[Any, Any]]]
 
 
 @dataclass(frozen=True)
+class Tried:
+    """The losses that a policy measured: of the model as it is, after the chosen cut, and of the best trial; None
+    where it did not ask. `count` is the number of trial cuts, `note` what the policy says of its choice.
+    """
+
+    before: float | None
+    after: float | None
+    count: int
+    least: float | None = None
+    note: str = ""
+
+    def __str__(self) -> str:
+        trials = f"{self.count} trial{'s' * (self.count != 1)}"
+        if self.before is None:
+            return trials
+        if self.after is not None:
+            return f"{trials}, loss {self.before:.4g} -> {self.after:.4g}"
+        least = "" if self.least is None else f", at least {self.least:.4g} after a cut"
+        note = f"; {self.note}" if self.note else ""
+        return f"{trials}, loss {self.before:.4g}{least}{note}"
+
+
+@dataclass(frozen=True)
 class CutPlan:
     """The cuts of one step, the orders to which zero states fill up layers, and the time that planning took.
 
-    `unfit` is the text of a warning about orders that the options do not allow.
+    `unfit` is the text of a warning about orders that the options do not allow, `tried` what trial cuts found.
     """
 
     cuts: list[PlannedCut]
     seconds: float
     filled: Mapping[str, int] = field(default_factory=dict)
     unfit: str = ""
+    tried: Tried | None = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +136,30 @@ class Cutter:
         allowed = as_allowed_orders(round_to)
         return LayerOrders({name: allowed.of(adapter.RECURRENCE) for name, (_, adapter) in found.items()})
 
+    @property
+    def found(self) -> Found:
+        """The modules to cut, with their adapters, by name."""
+        return find(self.inner, self.options.filter_fn)
+
+    def require_copies(self) -> None:
+        """Refuse a policy that tries cuts of a model that cannot be copied for them."""
+        if isinstance(self.options.keep, TryingPolicy) and is_sharded(self.inner):
+            raise CompressionError(
+                f"keep is {self.options.keep}, which tries cuts on copies; a model sharded by fully_shard cannot be"
+                " copied: expected a policy that tries nothing, such as EnergyTolerance(0.05)"
+            )
+
+    def is_spent(self, orders: Mapping[str, int]) -> bool:
+        """True if gate, allowed orders and the least order let no layer of these orders lose a state."""
+        options = self.options
+        limits = Limits.of(orders, options.gate, self.allowed(), options.at_least)
+        return all(limits.applied(name, 1, n) == n for name, n in orders.items())
+
+    def spectra(self, layers: Mapping[str, Layer]) -> dict[str, Tensor]:
+        """The values of the states by layer, on the CPU."""
+        with torch.no_grad(), stage("spectra"):
+            return spectra(layers, self.options)
+
     def check(self) -> dict[str, Layer]:
         """The layers as they are now; everything that the first cut would refuse is refused now."""
         if not isinstance(self.moments, Moments):
@@ -124,27 +179,53 @@ class Cutter:
             keep.common_order({name: layer.order for name, layer in layers.items()}, allowed=[1])
         return layers
 
-    def plan(self, *, salt: int, layers: dict[str, Layer] | None = None) -> CutPlan:
-        """Plan the cuts of the present model; nothing is changed. `layers` are those that `check` has just read."""
-        start, processes = time.perf_counter(), self.processes
+    def observed(self, layers: dict[str, Layer] | None = None) -> dict[str, Layer]:
+        """The layers with the observations of all processes; `layers` are those that `check` has just read."""
         with torch.no_grad():
-            with processes.together("reading the layers"):
+            with self.processes.together("reading the layers"):
                 layers = read_layers(self.inner, self.options, layers)
-            layers = _over(processes, layers)
+            return _over(self.processes, layers)
+
+    def plan(
+        self,
+        *,
+        salt: int,
+        layers: dict[str, Layer] | None = None,
+        observed: dict[str, Layer] | None = None,
+        attempt: Answer | None = None,
+        best: float | None = None,
+    ) -> CutPlan:
+        """Plan the cuts of the present model; nothing is changed.
+
+        `layers` are those that `check` has just read, `observed` those with observations. `attempt` is what a schedule
+        wants of this cut, and `best` the best loss that was seen before, for policies that try cuts.
+        """
+        start, processes, tried = time.perf_counter(), self.processes, None
+        share = 0.0 if attempt is None else attempt.share
+        with torch.no_grad():
+            layers = self.observed(layers) if observed is None else observed
             chosen, said = ChosenCuts([], {}), ""
             with processes.together("planning the cut"):
+                if isinstance(self.options.keep, TryingPolicy):
+                    chosen, tried = _Trying(self, layers, self.options.keep).chosen(salt, attempt, best)
+                elif processes.is_first:
+                    chosen = self._chosen(layers, salt, share)
                 if processes.is_first:
-                    chosen, said = self._chosen(layers, salt)
+                    said = unfit(layers, chosen, self.options)
             cuts = _as_first(processes, chosen.cuts, layers)
-            filled, said = processes.as_first((chosen.filled, said), _SENDING)
-        return CutPlan(cuts, time.perf_counter() - start, filled, said)
+            filled, said, tried = processes.as_first((chosen.filled, said, tried), _SENDING)
+        return CutPlan(cuts, time.perf_counter() - start, filled, said, tried)
 
-    def _chosen(self, layers: dict[str, Layer], salt: int) -> tuple[ChosenCuts, str]:
-        def choose() -> tuple[ChosenCuts, str]:
-            chosen = choose_cuts(layers, priced(self.inner, layers, self.options), salt=salt)
-            return chosen, unfit(layers, chosen, self.options)
+    def _chosen(self, layers: dict[str, Layer], salt: int, share: float) -> ChosenCuts:
+        def choose() -> ChosenCuts:
+            choice = self.choice(layers, salt, share)
+            return choice.cuts(choice.orders())
 
         return untouched(self.inner, "a policy", choose) if has_functions(self.options) else choose()
+
+    def choice(self, layers: dict[str, Layer], salt: int, share: float) -> Choice:
+        """The choice of orders for these layers, in the first process."""
+        return Choice.of(layers, priced(self.inner, layers, self.options), salt, share)
 
     def prepare(self, plan: CutPlan, step: int) -> PreparedPlan:
         """Everything that a plan writes, and its records, the same in all processes; nothing is changed."""
@@ -184,6 +265,7 @@ class Cutter:
         grown = {name: order for name, order in plan.filled.items() if plan.cuts and name not in cut_layers}
         found = find(self.inner, self.options.filter_fn) if grown else {}
         orders = {name: adapter.order(module) for name, (module, adapter) in found.items()}
+        losses = (plan.tried.before, plan.tried.after) if plan.tried is not None else (None, None)
         cuts = [
             Cut(
                 step=step,
@@ -194,10 +276,14 @@ class Cutter:
                 measured_error=cut.measured_error,
                 energy_lost=cut.energy_lost,
                 seconds=plan.seconds / len(plan.cuts),
+                loss_before=losses[0],
+                loss_after=losses[1],
             )
             for cut in plan.cuts
         ]
-        return cuts + [Cut(step, name, orders[name], order, 0.0, None, 0.0, 0.0) for name, order in grown.items()]
+        return cuts + [
+            Cut(step, name, orders[name], order, 0.0, None, 0.0, 0.0, *losses) for name, order in grown.items()
+        ]
 
     def _prepared(self, plan: CutPlan) -> tuple[list[PreparedCut], list[PreparedCut]]:
         """The prepared cuts of the model, and those of its followers."""
@@ -300,7 +386,7 @@ def _text(value: object) -> str:
     """An option in words that are the same in every process: a function by its name, not by its address."""
     if isinstance(value, Mapping):
         return str({name: _text(entry) for name, entry in value.items()})
-    if is_dataclass(value) or not callable(value):
+    if isinstance(value, TryingPolicy) or is_dataclass(value) or not callable(value):
         return repr(value)
     return str(getattr(value, "__qualname__", type(value).__qualname__))
 
@@ -343,6 +429,111 @@ def _as_first(processes: Processes, cuts: list[PlannedCut], layers: Mapping[str,
         return planned
     totals = processes.total(torch.stack(squares), _MEASURING)
     return [cut.measured(ratio_of(total)) for cut, total in zip(planned, totals, strict=True)]
+
+
+@final
+@dataclass(frozen=True)
+class _Trying:
+    """A policy that tries cuts: the first process asks, and all make each trial and share its loss.
+
+    The first process sends what is to be tried, then None; all of them leave together, or raise together.
+    """
+
+    cutter: Cutter
+    layers: dict[str, Layer]
+    policy: TryingPolicy
+
+    def chosen(self, salt: int, attempt: Answer | None, best: float | None) -> tuple[ChosenCuts, Tried | None]:
+        """The cuts that the policy chooses, in the first process; in the others none."""
+        act = partial(self._led, salt, attempt, best) if self.cutter.processes.is_first else self._followed
+        return untouched(self.cutter.inner, "a policy" if has_functions(self.cutter.options) else "loss", act)
+
+    def _followed(self) -> tuple[ChosenCuts, Tried | None]:
+        while (sent := self._ask(None)) is not None:
+            self._measured(*sent)
+        return ChosenCuts([], {}), None
+
+    def _led(self, salt: int, attempt: Answer | None, best: float | None) -> tuple[ChosenCuts, Tried | None]:
+        asking = _Asking(self)
+        try:
+            return self._chosen(salt, attempt, best, asking)
+        finally:
+            asking.end()
+
+    def _chosen(
+        self, salt: int, attempt: Answer | None, best: float | None, asking: _Asking
+    ) -> tuple[ChosenCuts, Tried | None]:
+        choice, policy = self.cutter.choice(self.layers, salt, 0.0 if attempt is None else attempt.share), self.policy
+        present = {name: sigma.shape[-1] for name, sigma in choice.tried.items()}
+        channels = {name: count for name, count in choice.by_channel.items() if name in present}
+        if not present:
+            return choice.cuts(choice.orders()), None
+        now = require_given(policy, present, present, channels)
+        others = {name: order for name, order in choice.orders().items() if name not in now}
+
+        def measure(orders: Orders | None) -> float:
+            cuts = ChosenCuts([], {}) if orders is None else choice.cuts(orders)
+            alone = self.cutter.processes.count == 1
+            sent = [] if alone else [(cut.layer.name, cut.sent()) for cut in cuts.cuts]
+            return asking.loss((sent, cuts.filled), cuts.cuts)
+
+        trials = Trials(
+            now | others, choice.limited, measure, frozenset(channels), choice.options.uniform is True, best
+        )
+        if attempt is not None and attempt.cautious:
+            fewest = {name: 1 if isinstance(order, int) else (1,) * len(order) for name, order in now.items()}
+            trials.smallest_orders = replace(choice, share=0.0).limited(fewest)
+        values = {name: sigma.clone() for name, sigma in choice.tried.items()}
+        given = policy.choose(values, trials)
+        asking.require_whole()
+        orders = choice.limited(given)
+        chosen, losses = choice.cuts(orders), [loss for _, loss in trials.made]
+        after = trials.known(orders) if chosen.cuts and trials.measured is not None else None
+        after = None if after is None or math.isinf(after) else after
+        return chosen, Tried(trials.measured, after, trials.count, min(losses, default=None), trials.note)
+
+    def _ask(self, what: Any) -> Any:
+        return self.cutter.processes.as_first(what, "asking for a trial cut")
+
+    def _measured(self, sent: list[Any], filled: Mapping[str, int], own: list[PlannedCut] | None = None) -> float:
+        """The mean loss over all processes after these cuts, which this process may have planned itself."""
+        cutter, processes = self.cutter, self.cutter.processes
+        with processes.together("trying a cut"):
+            cuts = [self.layers[name].received(cut) for name, cut in sent] if own is None else own
+            with stage("encode"):
+                changes = changes_of(cuts)
+            twin = cut_copy(cutter.inner, changes, lambda prepared, found: filled_up(prepared, found, filled))
+            found = loss_of(twin, self.policy.loss, list(self.layers))
+        total = processes.total(torch.tensor([found], dtype=torch.float64), "adding up the losses of a trial cut")
+        return float(total) / processes.count
+
+
+@dataclass
+class _Asking:
+    """The first process's side of trials; after a failure nothing is sent any more, since no process listens."""
+
+    trying: _Trying
+    failure: BaseException | None = None
+
+    def loss(self, sent: tuple[list[Any], Mapping[str, int]], own: list[PlannedCut]) -> float:
+        """The loss after these cuts; the first failure is raised again and again."""
+        self.require_whole()
+        try:
+            self.trying._ask(sent)
+            return self.trying._measured(*sent, own=own)
+        except BaseException as error:
+            self.failure = error
+            raise
+
+    def require_whole(self) -> None:
+        """Raise the failure of an earlier trial, which a policy may have caught."""
+        if self.failure is not None:
+            raise self.failure
+
+    def end(self) -> None:
+        """Tell the other processes that there are no more trials."""
+        if self.failure is None:
+            self.trying._ask(None)
 
 
 def _written_by_first(processes: Processes, cuts: list[PreparedCut]) -> list[PreparedCut]:

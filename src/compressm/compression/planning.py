@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from functools import cached_property, partial
+from typing import Any, TypeAlias, TypeVar, final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 
 from compressm.adapters import find
-from compressm.adapters.base import encode_present, plain_name, require_differentiable
 from compressm.adapters.mamba import refused_in
 from compressm.compression.budget import Budget
 from compressm.compression.distributed import unwrapped
-from compressm.compression.optimizer import (
-    Moments,
-    rehearse_moments,
-    require_followable,
-    require_held,
-    require_supported,
-)
+from compressm.compression.optimizer import Moments, rehearse_moments
 from compressm.compression.policies import (
     GATE,
     ErrorBound,
     KeepFraction,
+    Limits,
     Policy,
     choose_channel_orders,
     choose_orders,
@@ -41,6 +35,7 @@ from compressm.compression.policies import (
 )
 from compressm.compression.pricing import PRICES
 from compressm.compression.surgery import require_plain_parameters
+from compressm.compression.trying import GivenOrders, Orders, TryingPolicy, require_given
 from compressm.control import ControlError, numerical_rank
 from compressm.errors import AdapterError, CompressionError, warn_caller
 from compressm.families import Family, Layer, PlannedCut, family_of, read_layer
@@ -313,38 +308,110 @@ def plan_cuts(layers: Mapping[str, Layer], options: Options, *, salt: int = 0) -
 
 
 def choose_cuts(layers: Mapping[str, Layer], options: Options, *, salt: int = 0) -> ChosenCuts:
-    """The cuts that the policy chooses, and the layers that get zero states.
+    """The cuts that the policy chooses, and the layers that get zero states."""
+    choice = Choice.of(layers, options, salt)
+    return choice.cuts(choice.orders())
 
-    A warning names layers whose values are all zero, which no policy can cut.
+
+@final
+@dataclass(frozen=True)
+class Choice:
+    """Layers with the values of their states, of which orders are chosen and then cuts are planned.
+
+    `share` is the share of its states that every layer keeps at least, this time.
     """
-    with stage("spectra"):
-        values = spectra(layers, options, cutting=True)
-    zero = [layer for name, layer in layers.items() if layer.order > options.at_least and not bool(values[name].any())]
-    if zero:
-        named = ", ".join(f"{layer.said} ({layer.why_zero})" for layer in zero)
-        warn_caller(f"not cut, because all values of their states are zero: {named}")
-    return _planned(layers, values, options, salt)
 
+    layers: Mapping[str, Layer]
+    values: Mapping[str, Tensor]
+    options: Options
+    salt: int
+    share: float = 0.0
 
-def _planned(layers: Mapping[str, Layer], values: Mapping[str, Tensor], options: Options, salt: int) -> ChosenCuts:
-    """The cuts that the policy chooses for these spectra."""
-    options = replace(options, round_to=allowed_in(layers, options))
-    families = _by_family({name: family_of(layer.adapter) for name, layer in layers.items()})
-    apart = [name for family, names in families.items() if family.is_by_channel(options.choices) for name in names]
-    together = [name for name in layers if name not in apart]
-    orders: dict[str, Any] = _chosen(choose_channel_orders, values, apart, options) if apart else {}
-    chosen = _chosen(choose_orders, values, together, options, uniform=options.uniform) if together else {}
-    orders |= _fewer(chosen, values, options)
-    planned: dict[str, PlannedCut] = {}
-    with stage("reduce"):
-        for family, names in families.items():
-            own = [layers[name] for name in names if name in orders]
-            planned |= family.plan(own, orders, values, options.choices, salt) if own else {}
-    for name, cut in planned.items():
-        if isinstance(wanted := orders[name], int) and cut.rank > wanted:
-            raise CompressionError(f"{name or 'the model'}: the cut keeps {cut.rank} states, expected at most {wanted}")
-    cuts = [planned[name] for name in layers if name in planned]
-    return ChosenCuts(cuts, _filled(layers, chosen, {name: cut.rank for name, cut in planned.items()}, options))
+    @classmethod
+    def of(cls, layers: Mapping[str, Layer], options: Options, salt: int, share: float = 0.0) -> Choice:
+        """The choice for these layers; a warning names layers whose values are all zero, which no policy can cut."""
+        with stage("spectra"):
+            values = spectra(layers, options, cutting=True)
+        zero = [layer for name, layer in layers.items() if layer.order > options.at_least and not values[name].any()]
+        if zero:
+            named = ", ".join(f"{layer.said} ({layer.why_zero})" for layer in zero)
+            warn_caller(f"not cut, because all values of their states are zero: {named}")
+        return cls(layers, values, options, salt, share)
+
+    def __post_init__(self) -> None:
+        allowed = allowed_in(self.layers, self.options)
+        object.__setattr__(self, "options", replace(self.options, round_to=allowed))
+
+    @cached_property
+    def _families(self) -> dict[Family, list[str]]:
+        return _by_family({name: family_of(layer.adapter) for name, layer in self.layers.items()})
+
+    @cached_property
+    def by_channel(self) -> dict[str, int]:
+        """The number of channels of every layer whose channels get orders of their own."""
+        apart = (names for family, names in self._families.items() if family.is_by_channel(self.options.choices))
+        return {name: math.prod(self.values[name].shape[:-1]) for names in apart for name in names}
+
+    def orders(self) -> Orders:
+        """The orders that the policies choose, with all limits applied; a policy that tries cuts keeps all states."""
+        keep, found = self.options.keep, Orders()
+        options = replace(self.options, keep=KeepFraction(1.0)) if isinstance(keep, TryingPolicy) else self.options
+        apart, together = list(self.by_channel), [name for name in self.layers if name not in self.by_channel]
+        if apart:
+            by_channel = _chosen(choose_channel_orders, self.values, apart, options, share=self.share)
+            found |= {name: tuple(orders) for name, orders in by_channel.items()}
+        if together:
+            more = {"share": self.share, "uniform": options.uniform}
+            found |= _chosen(choose_orders, self.values, together, options, **more)
+        return found
+
+    @cached_property
+    def tried(self) -> dict[str, Tensor]:
+        """The spectra of the layers that a policy which tries cuts chooses for: those that overrides leave to it."""
+        options = self.options
+        shares = require_choices(
+            self.values, options.keep, options.overrides, options.gate, options.round_to, options.at_least
+        )
+        names = [name for policy, own in shares if policy is options.keep for name in own]
+        return {name: self.values[name] for name in self.values if name in names}
+
+    @cached_property
+    def _limits(self) -> Limits:
+        options = self.options
+        return Limits.of(self.values, options.gate, options.round_to, options.at_least, self.share)
+
+    @cached_property
+    def _others(self) -> Orders:
+        return {name: order for name, order in self.orders().items() if name not in self.tried}
+
+    def limited(self, orders: GivenOrders) -> Orders:
+        """The orders of all layers after a cut to the given ones of the layers that are `tried`."""
+        present = {name: sigma.shape[-1] for name, sigma in self.tried.items()}
+        own = {name: orders[name] for name in orders if name not in self._others}
+        given = require_given(self.options.keep, own, present, self.by_channel)
+        if self.options.uniform:
+            wanted = [order for name, order in given.items() if isinstance(order, int) and self.values[name].any()]
+            return {**self._limits.one_for_all(self.tried, max(wanted, default=1))}
+        limited = self._limits.applied_to_each(self.tried, given)
+        return {name: limited.get(name) or self._others[name] for name in self.values}
+
+    def cuts(self, chosen: Orders) -> ChosenCuts:
+        """The cuts to orders with limits applied, and the layers that get zero states."""
+        whole = {name: order for name, order in chosen.items() if isinstance(order, int)}
+        orders = {**{name: list(order) for name, order in chosen.items() if not isinstance(order, int)}}
+        orders |= _fewer(whole, self.values, self.options)
+        planned: dict[str, PlannedCut] = {}
+        with stage("reduce"):
+            for family, names in self._families.items():
+                own = [self.layers[name] for name in names if name in orders]
+                planned |= family.plan(own, orders, self.values, self.options.choices, self.salt) if own else {}
+        for name, cut in planned.items():
+            if name in whole and cut.rank > orders[name]:
+                said = f"the cut keeps {cut.rank} states, expected at most {orders[name]}"
+                raise CompressionError(f"{name or 'the model'}: {said}")
+        cuts = [planned[name] for name in self.layers if name in planned]
+        ranks = {name: cut.rank for name, cut in planned.items()}
+        return ChosenCuts(cuts, _filled(self.layers, whole, ranks, self.options))
 
 
 def _filled(
@@ -441,75 +508,6 @@ def _fewer(orders: Mapping[str, int], values: Mapping[str, Tensor], options: Opt
     return wanted
 
 
-def require_suitable(model: nn.Module, layers: Mapping[str, Layer], optimizer: Any | None, moments: Moments) -> None:
-    """Refuse by name parameters that other modules share, that are computed, or that the optimizer does not support."""
-    _require_no_average_beside(model, layers)
-    owners = _owners(model)
-    cut: dict[str, nn.Parameter] = {}
-    for name, layer in layers.items():
-        for entry in _cut_parameters(layer, carried=optimizer is not None and moments.needs_roles):
-            cut[f"{name}.{entry}" if name else entry] = layer.module.get_parameter(entry)
-            others = owners[id(layer.module.get_parameter(entry))] - {f"{name}.{entry}" if name else entry}
-            if others:
-                raise CompressionError(
-                    f"{name}.{entry} is also {', '.join(sorted(others))}: a parameter that two modules share cannot be"
-                    " cut for one of them; use the same layer twice, or give each layer its own parameter"
-                )
-    if optimizer is not None:
-        inside = {id(p) for layer in layers.values() for p in layer.module.parameters()}
-        require_held(optimizer, dict(model.named_parameters()), trained=inside)
-        require_supported(optimizer, cut)
-        require_followable(optimizer, cut, moments)
-
-
-def _cut_parameters(layer: Layer, *, carried: bool) -> Iterator[str]:
-    """The parameters that a cut of the layer changes; moments that are `carried` need gradients of its adapter."""
-    parameters = dict(layer.module.named_parameters(remove_duplicate=False))
-    try:
-        with torch.no_grad():
-            values = encode_present(layer.adapter, layer.module, layer.system)
-        if carried and values.keys() <= parameters.keys():
-            require_differentiable(
-                layer.adapter, layer.module, [key for key in values if parameters[key].requires_grad]
-            )
-    except AdapterError as error:
-        raise CompressionError(f"{layer.said}: {error}") from error
-    for entry in values:
-        if entry not in parameters:
-            raise CompressionError(
-                f"{layer.name}.{entry} is not a parameter but computed from {', '.join(parameters)}: a parametrised,"
-                " normalised or pruned weight cannot be cut; first remove that (torch.nn.utils.parametrize, .prune)"
-            )
-        yield entry
-
-
-def _require_no_average_beside(model: nn.Module, layers: Mapping[str, Layer]) -> None:
-    """Refuse an average that the model holds beside the averaged layers: each would get coordinates of its own."""
-    modules = dict(model.named_modules())
-    cut = {layer.module for layer in layers.values()}
-    for path, module in modules.items():
-        inside = cut.intersection(module.modules()) if isinstance(module, AveragedModel) else cut
-        if inside and inside != cut:
-            name = plain_name(path, modules)
-            raise CompressionError(
-                f"{name} is an {type(module).__name__} inside the model, and was to be cut apart from the layers beside"
-                " it: the average of the cut model would make no sense; pass the trained part as the model and"
-                f" follow=[model.{name}]"
-            )
-
-
-def _owners(model: nn.Module) -> dict[int, set[str]]:
-    """The names of every parameter without those of wrappers, one for each module that has it."""
-    owners: dict[int, set[str]] = {}
-    modules = dict(model.named_modules())
-    for path, module in modules.items():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                named = plain_name(f"{path}.{name}" if path else name, modules)
-                owners.setdefault(id(parameter), set()).add(named)
-    return owners
-
-
 def changes_of(cuts: Sequence[PlannedCut]) -> dict[str, Change]:
     """The changes of all cuts by layer name, in their order; those of one class are computed together."""
     classes: dict[type[PlannedCut], list[PlannedCut]] = {}
@@ -549,4 +547,5 @@ def rehearse(layers: Mapping[str, Layer], options: Options, moments: Moments | N
 def _rehearsed(layers: Mapping[str, Layer], options: Options) -> list[PlannedCut]:
     with stage("spectra"):
         values = spectra(layers, options, cutting=True)
-    return _planned(layers, values, options, salt=0).cuts
+    choice = Choice(layers, values, options, salt=0)
+    return choice.cuts(choice.orders()).cuts

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from compressm.adapters.base import require_call
 from compressm.compression.budget import Budget, Spectra, checked_spectra, largest_bounds, pooled, summed_tails
+from compressm.compression.trying import GivenOrders, Orders, TryingPolicy, require_given
 from compressm.errors import AdapterError, CompressionError, did_you_mean
 from compressm.families.choices import (
     AllowedOrders,
@@ -28,7 +29,7 @@ from compressm.families.choices import (
 # A layer is cut only if it keeps less than this share of its states (the paper's rule).
 GATE = 0.95
 
-Policy = Callable[[Mapping[str, Tensor]], Mapping[str, int]]
+Policy = Callable[[Mapping[str, Tensor]], Mapping[str, int]] | TryingPolicy
 
 # A share of one state: the rounding of a product such as 0.29 * 100 = 28.999999999999996.
 _ROUNDING = 1e-9
@@ -167,21 +168,50 @@ def _first_within(losses: Float[Tensor, " m"], allowed: float) -> int:
 @final
 @dataclass(frozen=True)
 class Limits:
-    """What may be made of the orders that policies choose: gate, allowed orders by layer, and the least order."""
+    """What may be made of the orders that policies choose: gate, allowed orders by layer, and the least order.
+
+    `share` is the share of its states that every layer keeps at least.
+    """
 
     gate: float
     allowed: Mapping[str, AllowedOrders]
     at_least: int
+    share: float = 0.0
 
     @classmethod
-    def of(cls, names: Iterable[str], gate: float, round_to: RoundTo, at_least: int) -> Limits:
+    def of(cls, names: Iterable[str], gate: float, round_to: RoundTo, at_least: int, share: float = 0.0) -> Limits:
         """The limits that these options set."""
-        return cls(float(gate), orders_by_name(round_to, names), int(at_least))
+        return cls(float(gate), orders_by_name(round_to, names), int(at_least), float(share))
+
+    def least(self, order: int, n: int) -> int:
+        """The order itself, or a larger one that a layer of n states keeps at least."""
+        return max(order, self.at_least, math.ceil(self.share * n - _ROUNDING))
 
     def applied(self, name: str, order: int, n: int) -> int:
         """The order that a layer of n states gets if a policy chooses `order`."""
-        found = self.allowed[name].next(max(order, self.at_least))
+        found = self.allowed[name].next(self.least(order, n))
         return found if found is not None and found < self.gate * n - _ROUNDING else n
+
+    def applied_to_each(self, spectra: Spectra, orders: GivenOrders) -> Orders:
+        """The orders that layers, or channels of layers, get; those whose σ are all zero keep their states."""
+        found: Orders = {}
+        for name, sigma in spectra.items():
+            order, n = orders[name], sigma.shape[-1]
+            if isinstance(order, int):
+                found[name] = self.applied(name, order, n) if bool(sigma.any()) else n
+            else:
+                there = sigma.any(-1).tolist()
+                found[name] = tuple(
+                    self.applied(name, r, n) if any_ else n for r, any_ in zip(order, there, strict=True)
+                )
+        return found
+
+    def one_for_all(self, spectra: Spectra, wanted: int) -> dict[str, int]:
+        """The same order for all layers with values; all present orders if none would be cut."""
+        present = {name: sigma.shape[-1] for name, sigma in spectra.items()}
+        seen = [name for name, sigma in spectra.items() if bool(sigma.any())]
+        order = self.common(wanted, max(present[name] for name in seen)) if seen else None
+        return present if order is None else present | dict.fromkeys(seen, order)
 
     def orders(self, name: str, n: int) -> list[int]:
         """All orders that a layer of n states may get; its present one only if it is allowed, or there is no other."""
@@ -191,7 +221,7 @@ class Limits:
 
     def common(self, order: int, n: int) -> int | None:
         """The order for all layers, the largest of n states, if a policy chooses `order`; None if there is none."""
-        found = next_common(self.allowed.values(), max(order, self.at_least), limit=n)
+        found = next_common(self.allowed.values(), self.least(order, n), limit=n)
         return found if found is not None and found < self.gate * n - _ROUNDING else None
 
 
@@ -203,6 +233,7 @@ def choose_orders(
     gate: float = GATE,
     round_to: RoundTo = 1,
     at_least: int = 1,
+    share: float = 0.0,
     uniform: bool = False,
 ) -> dict[str, int]:
     """The new order r of each layer; n, its present order, if the layer is not cut.
@@ -211,7 +242,7 @@ def choose_orders(
     matches a name decides. A policy is called once, with all its layers, which alone share a `Budget`; budgets come
     after the other policies, whose orders they count. Orders below `at_least` are raised to it, then to the next one
     that `round_to` allows (a multiple of an integer, a member of a collection, a power of two); a layer is cut only if
-    r < gate·n (the paper: 95 %). A layer keeps its states if no allowed order is left: the result then need not be an
+    r < gate·n (the paper: 95 %), and it keeps at least share·n. A layer keeps its states if no allowed order is left: the result then need not be an
     allowed one, and `compress_` warns. A layer whose σ are all zero, for example with C = 0 or after inputs of zeros
     only, is not cut: nothing distinguishes its states, and a compressor warns. All of these rules can only keep more
     states than the policy chose; a `Budget` chooses among the orders that they leave.
@@ -226,7 +257,7 @@ def choose_orders(
     """
     spectra = checked_spectra(spectra)
     shares = require_choices(spectra, keep, overrides, gate, round_to, at_least)
-    limits = Limits.of(spectra, gate, round_to, at_least)
+    limits = Limits.of(spectra, gate, round_to, at_least, share)
     if uniform:
         require_uniform(uniform, overrides)
         return _one_order(spectra, keep, limits)
@@ -261,16 +292,15 @@ def _one_order(spectra: dict[str, Tensor], keep: Policy, limits: Limits) -> dict
     seen = {name: sigma for name, sigma in spectra.items() if bool(sigma.any())}
     if not seen:
         return present
-    n = max(present[name] for name in seen)
     if isinstance(keep, Budget):
+        n = max(present[name] for name in seen)
         allowed = sorted({found for r in range(1, n + 1) if (found := limits.common(r, n)) is not None})
         wanted = keep.common_order({name: present[name] for name in seen}, allowed)
     elif isinstance(keep, LayerPolicy):
         wanted = keep.common_order(seen)
     else:
         wanted = max(_asked(keep, seen).values())
-    order = limits.common(wanted, n)
-    return present if order is None else present | dict.fromkeys(seen, order)
+    return limits.one_for_all(spectra, wanted)
 
 
 def require_choices(
@@ -362,6 +392,13 @@ def _least_orders(policy: Policy, orders: Mapping[str, int]) -> Mapping[str, int
 
 
 def _require_policy(what: str, policy: object) -> None:
+    if isinstance(policy, TryingPolicy):
+        if what != "keep":
+            raise CompressionError(
+                f"{what} is {policy}, which tries cuts of the whole model: expected it as keep, and other policies in"
+                " overrides"
+            )
+        return
     if isinstance(policy, type) or not callable(policy):
         raise CompressionError(
             f"{what} is {policy!r:.100}, expected a policy such as EnergyTolerance(0.05), or a function from"
@@ -375,17 +412,12 @@ def _require_policy(what: str, policy: object) -> None:
 
 def _asked(policy: Policy, spectra: dict[str, Tensor]) -> dict[str, int]:
     """The orders that the policy returns: from 1 to n for every layer, and nothing else."""
+    if isinstance(policy, TryingPolicy):
+        raise CompressionError(f"{policy} needs the model: pass it as keep to compress_ or Compressor")
     # Copies: the record needs the spectra as they are.
     orders = policy({name: sigma.clone() for name, sigma in spectra.items()})
-    if not isinstance(orders, Mapping):
-        raise CompressionError(f"{policy!r:.100} returned {orders!r:.100}, expected {{module: order}}")
-    for problem, names in (("no order for", spectra.keys() - orders), ("orders for unknown", orders.keys() - spectra)):
-        if names:
-            raise CompressionError(f"{policy!r:.100} returned {problem} {', '.join(sorted(map(repr, names)))}")
-    return {
-        name: require_count(f"{policy!r:.100}: the order of {name!r}", orders[name], high=sigma.shape[-1])
-        for name, sigma in spectra.items()
-    }
+    found = require_given(policy, orders, {name: sigma.shape[-1] for name, sigma in spectra.items()}, {})
+    return {name: order for name, order in found.items() if isinstance(order, int)}
 
 
 def choose_channel_orders(
@@ -396,11 +428,12 @@ def choose_channel_orders(
     gate: float = GATE,
     round_to: RoundTo = 1,
     at_least: int = 1,
+    share: float = 0.0,
 ) -> dict[str, list[int]]:
     """The order of every channel of every layer: a policy gets each channel as if it were a layer."""
     spectra = checked_spectra(spectra)
     shares = require_choices(spectra, keep, overrides, gate, round_to, at_least)
-    limits = Limits.of(spectra, gate, round_to, at_least)
+    limits = Limits.of(spectra, gate, round_to, at_least, share)
     policies = {name: policy for policy, names in shares for name in names}
 
     def chosen(name: str, sigma: Tensor) -> int:

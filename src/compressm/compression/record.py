@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from types import UnionType
-from typing import Any, Self, TypeAlias, final
+from typing import Any, ClassVar, Self, TypeAlias, final
 
 from compressm.errors import CompressionError, warn_caller
 from compressm.families.choices import require_count
@@ -16,15 +16,17 @@ from compressm.families.choices import require_count
 class _Record:
     """A record that JSON can hold."""
 
+    later: ClassVar[frozenset[str]] = frozenset()  # fields that earlier versions did not write; None is left out
+
     def as_dict(self) -> dict[str, Any]:
         """The fields as numbers, text and None, for JSON."""
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if value is not None or name not in self.later}
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> Self:
         """The record of these fields; a missing or unknown field is refused by name."""
         wanted = [entry.name for entry in fields(cls)]
-        if not isinstance(stored, Mapping) or set(stored) != set(wanted):
+        if not isinstance(stored, Mapping) or not set(wanted) - cls.later <= set(stored) <= set(wanted):
             came = ", ".join(map(str, stored)) if isinstance(stored, Mapping) else f"{stored!r:.100}"
             raise CompressionError(f"{cls.__name__}: stored as {came}; expected {', '.join(wanted)}")
         return cls(**stored)
@@ -42,7 +44,12 @@ class Cut(_Record):
     is at most the numerical rank of the layer, #{σ > n ε σ₁}, and may thus be below the requested order; if zero states
     fill the layer up, they count. It is the largest if channels of a selective layer have their own orders. A layer to
     which `uniform` only adds zero states has a rank above its order, and both `error_bound` and `energy_lost` are 0.
+
+    If the policy tried cuts, `loss_before` and `loss_after` are the losses of the whole model before and after all cuts
+    of this step, as measured on a copy; None without trials, or if these orders were not tried.
     """
+
+    later = frozenset({"loss_before", "loss_after"})
 
     step: int
     module: str
@@ -52,6 +59,8 @@ class Cut(_Record):
     measured_error: float | None
     energy_lost: float | None
     seconds: float | None
+    loss_before: float | None = None
+    loss_after: float | None = None
 
     def __post_init__(self) -> None:
         _require_text("Cut: module", self.module)
@@ -59,7 +68,7 @@ class Cut(_Record):
         object.__setattr__(self, "order", require_count("Cut: order", self.order))
         most = None if self.fills else self.order
         object.__setattr__(self, "rank", require_count("Cut: rank", self.rank, high=most))
-        for name in ("error_bound", "measured_error", "energy_lost", "seconds"):
+        for name in ("error_bound", "measured_error", "energy_lost", "seconds", "loss_before", "loss_after"):
             object.__setattr__(self, name, _finite_or_none(f"Cut: {name}", getattr(self, name)))
 
     @property
@@ -73,6 +82,8 @@ class Cut(_Record):
             parts.append(f"error <= {self.error_bound:.2g}")
         if self.measured_error is not None:
             parts.append(f"measured {self.measured_error:.2g}")
+        if self.loss_before is not None and self.loss_after is not None:
+            parts.append(f"loss {self.loss_before:.4g} -> {self.loss_after:.4g}")
         return ", ".join(parts)
 
 
@@ -100,14 +111,62 @@ class Restored(_Record):
         return f"restored {orders} states: {self.reason}"
 
 
-Event: TypeAlias = Cut | Restored
+# What a schedule may decide, in the words of its decisions.
+ACTIONS = ("wait", "cut", "keep", "stop")
+
+
+@final
+@dataclass(frozen=True)
+class Decision(_Record):
+    """A decision of a schedule at a step, and its reason.
+
+    `action` is "wait", "cut" if a try cut at least one layer, "keep" if it cut none, or "stop". `again` is the step of
+    the next look, None if there is none.
+    """
+
+    step: int
+    action: str
+    reason: str
+    again: int | None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "step", require_count("Decision: step", self.step, low=0))
+        if self.action not in ACTIONS:
+            raise CompressionError(f"Decision: action is {self.action!r:.100}, expected one of {', '.join(ACTIONS)}")
+        _require_text("Decision: reason", self.reason)
+        if self.again is not None:
+            object.__setattr__(self, "again", require_count("Decision: again", self.again, low=self.step + 1))
+
+    def __str__(self) -> str:
+        words = {"wait": "waits", "cut": "cuts", "keep": "keeps all states", "stop": "cuts no more"}
+        again = "" if self.again is None or self.action == "stop" else f"; looks again at step {self.again}"
+        return f"{words[self.action]}: {self.reason}{again}"
+
+
+Event: TypeAlias = Cut | Restored | Decision
+# The field that only records of this kind have.
+_KINDS: Mapping[str, type[Cut] | type[Restored] | type[Decision]] = {
+    "module": Cut,
+    "orders": Restored,
+    "action": Decision,
+}
 
 
 def event_of(stored: Mapping[str, Any]) -> Event:
     """The event of these fields."""
-    if not isinstance(stored, Mapping) or not {"module", "orders"} & stored.keys():
-        raise CompressionError(f"an event is stored as {stored!r:.100}, expected the fields of a Cut or of a Restored")
-    return Cut.from_dict(stored) if "module" in stored else Restored.from_dict(stored)
+    kind = next((kind for field, kind in _KINDS.items() if isinstance(stored, Mapping) and field in stored), None)
+    if kind is None:
+        raise CompressionError(
+            f"an event is stored as {stored!r:.100}, expected the fields of a Cut or of a Restored, or of a Decision"
+        )
+    return kind.from_dict(stored)
+
+
+def orders_after(event: Event) -> Mapping[str, int]:
+    """The orders that an event leaves, of the modules that it changed."""
+    if isinstance(event, Decision):
+        return {}
+    return {event.module: event.rank} if isinstance(event, Cut) else event.orders
 
 
 def require_entries(what: str, state: object, **kinds: type | UnionType) -> None:
@@ -149,7 +208,9 @@ def warn_uncut(history: Sequence[Event], orders: Mapping[str, int], saved: Mappi
     after: dict[str, int] = {}
     before: dict[str, int] = {}
     for event in history:
-        after |= {event.module: event.rank} if isinstance(event, Cut) else event.orders
+        if isinstance(event, Decision):
+            continue
+        after |= orders_after(event)
         more = {event.module: event.order} if isinstance(event, Cut) else {k: n + 1 for k, n in event.orders.items()}
         before |= more
     most = {name: (saved[name] if saved and name in saved else before[name] - 1) for name in after}

@@ -1,11 +1,16 @@
-"""Schedules of cuts: finite collections of training steps, counted from 1."""
+"""Schedules of cuts: finite collections of training steps, counted from 1, and objects that decide as they go."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import SupportsIndex
+from typing import Any, SupportsIndex, final
+
+from torch import Tensor
 
 from compressm.control import validation
 from compressm.errors import CompressionError
@@ -15,6 +20,145 @@ from compressm.families.choices import require_count, require_number
 _MOST_STEPS = 10_000_000
 # The most steps that a text lists.
 _NAMED = 8
+
+
+@final
+@dataclass(frozen=True)
+class Try:
+    """A try of an earlier look: its step, and whether a layer was cut."""
+
+    step: int
+    cut: bool
+
+
+@final
+@dataclass(frozen=True)
+class Answer:
+    """What a schedule decides at a look; made by `Look.wait`, `Look.attempt` and `Look.stop`.
+
+    The next look is at `again`, or, after a try that cuts nothing, at `otherwise`; None: there is none.
+    """
+
+    tries: bool
+    reason: str
+    again: int | None
+    otherwise: int | None
+    share: float
+    memory: Mapping[str, Any]
+    cautious: bool = False
+
+
+@final
+@dataclass(frozen=True)
+class Look:
+    """What a schedule sees when it is asked.
+
+    `orders` are those of the layers now, and `is_spent` is True if the options let no layer lose a state. `spectra` are
+    there if the schedule wanted them. `tries` are all earlier ones, and `memory` is what the schedule returned last.
+    """
+
+    step: int
+    orders: Mapping[str, int]
+    is_spent: bool = False
+    spectra: Mapping[str, Tensor] | None = field(default=None, repr=False)
+    tries: Sequence[Try] = ()
+    memory: Mapping[str, Any] = field(default_factory=dict)
+
+    def wait(self, until: int, reason: str = "", *, memory: Mapping[str, Any] | None = None) -> Answer:
+        """Cut nothing now, and look again at step `until`."""
+        return Answer(False, reason, until, until, 0.0, self._kept(memory))
+
+    def attempt(
+        self,
+        reason: str = "",
+        *,
+        again: int | None = None,
+        otherwise: int | None = None,
+        share: float = 0.0,
+        cautious: bool = False,
+        memory: Mapping[str, Any] | None = None,
+    ) -> Answer:
+        """Try a cut now, in which every layer keeps at least the share `share` of its states.
+
+        The next look is at step `again`, or, if nothing is cut, at step `otherwise`, by default the same. If the try is
+        `cautious`, a policy that tries cuts is to make sure first that the loss depends on the states (`Trials.smallest`).
+        """
+        other = again if otherwise is None else otherwise
+        return Answer(True, reason, again, other, share, self._kept(memory), cautious)
+
+    def stop(self, reason: str) -> Answer:
+        """Cut nothing now, and never look again."""
+        return Answer(False, reason, None, None, 0.0, {})
+
+    def _kept(self, memory: Mapping[str, Any] | None) -> Mapping[str, Any]:
+        return self.memory if memory is None else memory
+
+
+class Schedule(ABC):
+    """A schedule that decides during training when a compressor looks at the model, and if it then tries to cut.
+
+    It has no state of its own: it gets back what it returned as `memory`, tensors, numbers, text and containers of
+    them, which the compressor saves. Its decisions depend on a look alone, so a resumed training decides the same.
+    """
+
+    @abstractmethod
+    def first(self, after: int) -> int | None:
+        """The first step after `after` at which it wants to be asked if it never was; None if there is none."""
+
+    @abstractmethod
+    def decide(self, look: Look) -> Answer:
+        """The decision at a look. One with a reason is recorded; the next look must come later than this one."""
+
+    @abstractmethod
+    def plan(self) -> str:
+        """The earliest and latest step of a try, and the most tries, in words."""
+
+    def wants_spectra(self, memory: Mapping[str, Any]) -> bool:
+        """True if the next look needs spectra; they cost a pass over the calibration data."""
+        return False
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+@final
+@dataclass(frozen=True)
+class Steps(Schedule):
+    """A schedule that tries to cut at each of these steps."""
+
+    steps: tuple[int, ...]
+
+    def first(self, after: int) -> int | None:
+        """The next of the steps."""
+        return next(iter(self.steps[bisect_right(self.steps, after) :]), None)
+
+    def decide(self, look: Look) -> Answer:
+        """Try now, and again at the next of the steps."""
+        return look.attempt(again=self.first(look.step))
+
+    def plan(self) -> str:
+        """The steps in one line."""
+        return plan_text(self.steps)
+
+    def __repr__(self) -> str:
+        return str(list(self.steps))
+
+
+def require_answer(schedule: Schedule, look: Look, answer: object) -> Answer:
+    """The answer of a schedule, if its next look comes later than this one and its share is one."""
+    if not isinstance(answer, Answer):
+        raise CompressionError(
+            f"{schedule!r:.100}.decide returned {answer!r:.100}, expected look.wait(...), look.attempt(...) or"
+            " look.stop(...)"
+        )
+    for again in (answer.again, answer.otherwise):
+        if again is not None:
+            require_count(f"{schedule!r:.100}: the step of the next look", again, low=look.step + 1)
+    require_number(f"{schedule!r:.100}: share", answer.share, 0, 1, below=True)
+    if not isinstance(answer.reason, str) or not isinstance(answer.memory, Mapping):
+        said = f"reason {answer.reason!r:.60} and memory {answer.memory!r:.60}"
+        raise CompressionError(f"{schedule!r:.100}.decide returned {said}, expected text and a mapping")
+    return answer
 
 
 def during_warmup(total_steps: int, cuts: int = 4, fraction: float = 0.1) -> list[int]:

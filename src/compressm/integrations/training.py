@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from compressm.compression import Compressor, Cut
+from compressm.compression import Compressor
 from compressm.compression.distributed import unwrapped
 from compressm.compression.record import Event
 from compressm.errors import CompressionError, warn_caller
@@ -121,5 +121,5 @@ def resumed_without_state_(compressor: Compressor, step: int) -> None:
 def metrics(events: Iterable[Any], model: nn.Module) -> dict[str, int]:
     """The number of states in all layers, and in those that these events changed."""
     orders = orders_of(unwrapped(model))
-    changed = {name for event in events for name in ([event.module] if isinstance(event, Cut) else event.orders)}
+    changed = {name for event in events for name in orders_after(event)}
     return {"states": sum(orders.values())} | {f"states/{name or 'model'}": orders[name] for name in sorted(changed)}

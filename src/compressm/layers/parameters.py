@@ -9,7 +9,7 @@ import gc
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from itertools import compress
 from typing import Any, ClassVar, TypeAlias, final
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -109,7 +109,7 @@ class Ordered(nn.Module):
                 vars(tensor)["_dynamo_weak_dynamic_indices"] = {axis % tensor.ndim}
 
 
-_form_changes = 0
+_form_changes, _is_unrecorded = 0, False
 # Code that torch 2.11 has compiled runs on with a parameter whose data has another size, and computes nonsense.
 _MISSES_SIZES = torch.__version__ < "2.13"
 
@@ -125,8 +125,20 @@ def count_form_change() -> None:
     _form_changes += 1
 
 
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """A context for changes of a copy that no CUDA graph and no compiled code has seen: form changes do not count."""
+    global _form_changes, _is_unrecorded
+    before = _form_changes, _is_unrecorded
+    _is_unrecorded = True
+    try:
+        yield
+    finally:
+        _form_changes, _is_unrecorded = before
+
+
 def _forget_compiled_code() -> None:
-    if "torch._dynamo" in sys.modules:
+    if "torch._dynamo" in sys.modules and not _is_unrecorded:
         torch.compiler.reset()
 
 
