@@ -121,7 +121,9 @@ class Compressor:
         self._look_at: float | None = None
         self._memory: Mapping[str, Any] = {}
         self._tries: tuple[Try, ...] = ()
+        # The best loss seen, and what cuts have added to it since then.
         self._best: float | None = None
+        self._added = 0.0
         # Nothing is due before this step; 0 if that is not known.
         self._until: float = 0
         self.history: list[Event] = []
@@ -208,7 +210,7 @@ class Compressor:
 
     def _act_(self, now: int, undo: ExitStack) -> list[Event]:
         """Judge earlier cuts, cut, and record both; closing `undo` takes everything back."""
-        kept = ("_ended", "_seen", "_look_at", "_memory", "_tries", "_best")
+        kept = ("_ended", "_seen", "_look_at", "_memory", "_tries", "_best", "_added")
         undo.callback(self._forget_, {name: getattr(self, name) for name in kept}, len(self.history))
         judging = self._watch is not None and self._watch.is_due(now)
         looking = self._is_due(now)
@@ -247,9 +249,9 @@ class Compressor:
             action = "stop" if answer.again is None else "wait"
             reason = answer.reason
             return ([Decision(now, action, reason, answer.again)] if reason else []), PreparedPlan([], [])
-        plan = cutter.plan(salt=now, observed=observed, attempt=answer, best=self._best)
-        if plan.tried is not None and plan.tried.before is not None:
-            self._best = min(plan.tried.before, math.inf if self._best is None else self._best)
+        plan = cutter.plan(salt=now, observed=observed, attempt=answer, best=self._best, added=self._added)
+        if plan.tried is not None:
+            self._best, self._added = plan.tried.account(self._best, self._added)
         again = answer.again if plan.cuts else answer.otherwise
         if plan.unfit and again is None:
             warn_caller(plan.unfit)
@@ -309,7 +311,7 @@ class Compressor:
         """The cuts that would be made now; nothing is changed. All processes must call it."""
         self._meet("Compressor.preview()")
         with gathered(self._cutter.inner, self._cutter.optimizer):
-            return self._cutter.describe(self._cutter.plan(salt=0, best=self._best), step=0)
+            return self._cutter.describe(self._cutter.plan(salt=0, best=self._best, added=self._added), step=0)
 
     def state_dict(self) -> dict[str, Any]:
         """The state to continue from: tensors, numbers and strings only."""
@@ -322,7 +324,7 @@ class Compressor:
             "watch": None if self._watch is None else self._watch.state_dict(),
         }
         if self._best is not None:
-            state["best"] = self._best
+            state["losses"] = {"best": self._best, "added": self._added}
         if not isinstance(self._when, Steps):
             look_at = -1 if self._look_at is None else 0 if self._look_at == math.inf else int(self._look_at)
             tries = [[one.step, one.cut] for one in self._tries]
@@ -342,7 +344,9 @@ class Compressor:
         self._ended = bool(state["ended"])
         self._seen = state.get("seen")
         self.history = [event_of(stored) for stored in state["history"]]
-        self._best, self._look_at, self._memory, self._tries = state.get("best"), None, {}, ()
+        losses = state.get("losses") or {"best": None, "added": 0.0}
+        self._best, self._added = losses["best"], losses["added"]
+        self._look_at, self._memory, self._tries = None, {}, ()
         if (decided := state.get("decided")) is not None:
             at = int(decided["look_at"])
             self._look_at = None if at < 0 else at or math.inf

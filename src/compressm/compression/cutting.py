@@ -65,15 +65,21 @@ class Tried:
     least: float | None = None
     note: str = ""
 
+    def account(self, best: float | None, added: float) -> tuple[float | None, float]:
+        """The best loss seen, and what cuts have added to it since, after this cut; given those before it."""
+        if self.before is None:
+            return best, added
+        best, added = (self.before, 0.0) if best is None or self.before <= best else (best, added)
+        return best, added + (0.0 if self.after is None else max(0.0, self.after - self.before))
+
     def __str__(self) -> str:
         trials = f"{self.count} trial{'s' * (self.count != 1)}"
         if self.before is None:
             return trials
-        if self.after is not None:
-            return f"{trials}, loss {self.before:.4g} -> {self.after:.4g}"
-        least = "" if self.least is None else f", at least {self.least:.4g} after a cut"
+        after = f" -> {self.after:.4g}" if self.after is not None else ""
+        least = f", at least {self.least:.4g} after a cut" if not after and self.least is not None else ""
         note = f"; {self.note}" if self.note else ""
-        return f"{trials}, loss {self.before:.4g}{least}{note}"
+        return f"{trials}, loss {self.before:.4g}{after}{least}{note}"
 
 
 @dataclass(frozen=True)
@@ -194,11 +200,13 @@ class Cutter:
         observed: dict[str, Layer] | None = None,
         attempt: Answer | None = None,
         best: float | None = None,
+        added: float = 0.0,
     ) -> CutPlan:
         """Plan the cuts of the present model; nothing is changed.
 
         `layers` are those that `check` has just read, `observed` those with observations. `attempt` is what a schedule
-        wants of this cut, and `best` the best loss that was seen before, for policies that try cuts.
+        wants of this cut; for policies that try cuts, `best` is the best loss that was seen before, and `added` what
+        cuts have added to it since.
         """
         start, processes, tried = time.perf_counter(), self.processes, None
         share = 0.0 if attempt is None else attempt.share
@@ -207,7 +215,7 @@ class Cutter:
             chosen, said = ChosenCuts([], {}), ""
             with processes.together("planning the cut"):
                 if isinstance(self.options.keep, TryingPolicy):
-                    chosen, tried = _Trying(self, layers, self.options.keep).chosen(salt, attempt, best)
+                    chosen, tried = _Trying(self, layers, self.options.keep, (best, added)).chosen(salt, attempt)
                 elif processes.is_first:
                     chosen = self._chosen(layers, salt, share)
                 if processes.is_first:
@@ -442,10 +450,11 @@ class _Trying:
     cutter: Cutter
     layers: dict[str, Layer]
     policy: TryingPolicy
+    seen: tuple[float | None, float]
 
-    def chosen(self, salt: int, attempt: Answer | None, best: float | None) -> tuple[ChosenCuts, Tried | None]:
+    def chosen(self, salt: int, attempt: Answer | None) -> tuple[ChosenCuts, Tried | None]:
         """The cuts that the policy chooses, in the first process; in the others none."""
-        act = partial(self._led, salt, attempt, best) if self.cutter.processes.is_first else self._followed
+        act = partial(self._led, salt, attempt) if self.cutter.processes.is_first else self._followed
         return untouched(self.cutter.inner, "a policy" if has_functions(self.cutter.options) else "loss", act)
 
     def _followed(self) -> tuple[ChosenCuts, Tried | None]:
@@ -453,16 +462,14 @@ class _Trying:
             self._measured(*sent)
         return ChosenCuts([], {}), None
 
-    def _led(self, salt: int, attempt: Answer | None, best: float | None) -> tuple[ChosenCuts, Tried | None]:
+    def _led(self, salt: int, attempt: Answer | None) -> tuple[ChosenCuts, Tried | None]:
         asking = _Asking(self)
         try:
-            return self._chosen(salt, attempt, best, asking)
+            return self._chosen(salt, attempt, asking)
         finally:
             asking.end()
 
-    def _chosen(
-        self, salt: int, attempt: Answer | None, best: float | None, asking: _Asking
-    ) -> tuple[ChosenCuts, Tried | None]:
+    def _chosen(self, salt: int, attempt: Answer | None, asking: _Asking) -> tuple[ChosenCuts, Tried | None]:
         choice, policy = self.cutter.choice(self.layers, salt, 0.0 if attempt is None else attempt.share), self.policy
         present = {name: sigma.shape[-1] for name, sigma in choice.tried.items()}
         channels = {name: count for name, count in choice.by_channel.items() if name in present}
@@ -478,7 +485,7 @@ class _Trying:
             return asking.loss((sent, cuts.filled), cuts.cuts)
 
         trials = Trials(
-            now | others, choice.limited, measure, frozenset(channels), choice.options.uniform is True, best
+            now | others, choice.limited, measure, frozenset(channels), choice.options.uniform is True, *self.seen
         )
         if attempt is not None and attempt.cautious:
             fewest = {name: 1 if isinstance(order, int) else (1,) * len(order) for name, order in now.items()}

@@ -37,7 +37,7 @@ from compressm.compression.pricing import PRICES
 from compressm.compression.surgery import require_plain_parameters
 from compressm.compression.trying import GivenOrders, Orders, TryingPolicy, require_given
 from compressm.control import ControlError, numerical_rank
-from compressm.errors import AdapterError, CompressionError, warn_caller
+from compressm.errors import CompressionError, warn_caller
 from compressm.families import Family, Layer, PlannedCut, family_of, read_layer
 from compressm.families.base import Change
 from compressm.families.choices import (
@@ -398,16 +398,17 @@ class Choice:
     def cuts(self, chosen: Orders) -> ChosenCuts:
         """The cuts to orders with limits applied, and the layers that get zero states."""
         whole = {name: order for name, order in chosen.items() if isinstance(order, int)}
-        orders = {**{name: list(order) for name, order in chosen.items() if not isinstance(order, int)}}
-        orders |= _fewer(whole, self.values, self.options)
+        fewer = _fewer(whole, self.values, self.options)
+        orders: dict[str, int | Sequence[int]] = {**fewer}
+        orders |= {name: list(order) for name, order in chosen.items() if not isinstance(order, int)}
         planned: dict[str, PlannedCut] = {}
         with stage("reduce"):
             for family, names in self._families.items():
                 own = [self.layers[name] for name in names if name in orders]
                 planned |= family.plan(own, orders, self.values, self.options.choices, self.salt) if own else {}
         for name, cut in planned.items():
-            if name in whole and cut.rank > orders[name]:
-                said = f"the cut keeps {cut.rank} states, expected at most {orders[name]}"
+            if name in fewer and cut.rank > fewer[name]:
+                said = f"the cut keeps {cut.rank} states, expected at most {fewer[name]}"
                 raise CompressionError(f"{name or 'the model'}: {said}")
         cuts = [planned[name] for name in self.layers if name in planned]
         ranks = {name: cut.rank for name, cut in planned.items()}

@@ -242,10 +242,10 @@ def choose_orders(
     matches a name decides. A policy is called once, with all its layers, which alone share a `Budget`; budgets come
     after the other policies, whose orders they count. Orders below `at_least` are raised to it, then to the next one
     that `round_to` allows (a multiple of an integer, a member of a collection, a power of two); a layer is cut only if
-    r < gate·n (the paper: 95 %), and it keeps at least share·n. A layer keeps its states if no allowed order is left: the result then need not be an
-    allowed one, and `compress_` warns. A layer whose σ are all zero, for example with C = 0 or after inputs of zeros
-    only, is not cut: nothing distinguishes its states, and a compressor warns. All of these rules can only keep more
-    states than the policy chose; a `Budget` chooses among the orders that they leave.
+    r < gate·n (the paper: 95 %), and it keeps at least share·n. A layer keeps its states if no allowed order is left:
+    the result then need not be an allowed one, and `compress_` warns. A layer whose σ are all zero, for example with
+    C = 0 or after inputs of zeros only, is not cut: nothing distinguishes its states, and a compressor warns. All of
+    these rules can only keep more states than the policy chose; a `Budget` chooses among the orders that they leave.
 
     With `uniform` all layers get one order, which may be above n: they are then filled up with zero states. It is
     chosen from the summed tails of all layers; `ErrorBound` and a function take the largest order of any layer. If no

@@ -81,7 +81,7 @@ class Look:
         """Try a cut now, in which every layer keeps at least the share `share` of its states.
 
         The next look is at step `again`, or, if nothing is cut, at step `otherwise`, by default the same. If the try is
-        `cautious`, a policy that tries cuts is to make sure first that the loss depends on the states (`Trials.smallest`).
+        `cautious`, a policy that tries cuts first makes sure that the loss depends on the states (`Trials.smallest`).
         """
         other = again if otherwise is None else otherwise
         return Answer(True, reason, again, other, share, self._kept(memory), cautious)

@@ -1,4 +1,4 @@
-"""The fewest states that a loss allows: one threshold on tails, found by trial cuts, then states moved between layers."""
+"""The fewest states that a loss allows: a threshold on tails, found by trial cuts, then states moved between layers."""
 
 from __future__ import annotations
 
@@ -33,15 +33,16 @@ _SHARE = 8
 @final
 @dataclass(frozen=True, repr=False)
 class LossTolerance(TryingPolicy):
-    """The fewest states at which `loss(model)` is at most `increase` above the best that the compressor has seen.
+    """The fewest states at which `loss(model)` rises by at most `increase`.
 
-    `increase` is a share of that loss, or, if not `relative`, a number that is added to it: ten cuts of 1 % do not
-    become 10 %. Cuts are tried before one is made. Every layer drops the states whose tail Σ_{i>r} σᵢ is below one
+    `increase` is a share of the best loss that the compressor has seen, or, if not `relative`, a number. It is what all
+    cuts since that loss was reached may add together, so ten cuts of 1 % do not become 10 %; once the model is better
+    than ever, cuts may add as much again. Cuts are tried before one is made. Every layer drops the states whose tail Σ_{i>r} σᵢ is below one
     common share of Σσ; the largest share is found by bisection in at most eight trials. It is exact if the loss rises
     as states go and there are at most 255 different cuts. Then, if there are several layers, each may lose more states,
     and those that miss them most may get some from those that miss them least, in at most two trials a layer. `trials`
-    caps both; the model as it is counts for one more call of `loss`. No order is chosen whose trial was above the limit.
-    If the loss is above it already, nothing is cut. A schedule may ask for caution, as `Automatic` does until its first
+    caps both; the model as it is takes one more call of `loss`. No order is chosen whose trial was above the limit.
+    A schedule may ask for caution, as `Automatic` does until its first
     cut: then one of the trials is the smallest cut that the options allow, and nothing is cut unless that raises the
     loss three times as much as is allowed. Before a model has learnt to use its states no cut does harm.
     """
@@ -79,32 +80,31 @@ class LossTolerance(TryingPolicy):
     def plan(self, layers: int) -> str:
         """What a cut of so many layers will try, in words."""
         most, said = self.most_trials(layers), f"{100 * self.increase:g} %" if self.relative else f"{self.increase:g}"
-        return f"at most {most} trial{'s' if most > 1 else ''} a cut, for a loss at most {said} above the best one seen"
+        return f"at most {most} trial{'s' if most > 1 else ''} a cut, for a loss that rises by at most {said}"
 
-    def limit(self, best: float) -> float:
-        """The largest loss that is allowed after a cut."""
+    def limit(self, present: float, best: float, spent: float = 0.0) -> float:
+        """The largest loss that is allowed after a cut, if earlier ones have spent a part of the increase."""
         if self.relative and best < 0:
             raise CompressionError(
                 f"LossTolerance: loss is {best:.6g}, and a share of a negative number is no tolerance: expected a loss"
                 " of at least 0, or relative=False"
             )
-        return best + (self.increase * best if self.relative else self.increase)
+        return present + max(0.0, (self.increase * best if self.relative else self.increase) - spent)
 
     def choose(self, spectra: Mapping[str, Tensor], trials: Trials) -> GivenOrders:
         """The orders with the fewest states that were tried and stayed within the limit."""
-        limit, begun, keep = self.limit(trials.best), trials.count, {name: trials.orders[name] for name in spectra}
-        if trials.present > limit:
-            trials.note = f"it is above {limit:.4g}, and was {trials.best:.4g}"
-            return keep
-        if trials.smallest is not None and trials.smallest <= trials.present + _CAUTION * (limit - trials.best):
+        begun, present = trials.count, trials.present
+        limit = self.limit(present, trials.best, trials.spent)
+        if trials.smallest is not None and trials.smallest <= present + _CAUTION * (limit - present):
             trials.note = f"it hardly depends on the states yet: {trials.smallest:.4g} with the fewest"
-            return keep
+            return {name: trials.orders[name] for name in spectra}
         values = {name: sigma for name, sigma in checked_spectra(spectra).items() if bool(sigma.any())}
         still = {name: trials.orders[name] for name in spectra if name not in values}
         search = _Search(values, still, trials, limit, self.most_trials(len(spectra)) + begun)
         found = search.threshold() if values else still
         if len(values) > 1 and not trials.uniform and not trials.by_channel:
             found = search.moved(found)
+        trials.note = f"at most {limit:.4g} is allowed"
         return found
 
 
@@ -143,13 +143,14 @@ class _Search:
     def _path(self) -> list[Orders]:
         """The different cuts that thresholds give, from the model as it is to the smallest."""
         curves = {name: _curves(sigma, apart=name in self.trials.by_channel) for name, sigma in self.spectra.items()}
-        levels = torch.cat([curve[..., 1:].flatten() for curve in curves.values()]).unique()
+        levels = torch.unique(torch.cat([curve[..., 1:].flatten() for curve in curves.values()]))
         most = _BY_CHANNEL if self.trials.by_channel else _THRESHOLDS
         if len(levels) > most:
             levels = levels[torch.linspace(0, len(levels) - 1, most).round().long()]
         path = [dict(self.trials.orders)]
         for level in levels.tolist():
-            orders = self.trials.limited({name: _order(curve, level) for name, curve in curves.items()} | self.still)
+            wanted = {name: _order(curve, level) for name, curve in curves.items()}
+            orders = self.trials.limited({**wanted, **self.still})
             if orders != path[-1]:
                 path.append(orders)
         return path

@@ -25,11 +25,11 @@ class Trials:
     """Trial cuts of one model. `trials(orders)` is the loss after a cut to these orders; nothing is changed.
 
     A trial is the very cut that would be written, with the same Gramians, form and limits, made on a copy of the model
-    that shares every tensor but those of the cut layers. `limited(orders)` are the orders that such a cut leaves; orders
-    that become the same are tried once. `orders` are the present ones, `by_channel` names layers whose channels have
-    orders of their own, and `uniform` is True if all layers must have one. `made` holds the orders and losses of all
-    trials so far, `best` is the lowest loss that the compressor has seen of the model as it was, this time included. A
-    policy may say in `note` why it chose as it did.
+    that shares every tensor but those of the cut layers. `limited(orders)` are the orders that such a cut leaves;
+    orders that become the same are tried once. `orders` are the present ones, `by_channel` names layers whose channels
+    have orders of their own, and `uniform` is True if all layers must have one. `made` holds the orders and losses of
+    all trials so far, `best` is the lowest loss that the compressor has seen of the model as it was, this time
+    included; `spent` is what cuts have added to the loss since then. A policy may say in `note` why it chose as it did.
     """
 
     orders: Orders
@@ -38,6 +38,7 @@ class Trials:
     by_channel: frozenset[str] = frozenset()
     uniform: bool = False
     seen: float | None = None
+    added: float = 0.0
     smallest_orders: Orders | None = None
     made: list[tuple[Orders, float]] = field(default_factory=list)
     note: str = ""
@@ -63,6 +64,11 @@ class Trials:
     def best(self) -> float:
         """The lowest loss of the model as it was at this cut or an earlier one."""
         return self.present if self.seen is None else min(self.seen, self.present)
+
+    @property
+    def spent(self) -> float:
+        """What all cuts since the best loss have added, as measured when they were made; 0 if this is the best."""
+        return 0.0 if self.best == self.present else self.added
 
     @property
     def smallest(self) -> float | None:

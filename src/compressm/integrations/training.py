@@ -11,7 +11,7 @@ from torch import nn
 
 from compressm.compression import Compressor
 from compressm.compression.distributed import unwrapped
-from compressm.compression.record import Event
+from compressm.compression.record import Event, orders_after
 from compressm.errors import CompressionError, warn_caller
 from compressm.saving.orders import group_names, sort_groups_
 from compressm.saving.rebuilding import orders_of

@@ -25,7 +25,7 @@ from compressm_lab.runs.run import Run, read_run
 from compressm_lab.training import Diverged, Interrupted, Recipe, train
 from compressm_lab.training.building import build_compressor, build_model, build_optimizer, placed, products_in
 from compressm_lab.training.clock import Clock
-from compressm_lab.training.config import CompressionConfig, Plan, WhenConfig
+from compressm_lab.training.config import POLICIES, CompressionConfig, Plan, WhenConfig
 from compressm_lab.training.evaluation import evaluate
 from compressm_lab.training.steps import Learner, Steps, make_steps, task_objective
 
@@ -261,11 +261,12 @@ def _recapture(bench: Bench) -> float:
 def _cut_seconds(recipe: Recipe, task: Task, order: int, rank: int, device: torch.device) -> float:
     """The time of one cut, as the recipe cuts, of a model that has trained a little."""
     options = recipe.compression or CompressionConfig(rho=1.0, when=WhenConfig(steps=(1,)))
-    plain = dict.fromkeys(("tau", "rho", "bound", "total_states", "state_bytes", "parameters", "fewer"), None)
-    cut = replace(options, **plain, order=rank, gate=1.0, rollback=None, when=WhenConfig(steps=(1,)))  # type: ignore[arg-type]
+    plain = dict.fromkeys((*POLICIES, "loss_batches"), None) | {"order": rank}
+    cut = replace(options, **plain, gate=1.0, rollback=None, when=WhenConfig(steps=(1,)))  # type: ignore[arg-type]
     bench = Bench.of(replace(recipe, compression=cut), task, order, device)
     bench.run(2)
-    compressor = build_compressor(bench.recipe, bench.learner.model, bench.learner.optimizer, task, lambda: 0.0)
+    parts = bench.learner.model, bench.learner.optimizer, task
+    compressor = build_compressor(bench.recipe, *parts, evaluate=lambda: 0.0, loss=lambda model: 0.0)
     assert compressor is not None
     return seconds(lambda: compressor.step(1), device)
 

@@ -26,7 +26,8 @@ from compressm.cli.options import (
     integer,
     require_writable,
 )
-from compressm.compression import Cut, Restored, load_model
+from compressm.compression import Restored, load_model
+from compressm.compression.record import Event
 from compressm.errors import CompressionError, LostProcessError, SavingError
 from compressm_lab.cli.opening import task_of
 from compressm_lab.cli.terminal import (
@@ -41,7 +42,7 @@ from compressm_lab.cli.terminal import (
 )
 from compressm_lab.data import DataError
 from compressm_lab.experiments.comparisons import comparison
-from compressm_lab.experiments.recipes import BASELINE, RECIPE_FILES, find_recipe, recipe_names
+from compressm_lab.experiments.recipes import AUTOMATIC, BASELINE, RECIPE_FILES, find_recipe, recipe_names
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.lock import LockLostError
 from compressm_lab.runs.records import Evaluation, PenaltyRecord, RunError, RunWriteError, TruncationRecord
@@ -99,6 +100,9 @@ def command(
     data: DataOption = None,
     offline: OfflineOption = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard events too.")] = False,
+    auto: Annotated[
+        bool, typer.Option("--auto", help="Find when and how far to cut: the loss may rise by 1 % (see automatic.md).")
+    ] = False,
 ) -> None:
     """Train a recipe: everything it does is written into the folder of the run, for `compressm report`.
 
@@ -113,7 +117,7 @@ def command(
     if recipe is None:
         raise typer.BadParameter(f"missing; expected one of {', '.join(recipe_names())}", param_hint="RECIPE")
     with _exit_codes():
-        wanted = _recipe(recipe, settings or [], seed, order, baseline, resume)
+        wanted = _recipe(recipe, settings or [], seed, order, baseline, resume, auto)
         folder = _folder(wanted, recipe, out, resume, take_over)
         if resume and is_finished(RunDirectory(folder), wanted):
             _require_model(folder)
@@ -178,25 +182,28 @@ def _train(go: Callable[..., RunDirectory], folder: Path, tensorboard: bool) -> 
 
 
 def _recipe(
-    name: str, settings: list[str], seed: int | None, order: int | None, baseline: bool, resume: bool
+    name: str, settings: list[str], seed: int | None, order: int | None, baseline: bool, resume: bool, auto: bool
 ) -> Recipe:
     directory = RunDirectory(name)
     if resume and directory.exists:
-        if settings or baseline or seed is not None or order is not None:
-            raise ConfigError(f"{name} goes on as it began: --set, --seed, --order and --baseline are not for --resume")
+        if settings or baseline or auto or seed is not None or order is not None:
+            options = "--set, --seed, --order, --baseline and --auto"
+            raise ConfigError(f"{name} goes on as it began: {options} are not for --resume")
         return make_recipe(directory.config(), source=str(directory.path / "config.json"))
     if resume and name not in recipe_names() and Path(name).suffix not in RECIPE_FILES:
         if _is_first():
             directory.require_free()  # another process may be about to begin it
         raise RunError(f"{name!r} is not a recipe, and no run to go on with: it has no config.json")
     _require_once(settings, seed, order)
+    if auto and baseline:
+        raise ConfigError("--auto with --baseline, which trains without compression: leave one of them out")
     if baseline:
         _require_of_baseline(settings)
     spoken = dict.fromkeys(BASELINE, "--baseline") if baseline else {}
     spoken |= {f"seed={seed}": f"--seed {seed}"} if seed is not None else {}
     spoken |= {f"model.order={order}": f"--order {order}"} if order is not None else {}
     # The label that a recipe gives itself is not that of its baseline; one that is set is.
-    first = {"label=''": "--baseline"} if baseline else {}
+    first = {"label=''": "--baseline"} if baseline else dict.fromkeys(AUTOMATIC, "--auto") if auto else {}
     recipe = find_recipe(name, (*first, *settings, *spoken), spoken=first | spoken)
     if recipe.distillation is None:
         return recipe
@@ -317,7 +324,7 @@ class Spoken:
             parts = ", ".join(f"{split} {value}" for split, value in self._scores.items())
             say(f"step {evaluation.step}: {parts} ({evaluation.seconds:.0f} s)")
 
-    def happened(self, event: Cut | Restored) -> None:
+    def happened(self, event: Event) -> None:
         ended = ("cutting has ended: no cut is made after a rollback",) if isinstance(event, Restored) else ()
         say(f"step {event.step}: {event}", *ended)
 

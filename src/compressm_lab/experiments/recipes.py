@@ -12,13 +12,19 @@ from typing import Any, Literal
 from compressm.errors import did_you_mean
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.measurement import Row
-from compressm_lab.training.config import ConfigError, Recipe
+from compressm_lab.training.config import POLICIES, ConfigError, Recipe
 from compressm_lab.training.loop import differences
 from compressm_lab.training.reading import make_recipe, read_recipe
 
 # Settings that make a baseline of a recipe.
 RECIPE_FILES = (".yaml", ".yml", ".json")  # the last: config.json of a run
 BASELINE = ("compression=null", "regulariser=null", "distillation=null", "truncation=null")
+# Settings that let cuts find their steps and their orders by the loss on validation data.
+AUTOMATIC = (
+    "label=automatic",
+    *(f"compression.{name}=null" for name in POLICIES),
+    *("compression.when=automatic", "compression.loss_tolerance=0.01", "compression.gramian=measured"),
+)
 ORDER, TOTAL, TEACHER = "ORDER", "TOTAL", "TEACHER"
 # "begun": it was stopped, or is running; "waits": for the order of other runs, or for its teacher.
 TrainingState = Literal["done", "begun", "new", "waits"]

@@ -155,7 +155,7 @@ def _page(groups: list[Group], sections: list[Section], first: Chart | None, tit
     jinja.globals["drawing"] = lambda chart, k: Markup(
         inline_svg(chart.panels[k], key=f"{chart.name}-{k}", size=chart.size)
     )
-    jinja.globals |= {"command": command, "cut_grid": cut_grid}
+    jinja.globals |= {"command": command, "cut_grid": cut_grid, "decision_grid": decision_grid}
     jinja.filters["text"] = lambda words: json.dumps(words, ensure_ascii=False)
     jinja.filters["config"] = lambda run: json.dumps(dict(run.config), indent=2, ensure_ascii=False)
     runs = [run for group in groups for run in group.runs]
@@ -337,6 +337,17 @@ def cut_grid(run: Run) -> Grid:
             back = ((module, f"back to {number}") for module, number in event.orders.items())
             rows += [(steps(event.step), module, said, *[NOTHING] * 4) for module, said in back]
     return Grid(f"Cuts of {run.name}, {run.label}, seed {run.seed}", heads, tuple(rows))
+
+
+def decision_grid(run: Run) -> Grid | None:
+    """What a schedule that finds its steps decided in one run; None if the steps were listed."""
+    rows = tuple(
+        (steps(one.step), one.action, one.reason, NOTHING if one.again is None else steps(one.again))
+        for one in run.decisions
+    )
+    heads = ("step", "decision", "reason", "looks again at")
+    title = f"When to cut {run.name}, {run.label}, seed {run.seed}"
+    return Grid(title, heads, rows) if rows else None
 
 
 def machine_grid(runs: Iterable[Run]) -> Grid:

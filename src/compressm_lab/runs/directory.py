@@ -5,6 +5,7 @@ environment.json   machine, date, commit, versions         cuts.jsonl       `Cut
 status.json        `Status`                                spectra.jsonl    `Spectrum`
 checkpoints/       what --resume goes on from              timings.jsonl    `Timing`
 penalties.jsonl    `PenaltyRecord`                         truncations.jsonl  `TruncationRecord`
+decisions.jsonl    `DecisionRecord`, of cuts without listed steps
 lock/              the process that trains here
 model/             the final model, for `load_model`       tensorboard/     events, where asked for
 """

@@ -131,6 +131,7 @@ class CutRecord(Record):
     """One layer went from `order` states to `rank`; fields as in `compressm.compression.Cut`."""
 
     file = "cuts.jsonl"
+    later = frozenset({"loss_before", "loss_after"})
     module: str
     order: Order
     rank: Order
@@ -138,6 +139,8 @@ class CutRecord(Record):
     measured_error: Size | None
     energy_lost: Size | None
     seconds: Size | None
+    loss_before: Number | None = None
+    loss_after: Number | None = None
 
     @classmethod
     def from_dict(cls, stored: object) -> Any:
@@ -161,6 +164,17 @@ class RestoredRecord(Record):
     file = "cuts.jsonl"
     orders: Mapping[str, Order]
     reason: str
+
+
+@final
+@dataclass(frozen=True)
+class DecisionRecord(Record):
+    """A decision of a schedule; fields as in `compressm.compression.Decision`."""
+
+    file = "decisions.jsonl"
+    action: str
+    reason: str
+    again: Order | None
 
 
 @final

@@ -15,6 +15,7 @@ from compressm_lab.runs.directory import RunDirectory, Status
 from compressm_lab.runs.measurement import Environment
 from compressm_lab.runs.records import (
     CutRecord,
+    DecisionRecord,
     Evaluation,
     PenaltyRecord,
     RestoredRecord,
@@ -185,6 +186,14 @@ class Run:
     @property
     def restorations(self) -> tuple[RestoredRecord, ...]:
         return tuple(event for event in self.events if isinstance(event, RestoredRecord))
+
+    @cached_property
+    def decisions(self) -> tuple[DecisionRecord, ...]:
+        """What a schedule of cuts without listed steps decided, and why."""
+        directory = RunDirectory(self.path)
+        found = directory.records(DecisionRecord, up_to=self.up_to)
+        _require_once(directory, DecisionRecord.file, [(decision.step, decision.action) for decision in found])
+        return tuple(found)
 
     @cached_property
     def lasting_cuts(self) -> tuple[CutRecord, ...]:

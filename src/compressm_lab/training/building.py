@@ -19,12 +19,13 @@ from compressm.compression.policies import FewerStates, Policy
 from compressm.errors import did_you_mean
 from compressm.layers import SSMLayer
 from compressm_lab.data.dataset import Form
-from compressm_lab.data.task import Batch, Order, Split, Task, TaskKind
+from compressm_lab.data.task import Batch, Order, Split, Task, TaskKind, seeded
 from compressm_lab.training import config as recipes
 from compressm_lab.training.config import (
     ConfigError,
     Recipe,
     TrainingConfig,
+    automatic,
     cut_steps,
     layer_class,
     needs_data,
@@ -68,6 +69,7 @@ _POLICIES: dict[str, Callable[[Any], Policy]] = {
     "parameters": lambda limit: compression.Budget(parameters=limit),
 }
 _CALIBRATION_SEED = 2**31 - 1
+_LOSS_BATCHES = 4  # batches of validation data on which trial cuts are judged
 
 
 def placed(task: Task, device: torch.device) -> Task:
@@ -214,18 +216,29 @@ def _require_options(key: str, kind: type, options: Mapping[str, Any]) -> None:
 
 
 def build_compressor(
-    recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, task: Task, evaluate: Callable[[], float]
+    recipe: Recipe,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    task: Task,
+    evaluate: Callable[[], float],
+    loss: Callable[[nn.Module], float],
 ) -> Compressor | None:
-    """The compressor of a recipe, None without compression; a guard calls `evaluate` for the validation score."""
+    """The compressor of a recipe, None without compression.
+
+    A guard calls `evaluate` for the validation score, and trial cuts call `loss` with a cut copy.
+    """
     config = recipe.compression
     if config is None:
         return None
-    (policy,) = (make(given) for name, make in _POLICIES.items() if (given := getattr(config, name)) is not None)
-    guard, settle, loss = None, settle_steps(recipe), task.kind.is_regression
+    if config.loss_tolerance is not None:
+        policy: Policy = compression.LossTolerance(config.loss_tolerance, loss=loss)
+    else:
+        (policy,) = (make(given) for name, make in _POLICIES.items() if (given := getattr(config, name)) is not None)
+    guard, settle, errors = None, settle_steps(recipe), task.kind.is_regression
     if config.rollback is not None and settle is not None:
-        measures = f"validation {'loss' if loss else 'accuracy'}"
+        measures = f"validation {'loss' if errors else 'accuracy'}"
         guard = compression.Rollback(
-            evaluate, drop=config.rollback.drop, settle=settle, measures=measures, lower_is_better=loss
+            evaluate, drop=config.rollback.drop, settle=settle, measures=measures, lower_is_better=errors
         )
     selections = {
         "largest": compression.Largest(),
@@ -235,7 +248,7 @@ def build_compressor(
     return Compressor(
         model,
         optimizer,
-        when=cut_steps(recipe),
+        when=automatic(recipe) or cut_steps(recipe),
         keep=policy,
         **build_truncation(recipe, config, task),
         selective=build_method(config.selective),
@@ -247,6 +260,15 @@ def build_compressor(
         moments=_MOMENTS[config.moments],
         guard=guard,
     )
+
+
+def held_out(recipe: Recipe, task: Task) -> Split:
+    """The validation examples on which trial cuts are judged, the same ones at every cut and for every seed."""
+    config, split = recipe.compression, task.validation
+    batches = (None if config is None else config.loss_batches) or _LOSS_BATCHES
+    count = min(len(split), batches * recipe.training.evaluation_batch)
+    chosen = torch.randperm(len(split), generator=seeded(_CALIBRATION_SEED))[:count].sort().values
+    return split.select(chosen.to(split.inputs.device))
 
 
 def build_tracker(recipe: Recipe, model: nn.Module, task: Task) -> HankelTracker | None:

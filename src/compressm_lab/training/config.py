@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, final
 
 from compressm.adapters.base import adapter_of
-from compressm.compression import CompressionError, Measured, Rollback, during_warmup, every, savable
+from compressm.compression import Automatic, CompressionError, Measured, Rollback, during_warmup, every, savable
 from compressm.compression.policies import GATE
 from compressm.deploy import named_orders
 from compressm.errors import did_you_mean
@@ -213,18 +213,25 @@ class TrainingConfig(Config):
 @final
 @dataclass(frozen=True, kw_only=True)
 class WhenConfig(Config):
-    """Steps of cuts: `warmup_cuts` in the warm-up, every `every` steps from `first` to `last`, or listed in `steps`."""
+    """Steps of cuts: `warmup_cuts` in the warm-up, every `every` steps from `first` to `last`, or listed in `steps`.
+
+    automatic: `Automatic` with its defaults finds them during training.
+    """
 
     warmup_cuts: int | None = None
     every: int | None = None
     first: int | None = None
     last: int | None = None
     steps: tuple[int, ...] | None = None
+    automatic: bool | None = None  # runs of earlier versions have no such key
 
     def __post_init__(self) -> None:
-        given = [name for name in ("warmup_cuts", "every", "steps") if getattr(self, name) is not None]
+        ways = ("warmup_cuts", "every", "steps", "automatic")
+        given = [name for name in ways if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ConfigError(f"when has {' and '.join(given) or 'nothing'}, expected one of warmup_cuts, every, steps")
+            raise ConfigError(f"when has {' and '.join(given) or 'nothing'}, expected one of {', '.join(ways)}")
+        if self.automatic is False:
+            raise ConfigError("when: automatic is false: leave it out, and say when in another way")
         if self.every is None and (self.first, self.last) != (None, None):
             raise ConfigError("when: first and last go with every")
         self._at_least(1, "warmup_cuts", "every", "first", "last")
@@ -232,6 +239,18 @@ class WhenConfig(Config):
             raise ConfigError(f"when: steps is {list(self.steps)!r:.80}, expected at least one step, counted from 1")
         if twice := [step for step, times in Counter(self.steps or ()).items() if times > 1]:
             raise ConfigError(f"when: steps has {twice[0]} more than once, expected every step once")
+
+
+class _WhenWord:
+    """A validator that reads the word automatic as {automatic: true}."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        from pydantic_core import core_schema
+
+        def spelled(given: object) -> object:
+            return {"automatic": True} if given == "automatic" else given
+
+        return core_schema.no_info_before_validator_function(spelled, handler(source))
 
 
 @final
@@ -272,15 +291,20 @@ class SelectiveConfig(Config):
         return {name: value for name, value in vars(self).items() if name != "kind" and value is not None}
 
 
-_POLICIES = ("tau", "rho", "order", "bound", "total_states", "state_bytes", "parameters", "fewer")
+POLICIES = ("tau", "rho", "order", "bound", "total_states", "state_bytes", "parameters", "fewer", "loss_tolerance")
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class CompressionConfig(Config):
-    """The options of `Compressor`; exactly one of `_POLICIES` is given. fewer: states to drop at every cut."""
+    """The options of `Compressor`; exactly one of `POLICIES` is given.
 
-    when: WhenConfig
+    when: steps; the word automatic stands for {automatic: true}. fewer: states to drop at every cut. loss_tolerance:
+    the share by which cuts may raise the loss (`LossTolerance`), on `loss_batches` batches, by default 4, of the size
+    training.evaluation_batch from the validation split, the same ones at every cut and for every seed.
+    """
+
+    when: Annotated[WhenConfig, _WhenWord()]
     tau: float | None = None
     rho: float | None = None
     order: int | None = None
@@ -289,6 +313,8 @@ class CompressionConfig(Config):
     state_bytes: int | None = None
     parameters: int | None = None
     fewer: int | None = None
+    loss_tolerance: float | None = None  # runs of earlier versions have neither this nor the next key
+    loss_batches: int | None = None
     gramian: GramianName = "white_noise"
     calibration_batches: int = Measured.batches
     fold: bool = True
@@ -302,15 +328,18 @@ class CompressionConfig(Config):
     selective: SelectiveConfig | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in _POLICIES if getattr(self, name) is not None]
+        given = [name for name in POLICIES if getattr(self, name) is not None]
         if len(given) != 1:
             raise ConfigError(
-                f"compression has {' and '.join(given) or 'no policy'}, expected one of {', '.join(_POLICIES)}"
+                f"compression has {' and '.join(given) or 'no policy'}, expected one of {', '.join(POLICIES)}"
             )
         self._share("tau")
         self._share("rho", "gate", above=True, up_to_one=True)
         budgets = ("total_states", "state_bytes", "parameters")
-        self._at_least(1, "order", *budgets, "fewer", "at_least", "calibration_batches")
+        self._at_least(1, "order", *budgets, "fewer", "at_least", "calibration_batches", "loss_batches")
+        self._at_least(0, "loss_tolerance")
+        if self.loss_batches is not None and self.loss_tolerance is None:
+            raise ConfigError(f"loss_batches is {self.loss_batches} without loss_tolerance, which alone uses it")
         try:
             as_allowed_orders(self.allowed_orders)
         except CompressionError as error:
@@ -495,6 +524,7 @@ class Plan:
     evaluations: Sequence[int]
     spectra: Sequence[int]
     checkpoints: Sequence[int]
+    found: str = ""  # what is known beforehand of cuts that are found during training
 
     @classmethod
     def of(cls, recipe: Recipe) -> Plan:
@@ -514,7 +544,14 @@ class Plan:
         # The spectrum of step 0 is that of the initial model.
         recorded = () if spectra is None else [0, *_multiples(spectra.every, training.steps)]
         checkpoints = _multiples(training.checkpoint_every or max(1, training.steps // 10), training.steps)
-        return cls(training.steps, cuts, judgements, evaluations, recorded, checkpoints)
+        schedule = automatic(recipe)
+        if schedule is not None and (settle or 0) + schedule.latest > training.steps:
+            raise ConfigError(
+                f"compression.rollback judges a cut {settle} steps later, and automatic ones are tried until step"
+                f" {schedule.latest} of {training.steps}: expected a smaller settle"
+            )
+        found = "" if schedule is None else schedule.plan()
+        return cls(training.steps, cuts, judgements, evaluations, recorded, checkpoints, found)
 
     def next_after(self, step: int) -> int:
         """The next step at which something happens, or the loss is checked."""
@@ -533,11 +570,25 @@ class Plan:
             "checkpoints": self.checkpoints,
         }
         lines = [f"{what}: {len(steps)}, at {_listed(steps)}" for what, steps in schedules.items() if steps]
+        lines = [f"cuts tried: {self.found}", *lines] if self.found else lines
         return "\n".join([f"{self.steps} steps", *lines])
 
 
+def automatic(recipe: Recipe) -> Automatic | None:
+    """The schedule that finds the cuts during training; None if their steps are listed."""
+    if recipe.compression is None or not recipe.compression.when.automatic:
+        return None
+    try:
+        return Automatic(recipe.training.steps)
+    except CompressionError as error:
+        raise ConfigError(f"compression.when: {error}") from None
+
+
 def cut_steps(recipe: Recipe) -> list[int]:
-    """Steps at which the compressor tries to cut; by default only while there is time to judge a cut."""
+    """Steps at which the compressor tries to cut; by default only while there is time to judge a cut.
+
+    Those that are found during training are not among them.
+    """
     assert recipe.compression is not None
     training, when = recipe.training, recipe.compression.when
     last = max(1, training.steps - (settle_steps(recipe) or 0))

@@ -40,6 +40,12 @@ def evaluate(learner: Learner, split: Split) -> Score:
         return score(unwrapped(learner.model), learner.task, split, size=learner.config.evaluation_batch)
 
 
+def loss_on(learner: Learner, model: nn.Module, split: Split) -> float:
+    """The loss of a copy of the learner's model, with the precision of its recipe."""
+    with learner.autocast():
+        return score(model, learner.task, split, size=learner.config.evaluation_batch).loss
+
+
 @torch.no_grad()
 def score(model: nn.Module, task: Task, split: Split, *, size: int = 500) -> Score:
     """Score a model in evaluation mode, in batches of `size`; its mode is restored."""

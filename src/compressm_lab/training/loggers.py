@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from compressm.compression import Cut, Restored
+from compressm.compression.record import Event, orders_after
 from compressm_lab.runs.records import Evaluation, PenaltyRecord, TruncationRecord
 from compressm_lab.training.config import ConfigError, Plan, Recipe
 
@@ -26,8 +26,8 @@ class RunLogger(Protocol):
     def evaluated(self, evaluation: Evaluation) -> None:
         """One split was evaluated."""
 
-    def happened(self, event: Cut | Restored) -> None:
-        """A layer was cut, or a cut was undone."""
+    def happened(self, event: Event) -> None:
+        """A layer was cut, a cut was undone, or a schedule decided something."""
 
     def kept(self, step: int) -> None:
         """A cut was due, but no layer had enough states to lose; not called once a rollback has ended cutting."""
@@ -60,7 +60,7 @@ class Several:
         for logger in self.loggers:
             logger.evaluated(evaluation)
 
-    def happened(self, event: Cut | Restored) -> None:
+    def happened(self, event: Event) -> None:
         for logger in self.loggers:
             logger.happened(event)
 
@@ -107,8 +107,7 @@ class TensorBoard(Silent):
             self._writer.add_scalar(f"penalty/{record.kind}", record.value, record.step)
             self._writer.flush()
 
-    def happened(self, event: Cut | Restored) -> None:
-        orders = {event.module: event.rank} if isinstance(event, Cut) else event.orders
-        for module, order in orders.items():
+    def happened(self, event: Event) -> None:
+        for module, order in orders_after(event).items():
             self._writer.add_scalar(f"order/{module or 'model'}", order, event.step)
         self._writer.flush()

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compressm.compression import Compressor, Cut, HankelTracker, Restored, save_model
+from compressm.compression import Compressor, Cut, Decision, HankelTracker, Restored, save_model
 from compressm.compression.distributed import Processes, unwrapped
 from compressm.control import ControlError
 from compressm.errors import CompressionError, LostProcessError, SavingError
@@ -34,7 +35,7 @@ from compressm_lab.runs.run import read_run
 from compressm_lab.training import building
 from compressm_lab.training.clock import Clock, load
 from compressm_lab.training.config import ConfigError, Plan, Recipe
-from compressm_lab.training.evaluation import evaluate, truncations
+from compressm_lab.training.evaluation import evaluate, loss_on, truncations
 from compressm_lab.training.loggers import RunLogger, Silent
 from compressm_lab.training.penalty import HeldPenalty, Penalty
 from compressm_lab.training.resuming import require_records, warn_if_moved
@@ -244,7 +245,12 @@ def _build(
         with clock.phase("evaluation"):
             return evaluate(learner, task.validation).value
 
-    compressor = building.build_compressor(recipe, model, optimizer, task, validate)
+    judging = cache(lambda: building.held_out(recipe, task))
+
+    def trial_loss(model: nn.Module) -> float:
+        return loss_on(learner, model, judging())
+
+    compressor = building.build_compressor(recipe, model, optimizer, task, validate, trial_loss)
     tracker = building.build_tracker(recipe, model, task)
     return learner, make_steps(learner, clock), compressor, tracker, clock
 
@@ -290,7 +296,7 @@ class Trainer:
         if self.step == 0 and self.tracker is not None:
             self._record_spectra()
         while self.step < self.plan.steps:
-            goal = self.plan.next_after(self.step)
+            goal = self._goal()
             self._run_to(goal, stop)
             self._require_finite()
             if self.step == goal:
@@ -298,6 +304,18 @@ class Trainer:
             self._end_if_signalled(stop)
         self._finish(stop)
         return self.directory
+
+    def _goal(self) -> int:
+        """The next step at which something happens; a schedule of cuts may find its steps during training."""
+        goal, due = self.plan.next_after(self.step), None if self.compressor is None else self.compressor.due
+        return goal if due is None or due <= self.step else min(goal, due)
+
+    def _is_cut_due(self) -> bool:
+        if self.compressor is None:
+            return False
+        due = self.compressor.due
+        found = bool(self.plan.found) and due is not None and due <= self.step
+        return found or self.step in self.plan.cuts or self.step in self.plan.judgements
 
     def _end_if_signalled(self, stop: Stop) -> None:
         """Save and raise `Interrupted` if a signal has come to one of the processes."""
@@ -321,7 +339,7 @@ class Trainer:
             self._record_spectra()
         if step in plan.evaluations:
             self._record_training()
-        if step in plan.cuts or step in plan.judgements:
+        if self._is_cut_due():
             self._cut()
         if step in plan.evaluations:
             if (penalty := self.learner.penalty) is not None:
@@ -344,12 +362,12 @@ class Trainer:
                 self.logger.kept(self.step)
             return
         # The steps that follow run at other orders.
-        self._record_timing(before)
-        self.steps.renew()
+        if any(not isinstance(event, Decision) for event in events):
+            self._record_timing(before)
+            self.steps.renew()
         if self.is_first:
             for event in events:
-                kind = records.CutRecord if isinstance(event, Cut) else records.RestoredRecord
-                self.directory.append(kind(**event.as_dict()))
+                self.directory.append(_RECORDS[type(event)](**event.as_dict()))
                 self.logger.happened(event)
 
     def _evaluate(self, split: records.SplitName) -> None:
@@ -544,6 +562,9 @@ class Trainer:
             return found
         records = {name: digest for name, (_, digest) in self.directory.digests().items()}
         return replace(found, model=self.directory.saved_model(), records=records)
+
+
+_RECORDS: dict[type, Any] = {Cut: records.CutRecord, Restored: records.RestoredRecord, Decision: records.DecisionRecord}
 
 
 def _all_finite(model: nn.Module) -> bool:

@@ -9,10 +9,11 @@ from typing import Any, get_args
 
 import torch
 
-from compressm.compression import Cut, Restored
+from compressm.compression.record import Decision, Event, orders_after
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.records import (
     CutRecord,
+    DecisionRecord,
     Evaluation,
     PenaltyRecord,
     Record,
@@ -27,7 +28,7 @@ from compressm_lab.training.config import Plan, Recipe
 
 
 def require_records(
-    directory: RunDirectory, recipe: Recipe, step: int, extra: Mapping[str, Any], history: Sequence[Cut | Restored]
+    directory: RunDirectory, recipe: Recipe, step: int, extra: Mapping[str, Any], history: Sequence[Event]
 ) -> None:
     """Refuse a run whose records up to the step of its checkpoint have holes, or are such as a report refuses.
 
@@ -44,9 +45,7 @@ def require_records(
         directory.require_begun(extra.get("records", {}), step)
 
 
-def _missing(
-    directory: RunDirectory, recipe: Recipe, step: int, timed: int, history: Sequence[Cut | Restored]
-) -> Iterator[str]:
+def _missing(directory: RunDirectory, recipe: Recipe, step: int, timed: int, history: Sequence[Event]) -> Iterator[str]:
     """Yield what each file lacks."""
     if step == 0:  # everything is written again
         return
@@ -66,10 +65,13 @@ def _missing(
     cuts, restored = directory.records(CutRecord, up_to=step), directory.records(RestoredRecord, up_to=step)
     events: list[CutRecord | RestoredRecord] = [*cuts, *restored]
     there = [(event.step, *pair) for event in events for pair in event.orders.items()]
-    orders = [(e.step, e.orders if isinstance(e, Restored) else {e.module: e.rank}) for e in history]
-    wanted = [(at, *pair) for at, by_module in orders for pair in by_module.items()]
+    wanted = [(event.step, *pair) for event in history for pair in orders_after(event).items()]
     if lost := [change for change in wanted if change not in there]:
         yield f"{CutRecord.file} lacks {len(lost)} of {len(wanted)} changes of order, the first of step {lost[0][0]}"
+    decided = Counter(record.step for record in directory.records(DecisionRecord, up_to=step))
+    made = [event.step for event in history if isinstance(event, Decision)]
+    if gone := [at for at in made if not decided[at]]:
+        yield f"{DecisionRecord.file} lacks {len(gone)} of {len(made)} decisions, the first of step {gone[0]}"
 
 
 def warn_if_moved(directory: RunDirectory, device: torch.device, processes: int, before: int | None) -> None:
