@@ -37,14 +37,17 @@ class LossTolerance(TryingPolicy):
 
     `increase` is a share of the best loss that the compressor has seen, or, if not `relative`, a number. It is what all
     cuts since that loss was reached may add together, so ten cuts of 1 % do not become 10 %; once the model is better
-    than ever, cuts may add as much again. Cuts are tried before one is made. Every layer drops the states whose tail Σ_{i>r} σᵢ is below one
-    common share of Σσ; the largest share is found by bisection in at most eight trials. It is exact if the loss rises
-    as states go and there are at most 255 different cuts. Then, if there are several layers, each may lose more states,
-    and those that miss them most may get some from those that miss them least, in at most two trials a layer. `trials`
-    caps both; the model as it is takes one more call of `loss`. No order is chosen whose trial was above the limit.
-    A schedule may ask for caution, as `Automatic` does until its first
-    cut: then one of the trials is the smallest cut that the options allow, and nothing is cut unless that raises the
-    loss three times as much as is allowed. Before a model has learnt to use its states no cut does harm.
+    than ever, cuts may add as much again.
+
+    Cuts are tried before one is made. Every layer drops the states whose tail Σ_{i>r} σᵢ is below one common share of
+    Σσ; the largest share is found by bisection in at most eight trials. It is exact if the loss rises as states go and
+    there are at most 255 different cuts. Then, if there are several layers, each may lose more states, and those that
+    miss them most may get some from those that miss them least, in at most two trials a layer. `trials` caps both; the
+    model as it is takes one more call of `loss`. No order is chosen whose trial was above the limit.
+
+    A schedule may ask for caution, as `Automatic` does until its first cut: then one of the trials is the smallest cut
+    that the options allow, and nothing is cut unless that raises the loss three times as much as is allowed. Before a
+    model has learnt to use its states no cut does harm.
     """
 
     increase: float
