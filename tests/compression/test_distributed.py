@@ -300,3 +300,29 @@ def test_a_checkpoint_for_such_a_wrapper_is_refused_before_anything_is_changed(g
     with pytest.raises(SavingError, match=r"c: .*mixed_precision keeps copies"):
         load_checkpoint(tmp_path / "c", model=model)
     assert model.module.order == 5
+
+
+def test_every_process_makes_every_trial_on_its_own_data(found):
+    for one in found["cuts_that_are_tried"]:
+        assert len(set(one["calls"])) == 1
+        assert one["calls"][0] > 4
+        assert any("loss" in event for event in one["events"])
+
+
+def test_processes_find_the_same_automatic_cuts(found):
+    first = found["cuts_that_are_found_automatically"][0]
+    assert [event for event in first["events"] if event.startswith("cuts: ")], first["events"]
+
+
+def test_a_loss_that_fails_in_one_process_fails_in_all_and_the_step_can_be_made_again(found):
+    *others, failing = found["a_loss_that_fails_in_one_process"]
+    assert failing["error"] == ["OSError", "no data"]
+    for one in others:
+        assert f"process {len(others)} failed while trying a cut: OSError: no data" in one["error"][1]
+    assert all(len(one["events"]) == 3 for one in (*others, failing))
+
+
+def test_a_policy_that_fails_in_the_first_process_leaves_no_process_waiting(found):
+    first, *others = found["a_policy_that_fails_in_the_first_process"]
+    assert first["error"] == ["OSError", "no choice"]
+    assert all("process 0 failed while planning the cut: OSError: no choice" in one["error"][1] for one in others)
