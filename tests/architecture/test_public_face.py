@@ -12,6 +12,7 @@ from compressm.cli.app import app
 # Of `compressm.compression`, without its name in front.
 SHORT_NAMES = {
     "PAPER",
+    "Automatic",
     "Baked",
     "Compressor",
     "Fitted",
@@ -33,6 +34,10 @@ SHORT_NAMES = {
     "inspect",
     "Budget",
     "Cut",
+    "Decision",
+    "LossTolerance",
+    "Schedule",
+    "TryingPolicy",
     "EnergyTolerance",
     "ErrorBound",
     "KeepFraction",
@@ -149,6 +154,10 @@ ADAPTER_NAMES = {
 
 COMPRESSION_NAMES = SHORT_NAMES | {
     "AllowedOrders",
+    "Answer",
+    "Look",
+    "Trials",
+    "Try",
     "Form",
     "FormComparison",
     "Gramian",
@@ -181,11 +190,11 @@ DEPLOY_NAMES = {
 OPTIONS = {
     "": {"--version", "--install-completion", "--show-completion"},
     "train": {
-        *("recipe", "--list", "--set", "--seed", "--order", "--baseline", "--out", "--resume"),
+        *("recipe", "--list", "--set", "--seed", "--order", "--baseline", "--auto", "--out", "--resume"),
         "--take-over",
         *("--device", "--threads", "--data", "--offline", "--tensorboard"),
     },
-    "inspect": {"path", "--measured", "--data", "--offline"},
+    "inspect": {"path", "--measured", "--loss", "--data", "--offline"},
     "compress": {
         *("path", "--out", "--tau", "--rho", "--order", "--bound", "--total-states", "--state-bytes", "--parameters"),
         *("--round-to", "--uniform"),

@@ -28,16 +28,22 @@ def say(line: str) -> None:
 def command(
     path: Annotated[Path, typer.Argument(help="The folder of a saved model, its .safetensors file, or a run.")],
     measured: MeasuredOption = False,
+    loss: Annotated[
+        bool,
+        typer.Option("--loss", help="Try cuts on validation data: which size does the loss need? Implies --measured."),
+    ] = False,
     data: DataOption = None,
     offline: OfflineOption = False,
 ) -> None:
     """Show the Hankel spectra of a model's SSM layers, the orders they suggest, and the error bounds of cuts."""
+    measured = measured or loss
     if data is not None and not measured and (path / "status.json").is_file():
-        raise typer.BadParameter("it is for --measured, without which no data are read", param_hint="--data")
+        raise typer.BadParameter("it is for --measured and --loss, without which no data are read", param_hint="--data")
     try:
         saved = open_saved(path, with_data=measured, data=data, offline=offline)
         saved.require_data()
-        found = inspect(saved.model, saved.calibrate, selective=saved.selective())
+        tried = saved.loss if loss else None
+        found = inspect(saved.model, saved.calibrate, loss=tried, selective=saved.selective())
     except BAD_INPUT as error:
         raise typer.BadParameter(in_words(error, options=True), param_hint="PATH") from error
     if saved.note:

@@ -24,13 +24,15 @@ from compressm.saving.models import commit_of, is_pretrained
 class SavedModel:
     """A model, with data and settings of its training if it comes from a run.
 
-    calibrate: runs a model on some training examples; None without data. tested: the accuracy or loss of the present
+    calibrate: runs a model on some training examples; None without data. loss: the loss of a model on a part of the
+    validation data; None without data. tested: the accuracy or loss of the present
     model on the test split; a `SavingError` if its data are not on disk. method: the run's method for selective layers.
     note: a sentence for the user, if it is not the final model. commit: the commit that the run was trained at.
     """
 
     model: nn.Module
     calibrate: Callable[[nn.Module], None] | None = None
+    loss: Callable[[nn.Module], float] | None = None
     tested: Callable[[], str] | None = None
     method: SelectiveMethod | None = None
     note: str = ""

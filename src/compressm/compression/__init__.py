@@ -3,7 +3,6 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from compressm.compression.automatic import Automatic
 from compressm.compression.budget import Budget
 from compressm.compression.compressor import PAPER, Compressor, compress_, pad_orders_
 from compressm.compression.distributed import rewrap_
@@ -19,9 +18,18 @@ from compressm.compression.policies import (
 )
 from compressm.compression.record import Cut, Decision, Restored
 from compressm.compression.rollback import Rollback
-from compressm.compression.schedule import Answer, Look, Schedule, Try, as_schedule, during_warmup, every, plan_text
-from compressm.compression.tolerance import LossTolerance
-from compressm.compression.trying import Trials, TryingPolicy
+from compressm.compression.schedule import (
+    Answer,
+    Automatic,
+    Look,
+    Schedule,
+    Try,
+    as_schedule,
+    during_warmup,
+    every,
+    plan_text,
+)
+from compressm.compression.trying import LossTolerance, Trials, TryingPolicy
 from compressm.errors import CompressionError, LostProcessError, SavingError, StaleWrapperError
 from compressm.families.choices import (
     AllowedOrders,

@@ -20,7 +20,6 @@ from compressm.compression.optimizer import Moments, Slice, Transport
 from compressm.compression.planning import Options, rehearse
 from compressm.compression.policies import GATE, KeepFraction, Policy, never_cuts, obstacles
 from compressm.compression.record import Cut, Decision, Event, event_of, past_of, require_entries, warn_uncut
-from compressm.compression.requirements import require_suitable
 from compressm.compression.rollback import NOTHING_TO_JUDGE, Rollback, Watch
 from compressm.compression.schedule import (
     Answer,
@@ -35,6 +34,7 @@ from compressm.compression.schedule import (
 )
 from compressm.compression.several import as_optimizer, as_scheduler, parts_of, require_own
 from compressm.compression.sharding import gathered, is_gathered, is_sharded, orders_by_shapes
+from compressm.compression.surgery import require_suitable
 from compressm.compression.trying import TryingPolicy
 from compressm.control.validation import values_unread
 from compressm.errors import CompressionError, warn_caller
@@ -115,6 +115,10 @@ class Compressor:
         self._first_orders: dict[str, int] | None = {name: layer.order for name, layer in layers.items()}
         if optimizer is not None:
             hold_(self._cutter.inner, self, parts_of(trainer))
+        self._begin_()
+
+    def _begin_(self) -> None:
+        """Set what changes in training to its beginning."""
         self._ended = False
         self._seen: int | None = None
         # The next look; None before the first call, infinite if there is none.

@@ -33,14 +33,20 @@ from compressm.compression.planning import (
     unfit,
     unused_options,
 )
-from compressm.compression.policies import Limits
+from compressm.compression.policies import Limits, require_given
 from compressm.compression.record import Cut
-from compressm.compression.requirements import require_suitable
 from compressm.compression.schedule import Answer
 from compressm.compression.several import kind_of
 from compressm.compression.sharding import is_sharded, require_no_new_parameters
-from compressm.compression.surgery import PreparedCut, padded, prepare_cuts, require_plain_parameters, write_cuts_
-from compressm.compression.trying import Orders, Trials, TryingPolicy, require_given
+from compressm.compression.surgery import (
+    PreparedCut,
+    padded,
+    prepare_cuts,
+    require_plain_parameters,
+    require_suitable,
+    write_cuts_,
+)
+from compressm.compression.trying import Orders, Trials, TryingPolicy
 from compressm.control import ControlError
 from compressm.errors import AdapterError, CompressionError, warn_caller
 from compressm.families import Layer, PlannedCut

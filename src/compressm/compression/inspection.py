@@ -5,19 +5,23 @@ from __future__ import annotations
 import html
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, SupportsIndex, final
 
 import torch
 from torch import Tensor, nn
 
-from compressm.compression.budget import Spectra, checked_spectra, largest_bounds
+from compressm.compression.budget import Budget, Spectra, checked_spectra, largest_bounds
+from compressm.compression.cutting import Cutter
 from compressm.compression.distributed import unwrapped
+from compressm.compression.optimizer import Transport
 from compressm.compression.planning import Options, found_layers, read_layers, spectra, unused_options
 from compressm.compression.policies import EnergyTolerance, KeepFraction
+from compressm.compression.pricing import PRICES
 from compressm.compression.record import require_entries
+from compressm.compression.trying import GivenOrders, Loss, LossTolerance, Orders, Trials, TryingPolicy
 from compressm.control import DiagonalSystem, Trajectories, hankel_change, trajectories
-from compressm.errors import CompressionError
+from compressm.errors import AdapterError, CompressionError
 from compressm.families import Layer, family_of
 from compressm.families.base import ComparedForm
 from compressm.families.choices import Gramian, require_count
@@ -29,19 +33,227 @@ from compressm.families.selective.methods import Baked, SelectiveMethod
 TAUS = (0.15, 0.05, 0.01, 0.001)
 
 
+INCREASES = (0.005, 0.01, 0.03, 0.1)
+# The increase that the recommendation is for.
+_RECOMMENDED = 0.01
+# A layer that needs at most this share of its states is far larger than what the data use.
+_FAR_ABOVE = 1 / 8
+# The loss is flat if half of the recommended states raise it by at most so many times what is allowed.
+_FLAT = 3
+
+Measure = Mapping[int, float] | Callable[[int], float]
+
+
+@final
+@dataclass(frozen=True)
+class Size:
+    """The orders at which the loss rises by at most `increase`, a share, and what they cost.
+
+    `loss` is that of a trial cut. `parameters`, their `bytes`, and `state_bytes`, those of the states of one sequence,
+    count the whole model; None where a layer cannot say. `milliseconds` are those of `measure`.
+    """
+
+    increase: float
+    orders: dict[str, int]
+    loss: float
+    parameters: int | None = None
+    bytes: int | None = None
+    state_bytes: int | None = None
+    milliseconds: float | None = None
+
+
+@final
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes that a model could have, by how much its loss may rise, from its present one to the smallest.
+
+    `halved` is the loss after a cut to half of the recommended orders, and `trials` the number of trial cuts.
+    """
+
+    sizes: tuple[Size, ...]
+    halved: float
+    trials: int
+
+    @property
+    def now(self) -> Size:
+        """The model as it is."""
+        return self.sizes[0]
+
+    @property
+    def recommended(self) -> Size:
+        """The size at an increase of 1 %, or the next larger one that was asked for."""
+        return next((size for size in self.sizes[1:] if size.increase >= _RECOMMENDED), self.sizes[-1])
+
+    @property
+    def is_small_enough_from_the_start(self) -> bool:
+        """True if a model that begins small is likely as good as one that is cut.
+
+        The rule: at the recommended size every layer keeps at most an eighth of its states, and half of these raise the
+        loss by at most three times as much as is allowed. Then the data use far fewer states than there are, and the
+        loss hardly depends on how many.
+        """
+        size, now = self.recommended, self.now
+        is_far_above = all(order <= _FAR_ABOVE * now.orders[name] for name, order in size.orders.items())
+        return is_far_above and self.halved <= now.loss * (1 + _FLAT * size.increase)
+
+    @property
+    def advice(self) -> str:
+        """The recommendation, in words."""
+        size, now = self.recommended, self.now
+        states = f"{sum(size.orders.values())} of {sum(now.orders.values())} states"
+        rise = _percent(size.loss, now.loss)
+        if size.orders == now.orders:
+            return (
+                f"Keep all {sum(now.orders.values())} states: every cut that was tried raises the loss by more than"
+                f" {100 * size.increase:g} %."
+            )
+        said = f"Cut to {states} ({_orders(size.orders)}): the loss changes by {rise}."
+        if self.is_small_enough_from_the_start:
+            return (
+                f"{said} A model of that size from the start is likely as good: no layer uses more than an eighth of"
+                f" its states, and half of these again change the loss by only {_percent(self.halved, now.loss)}."
+            )
+        return f"{said} Half of these again would change it by {_percent(self.halved, now.loss)}."
+
+    def to_dict(self) -> dict[str, Any]:
+        """Numbers, text and None only."""
+        sizes = [asdict(size) for size in self.sizes]
+        return {"sizes": sizes, "halved": self.halved, "trials": self.trials, "advice": self.advice}
+
+    def rows(self) -> tuple[list[str], list[list[str]]]:
+        """The heads and the rows of the table."""
+        columns: list[tuple[str, Callable[[Size], str]]] = [
+            ("loss may rise by", lambda size: "as it is" if size is self.now else f"{100 * size.increase:g} %"),
+            ("states", lambda size: _orders(size.orders)),
+            ("loss", lambda size: f"{size.loss:.4g}" + ("" if size is self.now else f" ({self._rise(size)})")),
+            ("parameters", lambda size: _number(size.parameters)),
+            ("bytes", lambda size: _number(size.bytes)),
+            ("bytes of states", lambda size: _number(size.state_bytes)),
+            ("ms", lambda size: "" if size.milliseconds is None else f"{size.milliseconds:.3g}"),
+        ]
+        kept = [(head, cell) for head, cell in columns if any(cell(size) for size in self.sizes)]
+        return [head for head, _ in kept], [[cell(size) for _, cell in kept] for size in self.sizes]
+
+    def _rise(self, size: Size) -> str:
+        return _percent(size.loss, self.now.loss)
+
+
+def _percent(value: float, before: float) -> str:
+    return f"{100 * (value / before - 1):+.2g} %" if before > 0 else f"{value - before:+.2g}"
+
+
+def _orders(orders: Mapping[str, int]) -> str:
+    return ", ".join(map(str, orders.values()))
+
+
+def _number(value: int | None) -> str:
+    return "" if value is None else f"{value:,}"
+
+
+@dataclass(eq=False)
+class _Survey(TryingPolicy):
+    """A policy that tries cuts for several increases, keeps what it finds, and cuts nothing."""
+
+    loss: Loss
+    increases: Sequence[float]
+    found: list[tuple[float, Orders, float]] = field(default_factory=list)
+    halved: float = 0.0
+    trials: int = 0
+
+    def choose(self, spectra: Mapping[str, Tensor], trials: Trials) -> GivenOrders:
+        """All states, after the trials."""
+        self.found = [(0.0, dict(trials.orders), trials.present)]
+        for increase in sorted(self.increases):
+            orders = trials.limited(LossTolerance(increase, self.loss).choose(spectra, trials))
+            # What a smaller increase allows, a larger one does.
+            if trials.states(orders) > trials.states(self.found[-1][1]):
+                orders = self.found[-1][1]
+            self.found.append((increase, orders, trials(orders)))
+        chosen = next((orders for share, orders, _ in self.found[1:] if share >= _RECOMMENDED), self.found[-1][1])
+        self.halved = trials({name: _half(order) for name, order in chosen.items()})
+        self.trials = trials.count
+        return {name: trials.orders[name] for name in spectra}
+
+
+def _half(order: int | Sequence[int]) -> int | Sequence[int]:
+    return max(1, order // 2) if isinstance(order, int) else tuple(max(1, one // 2) for one in order)
+
+
+def sizes_of(
+    model: nn.Module, options: Options, loss: Loss, increases: Sequence[float], measure: Measure | None
+) -> Sizes:
+    """The sizes that this model could have; nothing is changed. All processes of torch.distributed must call it."""
+    wanted = [LossTolerance(increase, loss).increase for increase in increases]
+    if not wanted:
+        raise CompressionError("increases are empty, expected at least one share, such as 0.01")
+    survey = _Survey(loss, wanted)
+    cutter = Cutter(model, None, replace(options, keep=survey, gate=1.0), Transport(), ())
+    cutter.require_copies()
+    cutter.plan(salt=0)
+    found, halved, trials = cutter.processes.as_first((survey.found, survey.halved, survey.trials))
+    price = _Prices(cutter.inner, found_layers(cutter.inner, options), measure)
+    return Sizes(tuple(price.priced(*one) for one in found), halved, trials)
+
+
+@final
+@dataclass(frozen=True)
+class _Prices:
+    """What orders of a model's layers cost."""
+
+    model: nn.Module
+    layers: Mapping[str, Layer]
+    measure: Measure | None
+
+    def priced(self, increase: float, orders: Orders, loss: float) -> Size:
+        """The size with its costs; a layer whose channels have orders of their own counts with the largest."""
+        whole = {name: order if isinstance(order, int) else max(order) for name, order in orders.items()}
+        parameters = self._total("parameters", Budget(parameters=1), whole)
+        return Size(
+            increase,
+            whole,
+            loss,
+            parameters,
+            None if parameters is None else self._bytes(whole),
+            self._total("state_bytes", Budget(state_bytes=1), whole),
+            None if self.measure is None else self._milliseconds(whole),
+        )
+
+    def _total(self, unit: str, budget: Budget, orders: Mapping[str, int]) -> int | None:
+        try:
+            return round(PRICES[unit](budget, self.model, self.layers, list(orders)).total(orders))
+        except (AdapterError, CompressionError):
+            return None
+
+    def _milliseconds(self, orders: Mapping[str, int]) -> float:
+        budget = Budget(milliseconds=1.0, measure=self.measure)
+        return PRICES["milliseconds"](budget, self.model, self.layers, list(orders)).total(orders)
+
+    def _bytes(self, orders: Mapping[str, int]) -> int:
+        total = sum(parameter.nbytes for parameter in self.model.parameters())
+        for name, order in orders.items():
+            layer = self.layers[name]
+            grown = layer.adapter.growth(layer.module)
+            sizes = [(layer.module.get_parameter(entry), own) for entry, own in grown.items()]
+            each = sum(own.blocks * p.nbytes // p.shape[own.axis] for p, own in sizes)
+            total -= each * (layer.order - order)
+        return total
+
+
 @final
 @dataclass(frozen=True, repr=False, eq=False)
 class Inspection:
     """Spectra and present orders by module, and recommended orders with their bounds by tolerance τ and module.
 
     A recommended order keeps 1 − τ of the Hankel energy (`EnergyTolerance`). Its bound is the H∞ bound 2 Σ of the
-    dropped σ, the largest over the channels of a bank, or None if the layer has no bound.
+    dropped σ, the largest over the channels of a bank, or None if the layer has no bound. `sizes` says what the model
+    needs if its loss may rise, if `inspect` was given a loss.
     """
 
     spectra: dict[str, Tensor]
     orders: dict[str, int]
     recommended: dict[float, dict[str, int]]
     bounds: dict[float, dict[str, float | None]]
+    sizes: Sizes | None = None
 
     @classmethod
     def of(cls, spectra: Spectra, *, taus: Sequence[float] = TAUS, without_bound: Collection[str] = ()) -> Inspection:
@@ -76,17 +288,20 @@ class Inspection:
             }
             for name, sigma in self.spectra.items()
         }
-        return {"taus": list(self.taus), "modules": modules}
+        sizes = {} if self.sizes is None else {"sizes": self.sizes.to_dict()}
+        return {"taus": list(self.taus), "modules": modules, **sizes}
 
     def __repr__(self) -> str:
-        return "\n".join([*_table(self._heads(), self._rows()), "", self._caption()])
+        lines = [*_table(self._heads(), self._rows()), "", self._caption()]
+        if self.sizes is not None:
+            lines += ["", *_table(*self.sizes.rows()), "", self.sizes.advice]
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        heads = "".join(f"<th>{html.escape(head)}</th>" for head in self._heads())
-        rows = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in self._rows()]
-        body = "".join(f"<tr>{row}</tr>" for row in rows)
-        caption = f"<caption>{html.escape(self._caption())}</caption>"
-        return f"<table>{caption}<thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
+        tables = [_html_table(self._heads(), self._rows(), self._caption())]
+        if self.sizes is not None:
+            tables.append(_html_table(*self.sizes.rows(), self.sizes.advice))
+        return "".join(tables)
 
     def _heads(self) -> list[str]:
         return ["module", "states", "largest σ", *(f"τ = {tau:g}" for tau in self.taus)]
@@ -112,6 +327,13 @@ class Inspection:
         return f"States that keep 1 - τ of the Hankel energy{meaning}."
 
 
+def _html_table(heads: list[str], rows: list[list[str]], said: str) -> str:
+    head = "".join(f"<th>{html.escape(one)}</th>" for one in heads)
+    cells = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
+    body = "".join(f"<tr>{row}</tr>" for row in cells)
+    return f"<table><caption>{html.escape(said)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
 def _table(heads: list[str], rows: list[list[str]]) -> list[str]:
     """The lines of a table; the first column is text."""
     widths = [max(len(row[column]) for row in (heads, *rows)) for column in range(len(heads))]
@@ -128,6 +350,9 @@ def inspect(
     model: nn.Module,
     calibrate: Calibrate | None = None,
     *,
+    loss: Loss | None = None,
+    increases: Sequence[float] = INCREASES,
+    measure: Measure | None = None,
     gramian: Gramian | None = None,
     fold: bool = True,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
@@ -137,8 +362,12 @@ def inspect(
     """Spectra, recommended orders and bounds of every SSM layer; a table when printed.
 
     `calibrate` runs the model on some data; states are then valued on that data, and there is no a-priori bound.
-    Selective layers need it and never have a bound.
+    Selective layers need it and never have a bound. With `loss`, a function of a model as for `LossTolerance`, trial
+    cuts say which orders the model needs if its loss may rise by each of `increases`, and `sizes.advice` recommends
+    one; `measure` gives the time of a step by order, as for `Budget`. All processes must call it then.
     """
+    if loss is None and measure is not None:
+        raise CompressionError("measure without loss: pass loss=lambda model: ..., or leave measure out")
     options = Options(KeepFraction(1.0), calibrate, gramian, fold, filter_fn=filter_fn, selective=selective, form=form)
     if said := unused_options(unwrapped(model), options):
         warnings.warn(said, stacklevel=2)
@@ -146,7 +375,10 @@ def inspect(
         layers = read_layers(model, options)
         found = {name: sigma.cpu() for name, sigma in spectra(layers, options).items()}
     bounded = {name for name, layer in layers.items() if family_of(layer.adapter).is_bounded(options.choices)}
-    return Inspection.of(found, without_bound=tuple(found.keys() - bounded))
+    inspection = Inspection.of(found, without_bound=tuple(found.keys() - bounded))
+    if loss is None:
+        return inspection
+    return replace(inspection, sizes=sizes_of(model, options, loss, increases, measure))
 
 
 @final

@@ -29,13 +29,14 @@ from compressm.compression.policies import (
     choose_orders,
     obstacles,
     require_choices,
+    require_given,
     require_reachable,
     require_uniform,
     restricted,
 )
 from compressm.compression.pricing import PRICES
 from compressm.compression.surgery import require_plain_parameters
-from compressm.compression.trying import GivenOrders, Orders, TryingPolicy, require_given
+from compressm.compression.trying import GivenOrders, Orders, TryingPolicy
 from compressm.control import ControlError, numerical_rank
 from compressm.errors import CompressionError, warn_caller
 from compressm.families import Family, Layer, PlannedCut, family_of, read_layer

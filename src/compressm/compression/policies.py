@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compressm.adapters.base import require_call
 from compressm.compression.budget import Budget, Spectra, checked_spectra, largest_bounds, pooled, summed_tails
-from compressm.compression.trying import GivenOrders, Orders, TryingPolicy, require_given
+from compressm.compression.trying import GivenOrders, Orders, TryingPolicy
 from compressm.errors import AdapterError, CompressionError, did_you_mean
 from compressm.families.choices import (
     AllowedOrders,
@@ -418,6 +418,29 @@ def _asked(policy: Policy, spectra: dict[str, Tensor]) -> dict[str, int]:
     orders = policy({name: sigma.clone() for name, sigma in spectra.items()})
     found = require_given(policy, orders, {name: sigma.shape[-1] for name, sigma in spectra.items()}, {})
     return {name: order for name, order in found.items() if isinstance(order, int)}
+
+
+def require_given(who: object, orders: Any, present: Mapping[str, int], channels: Mapping[str, int]) -> Orders:
+    """The orders that a policy gave, if there is one from 1 to n for every layer, or for every channel of some."""
+    if not isinstance(orders, Mapping):
+        raise CompressionError(f"{who!r:.100} returned {orders!r:.100}, expected {{module: order}}")
+    for problem, names in (("no order for", present.keys() - orders), ("orders for unknown", orders.keys() - present)):
+        if names:
+            raise CompressionError(f"{who!r:.100} returned {problem} {', '.join(sorted(map(repr, names)))}")
+    found: Orders = {}
+    for name, n in present.items():
+        what = f"{who!r:.100}: the order of {name!r}"
+        if name not in channels:
+            found[name] = require_count(what, orders[name], high=n)
+            continue
+        given = orders[name]
+        each = [given] * channels[name] if isinstance(given, int) else list(given)
+        if len(each) != channels[name]:
+            raise CompressionError(
+                f"{what} has {len(each)} entries, expected one for each of {channels[name]} channels"
+            )
+        found[name] = tuple(require_count(what, order, high=n) for order in each)
+    return found
 
 
 def choose_channel_orders(

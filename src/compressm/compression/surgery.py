@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from compressm.adapters import Adapter, adapter_for, find
-from compressm.adapters.base import Growth, parameter_of, present_attributes
+from compressm.adapters.base import (
+    Growth,
+    encode_present,
+    parameter_of,
+    plain_name,
+    present_attributes,
+    require_differentiable,
+)
 from compressm.adapters.writing import prepared
-from compressm.compression.optimizer import Moments, Role, is_scalar, require_supported, role_of, states_after
+from compressm.compression.optimizer import (
+    Moments,
+    Role,
+    is_scalar,
+    require_followable,
+    require_held,
+    require_supported,
+    role_of,
+    states_after,
+)
 from compressm.compression.several import group_without_decay, join_, leave_, name_beside
 from compressm.control import ControlError
 from compressm.control.validation import are_finite, is_finite
 from compressm.errors import AdapterError, CompressionError
+from compressm.families import Layer
 from compressm.families.base import Change, Values, Writing
 from compressm.layers.parameters import StateMap, replace_data, state_holders
 
@@ -340,3 +359,72 @@ def _require_finite_states(cuts: Sequence[PreparedCut]) -> None:
     if not are_finite(new.values()):
         said = next(said for said, entry in new.items() if not is_finite(entry))
         raise CompressionError(f"{said} would hold entries that are not finite")
+
+
+def require_suitable(model: nn.Module, layers: Mapping[str, Layer], optimizer: Any | None, moments: Moments) -> None:
+    """Refuse by name parameters that other modules share, that are computed, or that the optimizer does not support."""
+    _require_no_average_beside(model, layers)
+    owners = _owners(model)
+    cut: dict[str, nn.Parameter] = {}
+    for name, layer in layers.items():
+        for entry in _cut_parameters(layer, carried=optimizer is not None and moments.needs_roles):
+            cut[f"{name}.{entry}" if name else entry] = layer.module.get_parameter(entry)
+            others = owners[id(layer.module.get_parameter(entry))] - {f"{name}.{entry}" if name else entry}
+            if others:
+                raise CompressionError(
+                    f"{name}.{entry} is also {', '.join(sorted(others))}: a parameter that two modules share cannot be"
+                    " cut for one of them; use the same layer twice, or give each layer its own parameter"
+                )
+    if optimizer is not None:
+        inside = {id(p) for layer in layers.values() for p in layer.module.parameters()}
+        require_held(optimizer, dict(model.named_parameters()), trained=inside)
+        require_supported(optimizer, cut)
+        require_followable(optimizer, cut, moments)
+
+
+def _cut_parameters(layer: Layer, *, carried: bool) -> Iterator[str]:
+    """The parameters that a cut of the layer changes; moments that are `carried` need gradients of its adapter."""
+    parameters = dict(layer.module.named_parameters(remove_duplicate=False))
+    try:
+        with torch.no_grad():
+            values = encode_present(layer.adapter, layer.module, layer.system)
+        if carried and values.keys() <= parameters.keys():
+            require_differentiable(
+                layer.adapter, layer.module, [key for key in values if parameters[key].requires_grad]
+            )
+    except AdapterError as error:
+        raise CompressionError(f"{layer.said}: {error}") from error
+    for entry in values:
+        if entry not in parameters:
+            raise CompressionError(
+                f"{layer.name}.{entry} is not a parameter but computed from {', '.join(parameters)}: a parametrised,"
+                " normalised or pruned weight cannot be cut; first remove that (torch.nn.utils.parametrize, .prune)"
+            )
+        yield entry
+
+
+def _require_no_average_beside(model: nn.Module, layers: Mapping[str, Layer]) -> None:
+    """Refuse an average that the model holds beside the averaged layers: each would get coordinates of its own."""
+    modules = dict(model.named_modules())
+    cut = {layer.module for layer in layers.values()}
+    for path, module in modules.items():
+        inside = cut.intersection(module.modules()) if isinstance(module, AveragedModel) else cut
+        if inside and inside != cut:
+            name = plain_name(path, modules)
+            raise CompressionError(
+                f"{name} is an {type(module).__name__} inside the model, and was to be cut apart from the layers beside"
+                " it: the average of the cut model would make no sense; pass the trained part as the model and"
+                f" follow=[model.{name}]"
+            )
+
+
+def _owners(model: nn.Module) -> dict[int, set[str]]:
+    """The names of every parameter without those of wrappers, one for each module that has it."""
+    owners: dict[int, set[str]] = {}
+    modules = dict(model.named_modules())
+    for path, module in modules.items():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                named = plain_name(f"{path}.{name}" if path else name, modules)
+                owners.setdefault(id(parameter), set()).add(named)
+    return owners

@@ -25,8 +25,9 @@ from compressm_lab.runs.run import Run, read_run
 from compressm_lab.training import Diverged, Interrupted, Recipe, train
 from compressm_lab.training.building import build_compressor, build_model, build_optimizer, placed, products_in
 from compressm_lab.training.clock import Clock
-from compressm_lab.training.config import POLICIES, CompressionConfig, Plan, WhenConfig
+from compressm_lab.training.config import POLICIES, CompressionConfig, WhenConfig
 from compressm_lab.training.evaluation import evaluate
+from compressm_lab.training.plan import Plan
 from compressm_lab.training.steps import Learner, Steps, make_steps, task_objective
 
 

@@ -25,7 +25,8 @@ from compressm_lab.reports.grid import Grid
 from compressm_lab.reports.measurements import grids, markdown
 from compressm_lab.runs.measurement import Measurement, MeasurementError
 from compressm_lab.runs.records import RunError
-from compressm_lab.training.config import ConfigError, Plan, Recipe
+from compressm_lab.training.config import ConfigError, Recipe
+from compressm_lab.training.plan import Plan
 
 _LONG = 20  # cells that may be broken into lines
 

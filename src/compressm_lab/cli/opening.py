@@ -17,7 +17,7 @@ from compressm_lab.data import DataError, DataSet, Order, Store, Task, make
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.records import RunError
 from compressm_lab.training import ConfigError, Recipe
-from compressm_lab.training.building import build_method, build_model, require_fit
+from compressm_lab.training.building import build_method, build_model, held_out, require_fit
 from compressm_lab.training.evaluation import score
 from compressm_lab.training.loop import checkpoints, require_recipe_of
 from compressm_lab.training.reading import make_recipe
@@ -50,6 +50,7 @@ def open_run(path: Path, *, with_data: bool, data: Path | None, offline: bool) -
     return SavedModel(
         model.eval(),
         calibrate=partial(_calibrate, task=task()) if with_data else None,
+        loss=partial(_loss, task=task(), recipe=recipe) if with_data else None,
         tested=lambda: _tested(model, task(), recipe.training.evaluation_batch),
         method=None if recipe.compression is None else build_method(recipe.compression.selective),
         note="" if whole else f"{path} has not finished: this is its model of step {step} of {recipe.training.steps}",
@@ -108,6 +109,11 @@ def _calibrate(model: nn.Module, task: Task) -> None:
     for step in range(1, _BATCHES + 1):
         batch = task.batch(task.train, order.at(step))
         model(batch.inputs, batch.lengths)
+
+
+def _loss(model: nn.Module, task: Task, recipe: Recipe) -> float:
+    """The loss on the validation examples on which a training would judge trial cuts."""
+    return score(model, task, held_out(recipe, task), size=recipe.training.evaluation_batch).loss
 
 
 def _tested(model: nn.Module, task: Task, size: int) -> str:

@@ -6,7 +6,6 @@ from compressm_lab.training.config import (
     ConfigError,
     DistillationConfig,
     ModelConfig,
-    Plan,
     Recipe,
     RegulariserConfig,
     RollbackConfig,
@@ -18,3 +17,4 @@ from compressm_lab.training.config import (
 )
 from compressm_lab.training.loggers import RunLogger, Silent
 from compressm_lab.training.loop import CutError, Diverged, Interrupted, train
+from compressm_lab.training.plan import Plan

@@ -21,16 +21,8 @@ from compressm.layers import SSMLayer
 from compressm_lab.data.dataset import Form
 from compressm_lab.data.task import Batch, Order, Split, Task, TaskKind, seeded
 from compressm_lab.training import config as recipes
-from compressm_lab.training.config import (
-    ConfigError,
-    Recipe,
-    TrainingConfig,
-    automatic,
-    cut_steps,
-    layer_class,
-    needs_data,
-    settle_steps,
-)
+from compressm_lab.training.config import ConfigError, Recipe, TrainingConfig, layer_class, needs_data
+from compressm_lab.training.plan import automatic, cut_steps, settle_steps
 
 # The share of free GPU memory that data may take: the rest is for model, gradients and activations.
 _SHARE = 0.5

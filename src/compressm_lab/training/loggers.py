@@ -7,7 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from compressm.compression.record import Event, orders_after
 from compressm_lab.runs.records import Evaluation, PenaltyRecord, TruncationRecord
-from compressm_lab.training.config import ConfigError, Plan, Recipe
+from compressm_lab.training.config import ConfigError, Recipe
+from compressm_lab.training.plan import Plan
 
 
 @runtime_checkable

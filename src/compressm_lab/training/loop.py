@@ -34,10 +34,11 @@ from compressm_lab.runs.records import RunError
 from compressm_lab.runs.run import read_run
 from compressm_lab.training import building
 from compressm_lab.training.clock import Clock, load
-from compressm_lab.training.config import ConfigError, Plan, Recipe
+from compressm_lab.training.config import ConfigError, Recipe
 from compressm_lab.training.evaluation import evaluate, loss_on, truncations
 from compressm_lab.training.loggers import RunLogger, Silent
 from compressm_lab.training.penalty import HeldPenalty, Penalty
+from compressm_lab.training.plan import Plan
 from compressm_lab.training.resuming import require_records, warn_if_moved
 from compressm_lab.training.steps import (
     Learner,

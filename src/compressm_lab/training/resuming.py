@@ -24,7 +24,8 @@ from compressm_lab.runs.records import (
     Timing,
 )
 from compressm_lab.runs.run import require_readable
-from compressm_lab.training.config import Plan, Recipe
+from compressm_lab.training.config import Recipe
+from compressm_lab.training.plan import Plan
 
 
 def require_records(

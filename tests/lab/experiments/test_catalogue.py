@@ -12,7 +12,8 @@ from compressm_lab.experiments.catalogue import experiment_names, find_experimen
 from compressm_lab.experiments.paper import QUICK, SMNIST
 from compressm_lab.experiments.recipes import FinalOrder, find_recipe
 from compressm_lab.runs.paper import paper_labels, read_paper
-from compressm_lab.training.config import ConfigError, Plan
+from compressm_lab.training.config import ConfigError
+from compressm_lab.training.plan import Plan
 
 OURS = {"fold", "gramian", "moments", "policy"}
 
