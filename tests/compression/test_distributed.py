@@ -24,14 +24,14 @@ from compressm.compression.distributed import Processes
 from compressm.layers import LRU
 from compressm.models import SequenceClassifier
 from tests import unhooked
-from tests.compression.processes import CASES
+from tests.compression.trying import CASES
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def found(request, tmp_path_factory):
     """What all processes say of every case."""
     path = tmp_path_factory.mktemp("processes")
-    unhooked.run("from tests.compression.processes import main; main()", str(path), str(request.param))
+    unhooked.run("from tests.compression.trying import main; main()", str(path), str(request.param))
     said = [json.loads((path / f"found-{rank}.json").read_text()) for rank in range(request.param)]
     return {name: [one[name] for one in said] for name in CASES}
 

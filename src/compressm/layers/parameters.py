@@ -127,26 +127,21 @@ def count_form_change() -> None:
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """A context for changes of a copy that no CUDA graph and no compiled code has seen: form changes do not count."""
+    """A context for changes of a copy that no CUDA graph and no compiled code has seen: they do not count."""
     global _form_changes, _is_unrecorded
-    before = _form_changes, _is_unrecorded
-    _is_unrecorded = True
+    before, _is_unrecorded = (_form_changes, _is_unrecorded), True
     try:
         yield
     finally:
         _form_changes, _is_unrecorded = before
 
 
-def _forget_compiled_code() -> None:
-    if "torch._dynamo" in sys.modules and not _is_unrecorded:
-        torch.compiler.reset()
-
-
 def replace_data(parameter: Tensor, data: Tensor) -> None:
     """Replace a parameter's data in place; the shape may change. Hooks and attributes stay, the old gradient goes."""
     count_form_change()
-    if _MISSES_SIZES and type(parameter) is nn.Parameter and parameter.shape != data.shape:
-        _forget_compiled_code()
+    misses = _MISSES_SIZES and not _is_unrecorded and "torch._dynamo" in sys.modules
+    if misses and type(parameter) is nn.Parameter and parameter.shape != data.shape:
+        torch.compiler.reset()
     parameter.grad = None
     # An earlier loss that is still referenced holds a gradient accumulator of the old shape, which makes the next
     # backward fail ("invalid gradient ... expected shape"); a change of dtype makes torch forget it.

@@ -100,9 +100,7 @@ def command(
     data: DataOption = None,
     offline: OfflineOption = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard events too.")] = False,
-    auto: Annotated[
-        bool, typer.Option("--auto", help="Find when and how far to cut: the loss may rise by 1 % (see automatic.md).")
-    ] = False,
+    auto: Annotated[bool, typer.Option("--auto", help="Find steps and orders of cuts; the loss may rise 1 %.")] = False,
 ) -> None:
     """Train a recipe: everything it does is written into the folder of the run, for `compressm report`.
 
