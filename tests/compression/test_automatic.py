@@ -42,7 +42,7 @@ def make(kind=LRU, order=16):
     return SequenceClassifier(kind, depth=2, width=4, order=order, inputs=3, classes=5)
 
 
-def looks(schedule, spectra, tries=(), orders=None, spent=()):
+def looks(schedule, spectra, tries=(), orders=None, spent=(), trials=5):
     """The answers of a schedule at its looks, which get these spectra in turn; a try cuts if its step is in `tries`."""
     step, memory, made, answers = schedule.first(0), {}, [], []
     for k in range(200):
@@ -54,7 +54,7 @@ def looks(schedule, spectra, tries=(), orders=None, spent=()):
         answers.append((step, answer))
         memory, cut = answer.memory, step in tries
         if answer.tries:
-            made.append(Try(step, cut))
+            made.append(Try(step, cut, trials))
         step = answer.again if cut or not answer.tries else answer.otherwise
     return answers
 
@@ -77,6 +77,10 @@ def test_tries_begin_when_three_looks_agree_and_stop_before_the_last_quarter():
 def test_tries_that_cut_nothing_become_rare():
     answers = looks(Automatic(400), [steady()])
     assert tried(answers) == [30, 50, 90, 170, 300]  # the last one is at the end of the window
+
+
+def test_tries_that_caution_ended_do_not_become_rare():
+    assert tried(looks(Automatic(400), [steady()], trials=1)) == list(range(30, 301, 10))
 
 
 def test_a_try_that_cuts_sets_the_interval_back():

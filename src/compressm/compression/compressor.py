@@ -261,7 +261,7 @@ class Compressor:
             warn_caller(plan.unfit)
         if plan.cuts and self._watch is not None:
             self._watch.begin(now, undo)
-        self._tries = (*self._tries, Try(now, bool(plan.cuts)))
+        self._tries = (*self._tries, Try(now, bool(plan.cuts), 0 if plan.tried is None else plan.tried.count))
         self._look_at = math.inf if again is None else again
         reason = "; ".join(filter(None, (answer.reason, "" if plan.tried is None else str(plan.tried))))
         decided: list[Event] = [Decision(now, "cut" if plan.cuts else "keep", reason, again)] if reason else []
@@ -331,7 +331,7 @@ class Compressor:
             state["losses"] = {"best": self._best, "added": self._added}
         if not isinstance(self._when, Steps):
             look_at = -1 if self._look_at is None else 0 if self._look_at == math.inf else int(self._look_at)
-            tries = [[one.step, one.cut] for one in self._tries]
+            tries = [[one.step, one.cut, one.trials] for one in self._tries]
             state["decided"] = {"look_at": look_at, "tries": tries, "memory": dict(self._memory)}
         return state
 
@@ -354,7 +354,7 @@ class Compressor:
         if (decided := state.get("decided")) is not None:
             at = int(decided["look_at"])
             self._look_at = None if at < 0 else at or math.inf
-            self._tries = tuple(Try(int(step), bool(cut)) for step, cut in decided["tries"])
+            self._tries = tuple(Try(int(step), bool(cut), int(count)) for step, cut, count in decided["tries"])
             self._memory = decided["memory"]
         warn_uncut(self.history, self._orders(), state.get("orders"))
         if self._watch is not None:

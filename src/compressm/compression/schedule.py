@@ -26,10 +26,11 @@ _NAMED = 8
 @final
 @dataclass(frozen=True)
 class Try:
-    """A try of an earlier look: its step, and whether a layer was cut."""
+    """A try of an earlier look: its step, whether a layer was cut, and the number of trial cuts that it took."""
 
     step: int
     cut: bool
+    trials: int = 0
 
 
 @final
@@ -161,10 +162,10 @@ class Automatic(Schedule):
     (½ Σ |pᵢ' − pᵢ| of the shares pᵢ = σᵢ / Σσ), and at most the share `settled` of all pairs of states has changed
     rank, as `compressm.control.trajectories` follows them through the last three looks. They begin at the latest after
     the share `begin_by` of all steps. Then it tries at every look; each try that cuts nothing doubles the number of
-    looks to the next, and one that cuts sets it back to one. In a try every layer keeps at least the share `share` of
-    its states. Until a try has cut something it asks policies for caution: a loss that does not depend on the states
-    yet, as at the start of a hard task, must not cut them all. The last share `recover` of training is left to recover
-    in; tries end before it, or when no layer can lose a state.
+    looks to the next, and one that cuts sets it back to one, as does one that caution ended. In a try every layer keeps
+    at least the share `share` of its states. Until a try has cut something it asks policies for caution: a loss that
+    does not depend on the states yet, as at the start of a hard task, must not cut them all. The last share `recover`
+    of training is left to recover in; tries end before it, or when no layer can lose a state.
     """
 
     total_steps: int
@@ -245,7 +246,12 @@ class Automatic(Schedule):
             return look.stop("the options let no layer lose a state")
         if not look.memory.get("begun", False):
             return self._begin(look)
-        return self._attempt(look, "the next try is due", int(look.memory.get("gap", 1)))
+        last, gap = look.tries[-1], int(look.memory.get("gap", 1))
+        # A try that only caution ended was cheap.
+        if last.cut or last.trials == 1:
+            return self._attempt(look, "the next try is due", 1)
+        due = min(last.step + gap * self.interval, self._last)
+        return look.wait(due) if look.step < due else self._attempt(look, "the next try is due", gap)
 
     def _begin(self, look: Look) -> Answer:
         now = {name: sigma.reshape(-1, sigma.shape[-1]).mean(0) for name, sigma in (look.spectra or {}).items()}
@@ -262,15 +268,16 @@ class Automatic(Schedule):
             return look.stop(f"{reason}, and the next look would come after step {self.latest}")
         return look.wait(again, reason, memory=memory)
 
+    @property
+    def _last(self) -> int:
+        return self.latest // self.interval * self.interval
+
     def _attempt(self, look: Look, why: str, gap: int) -> Answer:
-        gap = 1 if look.tries and look.tries[-1].cut else gap
-        last = self.latest // self.interval * self.interval
-        # The last try of all is at the end of the window.
-        nexts = [min(look.step + looks * self.interval, last) for looks in (1, 2 * gap)]
-        later = dict(zip(("again", "otherwise"), (step if step > look.step else None for step in nexts), strict=True))
+        again = look.step + self.interval
         # Once states have mattered, the last ones may go.
         cautious, memory = not any(one.cut for one in look.tries), {"begun": True, "gap": 2 * gap}
-        return look.attempt(why, **later, share=self.share, cautious=cautious, memory=memory)
+        next_look = again if again <= self._last else None
+        return look.attempt(why, again=next_look, share=self.share, cautious=cautious, memory=memory)
 
     def has_settled(self, seen: Sequence[Mapping[str, Tensor]]) -> tuple[bool, str]:
         """Tell if the last of these spectra has settled, and say why or why not."""
