@@ -84,7 +84,8 @@ class RunDirectory:
 
     def other_files(self) -> list[str]:
         """The names of files and folders that do not belong to a run that is about to begin here."""
-        begun = {"lock", "environment.json"}  # of a run that was killed before it had a config
+        # Of a run that was killed before it had a config, or that a study is about to begin.
+        begun = {"lock", "environment.json", "together.json"}
         names = sorted(path.name for path in self.path.iterdir()) if self.path.is_dir() else []
         return [name for name in names if name not in begun and not name.startswith(".")]
 

@@ -1,0 +1,146 @@
+"""Automatic cuts against every other way: accuracy by final order and by time, with one setting for all tasks.
+
+Arms: `Automatic` with `LossTolerance` at 0.5, 1, 3 and 10 %; a τ tried through training; gentle cuts, four cuts in the
+warm-up and four at 25 to 55 % of training, each to the small orders; small from the start; uncut. digits trains on a
+CPU; smnist (LRU, five seeds), fashion, forda and scifar (one seed) are for a GPU, fashion and forda also with S5, S4D.
+With --advice the uncut models are inspected with their loss: what the tool recommends, beside what came out.
+
+python studies/automatic.py digits --seeds 1
+python studies/automatic.py smnist --seeds 5 --processes 9 --data FOLDER
+python studies/automatic.py fashion fashion-s5 fashion-s4d forda forda-s5 forda-s4d --seeds 3 --data FOLDER --advice
+python studies/automatic.py scifar --seeds 1 --data FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from compressm.compression import inspect
+from compressm_lab.cli.opening import open_run
+from compressm_lab.experiments.recipes import AUTOMATIC, Training
+from compressm_lab.experiments.rows import count, options, train_and_write
+from compressm_lab.runs.measurement import Environment, Measurement, Row
+from compressm_lab.training.config import POLICIES
+from results import OURS, Lineup, Variant
+
+TOLERANCES = (0.005, 0.01, 0.03, 0.1)
+_NO_POLICY = tuple(f"compression.{name}=null" for name in POLICIES)
+_FALLING = ("training.learning_rate=4.0e-3", "training.schedule=cosine")
+_WARM_UP, _LATE = (0.025, 0.05, 0.075, 0.1), (0.25, 0.35, 0.45, 0.55)
+
+
+def _once(*settings: str) -> tuple[str, ...]:
+    """The settings with every key once, as the last of them sets it."""
+    values = dict(setting.split("=", 1) for setting in settings)
+    return tuple(f"{key}={value}" for key, value in values.items())
+
+
+def _automatic(order: int, tolerance: float) -> Variant:
+    rule = (part for part in AUTOMATIC if not part.startswith("label"))
+    share = f"compression.loss_tolerance={tolerance}"
+    return Variant(f"automatic, {100 * tolerance:g} %", order, _once(*rule, share))
+
+
+def _four(order: int, small: int, name: str, at: tuple[float, ...]) -> Variant:
+    """Four equal cuts that end at exactly `small` states."""
+    rho = (small / order) ** (1 / len(at))
+    way = (f"compression.rho={rho:.6f}", f"compression.at_least={small}", "compression.gate=1.0", *OURS)
+    return Variant(f"{name} to {small}", order, _once(*_NO_POLICY, *way), at=at)
+
+
+def _variants(order: int, small: Sequence[int]) -> dict[str, Variant]:
+    """All arms of a task whose models have `order` states, and those that end at each of the small orders."""
+    found = {"whole": Variant(f"{order} states", order)}
+    found |= {f"automatic-{100 * tolerance:g}": _automatic(order, tolerance) for tolerance in TOLERANCES}
+    for tau in (0.02, 0.05):
+        rule = _once(*_NO_POLICY, f"compression.tau={tau}", *OURS)
+        found[f"tau-{100 * tau:g}"] = Variant(f"τ = {tau}", order, rule, tries=40)
+    for few in small:
+        way = ("compression.rho=0.9", f"compression.at_least={few}", "compression.gate=1.0", *OURS)
+        gently = _once(*_NO_POLICY, *way)
+        found |= {
+            f"gently-{few}": Variant(f"gently to {few}", order, gently, tries=100),
+            f"warm-up-{few}": _four(order, few, "in the warm-up", _WARM_UP),
+            f"late-{few}": _four(order, few, "late", _LATE),
+            f"small-{few}": Variant(f"{few} states", few),
+        }
+    return found
+
+
+def _lineup(name: str, recipe: str, order: int, small: Sequence[int], steps: int, *settings: str) -> Lineup:
+    title = f"{name}: cuts that find their steps and orders, and other ways"
+    return Lineup(f"automatic-{name}", title, recipe, _variants(order, small), steps, 40, settings)
+
+
+_FASHION = ("task={name: fashion}", "model={depth: 2, width: 32, order: 64, dropout: 0.1}", *_FALLING)
+
+
+LINEUPS = {
+    lineup.name.removeprefix("automatic-"): lineup
+    for lineup in (
+        replace(_lineup("digits", "digits", 128, (4, 13), 1500), evaluations=10),
+        _lineup("smnist", "smnist", 256, (28, 13), 200_000, "training.precision=tf32", *_FALLING),
+        *(
+            _lineup(f"fashion{end}", "smnist", 64, (8,), 12_000, *_FASHION, *layer)
+            for end, layer in (("", ()), ("-s5", ("model.layer=S5",)), ("-s4d", ("model.layer=S4D",)))
+        ),
+        *(
+            _lineup(f"forda{end}", "forda", 64, (8,), 12_000, *layer)
+            for end, layer in (("", ()), ("-s5", ("model.layer=S5",)), ("-s4d", ("model.layer=S4D",)))
+        ),
+        _lineup("scifar", "scifar", 384, (57,), 40_000),
+    )
+}
+
+
+def advice(trainings: Sequence[Training], name: str, out: Path, data: Path | None) -> Path | None:
+    """Inspect the uncut models of finished trainings with their loss, and write OUT/NAME-advice.json."""
+    rows: list[Row] = []
+    for training in trainings:
+        if not training.finished or not training.arm.folder.startswith(f"{name}-whole-"):
+            continue
+        saved = open_run(training.folder, with_data=True, data=data, offline=True)
+        sizes = inspect(saved.model, saved.calibrate, loss=saved.loss, selective=saved.selective()).sizes
+        assert sizes is not None
+        mean = sum(sizes.recommended.orders.values()) / len(sizes.recommended.orders)
+        small = float(sizes.is_small_enough_from_the_start)
+        rows.append(training.names | {"order": mean, "small_from_the_start": small, "advice": sizes.advice})
+    if not rows:
+        return None
+    path = out / f"{name}-advice.json"
+    Measurement(path.stem, "What inspect recommends for the uncut models", 1, rows, Environment.here()).write(path)
+    return path
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Path]:
+    """Train what is not done yet and write OUT/automatic-TASK.json of each task."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("tasks", nargs="+", choices=list(LINEUPS), metavar="TASK", help=f"of {', '.join(LINEUPS)}")
+    options(parser, seeds=3, steps=", ".join(f"{name} {lineup.steps}" for name, lineup in LINEUPS.items()))
+    parser.add_argument("--first-seed", type=partial(count, least=0), default=0, help="the first of them (%(default)s)")
+    parser.add_argument("--only", action="append", help="one arm of every task; again for more")
+    parser.add_argument("--advice", action="store_true", help="inspect the uncut models too")
+    given = parser.parse_args(arguments)
+    seeds = range(given.first_seed, given.first_seed + given.seeds)
+    plans, files = [], []
+    for lineup in (LINEUPS[name] for name in dict.fromkeys(given.tasks)):
+        names = given.only or list(lineup.variants)
+        if unknown := [name for name in names if name not in lineup.variants]:
+            parser.error(
+                f"--only {unknown[0]}: expected one of {', '.join(lineup.variants)}, the arms of {lineup.name}"
+            )
+        plans.append(lineup.plan(given.out, names, seeds, given.steps, lineup.name if len(given.tasks) > 1 else ""))
+        files.append(replace(lineup.file(given.out, plans[-1], given.steps), path=given.out / f"{lineup.name}.json"))
+    written = train_and_write(parser, given, replace(plans[0], arms=sum((plan.arms for plan in plans), ())), files)
+    if given.advice:
+        found = [advice(file.trainings, file.path.stem, given.out, given.data) for file in files]
+        written += [path for path in found if path is not None]
+    return written
+
+
+if __name__ == "__main__":
+    main()
