@@ -426,3 +426,30 @@ main()
     assert done.stderr.endswith("interrupted\n")
     assert RunDirectory("mine").status() == Status("interrupted", 1, 9, "SIGTERM")
     assert run("mine", "--resume").exit_code == 0
+
+
+def test_auto_finds_steps_and_orders_and_inspect_asks_the_loss():
+    done = run("mine.yaml", "--auto", "--set", "training.steps=60", "--set", "compression.loss_tolerance=0.05")
+    assert done.exit_code == 0, done.output
+    folder = RunDirectory("out/runs/mine/automatic-n6/seed-0")
+    found = folder.config()["compression"]
+    assert (found["when"]["automatic"], found["loss_tolerance"], found["rho"]) == (True, 0.05, None)
+    assert "cuts tried: at most" in plain(done)
+    assert (folder.path / "decisions.jsonl").exists()
+    done = CliRunner().invoke(app, ["inspect", str(folder.path), "--loss"], env={"COLUMNS": "250"})
+    assert done.exit_code == 0, done.output
+    assert "loss may rise by" in done.output
+    assert done.output.strip().splitlines()[-1].startswith(("Cut to", "Keep all"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("mine.yaml", "--auto", "--baseline"), "--auto with --baseline"),
+        (("mine.yaml", "--auto", "--set", "compression.tau=0.1"), "tau and loss_tolerance"),
+    ],
+)
+def test_what_auto_leaves_no_room_for_is_refused(arguments, said):
+    done = run(*arguments)
+    assert done.exit_code == 2
+    assert said in plain(done)
