@@ -1,6 +1,7 @@
 """Schedules that decide as training goes: Automatic by its own rule, somebody's own, and the compressor's promises."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from compressm.compression import (
     save_checkpoint,
 )
 from compressm.compression.schedule import Look, Steps
+from compressm.integrations.training import schedule_of
 from compressm.layers import LRU, Mamba
 from compressm.models import SequenceClassifier
 
@@ -392,3 +394,15 @@ def test_schedules_are_shared_without_a_state():
     assert [e for e in events[0] if "states" not in e] == [e for e in events[1] if "states" not in e]
     assert copy.deepcopy(when) == when == Automatic(80, every=4)
     assert repr(when).startswith("Automatic(total_steps=80, every=4")
+
+
+def test_callbacks_of_trainers_take_a_schedule_or_make_one_of_the_number_of_steps():
+    when = Automatic(80)
+    assert schedule_of(when, math.inf) is when
+    assert schedule_of(Automatic, 80) == when
+
+
+def test_a_sharded_model_cannot_be_copied_for_trials(monkeypatch):
+    monkeypatch.setattr("compressm.compression.cutting.is_sharded", lambda model: True)
+    with pytest.raises(CompressionError, match=r"LossTolerance.*sharded by fully_shard cannot be copied"):
+        Compressor(make(), when=[1], keep=LossTolerance(0.1, loss=loss))

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from compressm.compression import Compressor, rewrap_
+from compressm.compression import Compressor, Schedule, rewrap_
 from compressm.compression.distributed import unwrapped, wrappers_in
 from compressm.compression.record import Event
 from compressm.errors import CompressionError
@@ -36,7 +36,7 @@ class AcceleratedCompressor:
         model: nn.Module,
         optimizer: Any | Sequence[Any] | None = None,
         *,
-        when: Iterable[int],
+        when: Iterable[int] | Schedule,
         keep: Any,
         **options: Any,
     ) -> None:

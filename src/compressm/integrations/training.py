@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import nn
 
-from compressm.compression import Compressor
+from compressm.compression import Compressor, Schedule
 from compressm.compression.distributed import unwrapped
 from compressm.compression.record import Event, orders_after
 from compressm.errors import CompressionError, warn_caller
 from compressm.saving.orders import group_names, sort_groups_
 from compressm.saving.rebuilding import orders_of
 
-When = Iterable[int] | Callable[[int], Iterable[int]]
+When = Iterable[int] | Schedule | Callable[[int], Iterable[int] | Schedule]
 
 
 class CallbackOfTrainer:
@@ -73,7 +73,7 @@ def plain_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-def schedule_of(when: When, total: float) -> Iterable[int]:
+def schedule_of(when: When, total: float) -> Iterable[int] | Schedule:
     """The steps of the cuts; a function gets the number of steps of the whole training."""
     if not callable(when):
         return when
