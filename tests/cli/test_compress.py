@@ -250,7 +250,7 @@ def test_data_give_another_spectrum_than_white_noise(finished, tmp_path):
 def test_a_folder_of_data_that_nothing_reads_is_refused(finished, tmp_path):
     done = run("inspect", finished, "--data", tmp_path / "elsewhere")
     assert done.exit_code == 2
-    assert "Invalid value for --data: it is for --measured, without which no data are read" in plain(done)
+    assert "Invalid value for --data: it is for --measured and --loss, without which no data are read" in plain(done)
     assert run("inspect", finished, "--measured", "--data", tmp_path / "elsewhere").exit_code == 0
 
 
