@@ -96,7 +96,17 @@ def test_a_cure_that_is_followed_cures():
 
 def test_layers_that_a_runtime_does_not_have_are_refused():
     (finding,) = deploy.check(writer(16, layer=LRU), deploy.TRANSFORMERS).verdicts
-    assert (finding.verdict, finding.why) == (Verdict.REFUSED, "transformers has no linear layers")
+    assert (finding.verdict, finding.why) == (Verdict.REFUSED, "transformers has no LRU layers")
+    assert finding.cure == "export the model's step instead"
+
+
+def test_layers_that_are_not_ours_are_not_advised_to_be_exported():
+    from transformers import MambaConfig, MambaForCausalLM
+
+    model = MambaForCausalLM(MambaConfig(vocab_size=8, hidden_size=4, num_hidden_layers=1, state_size=2))
+    (finding,) = deploy.check(model, deploy.FLA).verdicts
+    assert (finding.verdict, finding.why) == (Verdict.REFUSED, "flash-linear-attention has no Mamba-1 layers")
+    assert finding.cure == "use another runtime"
 
 
 def test_an_inner_width_that_a_kernel_does_not_take_is_named():

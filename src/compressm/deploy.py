@@ -22,6 +22,7 @@ from compressm.compression.distributed import unwrapped
 from compressm.compression.surgery import write_cuts_
 from compressm.errors import AdapterError, CompressionError, did_you_mean
 from compressm.families.choices import AllowedOrders, Multiples, OneOf, PowersOfTwo, powers_of_two, require_count
+from compressm.layers import SSMLayer
 
 __all__ = [
     "CANDLE",
@@ -323,8 +324,9 @@ def check(model: nn.Module, runtime: Runtime) -> Check:
 def _judged(runtime: Runtime, name: str, module: nn.Module, adapter: Adapter[Any, Any], order: int) -> LayerVerdict:
     said, kind, rule = name or "the model", type(module).__name__, runtime.rule(adapter.RECURRENCE)
     if rule is None:
-        why = f"{runtime.name} has no {adapter.RECURRENCE or kind} layers"
-        return LayerVerdict(said, str(order), Verdict.REFUSED, why, "export the model's step instead")
+        why = f"{runtime.name} has no {adapter.RECURRENCE if adapter.RECURRENCE in RECURRENCES else kind} layers"
+        cure = "export the model's step instead" if isinstance(module, SSMLayer) else "use another runtime"
+        return LayerVerdict(said, str(order), Verdict.REFUSED, why, cure)
     added = sorted(entry for entry in adapter.OPTIONAL if getattr(module, entry, None) is not None)
     if added:
         why = f"it has {', '.join(added)} from a PerChannel cut, which only {kind} reads"

@@ -14,9 +14,10 @@ import torch
 
 import compressm as cs
 from compressm.exporting import ONNX, AOTInductor, ExecuTorch, ExportError, Loaded, TorchExport, flat
+from compressm.exporting.recurrences import LONGEST
 from compressm.exporting.writing import Case
-from compressm.layers import LRU, SequenceError
-from compressm.models import SequenceClassifier
+from compressm.layers import LRU, SequenceError, SSMLayer
+from compressm.models import LanguageModel, SequenceClassifier
 from tests.exporting.models import INPUTS, LAYERS, MODELS, VOCABULARY, build
 
 RUNTIMES = {
@@ -58,7 +59,9 @@ def test_a_forward_pass_runs_in_onnxruntime(tmp_path):
 
 
 def test_a_step_runs_in_executorch(tmp_path):
-    assert exported(build("S5", "language", depth=1), tmp_path, ExecuTorch(batch=3)).difference < 5e-6
+    done = exported(build("S5", "language", depth=1), tmp_path, ExecuTorch(batch=3))
+    assert done.difference < 5e-6
+    assert done.metadata["largest_batch"] == 3
 
 
 @compiles
@@ -129,7 +132,13 @@ def test_a_runtime_that_cannot_run_a_file_gives_its_own_reason(tmp_path):
 
 
 def test_float64_is_exported_as_it_is(tmp_path):
-    assert exported(build("LRU", "classifier", depth=1).double(), tmp_path, TorchExport()).difference < 1e-12
+    for gelu in ("exact", "tanh"):
+        model = build("LRU", "classifier", depth=1, gelu=gelu).double()
+        assert exported(model, tmp_path, TorchExport()).difference < 1e-12
+
+
+def test_numbers_of_float64_are_not_rounded_on_the_way_to_a_runtime(tmp_path):
+    assert exported(build("LRU", "classifier", depth=1, gelu="tanh").double(), tmp_path, ONNX()).difference < 1e-12
 
 
 def test_of_several_dtypes_the_widest_is_that_of_the_file(tmp_path):
@@ -298,6 +307,9 @@ def test_other_models_are_refused_by_name(tmp_path):
         cs.export(torch.nn.Linear(2, 2), tmp_path / "model.pt2")
     with pytest.raises(ExportError, match="model is a int"):
         cs.export(3, tmp_path / "model.pt2")
+    average = torch.optim.swa_utils.AveragedModel(build("LRU", "language"))
+    with pytest.raises(ExportError, match=r"AveragedModel, expected .*: export its part module, a LanguageModel"):
+        cs.export(average, tmp_path / "model.pt2")
 
 
 def test_models_of_transformers_are_refused_with_a_cure(tmp_path):
@@ -382,6 +394,9 @@ STATE = torch.zeros(2, 10)
         ((torch.zeros(3, dtype=torch.int64), STATE), r"state is .* \(2, 10\) on cpu, expected .* \(3, 10\)"),
         ((torch.zeros(2, dtype=torch.int64), STATE.double()), r"state is torch.float64"),
         ((torch.zeros(2, dtype=torch.int64), STATE.to("meta")), r"\(2, 10\) on meta, expected .* on the CPU"),
+        ((torch.tensor([0, -1]), STATE), "the tokens in x run from -1 to 0, expected 0 to 10"),
+        ((torch.tensor([0, VOCABULARY]), STATE), "the tokens in x run from 0 to 11, expected 0 to 10"),
+        ((torch.zeros(0, dtype=torch.int64), STATE[:0]), r"x has shape \(0,\), expected one sequence and one step"),
     ],
 )
 def test_inputs_that_a_runtime_would_misread_are_refused(inputs, says, tmp_path):
@@ -399,6 +414,65 @@ def test_lengths_are_one_for_each_sequence(towers):
     for lengths in (torch.ones(shape), torch.ones(3, 3, dtype=torch.int64), torch.ones(4, *shape[1:])):
         with pytest.raises(ExportError, match="lengths is"):
             loaded(torch.zeros(*shape, 7, INPUTS), lengths)
+    for wrong in (0, -1, 8):
+        with pytest.raises(ExportError, match=rf"lengths run from {wrong} to {wrong}, expected 1 to 7"):
+            loaded(torch.zeros(*shape, 7, INPUTS), torch.full(shape, wrong))
+    with pytest.raises(ExportError, match="expected one sequence and one step at least"):
+        loaded(torch.zeros(*shape, 0, INPUTS), torch.ones(shape, dtype=torch.int64))
+
+
+def test_sequences_that_are_longer_than_a_forward_pass_remembers_are_refused():
+    metadata = Case(LRU(1, 3), "forward", None, 2).metadata()
+    assert metadata["longest"] == LONGEST
+    with pytest.raises(ExportError, match="x has 131073 steps, expected at most 131072: step through longer sequences"):
+        Loaded(list, metadata)(torch.zeros(1, LONGEST + 1, 1), torch.tensor([3]))
+
+
+def test_a_batch_for_which_no_memory_is_planned_is_refused():
+    loaded = Loaded(list, Case(LRU(4, 3), "step", None, 2).metadata() | {"largest_batch": 2})
+    assert len(loaded(torch.zeros(2, 4), torch.zeros(2, 6))) == 2
+    with pytest.raises(ExportError, match=r"x has 3 sequences, expected at most 2: export with ExecuTorch\(batch=3\)"):
+        loaded(torch.zeros(3, 4), torch.zeros(3, 6))
+
+
+class Leaky(SSMLayer):
+    """Somebody's own layer."""
+
+    def __init__(self, width, order):
+        super().__init__(width, order)
+        self.decay = torch.nn.Parameter(torch.full((order,), 0.5))
+
+    order = property(lambda self: len(self.decay))
+
+    def shape_at(self, name, order):
+        return (order,)
+
+    def forward(self, x, state=None, lengths=None, *, keep_state=True):
+        h, ys = self.initial_state(len(x)), []
+        for u in x.unbind(1):
+            y, h = self.step(u, h)
+            ys.append(y)
+        return torch.stack(ys, 1), h
+
+    def step(self, x, state):
+        state = self.decay[:, None] * state + x[:, None]
+        return state.tanh().sum(1), state
+
+    def initial_state(self, batch):
+        return self.decay.new_zeros(batch, self.order, self.width)
+
+    def dynamics(self):
+        yield self.decay
+
+
+def test_a_layer_of_ones_own_is_traced_or_refused_with_advice(tmp_path):
+    model = LanguageModel(Leaky, depth=1, width=4, order=2, vocabulary=VOCABULARY)
+    assert exported(model, tmp_path, TorchExport()).metadata["layers"] == {"blocks.0.ssm": "Leaky"}
+    with pytest.raises(
+        ExportError, match=r"torch.export cannot trace .*; the forward pass of Leaky must be .*: export the step"
+    ):
+        cs.export(model, tmp_path / "forward.pt2", what="forward")
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pt2"]
 
 
 def test_a_single_layer_is_a_model_too(tmp_path):

@@ -8,7 +8,7 @@ from compressm.exporting import ExportError, Loaded, TorchExport
 from compressm.exporting.graphs import require_exportable
 from compressm.exporting.recurrences import CHUNK, in_chunks, in_one
 from compressm.exporting.writing import Case
-from compressm.layers import LRU, S4D, S5, Bilinear, Mamba, SequenceError
+from compressm.layers import LRU, S4D, S5, Bilinear, DampedIMEX, Mamba, SequenceError
 from compressm.models import (
     BatchNorm,
     Block,
@@ -164,6 +164,71 @@ def test_other_poolings_are_refused():
     model.pooling = torch.nn.Identity()
     with pytest.raises(ExportError, match="expected one of MeanPooling, LastStep, EveryStep"):
         Case(model, "step", None, 4)
+
+
+def without_averages(model):
+    model.blocks[0].norm.running_mean = model.blocks[0].norm.running_var = None
+
+
+def with_other(name, part):
+    return lambda model: model.set_submodule(name, part)
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "says"),
+    [
+        (
+            "language",
+            with_other("head", torch.nn.Identity()),
+            r"the head is Identity\(\), expected the language model's",
+        ),
+        ("classifier", with_other("head", torch.nn.Identity()), r"the head is Identity\(\), expected the classifier's"),
+        ("classifier", with_other("encoder", torch.nn.Identity()), "the encoder is a Identity, expected the model's"),
+        ("classifier", without_averages, "a PaddedBatchNorm has no running averages, .*: build the model with them"),
+        ("language", with_other("blocks.1", torch.nn.Identity()), "a block is a Identity, expected a Block or"),
+        (
+            "language",
+            with_other("blocks.1.ssm", torch.nn.Linear(6, 6)),
+            "the layer of a block is a Linear, expected an",
+        ),
+        ("classifier", with_other("blocks.0.norm", torch.nn.LayerNorm(6)), "a norm is a LayerNorm, expected one of"),
+    ],
+)
+@pytest.mark.parametrize("what", ["step", "forward"])
+def test_parts_that_no_graph_has_are_refused_by_name(model, change, says, what):
+    model = build("LRU", model, **{"tied": False} if model == "language" else {})
+    change(model)
+    with pytest.raises((ExportError, SequenceError), match=says):
+        Case(model, what, None, 4)
+
+
+@pytest.mark.parametrize("what", ["step", "forward"])
+def test_graphs_have_damped_oscillators(what):
+    options = {"layer_options": {"scheme": DampedIMEX()}}
+    for cut in (None, cs.Baked()):
+        assert difference(build("LinOSS", "classifier", cut=cut, **options), what) < 5e-6
+
+
+@pytest.mark.parametrize("what", ["step", "forward"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_graphs_have_the_zero_states_of_padding(layer, what):
+    model = build(layer, "language", norm=RMSNorm(), cut=cs.Baked())
+    cs.pad_orders_(model, 8)
+    assert difference(model, what) < 5e-6
+
+
+@pytest.mark.parametrize("what", ["step", "forward"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_graphs_in_float64_are_exact(layer, what):
+    assert difference(build(layer, "classifier", gelu="exact" if layer == "Mamba" else "tanh").double(), what) < 1e-12
+
+
+@pytest.mark.parametrize("what", ["step", "forward"])
+def test_graphs_have_one_output_and_norms_that_gradients_go_through(what):
+    torch.manual_seed(0)
+    model = SequenceClassifier(S4D, depth=1, width=6, order=5, inputs=INPUTS, classes=1, norm=RunningNorm(through=True))
+    model(torch.randn(3, 20, INPUTS))
+    assert difference(model, what) < 5e-6
 
 
 def test_a_model_without_values_is_refused():

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 
 from compressm.errors import ExportError, did_you_mean
+from compressm.exporting.recurrences import LONGEST
 from compressm.layers.base import require_sizes
 
 _KEY = "compressm"  # under which metadata are stored
@@ -35,6 +36,12 @@ def _require_input(name: str, value: Tensor, shape: Sequence[int | str], dtype: 
         )
 
 
+def _require_values(name: str, values: Tensor, least: int, most: int) -> None:
+    low, high = (int(value) for value in torch.aminmax(values))
+    if low < least or high > most:
+        raise ExportError(f"{name} run from {low} to {high}, expected {least} to {most}")
+
+
 @dataclass(frozen=True)
 class Loaded:
     """An exported file in its runtime: a call takes the inputs and gives the outputs, as tensors."""
@@ -48,7 +55,11 @@ class Loaded:
         return tuple(self.run([value.detach().contiguous() for value in inputs]))
 
     def _require(self, inputs: Sequence[object]) -> None:
-        """Refuse what runtimes misread: onnxruntime broadcasts other batches, compiled code reads other memory."""
+        """Refuse what runtimes misread.
+
+        onnxruntime broadcasts other batches, takes token −1 as the last one and reads on after a length of 0; compiled
+        code reads other memory.
+        """
         names = self.metadata["inputs"]
         if len(inputs) != len(names) or not all(isinstance(value, Tensor) for value in inputs):
             got = ", ".join(type(value).__name__ for value in inputs)
@@ -66,6 +77,20 @@ class Loaded:
             size, kind = axes[:-1], "int64"
         _require_input("x", x, (*axes, *inner), "int64" if channels is None else numbers)
         _require_input(names[1], other, size, kind)
+        if 0 in x.shape:
+            raise ExportError(f"x has shape {tuple(x.shape)}, expected one sequence and one step at least")
+        most = self.metadata.get("largest_batch")
+        if most is not None and len(x) > most:
+            raise ExportError(
+                f"x has {len(x)} sequences, expected at most {most}: export with ExecuTorch(batch={len(x)})"
+            )
+        if channels is None:
+            _require_values("the tokens in x", x, 0, self.metadata["vocabulary"] - 1)
+        if names[1] == "lengths":
+            length = x.shape[len(axes) - 1]
+            if length > LONGEST:
+                raise ExportError(f"x has {length} steps, expected at most {LONGEST}: step through longer sequences")
+            _require_values("lengths", other, 1, length)
 
 
 class Format(ABC):

@@ -29,8 +29,15 @@ from compressm.models import (
 )
 from compressm.models.checks import without_padding
 from compressm.models.classifier import pair_features
-from compressm.models.encoder import EmbeddingEncoder, Encoder, LinearEncoder
-from compressm.models.normalisation import PaddedBatchNorm, PaddedRunningNorm, StepNorm, StepRMSNorm, Unchanged
+from compressm.models.encoder import EmbeddingEncoder, LinearEncoder
+from compressm.models.normalisation import (
+    PaddedBatchNorm,
+    PaddedRunningNorm,
+    StepNorm,
+    StepRMSNorm,
+    Unchanged,
+    averages_of,
+)
 
 Model: TypeAlias = LanguageModel | SequenceClassifier | Blocks | ResidualBlock | SSMLayer
 
@@ -43,9 +50,13 @@ def require_exportable(model: object) -> Model:
     inner = unwrapped(model) if isinstance(model, nn.Module) else model
     if isinstance(inner, Model):
         return inner
-    own = type(inner).__module__.partition(".")[0]
-    cure = ": write it by save_pretrained and convert that folder by the tools of transformers or llama.cpp"
-    raise ExportError(f"model is a {type(inner).__name__}, expected {_KINDS}{cure if own == 'transformers' else ''}")
+    cure = ""
+    if type(inner).__module__.partition(".")[0] == "transformers":
+        cure = ": write it by save_pretrained and convert that folder by the tools of transformers or llama.cpp"
+    elif isinstance(inner, nn.Module):
+        parts = ((name, part) for name, part in inner.named_modules() if isinstance(part, Model))
+        cure = next((f": export its part {name}, a {type(part).__name__}" for name, part in parts), "")
+    raise ExportError(f"model is a {type(inner).__name__}, expected {_KINDS}{cure}")
 
 
 def blocks_of(model: Model) -> Sequence[ResidualBlock]:
@@ -56,6 +67,13 @@ def blocks_of(model: Model) -> Sequence[ResidualBlock]:
     found = list(blocks)
     if not found:
         raise ExportError(f"the {type(model).__name__} has no blocks, expected at least one")
+    for block in found:
+        if not isinstance(block, Block | MixerBlock):
+            raise ExportError(f"a block is a {type(block).__name__}, expected a Block or a MixerBlock")
+        if not isinstance(block.ssm, SSMLayer):
+            raise ExportError(
+                f"the layer of a block is a {type(block.ssm).__name__}, expected an SSM layer of compressm"
+            )
     return found
 
 
@@ -81,11 +99,10 @@ class Norm(nn.Module):
         self.kind: str = "none"
         eps, factor, shift = 0.0, scale, None
         if isinstance(module, PaddedBatchNorm | PaddedRunningNorm):
-            assert module.running_mean is not None
-            assert module.running_var is not None
-            deviation = torch.sqrt(module.running_var.double() + module.eps)
+            mean, variance = averages_of(module)
+            deviation = torch.sqrt(variance.double() + module.eps)
             factor = _product(1 / deviation, module.weight, scale)
-            shift = _product(-module.running_mean.double() / deviation, module.weight, scale)
+            shift = _product(-mean.double() / deviation, module.weight, scale)
             shift = shift if module.bias is None else shift + _product(module.bias, scale)
         elif isinstance(module, StepNorm | StepRMSNorm):
             self.kind = "layer" if isinstance(module, StepNorm) else "rms"
@@ -123,11 +140,15 @@ class BlockGraph(nn.Module):
     Its approximation by tanh is y sigmoid(2 √(2/π) (y + 0.044715 y³)).
     """
 
+    slope: Tensor
+    bend: Tensor
+
     def __init__(self, block: ResidualBlock, dtype: torch.dtype, *, sequences: bool) -> None:
         super().__init__()
-        if not isinstance(block, Block | MixerBlock):
-            raise ExportError(f"a block is a {type(block).__name__}, expected a Block or a MixerBlock")
         self.exact = not isinstance(block, Block) or block.gelu == "exact"
+        # As tensors: of numbers in double precision runtimes keep single precision.
+        for name, number in (("slope", _SLOPE), ("bend", 0.044715 * _SLOPE)):
+            self.register_buffer(name, None if self.exact else torch.tensor(number, dtype=wide(dtype)))
         half = math.sqrt(0.5) if self.exact else 1.0
         gain = half if isinstance(block, Block) else 1.0
         self.recurrence = recurrence_of(block.ssm, dtype, sequences=sequences, gain=gain, scaled=True)
@@ -147,7 +168,7 @@ class BlockGraph(nn.Module):
     def _after(self, x: Tensor, y: Tensor) -> Tensor:
         if self.gate is None:
             return x + y
-        active = y + y * torch.erf(y) if self.exact else y * torch.sigmoid(y * (_SLOPE + 0.044715 * _SLOPE * y * y))
+        active = y + y * torch.erf(y) if self.exact else y * torch.sigmoid(y * (self.slope + self.bend * y * y))
         both = self.gate(active)
         value, gate = pieces(both, [both.shape[-1] // 2] * 2)
         return x + value * torch.sigmoid(gate)
@@ -258,19 +279,24 @@ class SequenceGraph(Graph):
         return pooled, after
 
 
-def _encoder(encoder: Encoder | None, dtype: torch.dtype) -> Product | None:
+def _encoder(encoder: nn.Module | None, dtype: torch.dtype) -> Product | None:
     if encoder is None:
         return None
     if isinstance(encoder, EmbeddingEncoder):
         return Product(encoder.embedding.weight, None, dtype)
-    assert isinstance(encoder, LinearEncoder)
+    if not isinstance(encoder, LinearEncoder):
+        raise ExportError(f"the encoder is a {type(encoder).__name__}, expected the model's own")
     return Product(encoder.linear.weight, encoder.linear.bias, dtype)
 
 
 def _head(model: Model, dtype: torch.dtype) -> nn.Module | None:
     """The map from features to logits; None if there is none, or if it is the embedding."""
     if isinstance(model, LanguageModel):
-        return None if model.head is None else Product(model.head.weight, None, dtype)
+        if model.head is None:
+            return None
+        if not isinstance(model.head, nn.Linear):
+            raise ExportError(f"the head is {model.head!r:.80}, expected the language model's own")
+        return Product(model.head.weight, None, dtype)
     if not isinstance(model, SequenceClassifier):
         return None
     parts = list(model.head) if isinstance(model.head, nn.Sequential) else [model.head]

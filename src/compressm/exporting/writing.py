@@ -20,7 +20,7 @@ from torch.export import Dim, ExportedProgram
 from compressm.errors import ExportError, did_you_mean
 from compressm.exporting.formats import Format, Loaded, format_for, quietly, reason_of
 from compressm.exporting.graphs import Graph, Model, SequenceGraph, StepGraph, layers_of, require_exportable
-from compressm.exporting.recurrences import LONGEST, at_ends, wide
+from compressm.exporting.recurrences import LONGEST, Traced, at_ends, wide
 from compressm.files import replacing
 from compressm.layers.base import require_sizes
 from compressm.models import ClassifierState, MeanPooling, SequenceClassifier
@@ -114,11 +114,12 @@ def write(
     with quietly():
         format.require()
     case = Case(inner, what, example, check)
-    metadata = case.metadata() | facts
+    metadata = case.metadata() | ({} if format.most is None else {"largest_batch": format.most}) | facts
     with quietly(), torch.no_grad(), replacing(target) as scratch:
-        program = _reached(format, "trace the model", lambda: case.program(format))
-        _reached(format, "write the file", lambda: format.write(program, case.names, scratch, json.dumps(metadata)))
-        difference = _reached(format, "run the file", lambda: case.difference(format.loaded(scratch), format))
+        program = _reached("torch.export", "trace the model", lambda: case.program(format), case.advice)
+        text = json.dumps(metadata)
+        _reached(format.runtime, "write the file", lambda: format.write(program, case.names, scratch, text))
+        difference = _reached(format.runtime, "run the file", lambda: case.difference(format.loaded(scratch), format))
         if not difference <= case.tolerance:
             raise ExportError(
                 f"in {format.runtime} the {what} differs from the model by {difference:.2e} of its largest output,"
@@ -141,7 +142,7 @@ def write(
     )
 
 
-def _reached(format: Format, aim: str, work: Callable[[], Result]) -> Result:
+def _reached(runtime: str, aim: str, work: Callable[[], Result], advice: str = "") -> Result:
     """Do the work; an error of a runtime is one of ours, with its own reason."""
     try:
         return work()
@@ -149,7 +150,7 @@ def _reached(format: Format, aim: str, work: Callable[[], Result]) -> Result:
         raise
     except Exception as error:
         # Runtimes have their own classes of errors, some right below Exception.
-        raise ExportError(f"{format.runtime} cannot {aim}: {reason_of(error)}") from error
+        raise ExportError(f"{runtime} cannot {aim}: {reason_of(error)}{advice}") from error
 
 
 @final
@@ -172,10 +173,18 @@ class Case:
             ) from error
         # Of half precision the copy has the same numbers in float32: its own rounding is not what is checked.
         self.model: Any = copied.cpu().eval().to(self.wide)
+        self.graph: Graph = (StepGraph if what == "step" else SequenceGraph)(self.model, self.dtype).eval()
         if what == "step" and isinstance(model, SequenceClassifier):
             model.initial_state(1)  # refuses two towers
-        self.graph: Graph = (StepGraph if what == "step" else SequenceGraph)(self.model, self.dtype).eval()
         self.inputs = self._inputs(example)
+
+    @property
+    def advice(self) -> str:
+        """Advice for a graph that cannot be traced: a loop over time, in somebody's own layer, is one of one length."""
+        own = sorted({type(part.layer).__name__ for part in self.graph.modules() if isinstance(part, Traced)})
+        if not own or self.what == "step":
+            return ""
+        return f"; the forward pass of {', '.join(own)} must be traceable for any batch and length: export the step"
 
     @property
     def names(self) -> tuple[list[str], list[str]]:
@@ -333,6 +342,7 @@ class Case:
         told |= {"dtype": str(self.dtype).removeprefix("torch."), "state_dtype": str(self.wide).removeprefix("torch.")}
         told |= {"inputs": inputs, "outputs": outputs, "tolerance": self.tolerance}
         told |= {"vocabulary": self._vocabulary()} if self.graph.tokens else {"channels": self._channels()}
+        told |= {"longest": LONGEST} if self.what == "forward" else {}
         if self.graph.towers == 1:
             told |= {"state_size": self._parts()[-1]["stop"], "states": self._parts(), "initial_state": "zeros"}
         return told

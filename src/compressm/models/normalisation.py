@@ -218,6 +218,16 @@ def running_of(norm: PaddedBatchNorm | PaddedRunningNorm) -> RunningStatistics:
     return RunningStatistics(mean, variance, batches, norm.momentum)
 
 
+def averages_of(norm: PaddedBatchNorm | PaddedRunningNorm) -> tuple[Float[Tensor, " width"], Float[Tensor, " width"]]:
+    """The running mean and variance of a norm, which a step needs."""
+    if norm.running_mean is None or norm.running_var is None:
+        raise SequenceError(
+            f"a {type(norm).__name__} has no running averages, which a step takes for those of a batch: build the model"
+            " with them, and train it"
+        )
+    return norm.running_mean, norm.running_var
+
+
 def moments_of_valid(
     x: Float[Tensor, "batch length width"], lengths: Int[Tensor, " batch"]
 ) -> tuple[Float[Tensor, " width"], Float[Tensor, " width"]]:

@@ -20,8 +20,15 @@ from compressm.layers.streaming import Stepper
 from compressm.models import Block, Blocks, ClassifierState, LanguageModel, MixerBlock, SequenceClassifier
 from compressm.models.block import ResidualBlock
 from compressm.models.checks import require_tensor, require_within
-from compressm.models.encoder import EmbeddingEncoder, Encoder, LinearEncoder
-from compressm.models.normalisation import PaddedBatchNorm, PaddedRunningNorm, StepNorm, StepRMSNorm, Unchanged
+from compressm.models.encoder import EmbeddingEncoder, LinearEncoder
+from compressm.models.normalisation import (
+    PaddedBatchNorm,
+    PaddedRunningNorm,
+    StepNorm,
+    StepRMSNorm,
+    Unchanged,
+    averages_of,
+)
 
 Map: TypeAlias = Callable[[Tensor], Tensor]
 Streamed: TypeAlias = LanguageModel | SequenceClassifier | Blocks | ResidualBlock | SSMLayer
@@ -356,11 +363,10 @@ class _Program:
         if isinstance(module, Unchanged):
             return _same if scale is None else partial(torch.mul, scale)
         if isinstance(module, PaddedBatchNorm | PaddedRunningNorm):
-            assert module.running_mean is not None
-            assert module.running_var is not None
-            deviation = torch.sqrt(module.running_var.double() + module.eps)
+            mean, variance = averages_of(module)
+            deviation = torch.sqrt(variance.double() + module.eps)
             factor = self._product(1 / deviation, module.weight, scale)
-            centre = self._product(-module.running_mean / deviation, module.weight, scale)
+            centre = self._product(-mean / deviation, module.weight, scale)
             shift = centre if module.bias is None else centre + self._product(module.bias, scale)
             return lambda x: torch.addcmul(shift, x, factor)
         if not isinstance(module, StepNorm | StepRMSNorm):
@@ -386,13 +392,14 @@ class _Program:
         present = (other.double() for other in others if other is not None)
         return reduce(torch.mul, present, first.double()).to(self.wide)
 
-    def _encoding(self, encoder: Encoder | None) -> Map:
+    def _encoding(self, encoder: nn.Module | None) -> Map:
         if encoder is None:
             return self._reading(self.layers[0].width, copy=True)  # blocks write over their input
         if isinstance(encoder, EmbeddingEncoder):
             self.reads = (torch.Size([self.batch]), torch.int64, self.device)
             return partial(torch.index_select, encoder.embedding.weight.detach().to(self.wide), 0)
-        assert isinstance(encoder, LinearEncoder)
+        if not isinstance(encoder, LinearEncoder):
+            raise SequenceError(f"the encoder is a {type(encoder).__name__}, expected the model's own")
         weight, bias = (part.detach().to(self.wide) for part in (encoder.linear.weight, encoder.linear.bias))
         read, transposed = self._reading(weight.shape[1], copy=False), weight.mT
         return lambda x: torch.addmm(bias, read(x), transposed)
