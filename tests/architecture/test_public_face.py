@@ -201,7 +201,7 @@ OPTIONS = {
         *("--measured", "--fold", "--no-fold", "--data", "--offline"),
     },
     "export": {"model", "path", "--what", "--aot", "--opset", "--backend", "--batch", "--check"},
-    "data": {"name", "--offline", "--data", "--root", "--set"},
+    "data": {"name", "file", "--offline", "--data", "--root", "--set"},
     "reproduce": {
         *("name", "--only", "--seeds", "--quick", "--processes", "--executor", "--partition", "--hours", "--gpus"),
         *("--dry-run", "--only-report", "--data", "--out"),

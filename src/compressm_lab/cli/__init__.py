@@ -19,7 +19,11 @@ COMMANDS = (
         "compressm_lab.cli.report:report",
         "Show runs on one HTML page that needs no network: results, Hankel values, orders and time; figures as files.",
     ),
-    Command("data", "compressm_lab.cli.data:data", "List all tasks, or fetch one, parse it and show its splits."),
+    Command(
+        "data",
+        "compressm_lab.cli.data:data",
+        "List all tasks, fetch one and show its splits, or `inspect FILE`: show what training would read from a file.",
+    ),
     Command(
         "demo",
         "compressm_lab.cli.demo:command",

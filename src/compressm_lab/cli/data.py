@@ -14,12 +14,16 @@ from rich.table import Table
 
 from compressm_lab.cli.opening import load_task
 from compressm_lab.cli.terminal import console, progress_bars, say
-from compressm_lab.data import CATALOGUE, DataError, DataSet, Form, Split, Store, Task, TaskKind, make
+from compressm_lab.data import CATALOGUE, DataError, Form, Source, Split, Store, Task, TaskKind, make
+from compressm_lab.data.describing import describe
 from compressm_lab.data.files import default_root
 
 
 def data(
-    name: Annotated[str | None, typer.Argument(help="A task to fetch and look at. Default: list all.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="A task to fetch and look at, or `inspect` and a FILE. Default: list all.")
+    ] = None,
+    file: Annotated[Path | None, typer.Argument(help="A file of your own, to show what training would read.")] = None,
     offline: Annotated[bool, typer.Option("--offline", help="Fetch nothing; use files that are there.")] = False,
     folder: Annotated[
         Path | None,
@@ -30,8 +34,11 @@ def data(
         list[str] | None, typer.Option("--set", metavar="OPTION=VALUE", help="An option of the task; again for more.")
     ] = None,
 ) -> None:
-    """List all tasks, or fetch one, parse it and show its splits."""
+    """List all tasks, fetch one and show its splits, or `inspect FILE`: show what training would read from a file."""
     store = Store(folder or root or default_root(), offline=offline)
+    if file is not None or name == "inspect":
+        _inspect(name, file, _options(set_ or []), store)
+        return
     try:
         if name is None:
             if set_:
@@ -47,6 +54,26 @@ def data(
     console.print(_summary(dataset, task))
 
 
+def _inspect(name: str | None, file: Path | None, options: dict[str, Any], store: Store) -> None:
+    """Show a file, and the recipe that trains on it."""
+    if name != "inspect" or file is None:
+        wanted = "`compressm data inspect FILE`"
+        came = "inspect without a file" if file is None else f"{name} {file}"
+        raise typer.BadParameter(f"{came}, expected {wanted}", param_hint="FILE")
+    try:
+        found = describe(file, options, store)
+    except DataError as error:
+        raise typer.BadParameter(str(error), param_hint="FILE") from None
+    say(*found.lines, "")
+    if found.undecided:
+        say(
+            f"to decide: {found.undecided}",
+            "try it with --set, as in --set target=NAME; a table with one row a step also needs --set sequence=NAME",
+            "",
+        )
+    say(f"a recipe{', with ? to be filled in' if found.undecided else ', to be changed'}:", *found.recipe)
+
+
 def _options(given: list[str]) -> dict[str, Any]:
     options = {}
     for text in given:
@@ -58,8 +85,15 @@ def _options(given: list[str]) -> dict[str, Any]:
         try:
             options[option] = ast.literal_eval(value.title() if value.lower() in ("true", "false", "none") else value)
         except (ValueError, SyntaxError):
-            options[option] = value
+            options[option] = _listed(value)
     return options
+
+
+def _listed(text: str) -> Any:
+    """A text, or the list of [a, b]."""
+    if not (text.startswith("[") and text.endswith("]")):
+        return text
+    return [int(part) if part.isdecimal() else part for part in map(str.strip, text[1:-1].split(","))]
 
 
 class _Shown:
@@ -93,14 +127,15 @@ def _listing(store: Store) -> Table:
     return table
 
 
-def _reads(form: Form) -> str:
+def _reads(form: Form | Task) -> str:
     what = f"{form.channels} real" if form.vocabulary is None else f"{form.vocabulary} tokens"
     return what if form.towers == 1 else f"{form.towers} × {what}"
 
 
-def _summary(dataset: DataSet, task: Task) -> Table:
+def _summary(source: Source, task: Task) -> Table:
     total = sum(split.bytes for split in (task.train, task.validation, task.test))
-    title = f"{dataset}: {task.kind.value}, {_reads(dataset.form)}, {task.classes} classes, {_size(total)}"
+    counted = f"{task.classes} {'outputs' if task.kind.is_regression else 'classes'}"
+    title = f"{source}: {task.kind.value}, {_reads(task)}, {counted}, {_size(total)}"
     table = Table(title=escape(title))
     for head in ("split", "examples", "inputs", "steps", "bytes", "share of classes, %"):
         table.add_column(head, overflow="fold")
@@ -119,7 +154,7 @@ def _steps(split: Split, task: Task) -> str:
 
 
 def _balance(split: Split, task: Task) -> str:
-    if task.kind is TaskKind.REGRESS:
+    if task.kind.is_regression:
         return "-"
     asked = split.targets[split.targets >= 0]
     shares = torch.bincount(asked, minlength=task.classes).double() / len(asked)

@@ -13,7 +13,7 @@ from compressm.errors import SavingError
 from compressm.ops import SequenceError
 from compressm.saving.checkpoints import load_checkpoint
 from compressm_lab.cli.terminal import score_text
-from compressm_lab.data import DataError, DataSet, Order, Store, Task, make
+from compressm_lab.data import DataError, Order, Source, Store, Task, make
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.records import RunError
 from compressm_lab.training import ConfigError, Recipe
@@ -28,24 +28,29 @@ _BATCHES, _SIZE = 4, 50  # training data that a model is calibrated on
 def open_run(path: Path, *, with_data: bool, data: Path | None, offline: bool) -> SavedModel:
     """The final model of a run, or the newest checkpoint of one that has not ended; the commands' `Opener`."""
     run = RunDirectory(path)
-    try:
-        recipe = make_recipe(run.config(), source=str(path / "config.json"))
-        dataset = make(**recipe.task)
-        whole, step = (run.model / "model.safetensors").is_file(), 0
-        if whole:
-            run.require_own_model()
-        model: nn.Module = load_model(run.model) if whole else build_model(recipe.model, dataset.form)
-        if not whole:
-            step = _load_newest(run, model)
-    except (ConfigError, DataError, RunError) as error:
-        raise SavingError(str(error)) from error
+
+    @cache
+    def source() -> Source:
+        return make(**recipe.task)
 
     @cache
     def task() -> Task:
         try:  # data that are only for a test are not fetched
-            return load_task(dataset, store_in(data, offline or not with_data))
+            return load_task(source(), store_in(data, offline or not with_data))
         except DataError as error:
             raise SavingError(str(error)) from error
+
+    try:
+        recipe = make_recipe(run.config(), source=str(path / "config.json"))
+        whole, step = (run.model / "model.safetensors").is_file(), 0
+        if whole:
+            run.require_own_model()
+        # Code of a task is imported only if the data are asked for.
+        model: nn.Module = load_model(run.model) if whole else build_model(recipe.model, source().form or task())
+        if not whole:
+            step = _load_newest(run, model)
+    except (ConfigError, DataError, RunError) as error:
+        raise SavingError(str(error)) from error
 
     return SavedModel(
         model.eval(),
@@ -73,21 +78,22 @@ def store_in(folder: Path | None, offline: bool) -> Store:
 def task_of(recipe: Recipe, data: Path | None, offline: bool) -> Task:
     """The task that a recipe is trained on; nothing is fetched for a model that cannot answer it."""
     try:
-        dataset = make(**recipe.task)
+        source = make(**recipe.task)
     except DataError as error:
         raise DataError(f"task: {error}") from error
-    require_fit(recipe.model, dataset.form.kind)
-    return load_task(dataset, store_in(data, offline))
+    if source.form is not None:
+        require_fit(recipe.model, source.form.kind)
+    return load_task(source, store_in(data, offline))
 
 
-def load_task(dataset: DataSet, store: Store) -> Task:
+def load_task(source: Source, store: Store) -> Task:
     """Load a task; one that does not fit into memory is refused."""
     try:
-        return dataset.load(store)
+        return source.load(store)
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and "alloc" not in str(error):
             raise
-        raise DataError(f"the data of {dataset} do not fit into memory: set smaller sizes") from error
+        raise DataError(f"the data of {source} do not fit into memory: set smaller sizes") from error
 
 
 def _load_newest(run: RunDirectory, model: nn.Module) -> int:

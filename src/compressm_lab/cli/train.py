@@ -41,6 +41,7 @@ from compressm_lab.cli.terminal import (
     score_text,
 )
 from compressm_lab.data import DataError
+from compressm_lab.data.table import located
 from compressm_lab.experiments.comparisons import comparison
 from compressm_lab.experiments.recipes import AUTOMATIC, BASELINE, RECIPE_FILES, find_recipe, recipe_names
 from compressm_lab.runs.directory import RunDirectory
@@ -187,7 +188,7 @@ def _recipe(
         if settings or baseline or auto or seed is not None or order is not None:
             options = "--set, --seed, --order, --baseline and --auto"
             raise ConfigError(f"{name} goes on as it began: {options} are not for --resume")
-        return make_recipe(directory.config(), source=str(directory.path / "config.json"))
+        return make_recipe(directory.config(), source=str(directory.path / "config.json"), importing=_announce)
     if resume and name not in recipe_names() and Path(name).suffix not in RECIPE_FILES:
         if _is_first():
             directory.require_free()  # another process may be about to begin it
@@ -202,12 +203,18 @@ def _recipe(
     spoken |= {f"model.order={order}": f"--order {order}"} if order is not None else {}
     # The label that a recipe gives itself is not that of its baseline; one that is set is.
     first = {"label=''": "--baseline"} if baseline else dict.fromkeys(AUTOMATIC, "--auto") if auto else {}
-    recipe = find_recipe(name, (*first, *settings, *spoken), spoken=first | spoken)
+    recipe = find_recipe(name, (*first, *settings, *spoken), spoken=first | spoken, importing=_announce)
+    # Absolute paths lead to files and to the teacher from every folder: a run may be resumed in another one.
+    recipe = replace(recipe, task=located(recipe.task, Path(name).parent))
     if recipe.distillation is None:
         return recipe
-    # An absolute path leads to the teacher from every folder: a run may be resumed in another one.
     teacher = str(Path(recipe.distillation.teacher).absolute())
     return replace(recipe, distillation=replace(recipe.distillation, teacher=teacher))
+
+
+def _announce(module: str) -> None:
+    """Say that a recipe runs code of somebody."""
+    say(f"imports {module}, which the recipe names")
 
 
 def _require_model(folder: Path) -> None:

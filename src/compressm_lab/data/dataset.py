@@ -110,11 +110,34 @@ class Form:
     time: bool = False
 
 
-@dataclass(frozen=True)
-class DataSet(ABC):
-    """A data set whose options are its fields; `load` gives the task they describe."""
+class Source(ABC):
+    """What a recipe names as its task: `load` gives it."""
 
     name: ClassVar[str]
+
+    @property
+    def wanted(self) -> tuple[Wanted, ...]:
+        """The files it is read from that can be fetched or are published; none where it is made here."""
+        return ()
+
+    @property
+    def form(self) -> Form | None:
+        """Sizes of the task; None if only its data tell them."""
+        return None
+
+    @abstractmethod
+    def load(self, store: Store) -> Task:
+        """Read or make the task."""
+
+    def present(self, store: Store) -> bool:
+        """True if it can be loaded without a network."""
+        return True
+
+
+@dataclass(frozen=True)
+class DataSet(Source):
+    """A data set whose options are its fields; `load` gives the task they describe."""
+
     # Of the parsed form: raised when `parse` gives something else for the same files and options.
     version: ClassVar[int] = 1
     # Options of batches alone: examples are parsed and stored in the same way without them.
@@ -124,11 +147,6 @@ class DataSet(ABC):
     @abstractmethod
     def form(self) -> Form:
         """Sizes of the task."""
-
-    @property
-    def wanted(self) -> tuple[Wanted, ...]:
-        """The files it is read from; none where it is generated."""
-        return ()
 
     @abstractmethod
     def parse(self, paths: Sequence[Path], progress: Progress) -> Splits:

@@ -146,6 +146,69 @@ class Task:
         """The steps of a sequence, padding included."""
         return self.train.inputs.shape[1 if self.vocabulary is None else -1]
 
+    def notes(self) -> dict[str, Any]:
+        """What a run writes down of its data: sizes, names of classes, and how numbers are normalised."""
+        counted = {which: len(getattr(self, which)) for which in Splits._fields}
+        sizes = ("classes", "labels", "channels", "vocabulary", "shift", "scale", "target_shift", "target_scale")
+        values = {name: getattr(self, name) for name in sizes}
+        return {"name": self.name, "kind": self.kind.value, "examples": counted, **values, "about": dict(self.about)}
+
+    def require_sound(self) -> None:
+        """Refuse splits that do not hold what the fields say, as a task of your own code may."""
+        for which in Splits._fields:
+            self._require_inputs(which, getattr(self, which))
+            self._require_targets(which, getattr(self, which))
+
+    def _require_inputs(self, which: str, split: Split) -> None:
+        x, towers = split.inputs, (self.towers,) if self.towers > 1 else ()
+        said = f"{which}: the inputs are {x.dtype} {tuple(x.shape)}"
+        if not len(x):
+            raise DataError(f"{which}: no examples")
+        if self.channels is not None:
+            width = self.channels - self.time
+            if x.dtype not in (torch.float32, torch.uint8) or x.ndim != 3 or x.shape[2] != width:
+                raise DataError(f"{said}, expected float32 or uint8 (examples, length, {width})")
+            if not x.isfinite().all():
+                raise DataError(f"{which}: inputs that are not finite in example {_first(~x.isfinite())}")
+        elif x.is_floating_point() or tuple(x.shape[1:-1]) != towers:
+            shape = ", ".join(map(str, ("examples", *towers, "length")))
+            raise DataError(f"{said}, expected integers ({shape})")
+        elif ((x < 0) | (x >= (self.vocabulary or 0))).any():
+            raise DataError(f"{which}: tokens {int(x.min())} to {int(x.max())}, expected 0 to below {self.vocabulary}")
+        lengths = split.lengths
+        if lengths is None:
+            return
+        steps = x.shape[len(towers) + 1]
+        if lengths.dtype != torch.int64 or tuple(lengths.shape) != (len(x), *towers):
+            raise DataError(
+                f"{which}: lengths are {lengths.dtype} {tuple(lengths.shape)}, expected int64 {(len(x), *towers)}"
+            )
+        if int(lengths.min()) < 1 or int(lengths.max()) > steps:
+            raise DataError(f"{which}: lengths {int(lengths.min())} to {int(lengths.max())}, expected 1 to {steps}")
+
+    def _require_targets(self, which: str, split: Split) -> None:
+        y, steps = split.targets, (split.inputs.shape[-1 if self.channels is None else 1],)
+        shape = (
+            len(split),
+            *(steps if self.kind.asks_steps else ()),
+            *((self.classes,) if self.kind.is_regression else ()),
+        )
+        wanted = torch.float32 if self.kind.is_regression else torch.int64
+        if y.dtype != wanted or tuple(y.shape) != shape:
+            raise DataError(
+                f"{which}: the targets are {y.dtype} {tuple(y.shape)}, expected {wanted} {shape} of a task that is"
+                f" {self.kind.value}"
+            )
+        if self.kind.is_regression:
+            free = self.kind.asks_steps and split.lengths is not None
+            if (wrong := y.isinf() if free else ~y.isfinite()).any():
+                raise DataError(f"{which}: targets that are not finite in example {_first(wrong)}")
+            return
+        asked = y != IGNORED if self.kind.asks_steps else torch.ones_like(y, dtype=torch.bool)
+        if (wrong := asked & ((y < 0) | (y >= self.classes))).any():
+            most = self.classes - 1
+            raise DataError(f"{which}: target {int(y[wrong][0])} in example {_first(wrong)}, expected 0 to {most}")
+
     def to(self, device: torch.device | str) -> Task:
         """The same task with all splits on one device."""
         train, validation, test = (split.to(device) for split in (self.train, self.validation, self.test))
@@ -169,6 +232,11 @@ class Task:
         """Put the channel t / L before the others."""
         times = torch.arange(x.shape[1], device=x.device, dtype=x.dtype) / x.shape[1]
         return torch.cat([times[None, :, None].expand(len(x), -1, 1), x], dim=-1)
+
+
+def _first(wrong: Shaped[Tensor, "examples *rest"]) -> int:
+    """The first example, counted from 0, in which something is wrong."""
+    return int(wrong.flatten(1).any(dim=1).nonzero()[0]) if wrong.ndim > 1 else int(wrong.nonzero()[0])
 
 
 def _affine(
@@ -268,7 +336,8 @@ def _shares(counts: Int64[Tensor, " classes"], share: float) -> Int64[Tensor, " 
     whole = exact.floor()
     missing = round(float(exact.sum())) - int(whole.sum())
     whole[(exact - whole).argsort(descending=True, stable=True)[:missing]] += 1
-    return whole.long()
+    # A class keeps an example to learn from.
+    return whole.long().minimum(counts - 1)
 
 
 def with_validation(train: Split, test: Split) -> Splits:

@@ -50,7 +50,8 @@ def require_sound(wanted: Campaign) -> None:
     for arm in wanted.arms:
         recipe = arm.read(0)
         Plan.of(recipe)
-        build_model(recipe.model, make(**recipe.task).form)
+        source = make(**recipe.task)
+        build_model(recipe.model, source.form or source.load(Store()))
     own = {arm.folder for arm in wanted.arms}
     if strange := sorted(path for path in wanted.runs.glob("*") if path.name not in own):
         raise ConfigError(f"{strange[0]} is not of a demo, which writes over its folder: choose another --out")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from compressm_lab.data import DataError, DataSet, Store, make
+from compressm_lab.data import DataError, Source, Store, make
 from compressm_lab.experiments.executors import Executor, Started
 from compressm_lab.experiments.recipes import Arm, FinalOrder, Training, find_recipe
 from compressm_lab.runs.directory import RunDirectory
@@ -115,14 +115,14 @@ def require_ready(trainings: Iterable[Training], executor: Executor, data: Path 
         raise ConfigError("\n".join(wrong))
 
 
-def _data_sets(trainings: Iterable[Training]) -> list[DataSet]:
+def _data_sets(trainings: Iterable[Training]) -> list[Source]:
     """List the data sets of trainings, each once, also of arms whose order is not known yet."""
     tasks = {(t.arm.recipe, tuple(s for s in t.arm.settings if s.startswith("task"))): t for t in trainings}
     found = (dict(find_recipe(recipe, settings).task) for recipe, settings in tasks)
     return list(dict.fromkeys(make(task.pop("name"), **task) for task in found))
 
 
-def _why_missing(dataset: DataSet, store: Store, say: Say) -> str:
+def _why_missing(dataset: Source, store: Store, say: Say) -> str:
     """Fetch a data set if that is allowed; words for why it is missing, empty if it is there."""
     if dataset.present(store):
         return ""

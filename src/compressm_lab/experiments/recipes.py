@@ -14,7 +14,7 @@ from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.measurement import Row
 from compressm_lab.training.config import POLICIES, ConfigError, Recipe
 from compressm_lab.training.loop import differences
-from compressm_lab.training.reading import make_recipe, read_recipe
+from compressm_lab.training.reading import Importing, make_recipe, read_recipe
 
 # Settings that make a baseline of a recipe.
 RECIPE_FILES = (".yaml", ".yml", ".json")  # the last: config.json of a run
@@ -36,11 +36,17 @@ def recipe_names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
-def find_recipe(name: str, settings: tuple[str, ...] = (), *, spoken: Mapping[str, str] | None = None) -> Recipe:
-    """Read a recipe by its name, or from a YAML file of your own; settings and `spoken` as in `read_recipe`."""
+def find_recipe(
+    name: str,
+    settings: tuple[str, ...] = (),
+    *,
+    spoken: Mapping[str, str] | None = None,
+    importing: Importing | None = None,
+) -> Recipe:
+    """Read a recipe by its name, or from a YAML file of your own; the other arguments are those of `read_recipe`."""
     path = Path(name)
     if path.suffix in RECIPE_FILES:
-        return read_recipe(path, settings, spoken=spoken)
+        return read_recipe(path, settings, spoken=spoken, importing=importing)
     if name not in recipe_names():
         hint = did_you_mean(name, recipe_names())
         if (path / "config.json").is_file():
@@ -48,7 +54,7 @@ def find_recipe(name: str, settings: tuple[str, ...] = (), *, spoken: Mapping[st
         raise ConfigError(
             f"{name!r} is not a recipe; expected one of {', '.join(recipe_names())}, or a .yaml file{hint}"
         )
-    return read_recipe(FOLDER / f"{name}.yaml", settings, spoken=spoken)
+    return read_recipe(FOLDER / f"{name}.yaml", settings, spoken=spoken, importing=importing)
 
 
 def run_differs(run: RunDirectory, wanted: Recipe) -> str:

@@ -3,9 +3,9 @@
 config.json        the recipe as it was resolved           metrics.jsonl    `Evaluation`
 environment.json   machine, date, commit, versions         cuts.jsonl       `CutRecord` and `RestoredRecord`
 status.json        `Status`                                spectra.jsonl    `Spectrum`
-checkpoints/       what --resume goes on from              timings.jsonl    `Timing`
-penalties.jsonl    `PenaltyRecord`                         truncations.jsonl  `TruncationRecord`
-decisions.jsonl    `DecisionRecord`, of cuts without listed steps
+task.json          sizes, classes, files, normalisation    timings.jsonl    `Timing`
+checkpoints/       what --resume goes on from              truncations.jsonl  `TruncationRecord`
+penalties.jsonl    `PenaltyRecord`                         decisions.jsonl  `DecisionRecord`, of cuts without listed steps
 lock/              the process that trains here
 model/             the final model, for `load_model`       tensorboard/     events, where asked for
 """
@@ -85,7 +85,7 @@ class RunDirectory:
     def other_files(self) -> list[str]:
         """The names of files and folders that do not belong to a run that is about to begin here."""
         # Of a run that was killed before it had a config, or that a study is about to begin.
-        begun = {"lock", "environment.json", "together.json"}
+        begun = {"lock", "environment.json", "task.json", "together.json"}
         names = sorted(path.name for path in self.path.iterdir()) if self.path.is_dir() else []
         return [name for name in names if name not in begun and not name.startswith(".")]
 
@@ -103,6 +103,14 @@ class RunDirectory:
             raise RunError(f"{self.path} already holds a run: resume it, or choose another folder")
         self.describe_here()
         self._write("config.json", config)
+
+    def write_task(self, notes: dict[str, Any]) -> None:
+        """Write down what the data of the run are."""
+        self._write("task.json", notes)
+
+    def task(self) -> dict[str, Any]:
+        """What the data of the run are; empty for runs of earlier versions."""
+        return self._read("task.json") if (self.path / "task.json").is_file() else {}
 
     def describe_here(self) -> None:
         """Write down the machine, the commit and the versions."""

@@ -3,9 +3,7 @@
 # ruff: noqa: F401 - the public names
 from compressm_lab.training.config import (
     CompressionConfig,
-    ConfigError,
     DistillationConfig,
-    ModelConfig,
     Recipe,
     RegulariserConfig,
     RollbackConfig,
@@ -17,4 +15,5 @@ from compressm_lab.training.config import (
 )
 from compressm_lab.training.loggers import RunLogger, Silent
 from compressm_lab.training.loop import CutError, Diverged, Interrupted, train
+from compressm_lab.training.model_config import ConfigError, ModelConfig
 from compressm_lab.training.plan import Plan

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,14 +15,17 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from compressm import compression, models
-from compressm.compression import Compressor, HankelTracker, SelectiveMethod
+from compressm.adapters import find
+from compressm.compression import Compressor, HankelTracker, SelectiveMethod, save_model
 from compressm.compression.policies import FewerStates, Policy
-from compressm.errors import did_you_mean
+from compressm.errors import SavingError, did_you_mean
+from compressm.families import family_of
 from compressm.layers import SSMLayer
 from compressm_lab.data.dataset import Form
 from compressm_lab.data.task import Batch, Order, Split, Task, TaskKind, seeded
 from compressm_lab.training import config as recipes
-from compressm_lab.training.config import ConfigError, Recipe, TrainingConfig, layer_class, needs_data
+from compressm_lab.training.config import Recipe, TrainingConfig
+from compressm_lab.training.model_config import ConfigError, ModelConfig, factory, layer_class
 from compressm_lab.training.plan import automatic, cut_steps, settle_steps
 
 # The share of free GPU memory that data may take: the rest is for model, gradients and activations.
@@ -147,10 +151,12 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float | Tensor) -> None:
             group["lr"] = float(rate) * group["factor"]
 
 
-def build_model(config: recipes.ModelConfig, task: Task | Form) -> models.SequenceClassifier:
+def build_model(config: ModelConfig, task: Task | Form) -> nn.Module:
     """A new model with random weights from torch's generator, of the sizes that the task has."""
     require_fit(config, task.kind)
     _require_memory(config)
+    if config.factory is not None:
+        return _made(config, config.factory, task)
     try:
         return models.SequenceClassifier(
             layer_class(config.layer),
@@ -171,7 +177,57 @@ def build_model(config: recipes.ModelConfig, task: Task | Form) -> models.Sequen
         raise ConfigError(f"model: {error}") from error
 
 
-def _require_memory(config: recipes.ModelConfig) -> None:
+def _made(config: ModelConfig, place: str, task: Task | Form) -> nn.Module:
+    """The model of a factory; refuse one that cannot be saved, or answers in another shape, before it is trained."""
+    build = factory(place)
+    sizes = {"inputs": task.channels, "depth": config.depth, "width": config.width, "order": config.order}
+    sizes |= {name: getattr(task, name) for name in ("vocabulary", "towers", "classes", "length")}
+    named = {name: value for name, value in sizes.items() if name in inspect.signature(build).parameters}
+    given = config.options or {}
+    if both := [name for name in given if name in sizes]:
+        raise ConfigError(
+            f"model.options has {both[0]}, which the factory takes from the task and the model: leave it out"
+        )
+    try:
+        inspect.signature(build).bind(**named, **given)
+    except TypeError as error:
+        raise ConfigError(
+            f"model.factory: {place}{inspect.signature(build)} cannot be called with {', '.join((*named, *given))}:"
+            f" {error}"
+        ) from None
+    model = build(**named, **given)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model.factory: {place} returns {model!r:.80}, expected an nn.Module")
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            save_model(model, folder)
+    except SavingError as error:
+        raise ConfigError(f"model.factory: {place} makes a model that cannot be saved: {error}") from error
+    if isinstance(task, Task):
+        _require_answers(model, place, task)
+    return model
+
+
+@torch.no_grad()
+def _require_answers(model: nn.Module, place: str, task: Task) -> None:
+    """Refuse a model whose answers to two examples have another shape than the task asks for."""
+    batch = batch_on(torch.device("cpu"), task, task.train, torch.arange(min(2, len(task.train))))
+    steps = (batch.inputs.shape[-1 if task.channels is None else 1],) if task.kind.asks_steps else ()
+    wanted = (len(batch.targets), *steps, task.classes)
+    try:
+        answers = model.eval()(batch.inputs, batch.lengths)
+    except TypeError as error:
+        raise ConfigError(
+            f"model.factory: the model of {place} is called as model(inputs, lengths): {error}"
+        ) from error
+    finally:
+        model.train()
+    if not isinstance(answers, Tensor) or tuple(answers.shape) != wanted:
+        came = tuple(answers.shape) if isinstance(answers, Tensor) else f"a {type(answers).__name__}"
+        raise ConfigError(f"model.factory: the model of {place} answers with {came}, expected {wanted}")
+
+
+def _require_memory(config: ModelConfig) -> None:
     """Refuse a model that surely is too large for this machine: torch would be killed without a word."""
     # No layer has fewer numbers than a pair of real ones for each channel and state.
     least = 4 * config.depth * config.width * (2 * config.order + config.width)
@@ -183,8 +239,10 @@ def _require_memory(config: recipes.ModelConfig) -> None:
         )
 
 
-def require_fit(config: recipes.ModelConfig, kind: TaskKind) -> None:
+def require_fit(config: ModelConfig, kind: TaskKind) -> None:
     """Refuse answers of another shape than the task asks for, and options that layer or norm do not have."""
+    if config.factory is not None:  # asked once it is built
+        return
     asked, fitting = _ASKED[kind]
     if config.pooling not in fitting:
         raise ConfigError(
@@ -242,7 +300,7 @@ def build_compressor(
         optimizer,
         when=automatic(recipe) or cut_steps(recipe),
         keep=policy,
-        **build_truncation(recipe, config, task),
+        **build_truncation(recipe, config, task, model),
         selective=build_method(config.selective),
         select=selections[config.select],
         gate=config.gate,
@@ -273,10 +331,15 @@ def build_tracker(recipe: Recipe, model: nn.Module, task: Task) -> HankelTracker
     # A recipe without compression has the defaults, whatever the policy.
     config = recipe.compression or recipes.CompressionConfig(rho=1.0, when=recipes.WhenConfig(steps=(1,)))
     options: dict[str, Any] = {"fold": config.fold}
-    if needs_data(recipe.model.layer):
-        options = build_truncation(recipe, config, task)
+    if only_with_data(model):
+        options = build_truncation(recipe, config, task, model)
     method = build_method(config.selective)
     return HankelTracker(model, every=1, changes=recipe.spectra.changes, selective=method, **options)
+
+
+def only_with_data(model: nn.Module) -> bool:
+    """Tell if a model has layers that can only be cut with data, as selective ones."""
+    return any(family_of(adapter).needs_data for _, adapter in find(model).values())
 
 
 def build_method(config: recipes.SelectiveConfig | None) -> SelectiveMethod:
@@ -285,7 +348,7 @@ def build_method(config: recipes.SelectiveConfig | None) -> SelectiveMethod:
 
 
 def build_truncation(
-    recipe: Recipe, config: recipes.CompressionConfig | recipes.TruncationConfig, task: Task
+    recipe: Recipe, config: recipes.CompressionConfig | recipes.TruncationConfig, task: Task, model: nn.Module
 ) -> dict[str, Any]:
     """Options of a cut that a compressor and `compress_` share: Gramian, calibration and folding."""
     batches = config.calibration_batches
@@ -295,11 +358,11 @@ def build_truncation(
         "modal": compression.Modal(),
     }
     gramian: compression.Gramian | None = gramians[config.gramian]
-    method = build_method(getattr(config, "selective", None))
-    if needs_data(recipe.model.layer) and method.measures(gramian) != isinstance(gramian, compression.Measured):
+    method, selective = build_method(getattr(config, "selective", None)), only_with_data(model)
+    if selective and method.measures(gramian) != isinstance(gramian, compression.Measured):
         gramian = None  # the method says itself what is measured
     # Selective layers are cut by what their inputs choose, whatever the Gramian is.
-    data = config.gramian == "measured" or needs_data(recipe.model.layer)
+    data = config.gramian == "measured" or selective
     calibrate = _calibration(recipe, task, batches) if data else None
     return {"gramian": gramian, "calibrate": calibrate, "fold": config.fold}
 

@@ -2,152 +2,35 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, final
 
-from compressm.adapters.base import adapter_of
-from compressm.compression import CompressionError, Measured, Rollback, savable
+from compressm.compression import CompressionError, Measured, Rollback
 from compressm.compression.policies import GATE
 from compressm.deploy import named_orders
-from compressm.errors import did_you_mean
-from compressm.families import family_of
 from compressm.families.choices import RoundTo, as_allowed_orders
-from compressm.layers import LRU, S4, S4D, S5, LinOSS, Mamba, SSMLayer
-from compressm.saving.kinds import is_known
 from compressm_lab.baselines import ALPHA, TEMPERATURE, HankelNuclearNorm
-from compressm_lab.data import DataError
-from compressm_lab.data.catalogue import imported
+from compressm_lab.training.model_config import Config, ConfigError, ModelConfig, has_poles
 
 Precision = Literal["float32", "tf32", "bfloat16"]
 GramianName = Literal["white_noise", "measured", "modal"]
-LAYERS: dict[str, type[SSMLayer]] = {"LRU": LRU, "S5": S5, "S4": S4, "S4D": S4D, "LinOSS": LinOSS, "Mamba": Mamba}
-
 
 _MOST_STEPS = 10**9
 
 
-class ConfigError(ValueError):
-    """A recipe that cannot be run."""
-
-
-def layer_class(name: object) -> type[SSMLayer]:
-    """The layer class that a recipe names, ours or package.module:Name; the latter may then be part of saved models."""
-    if isinstance(name, str) and name in LAYERS:
-        return LAYERS[name]
-    if not isinstance(name, str) or ":" not in name:
-        *first, last = map(repr, LAYERS)
-        module, _, kind = str(name).rpartition(".")
-        near = did_you_mean(str(name), LAYERS) or (f"; did you mean '{module}:{kind}'?" if module else "")
-        raise ConfigError(f"expected {', '.join(first)} or {last}, or a class of your own as package.module:Name{near}")
-    try:
-        found = imported(name)
-    except DataError as error:
-        raise ConfigError(str(error)) from error
-    if not (isinstance(found, type) and issubclass(found, SSMLayer)):
-        raise ConfigError(f"it is {found!r:.80}, expected a class of compressm.layers.SSMLayer")
-    if missing := sorted(found.__abstractmethods__):
-        raise ConfigError(f"{found.__name__} has no {' and no '.join(missing)}, which every SSMLayer has")
-    signature = inspect.signature(found)
-    try:
-        signature.bind(1, order=1)
-    except TypeError as error:
-        raise ConfigError(f"{found.__name__}{signature} is built as (width, order=n): {error}") from None
-    return found if is_known(found) else savable(found)
-
-
-def needs_data(name: str) -> bool:
-    """Tell if a layer can only be cut with data, as selective layers: it has no fixed poles and no error bound."""
-    adapter = adapter_of(layer_class(name))
-    return adapter is not None and family_of(adapter).needs_data
-
-
-def has_poles(name: str) -> bool:
-    """Tell if a layer has fixed poles, as penalties need, or no adapter that could say so."""
-    adapter = adapter_of(layer_class(name))
-    return adapter is None or family_of(adapter).has_poles
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """A part of a recipe; an unknown key in a file is an error."""
-
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}
-
-    def _at_least(self, low: int, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value >= low):
-                finite = "" if math.isfinite(value) else "a finite number, "
-                raise ConfigError(f"{name} is {value}, expected {finite}at least {low}")
-
-    def _at_most(self, high: int, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and value > high:
-                raise ConfigError(f"{name} is {value:.6g}, expected at most {high:,}")
-
-    def _share(self, *names: str, above: bool = False, up_to_one: bool = False) -> None:
-        for name in names:
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if not ((value > 0 if above else value >= 0) and (value <= 1 if up_to_one else value < 1)):
-                low, high = "above 0" if above else "at least 0", "at most 1" if up_to_one else "below 1"
-                raise ConfigError(f"{name} is {value}, expected a number {low} and {high}")
-
-
-class _LayerName:
-    """A validator that lets pydantic report a wrong layer at its key, model.layer."""
+class _TaskName:
+    """A validator that takes the name of a task in the place of its name and options."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
-        from pydantic_core import PydanticCustomError, core_schema
+        from pydantic_core import core_schema
 
-        def checked(name: object) -> object:
-            try:
-                layer_class(name)
-            except ConfigError as error:
-                raise PydanticCustomError("layer", "{problem}", {"problem": str(error)}) from error
-            return name
+        def spread(task: object) -> object:
+            return {"name": task} if isinstance(task, str) else task
 
-        return core_schema.no_info_plain_validator_function(checked)
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig(Config):
-    """A `SequenceClassifier`; its inputs and classes are those of the task.
-
-    layer: LRU, S5, S4, S4D, LinOSS, Mamba, or your own class, "package.module:Name", that is built as (width, order=n).
-    dropout_form: "batch" is one mask for the whole batch, as in the paper's own code, "element" one for every element.
-    pooling: "steps" keeps every step, for tasks that ask at each of them.
-    gelu: "tanh" is the approximation in the paper's own code; by default it is exact.
-    """
-
-    depth: int
-    width: int
-    order: int
-    layer: Annotated[str, _LayerName()] = "LRU"
-    layer_options: dict[str, Any] = field(default_factory=dict)
-    dropout: float = 0.1
-    dropout_form: Literal["element", "batch"] = "batch"
-    norm: Literal["batch", "running", "layer", "rms", "none"] = "batch"
-    norm_options: dict[str, Any] = field(default_factory=dict)
-    pooling: Literal["mean", "last", "steps"] = "mean"
-    gelu: Literal["exact", "tanh"] | None = None  # runs of earlier versions have no such key
-
-    def __post_init__(self) -> None:
-        self._at_least(1, "depth", "width", "order")
-        self._at_most(10_000, "depth")
-        self._at_most(10_000_000, "width", "order")
-        self._share("dropout")
-        try:
-            layer_class(self.layer)
-        except ConfigError as error:
-            raise ConfigError(f"layer is {self.layer!r}: {error}") from error
+        return core_schema.no_info_before_validator_function(spread, handler(source))
 
 
 @final
@@ -451,7 +334,7 @@ class Recipe(Config):
     """One run; runs that differ only in their seed share name and label."""
 
     name: str
-    task: dict[str, Any]
+    task: Annotated[dict[str, Any], _TaskName()]
     model: ModelConfig
     training: TrainingConfig
     compression: CompressionConfig | None = None
@@ -464,6 +347,8 @@ class Recipe(Config):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if isinstance(self.task, str):
+            object.__setattr__(self, "task", {"name": self.task})
         if not isinstance(self.task.get("name"), str):
             raise ConfigError(f"task is {self.task!r:.100}, expected its name and options, as in {{name: smnist}}")
         if not 0 <= self.seed < 2**31:
@@ -484,7 +369,7 @@ class Recipe(Config):
         compression, truncation, layer = self.compression, self.truncation, self.model.layer
         if compression is not None:
             yield from compression.refusals(self.model.depth)
-        selective = needs_data(layer)
+        selective, own = self.model.selective, self.model.factory is not None
         modal = f"gramian is modal with layer {layer}, whose input chooses its poles: leave it out"
         if selective and compression is not None and compression.bound is not None:
             yield (
@@ -493,9 +378,9 @@ class Recipe(Config):
             )
         if selective and compression is not None and compression.gramian == "modal":
             yield f"compression: {modal}"
-        if not selective and compression is not None and compression.selective is not None:
+        if not (selective or own) and compression is not None and compression.selective is not None:
             yield f"compression: selective is for layer Mamba, and layer is {layer}: leave it out"
-        if self.regulariser is not None and not has_poles(layer):
+        if self.regulariser is not None and not own and not has_poles(layer):
             yield (
                 f"regulariser: {self.regulariser.kind} is for layers with fixed poles, and layer is {layer}:"
                 " expected LRU, S5, S4D or LinOSS"

@@ -15,8 +15,8 @@ from compressm.compression.distributed import unwrapped
 from compressm.saving.rebuilding import orders_of
 from compressm_lab.data.task import Batch, Split, Task
 from compressm_lab.runs.records import SplitName, TruncationRecord
-from compressm_lab.training.building import batch_on, build_method, build_truncation
-from compressm_lab.training.config import Recipe, needs_data
+from compressm_lab.training.building import batch_on, build_method, build_truncation, only_with_data
+from compressm_lab.training.config import Recipe
 from compressm_lab.training.steps import Learner, answer_errors, task_objective
 
 
@@ -86,10 +86,10 @@ def truncations(recipe: Recipe, learner: Learner, step: int) -> Iterator[Truncat
     config = recipe.truncation
     if config is None:
         return
-    options = build_truncation(recipe, config, learner.task)
+    options = build_truncation(recipe, config, learner.task, learner.model)
     if recipe.compression is not None:  # copies are cut as the model was
         options["selective"] = build_method(recipe.compression.selective)
-    way = "selective" if needs_data(recipe.model.layer) else config.gramian
+    way = "selective" if only_with_data(learner.model) else config.gramian
     for order in config.orders:
         model = copy.deepcopy(unwrapped(learner.model)).eval()
         cuts = compress_(model, keep=TargetOrder(order), **options)

@@ -39,7 +39,7 @@ from compressm_lab.training.evaluation import evaluate, loss_on, truncations
 from compressm_lab.training.loggers import RunLogger, Silent
 from compressm_lab.training.penalty import HeldPenalty, Penalty
 from compressm_lab.training.plan import Plan
-from compressm_lab.training.resuming import require_records, warn_if_moved
+from compressm_lab.training.resuming import require_records, require_same_files, warn_if_moved
 from compressm_lab.training.steps import (
     Learner,
     Objective,
@@ -193,7 +193,7 @@ def train(
             if run.is_first:
                 if taken := held.enter_context(directory.locked(take_over=take_over)):
                     run.logger.took_over(taken)
-                _enter(directory, recipe, resume)
+                _enter(directory, recipe, task, resume)
         # Another process may have finished it in the meantime.
         if processes.as_first(directory.finished):
             return directory
@@ -216,14 +216,16 @@ def _why(error: BaseException) -> str:
     return str(error) if ours else f"{type(error).__name__}: {error}"
 
 
-def _enter(directory: RunDirectory, recipe: Recipe, resume: bool) -> None:
-    """Begin a new run, or check the recipe of the one that resumes."""
+def _enter(directory: RunDirectory, recipe: Recipe, task: Task, resume: bool) -> None:
+    """Begin a new run, or check the recipe and the files of the one that resumes."""
     checkpoints(directory)
     if resume:
         require_same_recipe(directory, recipe)
+        require_same_files(directory, task)
         if not (directory.path / "environment.json").exists():  # a report asks for it
             directory.describe_here()
     else:
+        directory.write_task(task.notes())
         directory.begin(recipe.as_dict())
 
 

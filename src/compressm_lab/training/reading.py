@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cache, lru_cache
 from pathlib import Path
@@ -14,7 +14,8 @@ from compressm.adapters.base import adapter_of
 from compressm.compression.policies import TargetOrder, obstacles
 from compressm.errors import CompressionError, did_you_mean
 from compressm.families.choices import LayerOrders, as_allowed_orders
-from compressm_lab.training.config import Config, ConfigError, Recipe, TrainingConfig, layer_class, needs_data
+from compressm_lab.training.config import Recipe, TrainingConfig
+from compressm_lab.training.model_config import Config, ConfigError, layer_class
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -22,26 +23,53 @@ if TYPE_CHECKING:
 _LEVELS, _VALUES = 20, 10_000  # more than any recipe has
 
 
-def read_recipe(path: Path | str, settings: Iterable[str] = (), *, spoken: Mapping[str, str] | None = None) -> Recipe:
+Importing = Callable[[str], None]  # told the modules that a recipe names, before they are imported
+
+
+def read_recipe(
+    path: Path | str,
+    settings: Iterable[str] = (),
+    *,
+    spoken: Mapping[str, str] | None = None,
+    importing: Importing | None = None,
+) -> Recipe:
     """Read the recipe of a YAML file, with settings such as "compression.tau=0.02" on top.
 
     An error names the setting that caused it, or else the file. `spoken` maps settings that did not come from --set to
     what the user typed instead.
     """
     contents, settings = _contents(Path(path)), tuple(settings)
-    recipe, problems = _checked(with_settings(contents, settings))
+    changed = with_settings(contents, settings)
+    _announce(changed, importing)
+    recipe, problems = _checked(changed)
     if recipe is None:
         words = {setting: f"--set {setting!r}" for setting in settings} | dict(spoken or {})
         raise ConfigError(_blamed(problems, contents, settings, str(path), words))
     return recipe
 
 
-def make_recipe(contents: Mapping[str, Any], *, source: str = "recipe") -> Recipe:
+def make_recipe(contents: Mapping[str, Any], *, source: str = "recipe", importing: Importing | None = None) -> Recipe:
     """Make a recipe from plain values; the error names every wrong value and what is allowed."""
+    _announce(contents, importing)
     recipe, problems = _checked(contents, begins=False)
     if recipe is None:
         raise ConfigError(f"{source}: {'; '.join(problems)}")
     return recipe
+
+
+def modules_named(contents: Mapping[str, Any]) -> list[str]:
+    """The modules that a recipe imports: those of its own task, layer and factory."""
+    task, model = contents.get("task"), contents.get("model")
+    named = [task.get("name") if isinstance(task, Mapping) else task]
+    named += [model.get("layer"), model.get("factory")] if isinstance(model, Mapping) else []
+    found = [name.partition(":")[0] for name in named if isinstance(name, str) and ":" in name]
+    return [name for name in dict.fromkeys(found) if name.partition(".")[0] not in ("compressm", "compressm_lab")]
+
+
+def _announce(contents: Mapping[str, Any], importing: Importing | None) -> None:
+    if importing is not None:
+        for module in modules_named(contents):
+            importing(module)
 
 
 def _contents(path: Path) -> dict[str, Any]:
@@ -171,7 +199,7 @@ def _no_folders(recipe: Recipe) -> Iterator[str]:
 
 def _without_effect(recipe: Recipe) -> Iterator[str]:
     """Find values that the rest of the recipe leaves without effect."""
-    training, compression, selective = recipe.training, recipe.compression, needs_data(recipe.model.layer)
+    training, compression, selective = recipe.training, recipe.compression, recipe.model.selective
     if training.schedule == "constant":
         cuts = compression is not None and compression.when.warmup_cuts is not None
         for name in ("lowest_rate",) if cuts else ("warmup", "lowest_rate"):
@@ -179,7 +207,8 @@ def _without_effect(recipe: Recipe) -> Iterator[str]:
                 yield f"training.{name} is {value} with schedule constant, which does not use it: expected cosine"
     for key, part in (("compression", compression), ("truncation", recipe.truncation)):
         batches = None if part is None else part.calibration_batches
-        if part is None or selective or part.gramian == "measured" or batches == type(part).calibration_batches:
+        own = recipe.model.factory is not None  # it tells once it is built
+        if part is None or selective or own or part.gramian == "measured" or batches == type(part).calibration_batches:
             continue
         yield f"{key}.calibration_batches is {batches} with gramian {part.gramian}, which needs no data: leave it out"
     yield from _without_cuts(recipe)
@@ -188,7 +217,7 @@ def _without_effect(recipe: Recipe) -> Iterator[str]:
 def _without_cuts(recipe: Recipe) -> Iterator[str]:
     """Find limits of orders that no cut of this model can keep."""
     config, order, adapter = recipe.compression, recipe.model.order, adapter_of(layer_class(recipe.model.layer))
-    if config is None or adapter is None:
+    if config is None or adapter is None or recipe.model.factory is not None:
         return
     try:
         allowed = LayerOrders({"": as_allowed_orders(config.allowed_orders).of(adapter.RECURRENCE)})
@@ -245,6 +274,8 @@ def with_settings(contents: Mapping[str, Any], settings: Iterable[str]) -> dict[
             raise ConfigError(f"--set {setting!r}: expected key=value, as in compression.tau=0.02")
         *outer, last = key.strip().split(".")
         place = changed
+        if outer == ["task"] and isinstance(place.get("task"), str):
+            place["task"] = {"name": place["task"]}
         for name in outer:
             if place.get(name) is None:
                 place[name] = {}

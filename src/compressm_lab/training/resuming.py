@@ -10,6 +10,7 @@ from typing import Any, get_args
 import torch
 
 from compressm.compression.record import Decision, Event, orders_after
+from compressm_lab.data.task import Task
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.records import (
     CutRecord,
@@ -44,6 +45,17 @@ def require_records(
     if step:  # everything is written again after step 0
         require_readable(directory, step, recipe.training.steps)
         directory.require_begun(extra.get("records", {}), step)
+
+
+def require_same_files(directory: RunDirectory, task: Task) -> None:
+    """Refuse to go on with other data: files of one's own may be written anew at any time."""
+    stored = directory.task().get("about", {}).get("files", {})
+    for which, file in task.about.get("files", {}).items():
+        if which in stored and stored[which]["sha256"] != file["sha256"]:
+            raise RunError(
+                f"{directory.path} began with another {which} than {file['path']} is now: put the file back as it was,"
+                " or train in another folder"
+            )
 
 
 def _missing(directory: RunDirectory, recipe: Recipe, step: int, timed: int, history: Sequence[Event]) -> Iterator[str]:

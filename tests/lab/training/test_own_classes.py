@@ -12,7 +12,7 @@ from compressm_lab.data import CATALOGUE, DataError, make
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.records import CutRecord, Spectrum
 from compressm_lab.training import ConfigError, Interrupted, ModelConfig, train
-from compressm_lab.training.config import LAYERS, layer_class, needs_data
+from compressm_lab.training.model_config import LAYERS, layer_class, needs_data
 from compressm_lab.training.reading import make_recipe
 from tests import unhooked
 from tests.lab.training import own
@@ -154,7 +154,7 @@ BAD_TASKS = [
     (f"{OWN}:Taken", "has the name 'digits', which is taken"),
     (f"{OWN}:Formless", "has no form: a data set has a form and parses"),
     ("signs", "expected one of smnist"),
-    ("signs", "or a class of your own as package.module:Name"),
+    ("signs", "or a class or a function of your own as package.module:Name"),
 ]
 
 

@@ -1,0 +1,555 @@
+"""Files of sequences with their answers: tables in three layouts, arrays (.npz), .ts and .arff of UCR and UEA."""
+
+from __future__ import annotations
+
+import math
+import re
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+import numpy as np
+from jaxtyping import Float64, Shaped
+
+from compressm.errors import did_you_mean
+from compressm_lab.data.cells import (
+    MISSING,
+    Cells,
+    ColumnarCells,
+    Rows,
+    TextCells,
+    is_number,
+    lines_of,
+    require_memory,
+    shortly,
+)
+from compressm_lab.data.task import DataError
+
+TEXT = (".csv", ".tsv", ".txt", ".dat")
+COLUMNS = (".parquet", ".pq", ".arrow", ".feather")
+ARRAYS = (".npz",)
+ARCHIVES = (".ts", ".arff")
+ENDINGS = (*TEXT, *COLUMNS, *ARRAYS, *ARCHIVES)
+
+Signal = Float64[np.ndarray, "length channels"]
+# The answers of a sequence: one text or number for each output, a row of them for each step.
+Answer = Shaped[np.ndarray, "*steps outputs"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """Which columns, or arrays, of a file are what, and how the file is written: options of a table by their names."""
+
+    inputs: Any = None
+    leave_out: Any = None
+    target: Any = None
+    sequence: Any = None
+    step: Any = None
+    lengths: str | None = None
+    remaining: float | None = None
+    every_step: bool | None = None
+    delimiter: str | None = None
+    header: bool | None = None
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Examples:
+    """The sequences of a file: signals, in which NaN is missing, and answers as texts or as numbers.
+
+    `every_step`: a sequence has an answer at each step. `classes`: the file itself says that answers are classes, or
+    (False) that they are numbers. `where` names the place of a sequence, `place` that of a step and a channel;
+    `keys` are the names of sequences.
+    """
+
+    path: Path
+    said: str
+    layout: str
+    channels: tuple[str, ...]
+    signals: list[Signal]
+    answers: list[Answer]
+    outputs: tuple[str, ...]
+    every_step: bool
+    classes: bool | None
+    where: Callable[[int], str]
+    place: Callable[[int, int, int], str]
+    keys: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.signals)
+
+
+def ending(path: Path) -> str:
+    """The ending that tells the kind of a file; .csv.gz is .csv."""
+    return Path(path.name.removesuffix(".gz")).suffix.lower()
+
+
+def read_examples(path: Path, choices: Choices, split: str = "train", *, answers: bool = True) -> Examples:
+    """Read the sequences of a file, whatever its kind; without `answers` they are in another file."""
+    require_file(path)
+    kind = ending(path)
+    if kind in ARRAYS:
+        return _from_arrays(path, choices, split)
+    if kind in ARCHIVES:
+        return (_from_ts if kind == ".ts" else _from_arff)(path)
+    cells = open_cells(path, choices)
+    return _by_steps(cells, choices, answers) if choices.sequence is not None else _by_rows(cells, choices, answers)
+
+
+def require_file(path: Path) -> None:
+    """Refuse a path without a file, one of an unknown kind, and an empty file."""
+    if not path.is_file():
+        what = "is a folder, expected a file" if path.is_dir() else "does not exist"
+        raise DataError(f"{path} {what}")
+    if ending(path) not in ENDINGS:
+        raise DataError(f"{path} ends in {path.suffix!r}, expected one of {', '.join(ENDINGS)}, or text as .csv.gz")
+    if not path.stat().st_size:
+        raise DataError(f"{path} is empty: it has no bytes")
+
+
+def open_cells(path: Path, choices: Choices) -> Cells:
+    """The rows of a text file, or of a Parquet or Arrow file."""
+    if ending(path) in COLUMNS:
+        return ColumnarCells(path)
+    return TextCells(path, choices.delimiter, choices.header)
+
+
+def read_answers(path: Path, choices: Choices) -> tuple[Cells, list[list[str]]]:
+    """The rows of a file with the answers of the sequences of another one, without a header or with one."""
+    require_file(path)
+    if ending(path) not in (*TEXT, *COLUMNS):
+        raise DataError(f"{path} ends in {path.suffix!r}, expected a table of answers: {', '.join((*TEXT, *COLUMNS))}")
+    cells = open_cells(path, Choices(delimiter=choices.delimiter))
+    return cells, [list(row) for row in zip(*cells.read([], cells.names).texts, strict=True)]
+
+
+def _roles(cells: Cells, choices: Choices, answers: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The columns of inputs and of targets: all that are nothing else are inputs, if none are named."""
+    target: tuple[str, ...] = ()
+    if answers and choices.target is not None:
+        target = cells.columns(choices.target)
+    elif answers and choices.remaining is None and choices.sequence is None and not cells.has_header:
+        target = cells.names[:1]  # as in the UCR archive
+    elif answers and choices.remaining is None:
+        raise DataError(f"target is missing, the column of answers: {cells.path} has {shortly(cells.names)}")
+    others = [cells.column(one) for one in (choices.sequence, choices.step) if one is not None]
+    taken = {*target, *others, *(cells.columns(choices.leave_out) if choices.leave_out is not None else ())}
+    if choices.inputs is None:
+        named = tuple(name for name in cells.names if name not in taken | cells.unnamed)
+    else:
+        named = cells.columns(choices.inputs)
+        if both := [name for name in named if name in taken]:
+            raise DataError(
+                f"inputs has {both[0]!r}, which is target, sequence, step or left out: expected other columns"
+            )
+    if not named:
+        raise DataError(f"{cells.path} has no column left for inputs: it has {shortly(cells.names)}")
+    return named, target
+
+
+def _by_rows(cells: Cells, choices: Choices, answers: bool) -> Examples:
+    """One sequence a row: cells are its steps, and those at the end may be empty; or each cell is a list of steps."""
+    inputs, target = _roles(cells, choices, answers)
+    if choices.step is not None or choices.remaining is not None:
+        name = "step" if choices.step is not None else "remaining"
+        raise DataError(f"{name} is for tables with one row a step: set sequence too, the column that tells sequences")
+    nested = [name for name in inputs if name in cells.nested]
+    if nested and len(nested) < len(inputs):
+        plain = next(name for name in inputs if name not in nested)
+        raise DataError(
+            f"{cells.path}: column {nested[0]} has a list in each cell and {plain} has not; name the columns of lists"
+            " as inputs"
+        )
+    if nested:
+        return _by_lists(cells, inputs, target)
+    rows = cells.read(inputs, target)
+    signals = [_without_end(row)[:, None] for row in rows.numbers]
+    return Examples(
+        path=cells.path,
+        said=cells.said,
+        layout=f"one row a sequence, its steps in {_from_to(inputs)}",
+        channels=("1",),
+        signals=signals,
+        answers=_answers_of(rows, len(signals)),
+        outputs=target,
+        every_step=False,
+        classes=None,
+        where=cells.where,
+        place=lambda example, step, channel: f"{cells.where(example)}, column {inputs[step]}",
+    )
+
+
+def _from_to(names: Sequence[str]) -> str:
+    return f"column {names[0]}" if len(names) == 1 else f"columns {names[0]} to {names[-1]}"
+
+
+def _without_end(row: Float64[np.ndarray, " steps"]) -> Float64[np.ndarray, " kept"]:
+    """The row without the missing cells at its end."""
+    there = (~np.isnan(row)).nonzero()[0]
+    return row[: there[-1] + 1] if len(there) else row[:0]
+
+
+def _answers_of(rows: Rows, count: int) -> list[Answer]:
+    """The answers of each row; none if there are no columns of them."""
+    if not rows.texts:
+        return [np.empty(0, dtype=object)] * count
+    return [np.array(row, dtype=object) for row in zip(*rows.texts, strict=True)]
+
+
+def _by_lists(cells: Cells, inputs: tuple[str, ...], target: tuple[str, ...]) -> Examples:
+    """One sequence a row, with a list of steps in each cell; a list may have lists of channels."""
+    assert isinstance(cells, ColumnarCells)
+    columns = [cells.values(name) for name in inputs]
+    signals = []
+    for number, row in enumerate(zip(*columns, strict=True)):
+        try:
+            parts = [np.array([] if one is None else one, dtype=np.float64) for one in row]
+            parts = [part[:, None] if part.ndim == 1 else part for part in parts]
+            signals.append(np.concatenate(parts, axis=1))
+        except (TypeError, ValueError):
+            steps = ", ".join(_size(one) for one in row)
+            raise DataError(
+                f"{cells.where(number)}: the lists of {shortly(inputs)} have {steps} steps, expected numbers, as many"
+                " in each"
+            ) from None
+    width = signals[0].shape[1]
+    channels = inputs if len(inputs) == width else tuple(map(str, range(1, width + 1)))
+    if other := [k for k, signal in enumerate(signals) if signal.shape[1] != width]:
+        raise DataError(
+            f"{cells.where(other[0])}: {signals[other[0]].shape[1]} channels, expected {width} as in the first row"
+        )
+    return Examples(
+        path=cells.path,
+        said=cells.said,
+        layout="one row a sequence, a list of steps in each cell",
+        channels=channels,
+        signals=signals,
+        answers=_answers_of(cells.read([], target), len(signals)),
+        outputs=target,
+        every_step=False,
+        classes=None,
+        where=cells.where,
+        place=lambda example, step, channel: f"{cells.where(example)}, step {step + 1} of {channels[channel]}",
+    )
+
+
+def _size(value: object) -> str:
+    return str(len(value)) if isinstance(value, list) else "no"
+
+
+def _by_steps(cells: Cells, choices: Choices, answers: bool) -> Examples:
+    """One row a step, and a column that tells to which sequence it belongs."""
+    inputs, target = _roles(cells, choices, answers)
+    names = [cells.column(choices.sequence), *([] if choices.step is None else [cells.column(choices.step)])]
+    rows = cells.read(inputs, (*names, *target))
+    members: dict[str, list[int]] = {}
+    for row, name in enumerate(rows.texts[0]):
+        if name.lower() in MISSING:
+            raise DataError(f"{cells.where(row)}, column {names[0]}: it is empty, expected the name of a sequence")
+        members.setdefault(name, []).append(row)
+    if choices.step is not None:
+        members = {name: _in_order(cells, rows.texts[1], found, names) for name, found in members.items()}
+    found, kept = list(members.values()), rows.texts[len(names) :]
+    given = [np.array([[texts[row] for texts in kept] for row in some], dtype=object) for some in found]
+    every_step = choices.every_step
+    if every_step is None:
+        every_step = choices.remaining is not None or any((one != one[:1]).any() for one in given if one.size)
+    if choices.remaining is not None and answers:
+        most = choices.remaining
+        given = [np.minimum(np.arange(len(some))[::-1, None], most).astype(object) for some in found]
+        target = ("steps left",)
+    elif not every_step:
+        given = [_same(cells, one, some, target) for one, some in zip(given, found, strict=True)]
+    keys = list(members)
+    return Examples(
+        path=cells.path,
+        said=cells.said,
+        layout=f"one row a step, sequences by column {names[0]}",
+        channels=inputs,
+        signals=[rows.numbers[some] for some in found],
+        answers=given,
+        outputs=target,
+        every_step=every_step,
+        classes=False if choices.remaining is not None else None,
+        where=lambda example: f"{cells.where(found[example][0])}, sequence {keys[example]}",
+        place=lambda example, step, channel: f"{cells.where(found[example][step])}, column {inputs[channel]}",
+        keys=tuple(members),
+    )
+
+
+def _in_order(cells: Cells, texts: list[str], rows: list[int], names: Sequence[str]) -> list[int]:
+    """The rows of a sequence by their step: by number, or else by text, as dates are written; each step once."""
+    sequence, step = names
+    for row in rows:
+        if texts[row].lower() in MISSING:
+            raise DataError(
+                f"{cells.where(row)}, column {step}: it is empty, expected the number or the time of a step"
+            )
+    if all(is_number(texts[row]) for row in rows):
+        keys: dict[int, Any] = {row: float(texts[row]) for row in rows}
+    else:
+        keys = {row: texts[row] for row in rows}
+    ordered = sorted(rows, key=keys.__getitem__)
+    for one, other in pairwise(ordered):
+        if keys[one] == keys[other]:
+            raise DataError(
+                f"{cells.where(other)}, column {step}: step {texts[other]} is there twice in one sequence, expected"
+                f" once; is {sequence} the column that tells sequences?"
+            )
+    return ordered
+
+
+def _same(cells: Cells, answers: Answer, rows: list[int], target: Sequence[str]) -> Answer:
+    """The one answer of a sequence, which all of its rows have."""
+    if not answers.size:
+        return answers[0] if len(answers) else answers
+    other = (answers != answers[:1]).any(axis=1).nonzero()[0]
+    if len(other):
+        raise DataError(
+            f"{cells.where(rows[other[0]])}, column {target[0]}: another answer than at the first step of its sequence;"
+            " with every_step: true each step has its own"
+        )
+    return answers[0]
+
+
+# Arrays of a .npz file by the names that they often have.
+_ARRAYS = {
+    "inputs": ("inputs", "x", "X", "data", "signals"),
+    "target": ("targets", "target", "y", "Y", "labels", "label"),
+    "lengths": ("lengths", "length"),
+}
+
+
+def _from_arrays(path: Path, choices: Choices, split: str) -> Examples:
+    """Arrays of inputs (examples, length, channels) or (examples, length), of targets, and perhaps of lengths."""
+    require_memory(path)
+    found = _arrays(path)
+    x = found[_array("inputs", choices.inputs, found, path, split)]
+    y = found[_array("target", choices.target, found, path, split)]
+    if x.ndim not in (2, 3) or x.dtype.kind not in "fiub":
+        raise DataError(
+            f"{path}: the inputs are {x.dtype} of shape {x.shape}, expected numbers as (examples, length, channels) or"
+            " (examples, length)"
+        )
+    if len(x) != len(y) or y.ndim == 0:
+        raise DataError(f"{path}: {len(x)} inputs and targets of shape {y.shape}, expected one target an example")
+    if not len(x):
+        raise DataError(f"{path} has no examples: the inputs have the shape {x.shape}")
+    x = x[..., None] if x.ndim == 2 else x
+    if infinite := np.argwhere(np.isinf(x)).tolist() if x.dtype.kind == "f" else []:
+        example, step, channel = infinite[0]
+        raise DataError(f"{path}, example {example + 1}, step {step + 1}, channel {channel + 1}: an infinite number")
+    lengths = _lengths(path, choices, found, x, split)
+    steps = y.ndim > 1 and y.shape[1] == x.shape[1] if choices.every_step is None else choices.every_step
+    if y.ndim > (3 if steps else 2) or (steps and (y.ndim < 2 or y.shape[1] != x.shape[1])):
+        raise DataError(
+            f"{path}: targets of shape {y.shape} for inputs of shape {x.shape}, expected (examples,), (examples,"
+            " outputs), (examples, length) or (examples, length, outputs)"
+        )
+    y = y[..., None] if y.ndim == (2 if steps else 1) else y
+    return Examples(
+        path=path,
+        said="arrays",
+        layout=f"inputs {x.shape}, targets {found[_array('target', choices.target, found, path, split)].shape}",
+        channels=tuple(map(str, range(1, x.shape[2] + 1))),
+        signals=[one[:length].astype(np.float64) for one, length in zip(x, lengths, strict=True)],
+        answers=[_as_texts(one[:length] if steps else one) for one, length in zip(y, lengths, strict=True)],
+        outputs=tuple(map(str, range(1, y.shape[-1] + 1))),
+        every_step=steps,
+        classes=y.dtype.kind != "f",
+        where=lambda example: f"{path}, example {example + 1}",
+        place=lambda example, step, channel: f"{path}, example {example + 1}, step {step + 1}, channel {channel + 1}",
+    )
+
+
+def _as_texts(values: Shaped[np.ndarray, "*shape"]) -> Shaped[np.ndarray, "*shape"]:
+    """Numbers as they are, everything else as texts."""
+    return values.astype(object) if values.dtype.kind == "f" else values.astype(str).astype(object)
+
+
+def _arrays(path: Path) -> dict[str, Any]:
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            return {name: stored[name] for name in stored.files}
+    except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
+        if "allow_pickle" in str(error):
+            raise DataError(
+                f"{path} holds Python objects, which are not read: write sequences of different lengths as one array,"
+                " filled up at the ends, and an array of lengths"
+            ) from None
+        raise DataError(f"{path} cannot be read as .npz: {error}") from None
+
+
+def _array(role: str, given: Any, found: Mapping[str, Any], path: Path, split: str) -> str:
+    """The name of the array that is inputs or target: as given, or one that it often has, with the split or without."""
+    if given is not None:
+        if given not in found:
+            raise DataError(
+                f"{path} has no array {given!r}; its arrays: {shortly([*found])}{did_you_mean(given, found)}"
+            )
+        return str(given)
+    several = [name for name in _often(role, split) if name in found]
+    if not several:
+        usual = _ARRAYS[role][:3]
+        raise DataError(
+            f"{path} has the arrays {shortly([*found])}, expected {' or '.join(map(repr, usual))}, or set {role} to one"
+        )
+    return several[0]
+
+
+def _often(role: str, split: str) -> list[str]:
+    """Usual names of an array: those with the name of the split come first."""
+    usual = _ARRAYS[role]
+    return [*(f"{name}_{split}" for name in usual), *(f"{split}_{name}" for name in usual), *usual]
+
+
+def _lengths(path: Path, choices: Choices, found: Mapping[str, Any], x: Any, split: str) -> list[int]:
+    name = choices.lengths
+    if name is not None:
+        _array("lengths", name, found, path, split)
+    else:
+        name = next((one for one in _often("lengths", split) if one in found), None)
+    if name is None:
+        return [x.shape[1]] * len(x)
+    lengths = found[name]
+    if lengths.shape != (len(x),) or lengths.dtype.kind not in "iu":
+        raise DataError(f"{path}: {name} is {lengths.dtype} of shape {lengths.shape}, expected {len(x)} integers")
+    wrong = ((lengths < 1) | (lengths > x.shape[1])).nonzero()[0]
+    if len(wrong):
+        raise DataError(
+            f"{path}, example {wrong[0] + 1}: {name} is {lengths[wrong[0]]}, expected 1 to {x.shape[1]}, the steps of"
+            " the inputs"
+        )
+    return [int(length) for length in lengths]
+
+
+class _Line(NamedTuple):
+    """A sequence of a .ts or .arff file: the line, a text of numbers for each channel, and the answer."""
+
+    number: int
+    parts: list[str]
+    answer: str
+
+
+def _from_ts(path: Path) -> Examples:
+    """The format of sktime and aeon: a header of @ lines, then channels divided by colons, with the answer last."""
+    require_memory(path)
+    classes: bool | None = None
+    found, begun = list[_Line](), False
+    for number, line in lines_of(path):
+        if not line or line.startswith(("#", "%")):
+            continue
+        word, _, rest = line.lower().partition(" ")
+        if begun:
+            *parts, answer = line.split(":")
+            if not parts:
+                raise DataError(f"{path}, line {number}: no colon, expected channels and an answer divided by colons")
+            found.append(_Line(number, parts, answer.strip()))
+        elif word == "@data":
+            begun = True
+        elif word == "@timestamps" and rest.strip() == "true":
+            raise DataError(f"{path}, line {number}: it has time stamps, expected @timeStamps false")
+        elif word in ("@classlabel", "@targetlabel") and rest.split()[:1] == ["true"]:
+            classes = word == "@classlabel"
+        elif word in ("@classlabel", "@targetlabel") and rest.split()[:1] == ["false"] and classes is None:
+            raise DataError(f"{path}, line {number}: it has no answers, expected @classLabel true or @targetLabel true")
+    if not begun:
+        raise DataError(f"{path} has no line @data, expected the header of a .ts file")
+    return _of_lines(path, found, True if classes is None else classes, "a .ts file")
+
+
+_ATTRIBUTE = re.compile(r"""@attribute\s+('[^']*'|"[^"]*"|\S+)\s+(.*)""", re.IGNORECASE)
+
+
+def _from_arff(path: Path) -> Examples:
+    """Weka's format as UCR and UEA use it: a number a step, or channels as quoted lines; the answer is the last one."""
+    require_memory(path)
+    kinds, found = list[str](), list[_Line]()
+    inside = begun = False
+    for number, line in lines_of(path):
+        lower = line.lower()
+        if not line or line.startswith("%"):
+            continue
+        if begun:
+            found.append(_arff_line(path, number, line, kinds))
+        elif lower.startswith("@end"):
+            inside = False
+        elif lower.startswith("@data"):
+            begun = True
+        elif (attribute := _ATTRIBUTE.match(line)) and not inside:
+            kinds.append(attribute[2].strip().lower())
+            inside = kinds[-1] == "relational"
+    if not begun:
+        raise DataError(f"{path} has no line @data, expected the header of an .arff file")
+    if not kinds:
+        raise DataError(f"{path} has no line @attribute, expected one for every step and one for the answer")
+    return _of_lines(path, found, kinds[-1].startswith("{") or kinds[-1] == "string", "an .arff file")
+
+
+def _arff_line(path: Path, number: int, line: str, kinds: Sequence[str]) -> _Line:
+    if line.startswith("{"):
+        raise DataError(f"{path}, line {number}: a sparse row, expected one with every value")
+    quoted = re.match(r"""(['"])(.*)\1\s*,\s*(.+)$""", line)
+    if quoted is not None and "relational" in kinds:
+        return _Line(number, quoted[2].split("\\n"), quoted[3].strip(" '\""))
+    *cells, answer = line.split(",")
+    if len(cells) + 1 != len(kinds):
+        raise DataError(f"{path}, line {number}: {len(cells) + 1} cells, expected {len(kinds)}, one an attribute")
+    return _Line(number, [",".join(cells)], answer.strip(" '\""))
+
+
+def _of_lines(path: Path, lines: list[_Line], classes: bool, said: str) -> Examples:
+    if not lines:
+        raise DataError(f"{path} has a header and no sequences after @data")
+    width = len(lines[0].parts)
+    signals = [_signal_of(path, line, width) for line in lines]
+    return Examples(
+        path=path,
+        said=said,
+        layout="one line a sequence",
+        channels=tuple(map(str, range(1, width + 1))),
+        signals=signals,
+        answers=[np.array([line.answer], dtype=object) for line in lines],
+        outputs=("class" if classes else "target",),
+        every_step=False,
+        classes=classes,
+        where=lambda example: f"{path}, line {lines[example].number}",
+        place=lambda example, step, channel: (
+            f"{path}, line {lines[example].number}, step {step + 1} of channel {channel + 1}"
+        ),
+    )
+
+
+def _signal_of(path: Path, line: _Line, width: int) -> Signal:
+    """The numbers of a line; channels may be filled up at their ends, as in UEA's .arff files."""
+    if len(line.parts) != width:
+        raise DataError(
+            f"{path}, line {line.number}: {len(line.parts)} channels, expected {width} as in the first line"
+        )
+    channels = [
+        np.array(list(_numbers_of(path, line.number, channel, part))) for channel, part in enumerate(line.parts, 1)
+    ]
+    if len(steps := {len(channel) for channel in channels}) > 1:
+        raise DataError(
+            f"{path}, line {line.number}: its channels have {' and '.join(map(str, sorted(steps)))} steps, expected as"
+            " many in each"
+        )
+    signal = np.stack(channels, axis=1)
+    there = (~np.isnan(signal)).any(axis=1).nonzero()[0]
+    return signal[: there[-1] + 1] if len(there) else signal[:0]
+
+
+def _numbers_of(path: Path, line: int, channel: int, text: str) -> Iterator[float]:
+    for step, cell in enumerate(text.split(","), 1):
+        plain = cell.strip()
+        try:
+            value = math.nan if plain.lower() in MISSING else float(plain)
+        except ValueError:
+            value = math.inf
+        if math.isinf(value):
+            raise DataError(f"{path}, line {line}, step {step} of channel {channel}: {plain[:40]!r} is not a number")
+        yield value
