@@ -38,6 +38,7 @@ CONFINED = {
     "mambapy": ("compressm_lab/bench/peers.py",),
     "fla": ("compressm_lab/bench/peers.py",),
     "submitit": ("compressm_lab/experiments/",),
+    "pyarrow": ("compressm_lab/data/cells.py",),
     "matplotlib": ("compressm_lab/reports/",),
     "typer": ("compressm/cli/", "compressm_lab/cli/"),
     "rich": ("compressm/cli/", "compressm_lab/"),

@@ -207,6 +207,7 @@ OPTIONS = {
         *("--dry-run", "--only-report", "--data", "--out"),
     },
     "report": {"runs", "--out", "--title", "--formats", "--open", "--no-open"},
+    "init": {"folder"},
     "demo": {"--seeds", "--out", "--processes", "--set"},
     "bench": set(),
     "bench reduction": {"--device", "--order", "--width", "--repeats", "--compare", "--no-compare", "--out"},

@@ -25,6 +25,11 @@ COMMANDS = (
         "List all tasks, fetch one and show its splits, or `inspect FILE`: show what training would read from a file.",
     ),
     Command(
+        "init",
+        "compressm_lab.cli.init:command",
+        "Write a commented recipe, a small data set and a task in code into DIR; they train at once.",
+    ),
+    Command(
         "demo",
         "compressm_lab.cli.demo:command",
         "Train digits by a large model, a small one, and large ones that shrink while they train; about two minutes.",

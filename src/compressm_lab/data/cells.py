@@ -8,12 +8,13 @@ import gzip
 import math
 import os
 import re
+import sys
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 from jaxtyping import Float64
@@ -105,7 +106,7 @@ def shortly(names: Sequence[str], most: int = 12) -> str:
 class TextCells(Cells):
     """A text file with one row a line: comma, tab, semicolon, bar or spaces between cells, a header or none.
 
-    A header is a first row without numbers, or one whose numbers count its columns, as pandas writes it.
+    A header is a first row without numbers, or one whose numbers are 0, 1, 2, …, as pandas writes it.
     """
 
     def __init__(self, path: Path, delimiter: str | None = None, header: bool | None = None) -> None:
@@ -172,7 +173,7 @@ class TextCells(Cells):
             f" cells{hint}; if cells are divided otherwise, set delimiter"
         )
 
-    def _split(self, file: TextIO) -> Iterator[tuple[int, list[str]]]:
+    def _split(self, file: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
         """The cells of every line that is not empty, without comments before the first."""
         mark, begun = self._mark, False
         if mark is None:
@@ -196,7 +197,6 @@ class TextCells(Cells):
             csv.field_size_limit(before)
 
     def read(self, numbers: Sequence[str], texts: Sequence[str]) -> Rows:
-        require_memory(self.path)
         places = [self.names.index(name) for name in numbers]
         others = [self.names.index(name) for name in texts]
         flat, found = array("d"), [list[str]() for _ in texts]
@@ -251,12 +251,17 @@ def _require_finite(cells: Cells, block: Float64[np.ndarray, "rows columns"], na
 
 
 def _is_header(cells: Sequence[str]) -> bool:
-    """Tell if cells of a first row are names: none is a number, or numbers count the columns."""
+    """Tell if cells of a first row are names: none is a number, or the numbers are 0, 1, 2, …"""
     numbers = [cell for cell in cells if is_number(cell)]
-    if not numbers or not all(cell.isdecimal() for cell in numbers):
-        return not numbers and any(cell.lower() not in MISSING for cell in cells)
+    names = [cell for k, cell in enumerate(cells) if not is_number(cell) and (k or cell)]
+    if any(cell.lower() in MISSING for cell in names) and numbers:
+        return False
+    if not numbers:
+        return any(cell.lower() not in MISSING for cell in names)
+    if not all(cell.isdecimal() for cell in numbers):
+        return False
     counted = [int(cell) for cell in numbers]
-    return len(counted) > 2 and counted[0] in (0, 1) and counted == list(range(counted[0], counted[0] + len(counted)))
+    return len(counted) > 2 and counted == list(range(len(counted)))
 
 
 def is_number(text: str) -> bool:
@@ -268,7 +273,7 @@ def is_number(text: str) -> bool:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[TextIO]:
+def _opened(path: Path) -> Iterator[Iterable[str]]:
     """A context with the text of a file, without a byte-order mark; what cannot be read is refused."""
     opener: Any = gzip.open if path.suffix == ".gz" else open
     try:
@@ -309,9 +314,9 @@ def _sniffed(path: Path) -> str | None:
     return None
 
 
-def memory() -> float:
+def memory() -> int:
     """The bytes of memory of this machine, where it says so."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else sys.maxsize
 
 
 def require_memory(path: Path) -> None:
@@ -330,7 +335,6 @@ class ColumnarCells(Cells):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        require_memory(path)
         self._table = _arrow_table(path)
         if not self._table.num_rows:
             raise DataError(f"{path} has no rows")

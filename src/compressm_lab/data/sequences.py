@@ -109,6 +109,7 @@ def require_file(path: Path) -> None:
         raise DataError(f"{path} ends in {path.suffix!r}, expected one of {', '.join(ENDINGS)}, or text as .csv.gz")
     if not path.stat().st_size:
         raise DataError(f"{path} is empty: it has no bytes")
+    require_memory(path)
 
 
 def open_cells(path: Path, choices: Choices) -> Cells:
@@ -123,7 +124,8 @@ def read_answers(path: Path, choices: Choices) -> tuple[Cells, list[list[str]]]:
     require_file(path)
     if ending(path) not in (*TEXT, *COLUMNS):
         raise DataError(f"{path} ends in {path.suffix!r}, expected a table of answers: {', '.join((*TEXT, *COLUMNS))}")
-    cells = open_cells(path, Choices(delimiter=choices.delimiter))
+    # The header of the file with the sequences says nothing of this one.
+    cells = open_cells(path, Choices(header=False if choices.header is False else None))
     return cells, [list(row) for row in zip(*cells.read([], cells.names).texts, strict=True)]
 
 
@@ -303,10 +305,12 @@ def _in_order(cells: Cells, texts: list[str], rows: list[int], names: Sequence[s
     return ordered
 
 
-def _same(cells: Cells, answers: Answer, rows: list[int], target: Sequence[str]) -> Answer:
+def _same(
+    cells: Cells, answers: Shaped[np.ndarray, "rows outputs"], rows: list[int], target: Sequence[str]
+) -> Shaped[np.ndarray, " outputs"]:
     """The one answer of a sequence, which all of its rows have."""
     if not answers.size:
-        return answers[0] if len(answers) else answers
+        return answers[0]
     other = (answers != answers[:1]).any(axis=1).nonzero()[0]
     if len(other):
         raise DataError(
@@ -326,7 +330,6 @@ _ARRAYS = {
 
 def _from_arrays(path: Path, choices: Choices, split: str) -> Examples:
     """Arrays of inputs (examples, length, channels) or (examples, length), of targets, and perhaps of lengths."""
-    require_memory(path)
     found = _arrays(path)
     x = found[_array("inputs", choices.inputs, found, path, split)]
     y = found[_array("target", choices.target, found, path, split)]
@@ -372,6 +375,8 @@ def _as_texts(values: Shaped[np.ndarray, "*shape"]) -> Shaped[np.ndarray, "*shap
 
 
 def _arrays(path: Path) -> dict[str, Any]:
+    if not zipfile.is_zipfile(path):
+        raise DataError(f"{path} cannot be read as .npz: it is not the archive that numpy.savez writes")
     try:
         with np.load(path, allow_pickle=False) as stored:
             return {name: stored[name] for name in stored.files}
@@ -437,7 +442,6 @@ class _Line(NamedTuple):
 
 def _from_ts(path: Path) -> Examples:
     """The format of sktime and aeon: a header of @ lines, then channels divided by colons, with the answer last."""
-    require_memory(path)
     classes: bool | None = None
     found, begun = list[_Line](), False
     for number, line in lines_of(path):
@@ -467,7 +471,6 @@ _ATTRIBUTE = re.compile(r"""@attribute\s+('[^']*'|"[^"]*"|\S+)\s+(.*)""", re.IGN
 
 def _from_arff(path: Path) -> Examples:
     """Weka's format as UCR and UEA use it: a number a step, or channels as quoted lines; the answer is the last one."""
-    require_memory(path)
     kinds, found = list[str](), list[_Line]()
     inside = begun = False
     for number, line in lines_of(path):
@@ -479,14 +482,14 @@ def _from_arff(path: Path) -> Examples:
         elif lower.startswith("@end"):
             inside = False
         elif lower.startswith("@data"):
+            if not kinds:
+                raise DataError(f"{path} has no line @attribute, expected one for every step and one for the answer")
             begun = True
         elif (attribute := _ATTRIBUTE.match(line)) and not inside:
             kinds.append(attribute[2].strip().lower())
             inside = kinds[-1] == "relational"
     if not begun:
         raise DataError(f"{path} has no line @data, expected the header of an .arff file")
-    if not kinds:
-        raise DataError(f"{path} has no line @attribute, expected one for every step and one for the answer")
     return _of_lines(path, found, kinds[-1].startswith("{") or kinds[-1] == "string", "an .arff file")
 
 

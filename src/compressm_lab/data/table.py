@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
-from jaxtyping import Float64
+from jaxtyping import Float64, Shaped
 
 from compressm_lab.data.cells import MISSING, is_number, memory, shortly
 from compressm_lab.data.dataset import Source
@@ -130,6 +130,7 @@ class Table(Source):
                 f"{self.train}: channel {read['train'].channels[empty[0]]} has no value in the training data"
             )
         scaled = {which: self._filled(found, moments) for which, found in examples.items()}
+        uneven = _uneven([one for found in examples.values() for one in found], kind)
         shift, scale = _target_moments(examples["train"]) if kind.is_regression and self.normalise else ((0.0,), (1.0,))
         notes = {
             "files": {which: _stamp(path) for which in FILES if (path := self.path(which, store)) is not None},
@@ -143,9 +144,9 @@ class Table(Source):
         return Task(
             name=Path(self.train).name,
             kind=kind,
-            train=_padded(scaled["train"], kind, self.train),
-            validation=_padded(scaled["validation"], kind, self.train),
-            test=_padded(scaled["test"], kind, self.train),
+            train=_padded(scaled["train"], kind, uneven, self.train),
+            validation=_padded(scaled["validation"], kind, uneven, self.train),
+            test=_padded(scaled["test"], kind, uneven, self.train),
             classes=len(labels) or len(read["train"].outputs),
             channels=len(read["train"].channels),
             target_shift=shift,
@@ -181,6 +182,11 @@ class Table(Source):
             for number, signal in enumerate(examples.signals):
                 if not len(signal):
                     raise DataError(f"{examples.where(number)}: a sequence without a value, expected at least one step")
+                if self.missing == "refuse" and (gaps := np.argwhere(np.isnan(signal))).size:
+                    raise DataError(
+                        f"{examples.place(number, *map(int, gaps[0]))}: a value is missing; set missing: last (value"
+                        " before) or missing: mean (of the training data), or leave the column out"
+                    )
         return found
 
     def _wanted_kind(self, examples: Examples) -> str:
@@ -235,12 +241,6 @@ class Table(Source):
         for one in examples:
             gaps, signal = np.isnan(one.signal), one.signal
             if gaps.any():
-                if self.missing == "refuse":
-                    step, channel = np.argwhere(gaps)[0]
-                    raise DataError(
-                        f"{one.place(int(step), int(channel))}: a value is missing; set missing: last (the value"
-                        " before) or missing: mean (of the training data), or leave the column out"
-                    )
                 if self.missing == "last":
                     before = np.maximum.accumulate(np.where(gaps, -1, np.arange(len(signal))[:, None]), axis=0)
                     held = np.take_along_axis(signal, before.clip(min=0), axis=0)
@@ -251,11 +251,10 @@ class Table(Source):
 
 
 class _Example(NamedTuple):
-    """A sequence, its answer as an index of classes or as numbers, and the places of its cells."""
+    """A sequence, and its answer as an index of classes or as numbers."""
 
     signal: Signal
     answer: Any
-    place: Callable[[int, int], str]
 
 
 class _Moments(NamedTuple):
@@ -275,6 +274,8 @@ def _moments(parts: Sequence[Float64[np.ndarray, "steps channels"]]) -> _Moments
     mean = np.where(count > 0, np.nansum(rows, axis=0) / count.clip(min=1), np.nan)
     deviation = np.sqrt(np.nansum((rows - mean) ** 2, axis=0) / count.clip(min=1))
     changes = deviation > 1e-9 * np.abs(mean)
+    # The mean of equal numbers is off by a rounding, and these shall be 0.
+    mean = np.where(changes | (count == 0), mean, np.fmax.reduce(rows))
     return _Moments(mean, 1 / np.where(changes, deviation, 1.0))
 
 
@@ -297,7 +298,10 @@ def _label(value: object) -> str | None:
 def _with_answers(examples: Examples, path: Path, choices: Choices) -> Examples:
     """The sequences with the answers of another file: row by row, or by the column that tells sequences."""
     cells, rows = read_answers(path, choices)
-    names, sequence = list(cells.names), None if choices.sequence is None else str(choices.sequence)
+    sequence = None if choices.sequence is None else str(choices.sequence)
+    if cells.has_header and len(rows) + 1 == len(examples) and sequence not in cells.names:  # a column of texts
+        cells, rows = read_answers(path, replace(choices, header=False))
+    names = list(cells.names)
     if cells.has_header and sequence in names and examples.keys:
         by_key: dict[str, int] = {}
         for number, row in enumerate(rows):
@@ -321,7 +325,7 @@ def _with_answers(examples: Examples, path: Path, choices: Choices) -> Examples:
     return replace(examples, answers=found, outputs=tuple(target))
 
 
-def _at_the_end(answer: Answer, length: int) -> Answer:
+def _at_the_end(answer: Shaped[np.ndarray, " outputs"], length: int) -> Shaped[np.ndarray, "{length} outputs"]:
     steps = np.full((length, len(answer)), "", dtype=object)
     steps[-1:] = answer
     return steps
@@ -362,13 +366,7 @@ def _in_three(
     read: Mapping[str, Examples], answers: Mapping[str, list[Any]], kind: TaskKind
 ) -> tuple[dict[str, list[_Example]], list[str]]:
     """The examples of each split, and the splits that are a tenth of the training file each."""
-    found = {
-        which: [
-            _Example(signal, answer, _placed(examples, number))
-            for number, (signal, answer) in enumerate(zip(examples.signals, answers[which], strict=True))
-        ]
-        for which, examples in read.items()
-    }
+    found = {which: list(map(_Example, examples.signals, answers[which])) for which, examples in read.items()}
     held_out = [which for which in ("test", "validation") if which not in found]
     share = SHARE
     for which in held_out:
@@ -376,16 +374,14 @@ def _in_three(
         classes = torch.tensor([int(one.answer) if kind is TaskKind.CLASSIFY else 0 for one in rest])
         kept, held = hold_out(classes, max(share, 1 / len(rest)), purpose=which)
         if not len(held) or not len(kept):
+            kinds = f" of {len(classes.unique())} classes" if kind is TaskKind.CLASSIFY else ""
             raise DataError(
-                f"{read['train'].path} has {len(rest)} sequences, too few to hold some out: give a file for {which}"
+                f"{read['train'].path} has {len(rest)} sequences{kinds}, of which none can be held out: give a file for"
+                f" {which}"
             )
         found["train"], found[which] = [rest[k] for k in kept.tolist()], [rest[k] for k in held.tolist()]
         share = SHARE / (1 - SHARE)
     return found, held_out
-
-
-def _placed(examples: Examples, number: int) -> Callable[[int, int], str]:
-    return lambda step, channel: examples.place(number, step, channel)
 
 
 def _count_missing(examples: Iterable[_Example]) -> int:
@@ -397,7 +393,13 @@ def _stamp(path: Path) -> dict[str, Any]:
         return {"path": str(path.absolute()), "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def _padded(examples: Sequence[_Example], kind: TaskKind, name: str) -> Split:
+def _uneven(examples: Sequence[_Example], kind: TaskKind) -> bool:
+    """Tell if sequences have different lengths, or steps of a regression have no answer."""
+    unasked = kind is TaskKind.REGRESS and any(np.isnan(one.answer).any() for one in examples)
+    return unasked or len({len(one.signal) for one in examples}) > 1
+
+
+def _padded(examples: Sequence[_Example], kind: TaskKind, uneven: bool, name: str) -> Split:
     """The examples as tensors; a step after the end of a sequence is 0 and has no answer."""
     lengths = [len(one.signal) for one in examples]
     channels, longest = examples[0].signal.shape[1], max(lengths)
@@ -405,7 +407,6 @@ def _padded(examples: Sequence[_Example], kind: TaskKind, name: str) -> Split:
     inputs = torch.zeros(len(examples), longest, channels)
     for row, one in zip(inputs, examples, strict=True):
         row[: len(one.signal)] = torch.from_numpy(one.signal)
-    uneven = min(lengths) < longest
     if not kind.asks_steps:
         dtype = torch.float32 if kind.is_regression else torch.int64
         targets = torch.tensor(np.stack([one.answer for one in examples]), dtype=dtype)
@@ -415,7 +416,6 @@ def _padded(examples: Sequence[_Example], kind: TaskKind, name: str) -> Split:
         targets = torch.full(shape, math.nan) if numbers else torch.full(shape, IGNORED)
         for steps, one in zip(targets, examples, strict=True):
             steps[: len(one.answer)] = torch.from_numpy(one.answer)
-        uneven = uneven or (numbers and bool(targets.isnan().any()))
     return Split(inputs, targets, torch.tensor(lengths) if uneven else None)
 
 
@@ -424,5 +424,5 @@ def _require_room(size: int, what: str) -> None:
     there = memory()
     if size > there:
         raise DataError(
-            f"{what} steps, take {size:,} bytes, and this machine has {there:,.0f}: divide the longest sequences"
+            f"{what} steps, take {size:,} bytes, and this machine has {there:,}: divide the longest sequences"
         )

@@ -210,7 +210,10 @@ def recipe_grid(groups: Sequence[Group]) -> Grid:
     for group in groups:
         config = group.shown.config
         model, training = config["model"], config["training"]
-        size = [f"{model.get('depth', 1)} × {model.get('layer', 'layer')}", f"order {model['order']}"]
+        size = [
+            f"{model.get('depth', 1)} × {model.get('factory') or model.get('layer', 'layer')}",
+            f"order {model['order']}",
+        ]
         size += [f"{key} {model[key]}" for key in ("width", "dropout") if key in model]
         plan = [f"{steps(training['steps'])} steps"] if "steps" in training else []
         known = [key for key in ("batch", "learning_rate", "schedule") if key in training]

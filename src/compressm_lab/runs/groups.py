@@ -235,7 +235,7 @@ def _comparable(group: Group, other: Group) -> bool:
 
 def _size(run: Run) -> tuple[Any, ...]:
     model, training = run.config["model"], run.config["training"]
-    keys = (model.get("layer"), model.get("depth"), model.get("width"))
+    keys = (model.get("factory"), model.get("layer"), model.get("depth"), model.get("width"))
     return (*keys, training.get("steps"), training.get("batch"))
 
 
