@@ -25,7 +25,7 @@ from compressm_lab.data.dataset import Form
 from compressm_lab.data.task import Batch, Order, Split, Task, TaskKind, seeded
 from compressm_lab.training import config as recipes
 from compressm_lab.training.config import Recipe, TrainingConfig
-from compressm_lab.training.model_config import ConfigError, ModelConfig, factory, layer_class
+from compressm_lab.training.model_config import ConfigError, ModelConfig, layer_class, model_factory
 from compressm_lab.training.plan import automatic, cut_steps, settle_steps
 
 # The share of free GPU memory that data may take: the rest is for model, gradients and activations.
@@ -179,7 +179,7 @@ def build_model(config: ModelConfig, task: Task | Form) -> nn.Module:
 
 def _made(config: ModelConfig, place: str, task: Task | Form) -> nn.Module:
     """The model of a factory; refuse one that cannot be saved, or answers in another shape, before it is trained."""
-    build = factory(place)
+    build = model_factory(place)
     sizes = {"inputs": task.channels, "depth": config.depth, "width": config.width, "order": config.order}
     sizes |= {name: getattr(task, name) for name in ("vocabulary", "towers", "classes", "length")}
     named = {name: value for name, value in sizes.items() if name in inspect.signature(build).parameters}

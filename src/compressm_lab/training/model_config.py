@@ -51,7 +51,7 @@ def layer_class(name: object) -> type[SSMLayer]:
     return found if is_known(found) else savable(found)
 
 
-def factory(name: str) -> Callable[..., Any]:
+def model_factory(name: str) -> Callable[..., Any]:
     """The function or class of package.module:name that builds models, of which a class may be part of saved models."""
     try:
         found = imported(name)
@@ -149,7 +149,7 @@ class ModelConfig(Config):
     norm_options: dict[str, Any] = field(default_factory=dict)
     pooling: Literal["mean", "last", "steps"] = "mean"
     gelu: Literal["exact", "tanh"] | None = None  # runs of earlier versions have no such key
-    factory: Annotated[str | None, _Named(factory)] = None
+    factory: Annotated[str | None, _Named(model_factory)] = None
     options: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -177,7 +177,7 @@ class ModelConfig(Config):
             if key.name in ours and (value := getattr(self, key.name)) != usual:
                 raise ConfigError(f"{key.name} is {value!r} with factory, which does not take it: put it into options")
         try:
-            factory(self.factory or "")
+            model_factory(self.factory or "")
         except ConfigError as error:
             raise ConfigError(f"factory is {self.factory!r}: {error}") from error
 
