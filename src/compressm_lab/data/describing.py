@@ -121,12 +121,14 @@ def _columns(cells: Cells) -> list[str]:
             for place, column in places.items():
                 column.add(row[place].strip())
     else:
-        texts = cells.read([], plain).texts
-        rows = len(texts[0]) if texts else 0
+        numbers, texts = cells.read([], plain)
+        rows = len(numbers)
         for name, many in zip(plain, texts, strict=True):
             for text in many:
                 found[name].add(text)
-    lines = [f"{rows} rows, {len(names)} columns" if rows else f"{len(names)} columns"]
+    if not rows:
+        raise DataError(f"{cells.path} has a header and no rows")
+    lines = [f"{rows} rows, {len(names)} {'column' if len(names) == 1 else 'columns'}"]
     for name, column in found.items():
         unnamed = "; it has no name in the header and is left out" if name in cells.unnamed else ""
         lines.append(f"  {name}: {'lists' if name in cells.nested else column}{unnamed}")

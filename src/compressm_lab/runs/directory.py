@@ -5,7 +5,7 @@ environment.json   machine, date, commit, versions         cuts.jsonl       `Cut
 status.json        `Status`                                spectra.jsonl    `Spectrum`
 task.json          sizes, classes, files, normalisation    timings.jsonl    `Timing`
 checkpoints/       what --resume goes on from              truncations.jsonl  `TruncationRecord`
-penalties.jsonl    `PenaltyRecord`                         decisions.jsonl  `DecisionRecord`, of cuts without listed steps
+penalties.jsonl    `PenaltyRecord`                         decisions.jsonl  `DecisionRecord`, of automatic cuts
 lock/              the process that trains here
 model/             the final model, for `load_model`       tensorboard/     events, where asked for
 """

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, final
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal, final
 
 from compressm.compression import CompressionError, Measured, Rollback
 from compressm.compression.policies import GATE

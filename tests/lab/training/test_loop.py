@@ -82,7 +82,7 @@ def whole(tmp_path_factory):
 def test_the_run_directory_holds_everything(whole):
     names = {path.name for path in whole.path.iterdir()}
     assert names == {
-        *("config.json", "environment.json", "status.json", "checkpoints", "model"),
+        *("config.json", "environment.json", "status.json", "task.json", "checkpoints", "model"),
         *("metrics.jsonl", "cuts.jsonl", "spectra.jsonl", "timings.jsonl"),
     }
     assert whole.config() == json.loads(json.dumps(recipe(CUTS, SPECTRA).as_dict()))
