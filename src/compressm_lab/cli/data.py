@@ -71,7 +71,7 @@ def _inspect(name: str | None, file: Path | None, options: dict[str, Any], store
             "try it with --set, as in --set target=NAME; a table with one row a step also needs --set sequence=NAME",
             "",
         )
-    say(f"a recipe{', with ? to be filled in' if found.undecided else ', to be changed'}:", *found.recipe)
+    say("a recipe to begin with:" if found.undecided else "a recipe, to be changed:", *found.recipe)
 
 
 def _options(given: list[str]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def describe(path: Path, options: Mapping[str, Any], store: Store) -> Descriptio
     except DataError as error:
         return Description(lines, _recipe(path, given, None), str(error))
     lines += _task_lines(path, task)
-    if given.get("sequence") is None and given.get("target") is None and ending(path) in TEXT:
+    if not {"sequence", "target", "train_targets"} & set(given) and ending(path) in TEXT:
         lines.append("column 1 is the answer, as in the UCR archive; if rows are steps, set sequence, and perhaps step")
     if task.about["missing values"]["train"] and "missing" not in given:
         given["missing"] = "last"
@@ -187,7 +187,7 @@ def _recipe(path: Path, options: Mapping[str, Any], task: Task | None) -> list[s
     import yaml
 
     named = {"name": "table", "train": str(path), **options}
-    if task is None and "target" not in options and "remaining" not in options:
+    if task is None and not {"target", "remaining", "train_targets"} & set(options):
         named["target"] = "?"
     said = yaml.safe_dump(named, default_flow_style=True, sort_keys=False, width=1000, allow_unicode=True).strip()
     steps = task is not None and task.kind.asks_steps

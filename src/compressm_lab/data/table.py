@@ -206,11 +206,17 @@ class Table(Source):
             )
         if texts:
             return "classification"
+        first = self.target is None and self.sequence is None and not self.train_targets  # as in the UCR archive
         if any(not float(value).is_integer() for value in numbers):
+            if first:
+                raise DataError(
+                    f"{said} is the first column, as in the UCR archive, but holds numbers with a fraction, no classes:"
+                    " set target, or train_targets (a file with the answers), or kind: regression if it is right"
+                )
             return "regression"
         if not numbers:
             raise DataError(f"{said} is empty in every row, expected classes or numbers")
-        if self.target is None and self.sequence is None:  # as in the UCR archive
+        if first:
             return "classification"
         raise DataError(
             f"{said} holds {len(numbers)} different whole numbers: set kind: classification if they are classes, or"

@@ -110,6 +110,7 @@ BAD_FILES = [
         "a.csv has 2 sequences of 2 classes, of which none can be held out: give a file for test",
     ),
     ("a.csv", b"\x00\x01\x02\x00", "a.csv is not a text file: it holds null characters"),
+    ("a.tsv", b"0.5\t2\t3\n0.1\t2\t3\n", "the target 1 is the first column, as in the UCR archive, but holds numbers"),
     ("a.docx", b"PK", "a.docx ends in '.docx', expected one of .csv, .tsv"),
     ("a.npz", b"PK", "a.npz cannot be read as .npz"),
     ("a.csv.gz", b"x,y\n1,2\n", "a.csv.gz cannot be read: Not a gzipped file"),
