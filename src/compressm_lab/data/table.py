@@ -341,7 +341,11 @@ def _answers(examples: Examples, kind: TaskKind, labels: Sequence[str]) -> list[
     """The answers as float64 numbers or as indices of classes; a step may have none, a sequence must have one."""
     index = {label: k for k, label in enumerate(labels)}
 
+    seen: dict[object, float | int] = {}
+
     def read(value: object, number: int) -> float | int:
+        if value in seen:
+            return seen[value]
         label = _label(value)
         if label is None:
             if not kind.asks_steps:
@@ -356,16 +360,28 @@ def _answers(examples: Examples, kind: TaskKind, labels: Sequence[str]) -> list[
                 f"{examples.where(number)}: class {label[:40]!r} is not in the training data, which have"
                 f" {shortly(labels)}"
             )
-        return index[label]
+        return seen.setdefault(value, index[label])
 
     kept = np.float64 if kind.is_regression else np.int64
     found = []
     for number, answer in enumerate(examples.answers):
+        if kind.is_regression and (numbers := _all_numbers(answer)) is not None:
+            found.append(numbers)
+            continue
         values = np.array([read(value, number) for value in answer.flat], dtype=kept).reshape(answer.shape)
         if not len(values) or (kind.asks_steps and not (np.isfinite(values) & (values != IGNORED)).any()):
             raise DataError(f"{examples.where(number)}: no answer, expected at least one")
         found.append(values if kind.is_regression else values[..., 0])
     return found
+
+
+def _all_numbers(answer: Answer) -> Float64[np.ndarray, "*steps outputs"] | None:
+    """The answers as numbers, if all are finite ones; others are looked at one by one."""
+    try:
+        values = answer.astype(np.float64)
+    except ValueError:
+        return None
+    return values if len(values) and np.isfinite(values).all() else None
 
 
 def _in_three(

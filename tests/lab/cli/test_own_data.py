@@ -253,7 +253,12 @@ def test_inspect_shows_what_would_be_read_and_a_recipe_that_trains(run_in, tmp_p
     done = CliRunner().invoke(app, ["data", "inspect", "FordA_TRAIN.tsv"]).output
     text = done.partition("a recipe, to be changed:")[2]
     (tmp_path / "own.yaml").write_text(text)
-    short = ("training.steps=4", "compression.when={steps: [2]}", "training.evaluate_every=4")
+    short = (
+        "training.steps=4",
+        "training.class_weights=balanced",
+        "compression.when={steps: [2]}",
+        "training.evaluate_every=4",
+    )
     assert "test" in run_in("train", "own.yaml", *(part for one in short for part in ("--set", one)))
 
 

@@ -42,7 +42,7 @@ def disk(tmp_path):
 
 
 # Lines are the first that have no room, then checkpoints.
-@pytest.mark.parametrize(("size", "file"), [(16, r"\.jsonl"), (24, ""), (56, r"00006\.pt"), (104, ""), (200, "")])
+@pytest.mark.parametrize(("size", "file"), [(20, r"\.jsonl"), (24, ""), (56, r"00006\.pt"), (104, ""), (200, "")])
 def test_a_full_disk_ends_a_run_as_failed_and_with_more_room_it_goes_on_bit_for_bit(disk, whole, size, file):
     folder = disk(f"size={size}k") / "run"
     with pytest.raises(RunWriteError, match=rf"{folder}/.*{file} cannot be written: ") as full:
