@@ -80,7 +80,9 @@ def test_data_that_cuts_go_by_is_asked_for_where_it_is_needed():
     def built(*settings):
         found = recipe(CUTS, SPECTRA, *settings)
         model = build_model(found.model, tokens())
-        made = build_compressor(found, model, torch.optim.AdamW(model.parameters()), tokens(), lambda: 0.0)
+        made = build_compressor(
+            found, model, torch.optim.AdamW(model.parameters()), tokens(), lambda: 0.0, lambda model: 0.0
+        )
         return made._cutter.options, build_tracker(found, model, tokens()).options
 
     for settings, gramian, data, spectra_data in [

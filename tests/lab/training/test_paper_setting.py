@@ -47,7 +47,7 @@ class Ours:
         self.model = build_model(RECIPE.model, make("scifar", time=True).form).double().train()
         self.optimizer = build_optimizer(self.model, RECIPE.training, torch.device("cpu"))
         self.objective = task_objective(TaskKind.CLASSIFY, floor=RECIPE.training.floor)
-        self.compressor = build_compressor(RECIPE, self.model, self.optimizer, copies(), lambda: 0.0)
+        self.compressor = build_compressor(RECIPE, self.model, self.optimizer, copies(), lambda: 0.0, lambda model: 0.0)
 
     def step(self, step, inputs, targets):
         """Make a step; returns the loss and the gradients before it."""
