@@ -10,8 +10,9 @@ import compressm as cs
 from compressm.adapters import AdapterError, adapter_for, find
 from compressm.compression import CompressionError
 from compressm.compression.planning import Options, read_layers
+from compressm.families.fitting import halves
 from compressm.families.memory.forms import Fitted, Folded, Mapped, Selected
-from compressm.families.memory.simulation import halves, outputs
+from compressm.families.memory.simulation import outputs
 from tests.marks import later
 
 transformers = pytest.importorskip("transformers")

@@ -134,6 +134,11 @@ class Adapter(ABC, Generic[Module, System]):
         """The same for a state of the module, as its `step` takes it."""
         return Growth(axis=-1)
 
+    def state_parameters(self, module: Module) -> int:
+        """The number of parameters that the module loses with every state that is cut."""
+        sizes = ((parameter_of(module, name), own) for name, own in self.growth(module).items())
+        return sum(own.blocks * parameter.numel() // parameter.shape[own.axis] for parameter, own in sizes)
+
     def inner_width(self, module: Module) -> int | None:
         """The number of channels of the recurrence, if kernels ask for it."""
         return None

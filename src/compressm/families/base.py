@@ -127,8 +127,7 @@ class Layer(ABC):
 
     def state_parameters(self) -> int:
         """The number of parameters that the layer loses with every state that is cut."""
-        sizes = ((self.module.get_parameter(name), own) for name, own in self.adapter.growth(self.module).items())
-        return sum(own.blocks * parameter.numel() // parameter.shape[own.axis] for parameter, own in sizes)
+        return int(self.adapter.state_parameters(self.module))
 
     def compared_forms(self, order: int) -> list[ComparedForm]:
         """The forms in which a cut to this order could be kept, each with its error; empty if there is no choice."""

@@ -17,9 +17,10 @@ from compressm.control.memory import MemoryBasis
 from compressm.errors import CompressionError
 from compressm.families.base import ComparedForm
 from compressm.families.choices import require_count
+from compressm.families.fitting import halves
 from compressm.families.memory.observer import MemoryObservations
 from compressm.families.memory.reduction import MemoryReduction
-from compressm.families.memory.simulation import fitted_rows, halves, sequences_together, squared_change
+from compressm.families.memory.simulation import fitted_rows, sequences_together, squared_change
 from compressm.families.observing import Sample, ratio_of
 
 

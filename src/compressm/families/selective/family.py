@@ -16,6 +16,7 @@ from compressm.control import StateCovariance, numerical_rank
 from compressm.control.selective import SelectiveSystem
 from compressm.families.base import PlannedCut, Values, energy_lost, reads
 from compressm.families.choices import Choices, Measured
+from compressm.families.fitting import halves
 from compressm.families.observing import ZERO_INPUTS, MeasuredCut, MeasuredFamily, MeasuredLayer
 from compressm.families.selective.methods import Calibrated, SelectiveMethod
 from compressm.families.selective.observer import Averages, SelectiveObservations, SelectiveObserver
@@ -94,7 +95,10 @@ class SelectiveCut(MeasuredCut):
         return carried
 
     def squared_change(self) -> Float[Tensor, "2"]:
-        return squared_change(self.layer.system, self.system, self.layer.data.observations.sample)
+        sample = self.layer.data.observations.sample
+        # A fit is judged by sequences that it has not seen.
+        sample = sample if self.reduction.added is None else halves(sample)[1]
+        return squared_change(self.layer.system, self.system, sample)
 
 
 @reads(SelectiveAdapter)
