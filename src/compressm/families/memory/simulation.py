@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from compressm.adapters.memory import Memory, MemoryAdapter, Steps
 from compressm.control.memory import chunks
 from compressm.families.fitting import fitted
-from compressm.families.observing import Sample, sequences_at_once
+from compressm.families.observing import Sample, ratio_of, sequences_at_once
 
 # Steps whose products with one another are formed at once.
 _CHUNK = 64
@@ -52,6 +52,25 @@ def squared_change(
         before, after = (outputs(one) / unit * counts[:, None, None, :, None] for one in both)
         squares += torch.stack([(after - before).square().sum(), before.square().sum()])
     return squares * sample.weight
+
+
+def changed_by_eps(
+    adapter: MemoryAdapter[Any], module: nn.Module, old: Memory, new: Memory, sample: Sample, eps: float
+) -> float:
+    """How much a norm behind the read-out changes its output if this is multiplied by the module's gain, as ε stays.
+
+    y / √(mean y² + ε/g²) in place of y / √(mean y² + ε), relative to the latter, over all heads and steps.
+    """
+    squares = torch.zeros(2, dtype=torch.float64, device=old.device)
+    for x, counts in _parts(adapter, module, old, sample):
+        steps = adapter.steps_with(adapter.mapped_steps(module, x, old, counts), module, x, new, counts)
+        mean = outputs(steps).square().mean(-1) * counts[:, None, None]
+        gain = adapter.output_gain(module, steps.queries).square()[:, :, None]
+        wanted = mean.sqrt() / torch.sqrt(mean + eps)
+        squares += torch.stack(
+            [(mean.sqrt() / torch.sqrt(mean + eps / gain) - wanted).square().sum(), wanted.square().sum()]
+        )
+    return ratio_of(squares)
 
 
 def _parts(

@@ -30,7 +30,13 @@ from compressm.families.fitting import halves
 from compressm.families.observing import ratio_of
 from compressm.families.selective.observer import SelectiveObservations
 from compressm.families.selective.reduction import Added, ChannelReduction, SelectiveReduction, SharedReduction
-from compressm.families.selective.simulation import fitted_system, refitted_readout, resized, squared_change
+from compressm.families.selective.simulation import (
+    fitted_system,
+    output_gain,
+    refitted_readout,
+    resized,
+    squared_change,
+)
 
 
 @final
@@ -220,8 +226,12 @@ def _behind_norms(layer: Calibrated, reduction: SharedReduction) -> SharedReduct
     long_B, long_C = E_B.square().sum(1).sqrt(), E_C.square().sum(0).sqrt()
     usable = (long_B > 0) & (long_C > 0)
     ratio = torch.sqrt(torch.where(usable, long_C / torch.where(usable, long_B, 1), 1))
-    E_B, E_C = ratio[:, None] * E_B, E_C / ratio
-    return replace(reduction, E_B=E_B, E_C=E_C, resized=resized(layer.system, E_B, E_C, layer.observations.sample))
+    E_B, E_C, sample = ratio[:, None] * E_B, E_C / ratio, layer.observations.sample
+    found = replace(reduction, E_B=E_B, E_C=E_C, resized=resized(layer.system, E_B, E_C, sample))
+    assert found.resized is not None
+    of_B, of_C = found.resized
+    gain = output_gain(layer.system, found.applied(layer.system), sample)
+    return replace(found, resized=(of_B, replace(of_C, weights=of_C.weights * gain)))
 
 
 def _fitted(layer: Calibrated, reduction: SharedReduction, steps: int) -> SharedReduction:

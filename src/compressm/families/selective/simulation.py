@@ -179,6 +179,17 @@ def _resized(system: SelectiveSystem, E: Float[Tensor, "r n"], W: Tensor, weight
     return Resized(factor, torch.where(usable, sums[0] / torch.where(usable, sums[1], 1), (n / r) ** 0.5))
 
 
+def output_gain(old: SelectiveSystem, new: SelectiveSystem, sample: Sample) -> Float[Tensor, ""]:
+    """The factor with which the outputs of the new system are nearest to those of the old one; 1 if it is none."""
+    share, scales = min(_at_once(system, sample.longest) for system in (old, new)), old.scales
+    old, new = old.divided(*scales), new.divided(*scales)
+    crossed, square = (torch.zeros((), dtype=torch.float64, device=old.device) for _ in range(2))
+    for u, counts in sample.parts(share):
+        before, after = (outputs(system, u) * counts[..., None] for system in (old, new))
+        crossed, square = crossed + (before * after).sum(), square + after.square().sum()
+    return torch.where((crossed > 0) & (square > 0), crossed / torch.where(square > 0, square, 1), 1)
+
+
 def fitted_system(old: SelectiveSystem, start: SelectiveSystem, sample: Sample, steps: int) -> SelectiveSystem:
     """A system near `start` whose outputs are nearest to those of the old one on the sample, by `steps` of Adam.
 
