@@ -247,6 +247,26 @@ class Family(ABC):
         """Cuts to these orders, one per layer or one per channel; layers that need no cut may be left out."""
 
 
+class SeparateFamily(Family):
+    """A family that plans the cut of every layer by itself."""
+
+    @abstractmethod
+    def planned(self, layer: Any, order: Any, sigma: Tensor, choices: Choices, salt: int) -> PlannedCut | None:
+        """The cut of a layer with this spectrum to this order, or to one for each channel; None if it needs none."""
+
+    def plan(
+        self,
+        layers: Sequence[Any],
+        orders: Mapping[str, int | Sequence[int]],
+        spectra: Mapping[str, Tensor],
+        choices: Choices,
+        salt: int,
+    ) -> dict[str, PlannedCut]:
+        names = [(layer, layer.name) for layer in layers]
+        cuts = {name: self.planned(layer, orders[name], spectra[name], choices, salt) for layer, name in names}
+        return {name: cut for name, cut in cuts.items() if cut is not None}
+
+
 _FAMILIES: dict[type[Any], Family] = {}
 
 

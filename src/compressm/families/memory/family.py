@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from compressm.adapters.memory import KEY_MAP, Memory, MemoryAdapter
 from compressm.errors import CompressionError, warn_caller
-from compressm.families.base import ComparedForm, PlannedCut, Values, energy_lost, reads
+from compressm.families.base import ComparedForm, PlannedCut, Values, reads
 from compressm.families.choices import Choices, Measured, WhiteNoise, require_count
 from compressm.families.memory.forms import Form, Mapped, ObservedMemory, changed_by_eps, compared_forms, default_form
 from compressm.families.memory.observer import MemoryObservations, MemoryObserver
@@ -136,11 +136,7 @@ class MemoryFamily(MeasuredFamily):
         choices: Choices,
         salt: int,
     ) -> dict[str, PlannedCut]:
-        cuts: dict[str, PlannedCut] = {}
-        for layer in layers:
-            values = spectra[layer.name]
-            kept = choices.select(values, orders[layer.name], salt=f"{layer.name}@{salt}")
-            cuts[layer.name] = layer.cut(kept, energy_lost(values, kept))
+        cuts = super().plan(layers, orders, spectra, choices, salt)
         _warn_of_eps(list(cuts.values()))
         return cuts
 
