@@ -1,6 +1,7 @@
 """transformers' Mamba: cut as our own layer, an ordinary model of transformers afterwards, or refused by name."""
 
 import copy
+import importlib
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -279,6 +280,24 @@ def test_every_recurrence_of_transformers_is_cut_or_refused_with_a_reason():
     assert found.keys() - cut_ones - REFUSED.keys() - PARTS == set()
     assert REFUSED.keys() | PARTS <= found.keys()
     assert not REFUSED.keys() & cut_ones
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_every_refused_class_of_transformers_is_refused_with_its_reason(name):
+    """The class itself, from its own config."""
+    module = importlib.import_module(dict(recurrences())[name])
+    (config,) = (
+        kind
+        for key, kind in vars(module).items()
+        if isinstance(kind, type)
+        and re.fullmatch(rf"{name[:4]}\w*?(Text)?Config", key)
+        and hasattr(kind(), "hidden_size")
+        if "Vision" not in key
+    )
+    with torch.device("meta"):
+        model = nn.ModuleDict({"mixer": getattr(module, name)(config(), 0)})
+    with pytest.raises(CompressionError, match=rf": mixer {re.escape(REFUSED[name])} \({name}\); expected MambaMixer"):
+        cut(model)
 
 
 def test_a_mixer_of_a_name_that_is_not_known_is_refused_all_the_same():
