@@ -241,7 +241,7 @@ REFUSED = {
     "fla.layers.multiscale_retention.MultiScaleRetention": "rotates queries and keys",
     "fla.layers.rwkv7.RWKV7Attention": "has as many keys as channels",
     "fla.layers.mamba3.Mamba3": "rotates B and C by the input",
-    "fla.layers.hgrn2.HGRN2Attention": "makes keys from the gates",
+    "fla.layers.hgrn2.HGRN2Attention": "has as many gates as channels",
     "fla.layers.gdn2.GatedDeltaNet2": "has a gate for every key dimension",
     "mamba_ssm.modules.mamba3.Mamba3": "rotates B and C by the input",
 }

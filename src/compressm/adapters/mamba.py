@@ -213,7 +213,7 @@ REFUSED_ELSEWHERE = {
         "MultiScaleRetention": "rotates queries and keys, with frequencies that follow from the number of states",
         "RWKV7Attention": "has as many keys as channels: its kernels and its constructor know no other number",
         "Mamba3": "rotates B and C by the input, and normalises them over the states",
-        "HGRN2Attention": "makes keys from the gates of their states: only a selection could be kept; not read yet",
+        "HGRN2Attention": "has as many gates as channels: for fewer states its constructor makes more heads",
         "GatedDeltaNet2": "has a gate for every key dimension, which no projection of the keys preserves; not read yet",
     },
     "mamba_ssm": {"Mamba3": "rotates B and C by the input, and normalises them over the states"},
