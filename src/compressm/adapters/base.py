@@ -225,7 +225,6 @@ _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel
 # Names that only wrappers use: torch.compile, activation checkpoints, FSDP.
 _WRAPPED = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
-
 # What to say of a model from torch.jit.trace or torch.jit.script, whose layers are no Python objects any more.
 COMPILED = (
     "the model is a {} that torch.jit traced or scripted, whose layers cannot be read; expected the model that it was"

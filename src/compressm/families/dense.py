@@ -27,7 +27,8 @@ from compressm.errors import CompressionError
 from compressm.families.base import Change, PlannedCut, SeparateFamily, Values, Writing, energy_lost, reads
 from compressm.families.choices import Choices, Largest
 from compressm.families.linear import simulation
-from compressm.families.linear.observer import SequenceObserver, SystemLayer, squared_change
+from compressm.families.linear.family import SystemLayer
+from compressm.families.linear.observer import SequenceObserver, squared_change
 from compressm.families.linear.transport import Jacobian
 from compressm.families.observing import Observations, ratio_of, sequences_at_once
 from compressm.layers.parameters import StateMap

@@ -94,13 +94,16 @@ class MambaMixerAdapter(MixerAdapter):
     """The adapter of MambaMixer."""
 
 
+_PARTS = ("dt", "b", "c")
+
+
 class NormedMixerAdapter(MixerAdapter):
     """An adapter of mixers with RMS norms of Δ, B and C behind x_proj, each with the same ε.
 
     A projection or a selection stands before the norms, whose mean is then over fewer states.
     """
 
-    BESIDE = frozenset(f"{part}_layernorm.weight" for part in ("dt", "b", "c"))
+    BESIDE = frozenset(f"{part}_layernorm.weight" for part in _PARTS)
 
     def growth(self, module: nn.Module) -> dict[str, Growth]:
         raise AdapterError(
@@ -122,10 +125,9 @@ class JambaMixerAdapter(NormedMixerAdapter):
     SIZE = "mamba_d_state"
     NORMED = ("b_layernorm.weight", "c_layernorm.weight")
 
-    def norms(self, module: Any) -> Norms:
-        names = [f"{part}_layernorm" for part in ("dt", "b", "c")]
-        step, B, C = finite_doubles(module, [f"{name}.weight" for name in names])
-        return Norms(step, B, C, _one_eps(module, [module.get_submodule(name).variance_epsilon for name in names]))
+    def norms(self, module: nn.Module) -> Norms:
+        step, B, C = finite_doubles(module, [f"{part}_layernorm.weight" for part in _PARTS])
+        return Norms(step, B, C, _one_eps(module, "variance_epsilon"))
 
 
 @adapts_named(f"{PACKAGE}.models.falcon_mamba.modeling_falcon_mamba.FalconMambaMixer")
@@ -136,10 +138,7 @@ class FalconMambaMixerAdapter(NormedMixerAdapter):
     def norms(self, module: Any) -> Norms:
         rank, order = parameter_of(module, "dt_proj.weight").shape[1], self.order(module)
         one = torch.ones(1, dtype=torch.float64, device=parameter_of(module, RATES).device)
-        eps = _one_eps(
-            module, [module.rms_eps, *(getattr(module, f"{part}_layernorm").eps for part in ("dt", "b", "c"))]
-        )
-        return Norms(one.expand(rank), one.expand(order), one.expand(order), eps, tied=True)
+        return Norms(one.expand(rank), one.expand(order), one.expand(order), _one_eps(module, "eps"), tied=True)
 
     def factors(self, system: SelectiveSystem) -> dict[str, Tensor]:
         """(g y + D u) silu(z) is g (y + D/g u) silu(z), and out_proj takes g."""
@@ -153,10 +152,13 @@ class FalconMambaMixerAdapter(NormedMixerAdapter):
         return {name: module.get_buffer(name)[: system.order].clone() for name in names}
 
 
-def _one_eps(module: nn.Module, found: Sequence[float]) -> float:
-    if len(set(found)) > 1:
-        raise AdapterError(f"{shown(module)} has norms with ε {', '.join(map(str, found))}, expected one ε for all")
-    return float(found[0])
+def _one_eps(module: nn.Module, name: str) -> float:
+    """The ε that all norms have, under this name."""
+    found = [getattr(getattr(module, f"{part}_layernorm", None), name, None) for part in _PARTS]
+    if None in found or len(set(found)) > 1:
+        said = ", ".join(map(str, found))
+        raise AdapterError(f"{shown(module)} has norms of Δ, B and C with ε {said}, expected one ε for all")
+    return float(found[0])  # type: ignore[arg-type]  # none is None
 
 
 def _require_config(module: nn.Module) -> None:

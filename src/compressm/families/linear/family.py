@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, TypeVar, final
 
 import torch
@@ -17,13 +18,14 @@ from compressm.control.balancing import GramianPair, hankel_values
 from compressm.control.hankel import gramian_pair
 from compressm.control.linear_algebra import each
 from compressm.control.norms import distance_bound
+from compressm.control.system import LinearSystem
 from compressm.errors import CompressionError
-from compressm.families.base import Change, Family, PlannedCut, Values, Writing, energy_lost, reads
+from compressm.families.base import Change, Family, Layer, PlannedCut, Total, Values, Writing, energy_lost, reads
 from compressm.families.choices import Choices, Largest
-from compressm.families.linear.observer import LinearObserver, SystemLayer, squared_change
+from compressm.families.linear.observer import LinearObserver, SequenceObserver, scaled_gramian, squared_change
 from compressm.families.linear.reduction import BasisChange, Triple, drop_modes, reduce_system, sorted_sizes
 from compressm.families.linear.transport import ModuleChange
-from compressm.families.observing import Observations, ratio_of
+from compressm.families.observing import ZERO_INPUTS, Observations, ratio_of
 from compressm.layers.parameters import StateMap
 
 Item = TypeVar("Item")
@@ -31,6 +33,42 @@ Result = TypeVar("Result")
 
 # The least 1 − |λ|² of a mode: below it |λ| is 1 in float64, and a change of basis could make it unstable.
 _LEAST_DECAY = torch.finfo(torch.float64).eps
+
+
+class SystemLayer(Layer):
+    """A layer with a fixed system, observed or not; subclasses are dataclasses with `observations`."""
+
+    system: LinearSystem
+    observations: Observations | None
+
+    @property
+    def order(self) -> int:
+        return self.system.order
+
+    @property
+    def why_zero(self) -> str:
+        for name, part in (("B", self.system.B), ("C", self.system.C)):
+            if not bool(part.any()):
+                return f"{name} is zero"
+        return ZERO_INPUTS if self.observations is not None and self.observations.are_zeros else super().why_zero
+
+    @cached_property
+    def measured(self) -> tuple[Tensor, Tensor]:
+        """The measured P over scale², and the scale, a power of two."""
+        assert self.observations is not None
+        return scaled_gramian(self.observations)
+
+    def with_observations(self, observer: SequenceObserver) -> Any:
+        return self._observed(observer.observations)
+
+    def imagined(self) -> Any:
+        return self
+
+    def over(self, total: Total) -> Any:
+        return self if self.observations is None else self._observed(self.observations.over(total))
+
+    def _observed(self, observations: Observations) -> Any:
+        return replace(self, observations=observations)  # type: ignore[type-var]  # every layer is a dataclass
 
 
 @final

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -17,9 +16,8 @@ from compressm.control.linear_algebra import coarse_scale, largest_part
 from compressm.control.system import LinearSystem
 from compressm.errors import CompressionError
 from compressm.families import observing
-from compressm.families.base import Layer, Total
 from compressm.families.linear.simulation import outputs, sampled_states
-from compressm.families.observing import ZERO_INPUTS, InputObserver, Observations, sequences_at_once
+from compressm.families.observing import InputObserver, Observations, sequences_at_once
 from compressm.ops.dispatch import only_reads
 
 # Numbers to reserve for each sampled state, which has a window of inputs. A CPU thus forms 8 MB of states at a time:
@@ -79,42 +77,6 @@ def scaled_gramian(observations: Observations) -> tuple[Tensor, Tensor]:
     if covariance.total is not None and covariance.count is not None:
         observations.require_enough(int(covariance.count.min()), covariance.total.shape[-1])
     return covariance.scaled_gramian()
-
-
-class SystemLayer(Layer):
-    """A layer with a fixed system, observed or not; subclasses are dataclasses with `observations`."""
-
-    system: LinearSystem
-    observations: Observations | None
-
-    @property
-    def order(self) -> int:
-        return self.system.order
-
-    @property
-    def why_zero(self) -> str:
-        for name, part in (("B", self.system.B), ("C", self.system.C)):
-            if not bool(part.any()):
-                return f"{name} is zero"
-        return ZERO_INPUTS if self.observations is not None and self.observations.are_zeros else super().why_zero
-
-    @cached_property
-    def measured(self) -> tuple[Tensor, Tensor]:
-        """The measured P over scale², and the scale, a power of two."""
-        assert self.observations is not None
-        return scaled_gramian(self.observations)
-
-    def with_observations(self, observer: SequenceObserver) -> Any:
-        return self._observed(observer.observations)
-
-    def imagined(self) -> Any:
-        return self
-
-    def over(self, total: Total) -> Any:
-        return self if self.observations is None else self._observed(self.observations.over(total))
-
-    def _observed(self, observations: Observations) -> Any:
-        return replace(self, observations=observations)  # type: ignore[type-var]  # every layer is a dataclass
 
 
 def squared_change(
