@@ -379,6 +379,19 @@ def test_a_budget_of_parameters_is_kept_and_zero_states_are_refused(name):
 
 
 @EVERY
+def test_a_model_of_another_order_takes_the_orders_of_a_checkpoint(name, tmp_path):
+    """With the ones that kernels of FalconMamba take as weights, which no file has."""
+    model, again, whole = make(name), make(name, seed=1), make(name, seed=2)
+    cs.compression.save_checkpoint(tmp_path / "whole", model=whole)
+    cut(model)
+    cs.compression.save_checkpoint(tmp_path / "cut", model=model)
+    for file, expected in (("cut", model), ("whole", whole)):
+        cs.compression.load_checkpoint(tmp_path / file, model=again)
+        assert torch.equal(logits(again), logits(expected))
+        torch.testing.assert_close(dict(again.named_buffers()), dict(expected.named_buffers()), rtol=0, atol=0)
+
+
+@EVERY
 def test_norms_that_differ_in_their_epsilon_are_refused_by_name(name):
     model = make(name)
     setattr(first(model).b_layernorm, "eps" if name == "FalconMamba" else "variance_epsilon", 0.5)

@@ -113,6 +113,10 @@ class Adapter(ABC, Generic[Module, System]):
         """Buffers of the system, by name; `encode` gives the parameters."""
         return {}
 
+    def unsaved_buffers(self, module: Module, order: int) -> dict[str, Tensor]:
+        """Buffers at this order that state dicts lack, by path: a layer that takes the order of a file needs them."""
+        return {}
+
     def place(self, module: Module, path: str) -> tuple[Any, str]:
         """The owner of an attribute, and its name there: "config.state_size" is state_size of module.config."""
         *owners, leaf = path.split(".")
@@ -169,17 +173,15 @@ class SSMAdapter(Adapter[Module, DiagonalSystem]):
     def read(self, module: Module) -> DiagonalSystem:
         """The system, in complex128, whose simulation gives the module's output without the skip D·u.
 
-        It is differentiable with respect to the module's parameters, which are converted to float64 before any
-        computation.
+        It is differentiable with respect to the parameters, which become float64 before any computation.
         """
 
     @abstractmethod
     def encode(self, module: Module, system: DiagonalSystem) -> dict[str, Tensor]:
         """Parameter values in float64, by name, that make the module compute the given system, of any order.
 
-        They are differentiable with respect to the system's poles, B and C. The module supplies what the system does
-        not fix (a step size, a rule of discretisation) and is not changed: `write` does that. Encoding the system that
-        was read gives the present values. Parameters that are not named keep their values.
+        They are differentiable with respect to poles, B and C. The module, which does not change, supplies what the
+        system does not fix (a step size); parameters that are not named stay. What was read gives the present values.
         """
 
     def nearest(self, module: Module, system: DiagonalSystem) -> DiagonalSystem:
@@ -192,9 +194,8 @@ class SSMAdapter(Adapter[Module, DiagonalSystem]):
     def setting(self, module: Module) -> Hashable | None:
         """Everything beside parameters that `read` and `encode` depend on; None if they take one module at a time.
 
-        Modules with the same setting can be stacked: both methods then take a module whose parameters have one more
-        axis, the first, with one entry for each module, and systems whose bank begins with that axis. No mode's
-        parameters may depend on other modes.
+        Modules with the same setting can be stacked: both methods then take parameters with one more axis, the first,
+        and systems whose bank begins with it. No mode's parameters may depend on other modes.
         """
         return None
 

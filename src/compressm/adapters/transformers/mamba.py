@@ -147,9 +147,12 @@ class FalconMambaMixerAdapter(NormedMixerAdapter):
         return {"D": 1 / gain, "out_proj.weight": gain}
 
     def buffers(self, module: nn.Module, system: SelectiveSystem) -> dict[str, Tensor]:
+        return self.unsaved_buffers(module, system.order)
+
+    def unsaved_buffers(self, module: nn.Module, order: int) -> dict[str, Tensor]:
         """The ones that its kernels take as weights."""
         names = ("b_layernorm.weight", "c_layernorm.weight")
-        return {name: module.get_buffer(name)[: system.order].clone() for name in names}
+        return {name: module.get_buffer(name).new_ones(order) for name in names}
 
 
 def _one_eps(module: nn.Module, name: str) -> float:
