@@ -204,10 +204,8 @@ class SSMAdapter(Adapter[Module, DiagonalSystem]):
         """The axes that grow if a mode with B = 0 and C = 0 is added to the system, and the entries that it gets."""
         system = read_with(self, module)
         values, n = encode_with(self, module, {}, _with_an_idle_mode(system, self.IDLE)), system.order
-        axes = {name: _grown_axis(module, name, value) for name, value in values.items()}
-        return {
-            name: Growth(axis, idle=values[name].narrow(axis, n, 1)) for name, axis in axes.items() if axis is not None
-        }
+        axes = [(name, value, _grown_axis(module, name, value)) for name, value in values.items()]
+        return {name: Growth(axis, idle=value.narrow(axis, n, 1)) for name, value, axis in axes if axis is not None}
 
     def state_bytes(self, module: Module, order: int) -> int:
         """Those of complex numbers in the dtype of the parameters."""
@@ -535,11 +533,8 @@ def _with_an_idle_mode(system: DiagonalSystem, pole: complex) -> DiagonalSystem:
 
 def _with_a_mode_twice(system: DiagonalSystem) -> DiagonalSystem:
     poles, B, C = system.poles, system.B, system.C
-    return DiagonalSystem(
-        torch.cat([poles, poles[..., :1]], dim=-1),
-        torch.cat([B, B[..., :1, :]], dim=-2),
-        torch.cat([C, C[..., :1]], dim=-1),
-    )
+    poles, C = (torch.cat([part, part[..., :1]], dim=-1) for part in (poles, C))
+    return DiagonalSystem(poles, torch.cat([B, B[..., :1, :]], dim=-2), C)
 
 
 def plain_name(path: str, modules: Mapping[str, nn.Module]) -> str:
