@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import re
+import warnings
 
 import pytest
 import torch
@@ -15,6 +17,9 @@ from tests.adapters.test_mamba2 import IDS, MANY, THREE, cut, layers, mixers, ru
 from tests.marks import later
 
 transformers = pytest.importorskip("transformers")
+
+# Weights of models that were never trained are so small that the ε of norms counts.
+pytestmark = pytest.mark.filterwarnings("ignore:.*of the norm behind them counts:UserWarning")
 
 SIZES = {
     **{"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 3, "eos_token_id": None, "pad_token_id": 0},
@@ -123,6 +128,42 @@ def test_the_measured_error_is_that_of_the_mixer_up_to_the_factor_that_its_norm_
         old, new = (read_out(mixers(one)[record.module], inputs[record.module]) for one in (before, model))
         expected = float((new * (3 / 8) ** 0.5 - old).norm() / old.norm())
         assert record.measured_error == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("form", [cs.Selected(), cs.Mapped()], ids=str)
+@pytest.mark.parametrize("name", EVERY)
+def test_a_cut_warns_by_how_much_the_epsilon_of_the_norm_changes_its_output(name, form):
+    """The mixer's own read-out, through its norm with its ε, and with that by which the norm did not change."""
+    model = make(name)
+    for mixer in mixers(model).values():
+        norm_of(mixer).variance_epsilon = 1e-4
+    calls = inputs_of(model)
+    with pytest.warns(UserWarning, match="so small that the ε 0.0001 of the norm behind them counts") as caught:
+        cut(model, form=form)
+    (said,) = (str(one.message) for one in caught if "counts" in str(one.message))
+    assert said.startswith("model.layers.")
+    assert "(and 1 more)" in said
+    changes = []
+    model.requires_grad_(False)
+    for path, mixer in mixers(model).items():
+        y = read_out(mixer, calls[path]).view(*calls[path].shape[:2], 4, 6)
+        mean, gain = y.square().mean(-1), torch.full((8, 24, 4), 8 / 3)
+        if form == cs.Mapped():
+            adapter = adapter_for(mixer)
+            q = adapter.mapped_steps(mixer, calls[path].double(), adapter.read(mixer)).queries
+            gain = (1 / (3 * q.square().sum(-1))).transpose(1, 2).repeat_interleave(2, dim=2).float()
+        found, wanted = (mean.sqrt() / torch.sqrt(mean + eps) for eps in (1e-4, 1e-4 * gain))
+        changes.append(float((found - wanted).norm() / wanted.norm()))
+    assert float(re.search(r"changes by ([\d.e+-]+) %", said)[1]) == pytest.approx(100 * max(changes), rel=0.06)
+
+
+def test_a_cut_does_not_warn_of_an_epsilon_that_does_not_count():
+    model = make()
+    for mixer in mixers(model).values():
+        norm_of(mixer).variance_epsilon = 1e-12
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [one.rank for one in cut(model, form=cs.Selected())] == [3, 3]
 
 
 def test_a_fit_is_better_than_its_start():

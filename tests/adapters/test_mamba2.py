@@ -10,8 +10,9 @@ import compressm as cs
 from compressm.adapters import AdapterError, adapter_for, find
 from compressm.compression import CompressionError
 from compressm.compression.planning import Options, read_layers
+from compressm.families.fitting import halves
 from compressm.families.memory.forms import Fitted, Folded, Mapped, Selected
-from compressm.families.memory.simulation import halves, outputs
+from compressm.families.memory.simulation import outputs
 from tests.marks import later
 
 transformers = pytest.importorskip("transformers")
@@ -361,6 +362,31 @@ def test_training_goes_on_and_parameters_stay_the_same_objects():
             assert mixers(average)["backbone.layers.0.mixer"].in_proj.weight.shape == (80, 16)
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
     assert [event.rank for event in compressor.history] == [3, 3, 3]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_model_of_another_order_takes_the_orders_of_a_checkpoint(name, tmp_path):
+    """Buffers that no file has, as FalconH1's mup_vector, are made anew: larger and smaller."""
+    model, again = make(name), make(name, seed=1)
+    whole = make(name, seed=2)
+    cs.compression.save_checkpoint(tmp_path / "whole", model=whole)
+    cut(model, form=cs.Selected())
+    cs.compression.save_checkpoint(tmp_path / "cut", model=model)
+    for file, expected in (("cut", model), ("whole", whole), ("cut", model)):
+        cs.compression.load_checkpoint(tmp_path / file, model=again)
+        torch.testing.assert_close(again(IDS).logits, expected(IDS).logits, rtol=0, atol=0)
+        torch.testing.assert_close(dict(again.named_buffers()), dict(expected.named_buffers()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_zero_states_give_all_layers_one_order_and_change_no_output(name):
+    model = make(name)
+    some = next(iter(mixers(model)))
+    cut(model, keep=cs.KeepFraction(1.0), overrides={some: THREE}, form=cs.Selected(), gate=1.0)
+    before = model(IDS).logits
+    cs.pad_orders_(model)
+    assert {adapter.order(mixer) for mixer, adapter in find(model).values()} == {8}
+    torch.testing.assert_close(model(IDS).logits, before, rtol=1e-5, atol=1e-6)
 
 
 def test_a_guard_restores_the_model_and_its_config():

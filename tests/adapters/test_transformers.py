@@ -1,6 +1,7 @@
 """transformers' Mamba: cut as our own layer, an ordinary model of transformers afterwards, or refused by name."""
 
 import copy
+import importlib
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -173,10 +174,10 @@ def test_what_else_a_config_says_of_single_layers_stays():
     config = MambaConfig(num_hidden_layers=3, state_size=8)
     config.per_layer_config = {1: {"note": "kept"}, 2: {"note": "other"}, 0: {"note": "more"}}
     for layer, order in enumerate([4, 8, 4]):
-        LayerConfig(config, layer).state_size = order
+        LayerConfig(config, layer, "state_size").order = order
     assert [layer.state_size for layer in config.per_layer_config] == [4, 8, 4]
     for layer in (0, 1, 2):
-        LayerConfig(config, layer).state_size = 2
+        LayerConfig(config, layer, "state_size").order = 2
     assert config.state_size == 2
     assert [layer.note for layer in config.per_layer_config] == ["more", "kept", "other"]
 
@@ -236,17 +237,11 @@ def test_a_mixer_that_is_called_otherwise_is_refused_by_name():
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 20, "eos_token_id": None}
 OTHERS = {
-    "FalconMamba": (SMALL, "FalconMambaMixer", "normalises B and C"),
-    "Jamba": (
-        {**SMALL, "num_experts": 2, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2},
-        "JambaMambaMixer",
-        "normalises B and C",
-    ),
     "Zamba": (
         {**SMALL, "num_hidden_layers": 9, "num_attention_heads": 2, "n_mamba_heads": 2},
         "ZambaMambaMixer",
         "for each of its heads",
-    ),
+    )
 }
 
 
@@ -285,6 +280,24 @@ def test_every_recurrence_of_transformers_is_cut_or_refused_with_a_reason():
     assert found.keys() - cut_ones - REFUSED.keys() - PARTS == set()
     assert REFUSED.keys() | PARTS <= found.keys()
     assert not REFUSED.keys() & cut_ones
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_every_refused_class_of_transformers_is_refused_with_its_reason(name):
+    """The class itself, from its own config."""
+    module = importlib.import_module(dict(recurrences())[name])
+    (config,) = (
+        kind
+        for key, kind in vars(module).items()
+        if isinstance(kind, type)
+        and re.fullmatch(rf"{name[:4]}\w*?(Text)?Config", key)
+        and hasattr(kind(), "hidden_size")
+        if "Vision" not in key
+    )
+    with torch.device("meta"):
+        model = nn.ModuleDict({"mixer": getattr(module, name)(config(), 0)})
+    with pytest.raises(CompressionError, match=rf": mixer {re.escape(REFUSED[name])} \({name}\); expected MambaMixer"):
+        cut(model)
 
 
 def test_a_mixer_of_a_name_that_is_not_known_is_refused_all_the_same():

@@ -145,3 +145,19 @@ def test_the_readme_says_what_the_demo_reached():
     assert demo("white noise", "accuracy") < small
     bounds = [float(bound) for row in rows("demo", model="white noise") for bound in row["bounds"].split(", ")]
     assert min(bounds) > 100, "far above 1"
+
+
+def test_large_models_that_are_cut_recall_more_than_small_ones_as_the_page_says():
+    def mean(arm, column="accuracy", rate=0.016):
+        return fmean(float(row[column]) for row in rows("recall-small", arm=arm, rank=16, rate=rate))
+
+    small = [mean("from scratch", rate=rate) for rate in (0.002, 0.008)]
+    ways = [mean(arm) for arm in ("Mapped", "Fitted")]
+    assert says("docs/memory_results.md", "64", "16", *(f"{value:.3f}" for value in (*ways, *small)))
+    after = [mean(arm, "accuracy_cut") for arm in ("Mapped", "GHOST", "random")]
+    errors = {arm: mean(arm, "error") for arm in ("Mapped", "Fitted", "GHOST")}
+    ratios = [errors["GHOST"] / errors[arm] for arm in ("Mapped", "Fitted")]
+    assert says("docs/memory_results.md", *(f"{value:.3f}" for value in after), *tenths(*ratios))
+    for seed in range(3):
+        (best,) = rows("recall-small", arm="from scratch", rate=0.008, seed=seed)
+        assert all(row["accuracy"] > best["accuracy"] for row in rows("recall-small", order=64, rank=16, seed=seed))

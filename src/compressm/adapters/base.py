@@ -113,6 +113,10 @@ class Adapter(ABC, Generic[Module, System]):
         """Buffers of the system, by name; `encode` gives the parameters."""
         return {}
 
+    def unsaved_buffers(self, module: Module, order: int) -> dict[str, Tensor]:
+        """Buffers at this order that state dicts lack, by path: a layer that takes the order of a file needs them."""
+        return {}
+
     def place(self, module: Module, path: str) -> tuple[Any, str]:
         """The owner of an attribute, and its name there: "config.state_size" is state_size of module.config."""
         *owners, leaf = path.split(".")
@@ -133,6 +137,11 @@ class Adapter(ABC, Generic[Module, System]):
     def state_growth(self, module: Module) -> Growth:
         """The same for a state of the module, as its `step` takes it."""
         return Growth(axis=-1)
+
+    def state_parameters(self, module: Module) -> int:
+        """The number of parameters that the module loses with every state that is cut."""
+        sizes = ((parameter_of(module, name), own) for name, own in self.growth(module).items())
+        return sum(own.blocks * parameter.numel() // parameter.shape[own.axis] for parameter, own in sizes)
 
     def inner_width(self, module: Module) -> int | None:
         """The number of channels of the recurrence, if kernels ask for it."""
@@ -164,17 +173,15 @@ class SSMAdapter(Adapter[Module, DiagonalSystem]):
     def read(self, module: Module) -> DiagonalSystem:
         """The system, in complex128, whose simulation gives the module's output without the skip D·u.
 
-        It is differentiable with respect to the module's parameters, which are converted to float64 before any
-        computation.
+        It is differentiable with respect to the parameters, which become float64 before any computation.
         """
 
     @abstractmethod
     def encode(self, module: Module, system: DiagonalSystem) -> dict[str, Tensor]:
         """Parameter values in float64, by name, that make the module compute the given system, of any order.
 
-        They are differentiable with respect to the system's poles, B and C. The module supplies what the system does
-        not fix (a step size, a rule of discretisation) and is not changed: `write` does that. Encoding the system that
-        was read gives the present values. Parameters that are not named keep their values.
+        They are differentiable with respect to poles, B and C. The module, which does not change, supplies what the
+        system does not fix (a step size); parameters that are not named stay. What was read gives the present values.
         """
 
     def nearest(self, module: Module, system: DiagonalSystem) -> DiagonalSystem:
@@ -187,9 +194,8 @@ class SSMAdapter(Adapter[Module, DiagonalSystem]):
     def setting(self, module: Module) -> Hashable | None:
         """Everything beside parameters that `read` and `encode` depend on; None if they take one module at a time.
 
-        Modules with the same setting can be stacked: both methods then take a module whose parameters have one more
-        axis, the first, with one entry for each module, and systems whose bank begins with that axis. No mode's
-        parameters may depend on other modes.
+        Modules with the same setting can be stacked: both methods then take parameters with one more axis, the first,
+        and systems whose bank begins with it. No mode's parameters may depend on other modes.
         """
         return None
 
@@ -198,10 +204,8 @@ class SSMAdapter(Adapter[Module, DiagonalSystem]):
         """The axes that grow if a mode with B = 0 and C = 0 is added to the system, and the entries that it gets."""
         system = read_with(self, module)
         values, n = encode_with(self, module, {}, _with_an_idle_mode(system, self.IDLE)), system.order
-        axes = {name: _grown_axis(module, name, value) for name, value in values.items()}
-        return {
-            name: Growth(axis, idle=values[name].narrow(axis, n, 1)) for name, axis in axes.items() if axis is not None
-        }
+        axes = [(name, value, _grown_axis(module, name, value)) for name, value in values.items()]
+        return {name: Growth(axis, idle=value.narrow(axis, n, 1)) for name, value, axis in axes if axis is not None}
 
     def state_bytes(self, module: Module, order: int) -> int:
         """Those of complex numbers in the dtype of the parameters."""
@@ -219,7 +223,6 @@ _NAMED: dict[str, Adapter[Any, Any]] = {}
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
 # Names that only wrappers use: torch.compile, activation checkpoints, FSDP.
 _WRAPPED = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
-
 
 # What to say of a model from torch.jit.trace or torch.jit.script, whose layers are no Python objects any more.
 COMPILED = (
@@ -530,11 +533,8 @@ def _with_an_idle_mode(system: DiagonalSystem, pole: complex) -> DiagonalSystem:
 
 def _with_a_mode_twice(system: DiagonalSystem) -> DiagonalSystem:
     poles, B, C = system.poles, system.B, system.C
-    return DiagonalSystem(
-        torch.cat([poles, poles[..., :1]], dim=-1),
-        torch.cat([B, B[..., :1, :]], dim=-2),
-        torch.cat([C, C[..., :1]], dim=-1),
-    )
+    poles, C = (torch.cat([part, part[..., :1]], dim=-1) for part in (poles, C))
+    return DiagonalSystem(poles, torch.cat([B, B[..., :1, :]], dim=-2), C)
 
 
 def plain_name(path: str, modules: Mapping[str, nn.Module]) -> str:

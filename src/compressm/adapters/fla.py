@@ -24,6 +24,9 @@ from compressm.errors import AdapterError
 
 PACKAGE = "fla"
 
+# The names of the norm behind the read-out; a gate may follow in the same module.
+_NORMS = ("o_norm", "g_norm_swish_gate", "g_norm")
+
 Map = Callable[[Tensor], Tensor]
 
 
@@ -31,7 +34,7 @@ class FlaAdapter(MemoryAdapter[nn.Module]):
     """An adapter of layers of flash-linear-attention whose queries and keys have one head each for every key head.
 
     The layers divide queries by the root of the order. Where queries are linear their rows make up for it; elsewhere
-    the norm behind the read-out cancels it, except for its ε.
+    the norm behind the read-out cancels it, except for its ε; where that counts a cut warns.
     """
 
     SHARED = frozenset({"config"})
@@ -138,6 +141,12 @@ class FlaAdapter(MemoryAdapter[nn.Module]):
     def gate_of(self, module: Any, logits: Float[Tensor, "batch bank length n"]) -> Tensor:
         """The logarithms of gates from what their projection gives."""
         raise NotImplementedError
+
+    def norm_eps(self, module: Any) -> float | None:
+        if self.query_gain(module, 1) != 1:  # rows of queries make up for it
+            return None
+        norms = (getattr(module, name, None) for name in _NORMS)
+        return next((float(norm.eps) for norm in norms if norm is not None), None)
 
     def _part(self, module: nn.Module, x: Tensor, part: str, rows: Mapping[str, Tensor]) -> Tensor:
         """The part behind projection, convolution and activation: (batch, length, rows)."""

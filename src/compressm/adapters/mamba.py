@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from compressm.adapters.base import Adapter, Basis, Growth, Module, adapter_for, adapts, finite_doubles, parameter_of
-from compressm.control.selective import ChannelMaps, SelectiveSystem, require_negative_rates
+from compressm.control.selective import ChannelMaps, Norms, SelectiveSystem, require_negative_rates
 from compressm.errors import AdapterError
 from compressm.layers import Mamba
 from compressm.layers.mamba import OF_MAPS
@@ -35,6 +35,10 @@ class SelectiveAdapter(Adapter[Module, SelectiveSystem]):
     STORES = frozenset({Basis.AVERAGED, Basis.SELECTED})
     RECURRENCE = "Mamba-1"
     JOINS: ClassVar[Mapping[str, str]] = {IMAGINARY: RATES}
+    # Parameters and buffers that a module may have beside those of every mixer.
+    BESIDE: ClassVar[frozenset[str]] = frozenset()
+    # The names of the weights of the norms of B and of C, for modules that have such norms and train their weights.
+    NORMED: ClassVar[tuple[str, str] | None] = None
 
     @abstractmethod
     def counted(
@@ -55,6 +59,14 @@ class SelectiveAdapter(Adapter[Module, SelectiveSystem]):
     def maps(self, module: Module) -> ChannelMaps | None:
         """The module's channel maps, or None if its channels do not have their own states."""
         return None
+
+    def norms(self, module: Module) -> Norms | None:
+        """The module's norms behind x_proj, with weights in float64; None without norms."""
+        return None
+
+    def factors(self, system: SelectiveSystem) -> dict[str, Tensor]:
+        """Factors of parameters beside x_proj, A_log and the weights of norms, with which a module stores a system."""
+        return {}
 
     def observed(self, module: Module) -> nn.Module:
         """The part of the module whose input is u."""
@@ -101,7 +113,7 @@ class SelectiveAdapter(Adapter[Module, SelectiveSystem]):
         require_negative_rates(rates.detach())
         if maps is not None and maps.B.is_complex():
             rates = torch.complex(rates, *finite_doubles(module, [IMAGINARY]))
-        return SelectiveSystem(rates, step_in, step_out, step_bias, W_B, W_C, maps)
+        return SelectiveSystem(rates, step_in, step_out, step_bias, W_B, W_C, maps, self.norms(module))
 
     def encode(self, module: Module, system: SelectiveSystem) -> dict[str, Tensor]:
         """Parameter values in float64, by name, that make the module compute the given system; Δ stays as it is."""
@@ -110,13 +122,17 @@ class SelectiveAdapter(Adapter[Module, SelectiveSystem]):
         require_negative_rates(system.rates.detach().real)
         rates = {RATES: torch.log(-system.rates.real)}
         if system.maps is None:
-            return {PROJECTION: torch.cat([system.step_in, system.W_B, system.W_C]), **rates}
+            scaled = {name: parameter_of(module, name).double() * by for name, by in self.factors(system).items()}
+            weights = {}
+            if self.NORMED is not None and system.norms is not None:
+                weights = dict(zip(self.NORMED, (system.norms.B, system.norms.C), strict=True))
+            return {PROJECTION: torch.cat([system.step_in, system.W_B, system.W_C]), **rates, **weights, **scaled}
         return {**rates, IMAGINARY: system.rates.imag} if system.rates.is_complex() else rates
 
     def _require_known(self, module: Module) -> None:
         """Refuse unknown parameters: a cut would ignore their effect before the scan, such as a norm of B."""
         names = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
-        missing, unknown = sorted(set(_READ) - names), sorted(names - set(_READ) - set(_BESIDE) - self.OPTIONAL)
+        missing, unknown = sorted(set(_READ) - names), sorted(names - {*_READ, *_BESIDE} - self.OPTIONAL - self.BESIDE)
         if missing or unknown:
             said = [f"has no {', '.join(missing)}"] if missing else []
             said += [f"has {', '.join(unknown)}, unknown to {self}"] if unknown else []
@@ -182,12 +198,10 @@ class MambaAdapter(SelectiveAdapter[Mamba]):
 
 
 # Mixers of transformers that are refused, and why.
-_NORMS = "normalises B and C over the states, which no change of basis preserves"
 _HEADS = "has a projection and rates for each of its heads"
 _GATED = "erases by the delta rule, with a gate for every key dimension and one size for keys and values"
 _WIDTH = "has as many states as channels: fewer states are fewer channels"
 REFUSED = {
-    **dict.fromkeys(("FalconMambaMixer", "JambaMambaMixer"), _NORMS),
     "ZambaMambaMixer": _HEADS,
     **dict.fromkeys(("KimiLinearDeltaAttention", "BailingHybridDeltaAttention", "Glm5NextTextLinearAttention"), _GATED),
     "MiniMaxLightningAttention": "has one size for keys, queries and values",
@@ -199,7 +213,7 @@ REFUSED_ELSEWHERE = {
         "MultiScaleRetention": "rotates queries and keys, with frequencies that follow from the number of states",
         "RWKV7Attention": "has as many keys as channels: its kernels and its constructor know no other number",
         "Mamba3": "rotates B and C by the input, and normalises them over the states",
-        "HGRN2Attention": "makes keys from the gates of their states: only a selection could be kept; not read yet",
+        "HGRN2Attention": "has as many gates as channels: for fewer states its constructor makes more heads",
         "GatedDeltaNet2": "has a gate for every key dimension, which no projection of the keys preserves; not read yet",
     },
     "mamba_ssm": {"Mamba3": "rotates B and C by the input, and normalises them over the states"},

@@ -143,6 +143,16 @@ class MemoryAdapter(Adapter[Module, Memory]):
         """The factor of the rows of queries in a cut to this order, for modules that divide queries by its root."""
         return 1.0
 
+    def norm_eps(self, module: Module) -> float | None:
+        """ε of a norm behind the read-out, for modules whose outputs a cut multiplies; None if that changes nothing."""
+        return None
+
+    def output_gain(
+        self, module: Module, queries: Float[Tensor, "batch bank length r"]
+    ) -> Float[Tensor, "batch bank length"]:
+        """The factor of the outputs of a smaller module, by queries of `steps`: it divides its own by another root."""
+        return queries.new_full(queries.shape[:-1], (self.order(module) / queries.shape[-1]) ** 0.5)
+
     @abstractmethod
     def rows(self, module: Module) -> dict[str, Rows]:
         """The rows of every parameter that grows with the order; sizes come from the parameters alone."""

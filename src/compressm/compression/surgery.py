@@ -53,9 +53,10 @@ def place_of(name: str, module: nn.Module, path: str) -> tuple[Any, str]:
 
 
 def take_orders_(model: nn.Module, undo: ExitStack) -> None:
-    """Set the attributes that change with the order to the orders of the present parameters."""
+    """Set what changes with the order, attributes and buffers of no file, to the orders of the present parameters."""
     for name, (module, adapter) in find(model).items():
-        for path, value in present_attributes(module, adapter).items():
+        beside = adapter.unsaved_buffers(module, adapter.order(module))
+        for path, value in {**present_attributes(module, adapter), **beside}.items():
             if path not in adapter.SHARED:
                 place = place_of(name, module, path)
                 undo.callback(setattr, *place, getattr(*place))
@@ -140,7 +141,8 @@ def padded(cut: PreparedCut, adapter: Adapter[Any, Any], order: int) -> Prepared
     states = {
         name: {key: _padded_entry(cut, name, key, growth, order) for key in state} for name, state in cut.states.items()
     }
-    writing = replace(cut.writing, attributes=adapter.attributes(cut.module, order))
+    buffers = {**cut.writing.buffers, **adapter.unsaved_buffers(cut.module, order)}
+    writing = replace(cut.writing, attributes=adapter.attributes(cut.module, order), buffers=buffers)
     own, through = adapter.state_growth(cut.module), cut.state_map
     state_map = None if through is None else lambda state: own.resized(through(state), order)
     return replace(cut, values=values, states=states, writing=writing, state_map=state_map)

@@ -33,11 +33,44 @@ class ChannelMaps:
 
 
 @dataclass(frozen=True)
+class Norms:
+    """RMS norms of `step_in` u, of B and of C: x ← weight ∘ x / √(mean x² + ε), with the mean over all entries.
+
+    If they are `tied`, the weights of B are one number, and so are those of C.
+    """
+
+    step: Float[Tensor, " rank"]
+    B: Float[Tensor, " m"]
+    C: Float[Tensor, " m"]
+    eps: float
+    tied: bool = False
+
+    def detach(self) -> Norms:
+        """Detach all weights from the autograd graph."""
+        return replace(self, step=self.step.detach(), B=self.B.detach(), C=self.C.detach())
+
+
+@dataclass(frozen=True)
+class Resized:
+    """Factors of the rows of B or C before their norm, and of the weights of the norm, in a change of basis.
+
+    A norm over r of n states divides by another mean: without factors B and C would grow by about √(n/r).
+    """
+
+    rows: Float[Tensor, ""]
+    weights: Float[Tensor, " r"]
+
+    def to(self, device: torch.device | str) -> Resized:
+        """Copy the factors to another device."""
+        return Resized(self.rows.to(device), self.weights.to(device))
+
+
+@dataclass(frozen=True)
 class SelectiveSystem:
     """h[t] = exp(Δ a) h[t−1] + Δ B u[t], y[t] = Re(C h[t]) for every channel; all channels share B and C.
 
     Δ = softplus(W_Δ u + bias) with W_Δ = `step_out` `step_in`, B = W_B u, C = W_C u, from the inputs u[t] of all
-    channels. With `maps` each channel has its own B and C, and rates may be complex.
+    channels. With `maps` each channel has its own B and C, and rates may be complex. `norms` follow the projections.
     """
 
     rates: Inexact[Tensor, "channels n"]
@@ -47,6 +80,7 @@ class SelectiveSystem:
     W_B: Float[Tensor, "m channels"]
     W_C: Float[Tensor, "m channels"]
     maps: ChannelMaps | None = None
+    norms: Norms | None = None
 
     @property
     def order(self) -> int:
@@ -64,28 +98,65 @@ class SelectiveSystem:
         self, u: Float[Tensor, "*steps channels"]
     ) -> tuple[Float[Tensor, "*steps channels"], Float[Tensor, "*steps m"], Float[Tensor, "*steps m"]]:
         """Δ, B and C that these inputs select."""
-        delta = softplus(u @ self.step_in.mT @ self.step_out.mT + self.step_bias)
-        return delta, u @ self.W_B.mT, u @ self.W_C.mT
+        step, B, C = (u @ rows.mT for rows in (self.step_in, self.W_B, self.W_C))
+        if self.norms is not None:
+            of = self.norms
+            step, B, C = (rms_normed(x, own, of.eps) for x, own in ((step, of.step), (B, of.B), (C, of.C)))
+        return softplus(step @ self.step_out.mT + self.step_bias), B, C
 
     @property
     def scales(self) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-        """Powers of two at the sizes of W_B and W_C, 1 for ordinary weights."""
-        return coarse_scale(self.W_B.detach().abs().max()), coarse_scale(self.W_C.detach().abs().max())
+        """Powers of two at the sizes of B and C, by W_B and W_C or by the weights of norms; 1 for ordinary weights."""
+        sizes = (self.W_B, self.W_C) if self.norms is None else (self.norms.B, self.norms.C)
+        return coarse_scale(sizes[0].detach().abs().max()), coarse_scale(sizes[1].detach().abs().max())
 
     def divided(self, input_scale: Float[Tensor, ""], output_scale: Float[Tensor, ""]) -> SelectiveSystem:
         """The system with B and C divided by these numbers: averages of B Bᵀ and C Cᵀ hold squares."""
-        return replace(self, W_B=self.W_B / input_scale, W_C=self.W_C / output_scale)
+        if self.norms is None:
+            return replace(self, W_B=self.W_B / input_scale, W_C=self.W_C / output_scale)
+        return replace(self, norms=replace(self.norms, B=self.norms.B / input_scale, C=self.norms.C / output_scale))
 
     def projected(
-        self, E_B: Float[Tensor, "r n"], E_C: Float[Tensor, "n r"], rates: Float[Tensor, "channels r"]
+        self,
+        E_B: Float[Tensor, "r n"],
+        E_C: Float[Tensor, "n r"],
+        rates: Float[Tensor, "channels r"],
+        resized: tuple[Resized, Resized] | None = None,
     ) -> SelectiveSystem:
-        """The system with B ← E_B B and C ← C E_C in all channels, and new rates."""
-        return replace(self, rates=rates, W_B=E_B @ self.W_B, W_C=E_C.mT @ self.W_C)
+        """The system with B ← E_B B and C ← C E_C in all channels, and new rates.
+
+        Norms, whose factors for B and C are `resized`, follow: the result is near, as the norm of another vector
+        differs by one factor at each step. A selection of all states is exact.
+        """
+        if self.norms is None or resized is None:
+            return replace(self, rates=rates, W_B=E_B @ self.W_B, W_C=E_C.mT @ self.W_C)
+        (of_B, of_C), (B, C) = resized, (before_norm(E_B, self.norms.B), before_norm(E_C.mT, self.norms.C))
+        norms = replace(self.norms, B=B[1] * of_B.weights, C=C[1] * of_C.weights)
+        W_B, W_C = of_B.rows * (B[0] @ self.W_B), of_C.rows * (C[0] @ self.W_C)
+        return replace(self, rates=rates, W_B=W_B, W_C=W_C, norms=norms)
 
     def detach(self) -> SelectiveSystem:
         """Detach all tensors from the autograd graph."""
         parts = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "maps"}
-        return replace(self, **{name: part.detach() for name, part in parts.items()})
+        return replace(self, **{name: part.detach() for name, part in parts.items() if part is not None})
+
+
+def before_norm(
+    E: Float[Tensor, "r n"], weight: Float[Tensor, " n"]
+) -> tuple[Float[Tensor, "r n"], Float[Tensor, " r"]]:
+    """M and v with diag(v) M = E diag(weight): E behind the weights of a norm is M before them, and new weights v.
+
+    Rows of M are as long as those of E, and a selection E gives M = E. v has the sign of the weight that counts most.
+    """
+    behind, size = E * weight, E.square().sum(-1).sqrt()
+    sign = torch.where(weight[E.abs().argmax(-1)] < 0, -1.0, 1.0).to(E)
+    v = sign * behind.square().sum(-1).sqrt() / torch.where(size > 0, size, 1)
+    return behind / torch.where(v != 0, v, 1)[..., None], v
+
+
+def rms_normed(x: Float[Tensor, "*steps m"], weight: Float[Tensor, " m"], eps: float) -> Float[Tensor, "*steps m"]:
+    """The RMS norm weight ∘ x / √(mean x² + ε)."""
+    return weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
 def mean_dynamics(

@@ -127,8 +127,7 @@ class Layer(ABC):
 
     def state_parameters(self) -> int:
         """The number of parameters that the layer loses with every state that is cut."""
-        sizes = ((self.module.get_parameter(name), own) for name, own in self.adapter.growth(self.module).items())
-        return sum(own.blocks * parameter.numel() // parameter.shape[own.axis] for parameter, own in sizes)
+        return int(self.adapter.state_parameters(self.module))
 
     def compared_forms(self, order: int) -> list[ComparedForm]:
         """The forms in which a cut to this order could be kept, each with its error; empty if there is no choice."""
@@ -246,6 +245,26 @@ class Family(ABC):
         salt: int,
     ) -> dict[str, PlannedCut]:
         """Cuts to these orders, one per layer or one per channel; layers that need no cut may be left out."""
+
+
+class SeparateFamily(Family):
+    """A family that plans the cut of every layer by itself."""
+
+    @abstractmethod
+    def planned(self, layer: Any, order: Any, sigma: Tensor, choices: Choices, salt: int) -> PlannedCut | None:
+        """The cut of a layer with this spectrum to this order, or to one for each channel; None if it needs none."""
+
+    def plan(
+        self,
+        layers: Sequence[Any],
+        orders: Mapping[str, int | Sequence[int]],
+        spectra: Mapping[str, Tensor],
+        choices: Choices,
+        salt: int,
+    ) -> dict[str, PlannedCut]:
+        names = [(layer, layer.name) for layer in layers]
+        cuts = {name: self.planned(layer, orders[name], spectra[name], choices, salt) for layer, name in names}
+        return {name: cut for name, cut in cuts.items() if cut is not None}
 
 
 _FAMILIES: dict[type[Any], Family] = {}

@@ -9,7 +9,7 @@ modes → θ', as in `linear.transport`: `encode` and `read` of the adapter are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, final
@@ -24,10 +24,11 @@ from compressm.control import DenseSystem, DiagonalSystem, hankel_singular_value
 from compressm.control.folding import PairTruncation, pair_truncation
 from compressm.control.validation import values_unread
 from compressm.errors import CompressionError
-from compressm.families.base import Change, Family, Layer, PlannedCut, Total, Values, Writing, energy_lost, reads
+from compressm.families.base import Change, PlannedCut, SeparateFamily, Values, Writing, energy_lost, reads
 from compressm.families.choices import Choices, Largest
 from compressm.families.linear import simulation
-from compressm.families.linear.observer import SequenceObserver, scaled_gramian, squared_change, why_zero
+from compressm.families.linear.family import SystemLayer
+from compressm.families.linear.observer import SequenceObserver, squared_change
 from compressm.families.linear.transport import Jacobian
 from compressm.families.observing import Observations, ratio_of, sequences_at_once
 from compressm.layers.parameters import StateMap
@@ -190,7 +191,7 @@ class DenseObserver(SequenceObserver):
 
 @final
 @dataclass(frozen=True)
-class DenseLayer(Layer):
+class DenseLayer(SystemLayer):
     """A module, its system of full matrices, and its observations if there is data."""
 
     name: str
@@ -203,26 +204,8 @@ class DenseLayer(Layer):
     def order(self) -> int:
         return self.system.order // 2
 
-    @property
-    def why_zero(self) -> str:
-        return why_zero(self.system, self.observations) or super().why_zero
-
-    def gramian(self) -> tuple[Tensor, Tensor]:
-        """The measured P over scale², and the scale."""
-        assert self.observations is not None
-        return scaled_gramian(self.observations)
-
     def observer(self, choices: Choices) -> DenseObserver:
         return DenseObserver(Observations(self.name), self.module, self.system, choices.measurement)
-
-    def with_observations(self, observer: DenseObserver) -> DenseLayer:
-        return replace(self, observations=observer.observations)
-
-    def imagined(self) -> DenseLayer:
-        return self
-
-    def over(self, total: Total) -> DenseLayer:
-        return self if self.observations is None else replace(self, observations=self.observations.over(total))
 
     def received(self, sent: Any) -> DenseCut:
         system, left, right, bound, lost = sent
@@ -285,7 +268,7 @@ def _outputs(system: DenseSystem | DiagonalSystem, u: Tensor) -> Tensor:
 
 @reads(DenseAdapter)
 @final
-class DenseFamily(Family):
+class DenseFamily(SeparateFamily):
     """Balanced truncation of full matrices; the reduced systems are diagonalised and stored as modes."""
 
     called = "layers with full matrices"
@@ -314,28 +297,17 @@ class DenseFamily(Family):
         """σ₂ⱼ₋₁ + σ₂ⱼ of the real systems."""
         found = {}
         for layer in layers:
-            P, scale = layer.gramian() if choices.is_measured else (None, None)
+            P, scale = layer.measured if choices.is_measured else (None, None)
             sigma = hankel_singular_values(layer.system, P=P)
             sigma = sigma if scale is None else sigma * scale[..., None]
             found[layer.name] = (sigma[..., ::2] + sigma[..., 1::2]).cpu()
         return found
 
-    def plan(
-        self,
-        layers: Sequence[DenseLayer],
-        orders: Mapping[str, Any],
-        spectra: Mapping[str, Tensor],
-        choices: Choices,
-        salt: int,
-    ) -> dict[str, PlannedCut]:
-        cuts: dict[str, PlannedCut] = {}
-        for layer in layers:
-            order = orders[layer.name]
-            found = pair_truncation(layer.system, order, P=layer.gramian()[0] if choices.is_measured else None)
-            cut = _cut_of(layer, found, energy_lost(spectra[layer.name], torch.arange(order)))
-            squares = cut.squared_change()
-            cuts[layer.name] = cut if squares is None else replace(cut, measured_error=ratio_of(squares))
-        return cuts
+    def planned(self, layer: DenseLayer, order: int, sigma: Tensor, choices: Choices, salt: int) -> DenseCut:
+        found = pair_truncation(layer.system, order, P=layer.measured[0] if choices.is_measured else None)
+        cut = _cut_of(layer, found, energy_lost(sigma, torch.arange(order)))
+        squares = cut.squared_change()
+        return cut if squares is None else replace(cut, measured_error=ratio_of(squares))
 
 
 def _cut_of(layer: DenseLayer, found: PairTruncation, lost: float) -> DenseCut:

@@ -25,7 +25,7 @@ from compressm.control import ControlError, StateCovariance
 from compressm.control.linear_algebra import each
 from compressm.control.validation import are_finite, is_finite, require_finite
 from compressm.errors import CompressionError
-from compressm.families.base import Change, Family, Layer, Observer, PlannedCut, Total, Writing
+from compressm.families.base import Change, Layer, Observer, PlannedCut, SeparateFamily, Total, Writing, energy_lost
 from compressm.families.choices import Choices, Measured
 from compressm.layers.parameters import Kept
 from compressm.ops.dispatch import trained_kernels
@@ -285,7 +285,7 @@ class MeasuredCut(PlannedCut):
         """‖y_new − y_old‖² and ‖y_old‖² on the sample."""
 
 
-class MeasuredFamily(Family):
+class MeasuredFamily(SeparateFamily):
     """Cuts by averages over data."""
 
     needs_data = True
@@ -306,6 +306,10 @@ class MeasuredFamily(Family):
 
     def spectra(self, layers: Sequence[Any], choices: Choices) -> dict[str, Float[Tensor, "*channels n"]]:
         return dict(each(lambda layer: (layer.name, layer.spectrum()), layers))
+
+    def planned(self, layer: Any, order: Any, sigma: Tensor, choices: Choices, salt: int) -> Any:
+        kept = choices.select(sigma, order, salt=f"{layer.name}@{salt}")
+        return layer.cut(kept, energy_lost(sigma, kept))
 
 
 Calibrate = Callable[[nn.Module], object]

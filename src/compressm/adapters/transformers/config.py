@@ -63,8 +63,8 @@ def _warn_when_saved_(kind: Any, size: str) -> None:
         if len(set(orders)) > 1:
             warn_caller(
                 f"the layers have {', '.join(map(str, orders))} states, and from_pretrained of {PACKAGE} reads one"
-                f" {size} for all: only compressm.load_model can load this. compressm.pad_orders_(model) gives them"
-                " one order, and changes no output"
+                f" {size} for all: compressm.load_model or load_checkpoint can load this. compressm.pad_orders_(model),"
+                " which changes no output, or a cut with uniform=True gives them one order"
             )
         return save(self, *args, **options)
 

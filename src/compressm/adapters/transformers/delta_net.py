@@ -31,8 +31,8 @@ class DeltaNetAdapter(MappedAdapter):
 
     The value heads of a key head share its keys and queries. Queries are divided by √n, which the norm behind the
     read-out cancels, except for its ε: r of n states give the output of the norm with ε r/n. All norms of a model share
-    the config's ε, so it stays as it is, and a file gives the model that was saved. Maps stand before the L2 norms:
-    keys keep the length 1, and the norm behind the read-out cancels the lengths of queries.
+    the config's ε, so it stays as it is, and a file gives the model that was saved; a cut warns where it counts. Maps
+    stand before the L2 norms: keys keep the length 1, and the norm behind the read-out cancels the lengths of queries.
     """
 
     STORES = frozenset({Basis.MAPPED, Basis.SELECTED})
@@ -96,6 +96,16 @@ class DeltaNetAdapter(MappedAdapter):
         }
         sizes = {f"conv1d.{size}": channels for size in ("in_channels", "out_channels", "groups")}
         return {"head_k_dim": order, "key_dim": heads * order, "conv_dim": channels, **own, **sizes}
+
+    def norm_eps(self, module: nn.Module) -> float:
+        norm: Any = module.get_submodule(self.NORM)
+        return float(norm.variance_epsilon)
+
+    def output_gain(
+        self, module: nn.Module, queries: Float[Tensor, "batch bank length r"]
+    ) -> Float[Tensor, "batch bank length"]:
+        """The module's own queries have the length 1/√r, behind maps too."""
+        return 1 / (queries.square().sum(-1).clamp_min(1e-30) * queries.shape[-1]).sqrt()
 
     def state_bytes(self, module: nn.Module, order: int) -> int:
         """A whole window of the convolution in the dtype of the model, and states in float32, as caches keep them."""

@@ -1,4 +1,4 @@
-"""The adapter of MambaMixer of transformers."""
+"""Adapters of the Mamba-1 mixers of transformers, with and without norms of B and C."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
+import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 
-from compressm.adapters.base import adapts_named
-from compressm.adapters.mamba import SelectiveAdapter
+from compressm.adapters.base import Growth, adapts_named, finite_doubles, parameter_of
+from compressm.adapters.mamba import RATES, SelectiveAdapter
 from compressm.adapters.transformers.config import (
     PACKAGE,
     SINCE,
@@ -19,38 +20,37 @@ from compressm.adapters.transformers.config import (
     set_state_sizes_,
     shown,
     state_sizes,
+    whole_sequences,
 )
-from compressm.control.selective import SelectiveSystem
+from compressm.control.selective import Norms, SelectiveSystem
 from compressm.errors import AdapterError
 
 
 @final
 class LayerConfig:
-    """One layer's view of the shared config: reads and sets the layer's own `state_size`.
+    """One layer's view of the shared config: reads and sets the layer's own order, under the config's name `size`.
 
     While all layers agree, it is config.state_size. If they differ, config.per_layer_config has one for each layer, and
     config.state_size cannot be read: transformers calls such a config heterogeneous.
     """
 
-    def __init__(self, config: Any, layer: int) -> None:
-        self._config, self._layer = config, layer
+    def __init__(self, config: Any, layer: int, size: str) -> None:
+        self._config, self._layer, self._size = config, layer, size
 
     @property
-    def state_size(self) -> int:
+    def order(self) -> int:
         """The state size of this layer."""
-        return int(self._config.per_layer_config[self._layer].state_size)
+        return int(getattr(self._config.per_layer_config[self._layer], self._size))
 
-    @state_size.setter
-    def state_size(self, order: int) -> None:
-        orders = state_sizes(self._config)
+    @order.setter
+    def order(self, order: int) -> None:
+        orders = state_sizes(self._config, self._size)
         orders[self._layer] = order
-        set_state_sizes_(self._config, orders)
+        set_state_sizes_(self._config, orders, self._size)
 
 
-@adapts_named(f"{PACKAGE}.models.mamba.modeling_mamba.MambaMixer")
-@final
-class MambaMixerAdapter(SelectiveAdapter[nn.Module]):
-    """The adapter of MambaMixer: `attention_mask` is 0 in padding; mixer, x_proj and config also store the order."""
+class MixerAdapter(SelectiveAdapter[nn.Module]):
+    """An adapter of Mamba-1 mixers: `attention_mask` is 0 in padding; mixer, x_proj and config also store the order."""
 
     SHARED = frozenset({"config.state_size"})
     SIZE = "state_size"
@@ -65,18 +65,10 @@ class MambaMixerAdapter(SelectiveAdapter[nn.Module]):
     def counted(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Bool[Tensor, "batch length"] | None:
-        given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
-        cache, mask = given.get("cache_params"), given.get("attention_mask")
-        if cache is not None and cache.has_previous_state(module.layer_idx):
-            raise AdapterError(
-                "calibrate continues from a cache, whose states are unknown: let it run the model on whole sequences,"
-                " as model(input_ids, attention_mask=...) does, without generate; or two layers have the same"
-                f" layer_idx {module.layer_idx} and share a cache entry"
-            )
-        return None if mask is None else mask.bool()
+        return whole_sequences(module, args, kwargs)[1]
 
     def attributes(self, module: nn.Module, order: int) -> dict[str, Any]:
-        return super().attributes(module, order) | {"ssm_state_size": order, "config.state_size": order}
+        return super().attributes(module, order) | {"ssm_state_size": order, f"config.{self.SIZE}": order}
 
     def state_bytes(self, module: nn.Module, order: int) -> int:
         """A whole window of the convolution in the dtype of the model, and states in float32."""
@@ -89,13 +81,87 @@ class MambaMixerAdapter(SelectiveAdapter[nn.Module]):
             return super().place(module, path)
         layer = module.layer_idx
         assert isinstance(layer, int)
-        return LayerConfig(module.config, layer), "state_size"
+        return LayerConfig(module.config, layer, self.SIZE), "order"
 
     def renewed(self, model: nn.Module, modules: Sequence[nn.Module]) -> list[tuple[Any, str, Any]]:
         configs = {id(module.config): module.config for module in modules}
-        return renewed_configs(
-            model, list(configs.values()), "state_size", self, lambda mixer: (self.order(mixer), None)
+        return renewed_configs(model, list(configs.values()), self.SIZE, self, lambda mixer: (self.order(mixer), None))
+
+
+@adapts_named(f"{PACKAGE}.models.mamba.modeling_mamba.MambaMixer")
+@final
+class MambaMixerAdapter(MixerAdapter):
+    """The adapter of MambaMixer."""
+
+
+_PARTS = ("dt", "b", "c")
+
+
+class NormedMixerAdapter(MixerAdapter):
+    """An adapter of mixers with RMS norms of Δ, B and C behind x_proj, each with the same ε.
+
+    A projection or a selection stands before the norms, whose mean is then over fewer states.
+    """
+
+    BESIDE = frozenset(f"{part}_layernorm.weight" for part in _PARTS)
+
+    def growth(self, module: nn.Module) -> dict[str, Growth]:
+        raise AdapterError(
+            f"{shown(module)} normalises B and C over its states: states without effect cannot be added to a"
+            f" {type(module).__name__}"
         )
+
+    def state_parameters(self, module: nn.Module) -> int:
+        """The parameters of a state: its rows of B and C, its rates, and its weights of norms that are trained."""
+        return 3 * self.inner_width(module) + 2 * (self.NORMED is not None)
+
+
+@adapts_named(f"{PACKAGE}.models.jamba.modeling_jamba.JambaMambaMixer")
+@final
+class JambaMixerAdapter(NormedMixerAdapter):
+    """The adapter of JambaMambaMixer, whose norms have weights."""
+
+    SHARED = frozenset({"config.mamba_d_state"})
+    SIZE = "mamba_d_state"
+    NORMED = ("b_layernorm.weight", "c_layernorm.weight")
+
+    def norms(self, module: nn.Module) -> Norms:
+        step, B, C = finite_doubles(module, [f"{part}_layernorm.weight" for part in _PARTS])
+        return Norms(step, B, C, _one_eps(module, "variance_epsilon"))
+
+
+@adapts_named(f"{PACKAGE}.models.falcon_mamba.modeling_falcon_mamba.FalconMambaMixer")
+@final
+class FalconMambaMixerAdapter(NormedMixerAdapter):
+    """The adapter of FalconMambaMixer, whose norms have no weights: their factors go into D and out_proj."""
+
+    def norms(self, module: Any) -> Norms:
+        rank, order = parameter_of(module, "dt_proj.weight").shape[1], self.order(module)
+        one = torch.ones(1, dtype=torch.float64, device=parameter_of(module, RATES).device)
+        return Norms(one.expand(rank), one.expand(order), one.expand(order), _one_eps(module, "eps"), tied=True)
+
+    def factors(self, system: SelectiveSystem) -> dict[str, Tensor]:
+        """(g y + D u) silu(z) is g (y + D/g u) silu(z), and out_proj takes g."""
+        assert system.norms is not None
+        gain = system.norms.B[0] * system.norms.C[0]
+        return {"D": 1 / gain, "out_proj.weight": gain}
+
+    def buffers(self, module: nn.Module, system: SelectiveSystem) -> dict[str, Tensor]:
+        return self.unsaved_buffers(module, system.order)
+
+    def unsaved_buffers(self, module: nn.Module, order: int) -> dict[str, Tensor]:
+        """The ones that its kernels take as weights."""
+        names = ("b_layernorm.weight", "c_layernorm.weight")
+        return {name: module.get_buffer(name).new_ones(order) for name in names}
+
+
+def _one_eps(module: nn.Module, name: str) -> float:
+    """The ε that all norms have, under this name."""
+    found = [getattr(getattr(module, f"{part}_layernorm", None), name, None) for part in _PARTS]
+    if None in found or len(set(found)) > 1:
+        said = ", ".join(map(str, found))
+        raise AdapterError(f"{shown(module)} has norms of Δ, B and C with ε {said}, expected one ε for all")
+    return float(found[0])  # type: ignore[arg-type]  # none is None
 
 
 def _require_config(module: nn.Module) -> None:

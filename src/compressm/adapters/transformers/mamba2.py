@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, softplus
 
 from compressm.adapters.base import Basis, Growth, adapts_named, parameter_of
-from compressm.adapters.memory import KEY_MAP, QUERY_MAP, Memory, Rows, Steps, rows_that_stay
+from compressm.adapters.memory import KEY_MAP, QUERY_MAP, Memory, Rows, Steps
 from compressm.adapters.transformers.config import (
     PACKAGE,
     SINCE,
@@ -259,21 +259,26 @@ class FalconH1MixerAdapter(Mamba2Adapter):
         sizes = super().attributes(module, order)
         return sizes | {"groups_time_state_size": _sizes(module)[1] * sizes["ssm_state_size"]}
 
-    def growth(self, module: nn.Module) -> dict[str, Growth]:
-        raise AdapterError(f"{_MULTIPLIERS} of a {type(module).__name__} does not grow: its layers keep their orders")
-
     def buffers(self, module: nn.Module, system: Memory) -> dict[str, Tensor]:
-        stays = rows_that_stay(
-            self.rows(module)["in_proj.weight"], system.order, module.get_buffer(_MULTIPLIERS).shape[-1]
-        )
-        return {_MULTIPLIERS: module.get_buffer(_MULTIPLIERS)[..., stays]}
+        return self.unsaved_buffers(module, system.order)
+
+    def unsaved_buffers(self, module: nn.Module, order: int) -> dict[str, Tensor]:
+        inner, groups, rows = _sizes(module)
+        order, heads = rows if self.maps(module) is not None else order, len(parameter_of(module, "A_log"))
+        factors = self._factors(module)
+        sizes = torch.tensor([inner, inner, groups * order, groups * order, heads], device=factors.device)
+        return {_MULTIPLIERS: factors.repeat_interleave(sizes).view(1, 1, -1)}
+
+    def _factors(self, module: nn.Module) -> Float[Tensor, "5"]:
+        """The factors of gate, x, B, C and Δ; the buffer may be that of another order than the parameters."""
+        inner, found = _sizes(module)[0], module.get_buffer(_MULTIPLIERS).flatten()
+        states = (len(found) - 2 * inner - len(parameter_of(module, "A_log"))) // 2  # of all groups
+        return found[[0, inner, 2 * inner, 2 * inner + states, 2 * inner + 2 * states]]
 
     def scaled_input(self, module: nn.Module, x: Tensor) -> Tensor:
         factor: Any = module.ssm_in_multiplier
         return x * factor
 
     def multipliers(self, module: nn.Module) -> tuple[float, float, float, float]:
-        inner, groups, order = _sizes(module)
-        starts = (inner, 2 * inner, 2 * inner + groups * order, 2 * inner + 2 * groups * order)
-        of_x, of_B, of_C, of_dt = module.get_buffer(_MULTIPLIERS).flatten()[list(starts)].tolist()
+        _, of_x, of_B, of_C, of_dt = self._factors(module).tolist()
         return of_x, of_B, of_C, of_dt

@@ -18,13 +18,14 @@ from compressm.control.balancing import GramianPair, hankel_values
 from compressm.control.hankel import gramian_pair
 from compressm.control.linear_algebra import each
 from compressm.control.norms import distance_bound
+from compressm.control.system import LinearSystem
 from compressm.errors import CompressionError
 from compressm.families.base import Change, Family, Layer, PlannedCut, Total, Values, Writing, energy_lost, reads
 from compressm.families.choices import Choices, Largest
-from compressm.families.linear.observer import LinearObserver, scaled_gramian, squared_change, why_zero
+from compressm.families.linear.observer import LinearObserver, SequenceObserver, scaled_gramian, squared_change
 from compressm.families.linear.reduction import BasisChange, Triple, drop_modes, reduce_system, sorted_sizes
 from compressm.families.linear.transport import ModuleChange
-from compressm.families.observing import Observations, ratio_of
+from compressm.families.observing import ZERO_INPUTS, Observations, ratio_of
 from compressm.layers.parameters import StateMap
 
 Item = TypeVar("Item")
@@ -34,9 +35,45 @@ Result = TypeVar("Result")
 _LEAST_DECAY = torch.finfo(torch.float64).eps
 
 
+class SystemLayer(Layer):
+    """A layer with a fixed system, observed or not; subclasses are dataclasses with `observations`."""
+
+    system: LinearSystem
+    observations: Observations | None
+
+    @property
+    def order(self) -> int:
+        return self.system.order
+
+    @property
+    def why_zero(self) -> str:
+        for name, part in (("B", self.system.B), ("C", self.system.C)):
+            if not bool(part.any()):
+                return f"{name} is zero"
+        return ZERO_INPUTS if self.observations is not None and self.observations.are_zeros else super().why_zero
+
+    @cached_property
+    def measured(self) -> tuple[Tensor, Tensor]:
+        """The measured P over scale², and the scale, a power of two."""
+        assert self.observations is not None
+        return scaled_gramian(self.observations)
+
+    def with_observations(self, observer: SequenceObserver) -> Any:
+        return self._observed(observer.observations)
+
+    def imagined(self) -> Any:
+        return self
+
+    def over(self, total: Total) -> Any:
+        return self if self.observations is None else self._observed(self.observations.over(total))
+
+    def _observed(self, observations: Observations) -> Any:
+        return replace(self, observations=observations)  # type: ignore[type-var]  # every layer is a dataclass
+
+
 @final
 @dataclass(frozen=True)
-class LinearLayer(Layer):
+class LinearLayer(SystemLayer):
     """A module, its system as it is read and as it is balanced, and its observations if there is data."""
 
     name: str
@@ -49,35 +86,15 @@ class LinearLayer(Layer):
     kept: list[tuple[GramianPair, int]] = field(default_factory=list, compare=False, repr=False)
 
     @property
-    def order(self) -> int:
-        return self.system.order
-
-    @property
     def shape(self) -> tuple[object, ...]:
         return (*self.system.B.shape, self.system.outputs, self.system.device)
-
-    @property
-    def why_zero(self) -> str:
-        return why_zero(self.system, self.observations) or super().why_zero
 
     @property
     def linear_system(self) -> DiagonalSystem:
         return self.balanced
 
-    @cached_property
-    def measured(self) -> tuple[Tensor, Tensor]:
-        """The measured P over scale², and the scale, a power of two."""
-        assert self.observations is not None
-        return scaled_gramian(self.observations)
-
     def observer(self, choices: Choices) -> LinearObserver:
         return LinearObserver(Observations(self.name), self.module, self.balanced, choices.measurement)
-
-    def with_observations(self, observer: LinearObserver) -> LinearLayer:
-        return replace(self, observations=observer.observations)
-
-    def imagined(self) -> LinearLayer:
-        return self
 
     def observing_noise(self, choices: Choices) -> LinearLayer:
         observer, device = self.observer(choices), self.system.device
@@ -86,10 +103,8 @@ class LinearLayer(Layer):
         shape = (8, max(64, 4 * self.order), channels)
         noise = torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(0))
         observer.add(noise, None)
-        return self.with_observations(observer)
-
-    def over(self, total: Total) -> LinearLayer:
-        return self if self.observations is None else replace(self, observations=self.observations.over(total))
+        found: LinearLayer = self.with_observations(observer)
+        return found
 
     def stored(self, reduced: DiagonalSystem, bound: float | None) -> tuple[DiagonalSystem, float | None]:
         """What the module stores in the place of a reduced system, and the bound of both errors together."""

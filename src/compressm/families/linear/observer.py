@@ -17,7 +17,7 @@ from compressm.control.system import LinearSystem
 from compressm.errors import CompressionError
 from compressm.families import observing
 from compressm.families.linear.simulation import outputs, sampled_states
-from compressm.families.observing import ZERO_INPUTS, InputObserver, Observations, sequences_at_once
+from compressm.families.observing import InputObserver, Observations, sequences_at_once
 from compressm.ops.dispatch import only_reads
 
 # Numbers to reserve for each sampled state, which has a window of inputs. A CPU thus forms 8 MB of states at a time:
@@ -89,11 +89,3 @@ def squared_change(
         # All processes know these sizes, so their sums have the same unit.
         unit = coarse_scale(largest_part(old.C).max() * observations.covariance.scale.max())
     return observing.squared_change(respond, old, new, observations.sample, share, unit)
-
-
-def why_zero(system: LinearSystem, observations: Observations | None) -> str | None:
-    """The reason why all values of a layer's states are zero, if its B, its C or its inputs are."""
-    for name, part in (("B", system.B), ("C", system.C)):
-        if not bool(part.any()):
-            return f"{name} is zero"
-    return ZERO_INPUTS if observations is not None and observations.are_zeros else None

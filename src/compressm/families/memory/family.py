@@ -11,14 +11,17 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from compressm.adapters.memory import KEY_MAP, Memory, MemoryAdapter
-from compressm.errors import CompressionError
-from compressm.families.base import ComparedForm, PlannedCut, Values, energy_lost, reads
+from compressm.errors import CompressionError, warn_caller
+from compressm.families.base import ComparedForm, PlannedCut, Values, reads
 from compressm.families.choices import Choices, Measured, WhiteNoise, require_count
-from compressm.families.memory.forms import Form, Mapped, ObservedMemory, compared_forms, default_form
+from compressm.families.memory.forms import Form, Mapped, ObservedMemory, changed_by_eps, compared_forms, default_form
 from compressm.families.memory.observer import MemoryObservations, MemoryObserver
 from compressm.families.memory.reduction import MemoryReduction
 from compressm.families.observing import ZERO_INPUTS, MeasuredCut, MeasuredFamily, MeasuredLayer
 from compressm.layers.parameters import StateMap
+
+# The share of a norm's output above which a change by its ε is worth a warning.
+_COUNTS = 0.01
 
 
 @final
@@ -133,9 +136,22 @@ class MemoryFamily(MeasuredFamily):
         choices: Choices,
         salt: int,
     ) -> dict[str, PlannedCut]:
-        cuts: dict[str, PlannedCut] = {}
-        for layer in layers:
-            values = spectra[layer.name]
-            kept = choices.select(values, orders[layer.name], salt=f"{layer.name}@{salt}")
-            cuts[layer.name] = layer.cut(kept, energy_lost(values, kept))
+        cuts = super().plan(layers, orders, spectra, choices, salt)
+        _warn_of_eps(list(cuts.values()))
         return cuts
+
+
+def _warn_of_eps(cuts: Sequence[Any]) -> None:
+    """Warn of norms behind the read-out that change with the size of their input, which a cut multiplies."""
+    changes = [changed_by_eps(cut.layer.data, cut.reduction) for cut in cuts]
+    count, most = sum(change > _COUNTS for change in changes), max(changes, default=0.0)
+    if count == 0:
+        return
+    worst = cuts[changes.index(most)]
+    layer, more = worst.layer, "" if count == 1 else f" (and {count - 1} more)"
+    warn_caller(
+        f"{layer.said}{more}: outputs of this {type(layer.module).__name__} are so small that the ε"
+        f" {layer.adapter.norm_eps(layer.module):.3g} of the norm behind them counts: with {worst.rank} in place of"
+        f" {layer.order} states the norm's output changes by {100 * most:.2g} %, which the measured error"
+        " leaves out. Training after the cut makes up for it; a model with a smaller ε avoids it"
+    )

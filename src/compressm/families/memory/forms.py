@@ -17,9 +17,11 @@ from compressm.control.memory import MemoryBasis
 from compressm.errors import CompressionError
 from compressm.families.base import ComparedForm
 from compressm.families.choices import require_count
+from compressm.families.fitting import halves
+from compressm.families.memory import simulation
 from compressm.families.memory.observer import MemoryObservations
 from compressm.families.memory.reduction import MemoryReduction
-from compressm.families.memory.simulation import fitted_rows, halves, sequences_together, squared_change
+from compressm.families.memory.simulation import fitted_rows, sequences_together, squared_change
 from compressm.families.observing import Sample, ratio_of
 
 
@@ -60,6 +62,15 @@ class ObservedMemory:
             sample = self.observations.sample if reduction.fitted is None else halves(self.observations.sample)[1]
         new, unit = reduction.applied(self.memory), self.observations.unit
         return squared_change(self.adapter, self.module, self.memory, new, sample, unit)
+
+
+def changed_by_eps(layer: ObservedMemory, reduction: MemoryReduction) -> float:
+    """How much the cut changes the output of a norm behind the read-out, as its ε stays; 0 without such a norm."""
+    eps = layer.adapter.norm_eps(layer.module)
+    if eps is None:
+        return 0.0
+    new, sample = reduction.applied(layer.memory), layer.observations.sample
+    return simulation.changed_by_eps(layer.adapter, layer.module, layer.memory, new, sample, eps)
 
 
 class Form(ABC):

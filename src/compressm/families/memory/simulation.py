@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,18 +12,15 @@ from torch import Tensor, nn
 
 from compressm.adapters.memory import Memory, MemoryAdapter, Steps
 from compressm.control.memory import chunks
-from compressm.families.observing import Sample, sequences_at_once
+from compressm.families.fitting import fitted
+from compressm.families.observing import Sample, ratio_of, sequences_at_once
 
 # Steps whose products with one another are formed at once.
 _CHUNK = 64
-# The first step length of Adam relative to the size of the rows; it falls to zero as a cosine.
-_RATE = 0.03
 # A fit compares outputs in this many random directions of a head's values: on average squared errors are the same.
 _DIRECTIONS = 16
 # Numbers within these sizes are fitted in float32, in half the time: Adam needs no more.
 _SMALLEST, _LARGEST = 1e-12, 1e12
-# One of so many sequences tells whether a fit is better than its start.
-_HELD_OUT = 4
 
 
 def outputs(steps: Steps) -> Float[Tensor, "batch bank heads length p"]:
@@ -58,6 +54,25 @@ def squared_change(
     return squares * sample.weight
 
 
+def changed_by_eps(
+    adapter: MemoryAdapter[Any], module: nn.Module, old: Memory, new: Memory, sample: Sample, eps: float
+) -> float:
+    """How much a norm behind the read-out changes its output if this is multiplied by the module's gain, as ε stays.
+
+    y / √(mean y² + ε/g²) in place of y / √(mean y² + ε), relative to the latter, over all heads and steps.
+    """
+    squares = torch.zeros(2, dtype=torch.float64, device=old.device)
+    for x, counts in _parts(adapter, module, old, sample):
+        steps = adapter.steps_with(adapter.mapped_steps(module, x, old, counts), module, x, new, counts)
+        mean = outputs(steps).square().mean(-1) * counts[:, None, None]
+        gain = adapter.output_gain(module, steps.queries).square()[:, :, None]
+        wanted = mean.sqrt() / torch.sqrt(mean + eps)
+        squares += torch.stack(
+            [(mean.sqrt() / torch.sqrt(mean + eps / gain) - wanted).square().sum(), wanted.square().sum()]
+        )
+    return ratio_of(squares)
+
+
 def _parts(
     adapter: MemoryAdapter[Any], module: nn.Module, memory: Memory, sample: Sample
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -66,16 +81,6 @@ def _parts(
         return
     heads = adapter.steps(module, first[None, :1].double(), memory).values.shape
     yield from sample.parts(sequences_together(sample.longest, memory, heads[1] * heads[2], heads[-1]))
-
-
-def halves(sample: Sample) -> tuple[Sample, Sample]:
-    """The sequences to fit to, and those that judge the fit; both are the whole sample if it has too few."""
-    numbered = list(sample.sequences.items())
-    if len(numbered) < _HELD_OUT:
-        return sample, sample
-    judging = dict(numbered[_HELD_OUT - 1 :: _HELD_OUT])
-    fitting = {number: sequence for number, sequence in numbered if number not in judging}
-    return tuple(Sample(part, sample.count, sample.steps, sample.longest) for part in (fitting, judging))  # type: ignore[return-value]
 
 
 def fitted_rows(
@@ -91,24 +96,20 @@ def fitted_rows(
     whole = torch.stack([(y * counts[:, None, None, :, None]).square().sum() for _, counts, _, y in parts]).sum()
     if not bool(whole > 0):
         return start
-    rows = [{name: value.detach().clone().requires_grad_() for name, value in part.items()} for part in start.parts]
-    own = [value for part in rows for value in part.values()]
-    groups = [{"params": [value], "lr": _RATE * float(value.detach().square().mean().sqrt())} for value in own]
-    optimizer = torch.optim.Adam(groups)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: (1 + math.cos(math.pi * k / steps)) / 2)
-    for _ in range(steps):
-        total = [torch.zeros_like(value) for value in own]
-        for x, counts, fixed, target in parts:
-            with torch.enable_grad():
-                found = outputs(adapter.steps_with(fixed, module, x, start.with_parts(rows), counts))
-                loss = ((found - target) * counts[:, None, None, :, None]).square().sum() / whole
-            # Not backward(), which would also fill the gradients of the module.
-            total = [one + more for one, more in zip(total, torch.autograd.grad(loss, own), strict=True)]
-        for value, gradient in zip(own, total, strict=True):
-            value.grad = gradient
-        optimizer.step()
-        schedule.step()
-    return start.with_parts([{name: value.detach() for name, value in part.items()} for part in rows])
+    places = [(part, name) for part, own in enumerate(start.parts) for name in own]
+
+    def rows_of(values: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+        found: list[dict[str, Tensor]] = [{}, {}, {}]
+        for (part, name), value in zip(places, values, strict=True):
+            found[part][name] = value
+        return found
+
+    def error(values: Sequence[Tensor], part: tuple[Tensor, Tensor, Steps, Tensor]) -> Tensor:
+        x, counts, fixed, target = part
+        found = outputs(adapter.steps_with(fixed, module, x, start.with_parts(rows_of(values)), counts))
+        return ((found - target) * counts[:, None, None, :, None]).square().sum() / whole
+
+    return start.with_parts(rows_of(fitted([start.parts[part][name] for part, name in places], parts, error, steps)))
 
 
 def _condensed(steps: Steps) -> Steps:

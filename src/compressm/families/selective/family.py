@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -14,8 +14,9 @@ from compressm.adapters import SelectiveAdapter
 from compressm.adapters.base import read_with
 from compressm.control import StateCovariance, numerical_rank
 from compressm.control.selective import SelectiveSystem
-from compressm.families.base import PlannedCut, Values, energy_lost, reads
+from compressm.families.base import Values, reads
 from compressm.families.choices import Choices, Measured
+from compressm.families.fitting import halves
 from compressm.families.observing import ZERO_INPUTS, MeasuredCut, MeasuredFamily, MeasuredLayer
 from compressm.families.selective.methods import Calibrated, SelectiveMethod
 from compressm.families.selective.observer import Averages, SelectiveObservations, SelectiveObserver
@@ -64,6 +65,11 @@ class SelectiveLayer(MeasuredLayer):
         white = SelectiveObservations(self.name, None, averages=Averages.imagined(self.system))
         return replace(self, observations=white)
 
+    def cut(self, kept: Tensor | Sequence[Tensor], lost: float) -> SelectiveCut:
+        """The cut that keeps these states: the same ones of all channels, or a list for each."""
+        found: SelectiveCut = super().cut([kept] if isinstance(kept, Tensor) else kept, lost)
+        return found
+
     def _cut(self, reduction: SelectiveReduction, lost: float) -> SelectiveCut:
         return SelectiveCut(self, reduction, None, lost)
 
@@ -94,7 +100,10 @@ class SelectiveCut(MeasuredCut):
         return carried
 
     def squared_change(self) -> Float[Tensor, "2"]:
-        return squared_change(self.layer.system, self.system, self.layer.data.observations.sample)
+        sample = self.layer.data.observations.sample
+        # A fit is judged by sequences that it has not seen.
+        sample = sample if self.reduction.added is None else halves(sample)[1]
+        return squared_change(self.layer.system, self.system, sample)
 
 
 @reads(SelectiveAdapter)
@@ -116,23 +125,13 @@ class SelectiveFamily(MeasuredFamily):
     def is_by_channel(self, choices: Choices) -> bool:
         return choices.selective.by_channel
 
-    def plan(
-        self,
-        layers: Sequence[SelectiveLayer],
-        orders: Mapping[str, Any],
-        spectra: Mapping[str, Tensor],
-        choices: Choices,
-        salt: int,
-    ) -> dict[str, PlannedCut]:
-        cuts: dict[str, PlannedCut] = {}
-        for layer in layers:
-            order, sigma = orders[layer.name], spectra[layer.name]
-            if not self.is_by_channel(choices):
-                kept = choices.select(sigma, order, salt=f"{layer.name}@{salt}")
-                cuts[layer.name] = layer.cut([kept], energy_lost(sigma, kept))
-            elif (cut := _plan_channels(layer, order, sigma, choices, salt)) is not None:
-                cuts[layer.name] = cut
-        return cuts
+    def planned(
+        self, layer: SelectiveLayer, order: Any, sigma: Tensor, choices: Choices, salt: int
+    ) -> SelectiveCut | None:
+        if self.is_by_channel(choices):
+            return _plan_channels(layer, order, sigma, choices, salt)
+        found: SelectiveCut = super().planned(layer, order, sigma, choices, salt)
+        return found
 
 
 def _plan_channels(

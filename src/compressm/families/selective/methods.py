@@ -25,10 +25,18 @@ from compressm.control.hankel import gramian_pair
 from compressm.control.projection import Modes, diagonal_modes, shared_gramians
 from compressm.control.selective import SelectiveSystem
 from compressm.errors import CompressionError
-from compressm.families.choices import Gramian, Measured
+from compressm.families.choices import Gramian, Measured, require_count
+from compressm.families.fitting import halves
+from compressm.families.observing import ratio_of
 from compressm.families.selective.observer import SelectiveObservations
-from compressm.families.selective.reduction import ChannelReduction, SelectiveReduction, SharedReduction
-from compressm.families.selective.simulation import refitted_readout
+from compressm.families.selective.reduction import Added, ChannelReduction, SelectiveReduction, SharedReduction
+from compressm.families.selective.simulation import (
+    fitted_system,
+    output_gain,
+    refitted_readout,
+    resized,
+    squared_change,
+)
 
 
 @final
@@ -126,16 +134,22 @@ class Baked(SelectiveMethod):
     Spectra are the Hankel values of the averaged pair: relative, not absolute, sizes.
 
     `refit` fits the rows of C again: C ← C F with F = E[h h'ᵀ] E[h' h'ᵀ]⁻¹ over all channels and a sample of the data,
-    h' the new states. It makes errors smaller and simulates the layer twice.
+    h' the new states. It makes errors smaller and simulates the layer twice. After that `fit` steps of Adam fit rows of
+    B and C, rates and the weights of norms to the scan's output on three quarters of the sample; on the rest the fit
+    must be better than its start to count.
+
+    Norms of B and C (FalconMamba, Jamba) follow the projection: it is near, not exact.
     """
 
     needs = Basis.AVERAGED
 
     two_sided: bool = False
     refit: bool = False
+    fit: int = 0
 
     def __post_init__(self) -> None:
         require_truth(self, two_sided=self.two_sided, refit=self.refit)
+        _require_steps(self)
 
     def spectrum(self, layer: Calibrated) -> Float[Tensor, " n"]:
         P, Q = shared_gramians(layer.system.rates, *layer.gramians)
@@ -149,12 +163,12 @@ class Baked(SelectiveMethod):
         )
         # With M = E_B ∘ E_Cᵀ, M a = diag(E_B diag(a) E_C).
         E_B, E_C = projection.E_B, projection.E_C
-        reduction = SharedReduction(E_B, E_C, E_B * E_C.mT)
-        if not self.refit:
-            return reduction
-        new = reduction.applied(layer.system)
-        E_C = refitted_readout(layer.system, new, layer.observations.sample, reduction.E_C)
-        return replace(reduction, E_C=E_C)
+        reduction = _behind_norms(layer, SharedReduction(E_B, E_C, E_B * E_C.mT))
+        if self.refit:
+            new = reduction.applied(layer.system)
+            E_C = refitted_readout(layer.system, new, layer.observations.sample, reduction.E_C)
+            reduction = _behind_norms(layer, replace(reduction, E_C=E_C))
+        return _fitted(layer, reduction, self.fit)
 
 
 @final
@@ -165,15 +179,17 @@ class SharedIndex(SelectiveMethod):
     A baseline for comparison: rates do not change; rows of x_proj and columns of A_log are dropped. With `refit` the
     rows of C that stay replace the others as well as they can: C ← C F with F = P_k P_kk⁻¹, P the sum of the channels'
     Gramians, k the states kept and P_k their columns. This F minimises Σ E[(C h − C F h_k)²] if C and h are
-    independent: then E[C Cᵀ] cancels in the normal equations E[C Cᵀ] F P_kk = E[C Cᵀ] P_k.
+    independent: then E[C Cᵀ] cancels in the normal equations E[C Cᵀ] F P_kk = E[C Cᵀ] P_k. `fit` is that of `Baked`.
     """
 
     needs = Basis.SELECTED
 
     refit: bool = False
+    fit: int = 0
 
     def __post_init__(self) -> None:
         require_truth(self, refit=self.refit)
+        _require_steps(self)
 
     def spectrum(self, layer: Calibrated) -> Float[Tensor, " n"]:
         return _scores(layer).sort(descending=True).values
@@ -184,19 +200,53 @@ class SharedIndex(SelectiveMethod):
         states = ranking[places.to(ranking.device)].sort().values
         slices = torch.eye(layer.system.order, dtype=torch.float64, device=ranking.device)[states]
         reduction = SharedReduction(slices, slices.mT, slices)
-        if not self.refit:
-            return reduction
-        scale = layer.state_scale / layer.state_scale.max()
-        P = (layer.gramians[0] * (scale * scale)[:, None, None]).sum(0)
-        # P_kk is singular if states are linearly dependent.
-        inverse = torch.linalg.pinv(P[states][:, states], hermitian=True, rtol=1e-10)
-        return replace(reduction, E_C=P[:, states] @ inverse)
+        if self.refit:
+            scale = layer.state_scale / layer.state_scale.max()
+            P = (layer.gramians[0] * (scale * scale)[:, None, None]).sum(0)
+            # P_kk is singular if states are linearly dependent.
+            inverse = torch.linalg.pinv(P[states][:, states], hermitian=True, rtol=1e-10)
+            reduction = replace(reduction, E_C=P[:, states] @ inverse)
+        return _fitted(layer, _behind_norms(layer, reduction), self.fit)
 
 
 def _scores(layer: Calibrated) -> Float[Tensor, " n"]:
     P, Q = layer.gramians
     squares = P.diagonal(dim1=-2, dim2=-1) * Q.diagonal(dim1=-2, dim2=-1)
     return (torch.sqrt(squares.clamp_min(0)) * layer.sigma_scale[:, None]).sum(0)
+
+
+def _behind_norms(layer: Calibrated, reduction: SharedReduction) -> SharedReduction:
+    """The reduction with factors for norms, its states scaled so that rows of E_B and columns of E_C are as long.
+
+    A norm weighs states against each other; in this scale a selection stays one, and all states are as they were.
+    """
+    if layer.system.norms is None:
+        return reduction
+    E_B, E_C = reduction.E_B, reduction.E_C
+    long_B, long_C = E_B.square().sum(1).sqrt(), E_C.square().sum(0).sqrt()
+    usable = (long_B > 0) & (long_C > 0)
+    ratio = torch.sqrt(torch.where(usable, long_C / torch.where(usable, long_B, 1), 1))
+    E_B, E_C, sample = ratio[:, None] * E_B, E_C / ratio, layer.observations.sample
+    found = replace(reduction, E_B=E_B, E_C=E_C, resized=resized(layer.system, E_B, E_C, sample))
+    assert found.resized is not None
+    of_B, of_C = found.resized
+    gain = output_gain(layer.system, found.applied(layer.system), sample)
+    return replace(found, resized=(of_B, replace(of_C, weights=of_C.weights * gain)))
+
+
+def _fitted(layer: Calibrated, reduction: SharedReduction, steps: int) -> SharedReduction:
+    """The reduction after so many steps of a fit, if that is better on sequences that the fit has not seen."""
+    if not steps or not layer.observations.sample.sequences:
+        return reduction
+    fitting, judging = halves(layer.observations.sample)
+    start = reduction.applied(layer.system)
+    found = fitted_system(layer.system, start, fitting, steps)
+    both = (reduction, replace(reduction, added=Added.between(start, found)))
+    return min(both, key=lambda one: ratio_of(squared_change(layer.system, one.applied(layer.system), judging)))
+
+
+def _require_steps(method: Baked | SharedIndex) -> None:
+    object.__setattr__(method, "fit", require_count(f"{type(method).__name__}: fit", method.fit, low=0))
 
 
 def require_truth(method: object, **given: object) -> None:

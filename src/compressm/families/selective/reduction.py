@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, final
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple, final
 
 import torch
 from jaxtyping import Bool, Float, Inexact, Int
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from compressm.adapters import SelectiveAdapter
 from compressm.adapters.mamba import IMAGINARY, PROJECTION, RATES
 from compressm.control.projection import Modes
-from compressm.control.selective import ChannelMaps, SelectiveSystem
+from compressm.control.selective import ChannelMaps, Norms, Resized, SelectiveSystem, before_norm
 from compressm.families.base import Change, Values, Writing
 
 
@@ -24,7 +24,8 @@ class SharedChange(Change):
     """One projection for all channels: W_B' = E_B W_B and W_C' = E_Cᵀ W_C in x_proj, rates a' = M a = −exp(A_log').
 
     A step d of W_B' is a step E_C d of W_B, hence g_B' = E_Cᵀ g_B; in the same way g_C' = E_B g_C and g_a' = M g_a,
-    because the diagonal of E_C diag(a') E_B is Mᵀ a'. The rows of Δ do not change.
+    because the diagonal of E_C diag(a') E_B is Mᵀ a'. The rows of Δ do not change. Norms put `maps` in the place of E_B
+    and E_C, and add parameters: weights go as rates do, and others are multiplied by `factors`.
     """
 
     module: nn.Module
@@ -32,10 +33,12 @@ class SharedChange(Change):
     old: SelectiveSystem
     new: SelectiveSystem
     reduction: SharedReduction
+    weights: tuple[str, str] | None = None  # the names of the norms' weights of B and C
+    factors: Values = field(default_factory=dict)
 
     @property
     def resized(self) -> Sequence[str]:
-        return [PROJECTION, RATES]
+        return [name for name in self.values if name not in self.writing.added]
 
     def gradient(self, moments: Values) -> dict[str, Tensor]:
         return self._carried(moments, covectors=True)
@@ -50,27 +53,35 @@ class SharedChange(Change):
         return self._carried(squares, squared=True)
 
     def first(self, name: str, moment: Tensor) -> Tensor:
-        if name == RATES:
-            return moment[:, : self.new.order].clone()
+        if name in self.factors:
+            return moment.clone()
+        if name != PROJECTION:
+            return moment[..., : self.new.order].clone()
         step, B, C = self._blocks(moment)
         return torch.cat([step, B[: self.new.order], C[: self.new.order]])
 
     def _carried(self, moments: Values, *, covectors: bool = False, squared: bool = False) -> dict[str, Tensor]:
         """Map rows of B and C, and rates by diag(after) M diag(before); `squared` squares the entries of all maps."""
-        mixing, of_B, of_C = self.reduction.mixing, self.reduction.E_B, self.reduction.E_C.mT
+        of = self.reduction.covector_maps(self.old) if covectors else self.reduction.vector_maps(self.old)
         before, after = self.old.rates, 1 / self.new.rates
         if covectors:
             # ∂/∂A_log = a ∂/∂a.
-            of_B, of_C, before, after = of_C, of_B, 1 / self.old.rates, self.new.rates
-        if squared:
-            of_B, of_C, before, after, mixing = (part.square() for part in (of_B, of_C, before, after, mixing))
+            before, after = 1 / self.old.rates, self.new.rates
         carried = {}
         for name, moment in moments.items():
-            if name == RATES:
-                carried[name] = (moment * before) @ mixing.mT * after
+            if name in self.factors:
+                factor = 1 / self.factors[name] if covectors else self.factors[name]
+                carried[name] = moment * _entries(factor, squared)
+            elif name == RATES:
+                mixing = _entries(self.reduction.mixing, squared)
+                carried[name] = (moment * _entries(before, squared)) @ mixing.mT * _entries(after, squared)
+            elif name == PROJECTION:
+                step, *both = self._blocks(moment)
+                rows = [_entries(matrix, squared) @ part for matrix, part in zip(of.rows, both, strict=True)]
+                carried[name] = torch.cat([step, *rows])
             else:
-                step, B, C = self._blocks(moment)
-                carried[name] = torch.cat([step, of_B @ B, of_C @ C])
+                assert self.weights is not None
+                carried[name] = _entries(of.weights[self.weights.index(name)], squared) @ moment
         return carried
 
     def _blocks(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,10 +90,49 @@ class SharedChange(Change):
         return rows[:rank], rows[rank : rank + n], rows[rank + n :]
 
 
+def _entries(matrix: Tensor, squared: bool) -> Tensor:
+    return matrix.square() if squared else matrix
+
+
+class _Maps(NamedTuple):
+    """What moments of the rows of B and C are multiplied by, and of the weights of their norms, if there are norms."""
+
+    rows: tuple[Float[Tensor, "r n"], Float[Tensor, "r n"]]
+    weights: tuple[Float[Tensor, "r n"], ...] = ()
+
+
+class Added(NamedTuple):
+    """What a fit adds to the rows of B and C, to log −a, and to the weights of norms if there are some."""
+
+    W_B: Float[Tensor, "r channels"]
+    W_C: Float[Tensor, "r channels"]
+    log_rates: Float[Tensor, "channels r"]
+    B: Float[Tensor, " r"] | None = None
+    C: Float[Tensor, " r"] | None = None
+
+    @classmethod
+    def between(cls, start: SelectiveSystem, found: SelectiveSystem) -> Added:
+        """What was added to get from one system to another of the same order."""
+        rows = (found.W_B - start.W_B, found.W_C - start.W_C, torch.log(found.rates / start.rates))
+        if start.norms is None or found.norms is None:
+            return cls(*rows)
+        return cls(*rows, found.norms.B - start.norms.B, found.norms.C - start.norms.C)
+
+    def to_system(self, system: SelectiveSystem) -> SelectiveSystem:
+        """The system with all of it added."""
+        found = replace(
+            system, rates=system.rates * torch.exp(self.log_rates), W_B=system.W_B + self.W_B, W_C=system.W_C + self.W_C
+        )
+        if system.norms is None or self.B is None or self.C is None:
+            return found
+        return replace(found, norms=replace(system.norms, B=system.norms.B + self.B, C=system.norms.C + self.C))
+
+
 class SelectiveReduction(ABC):
     """A change of basis that can be applied to any layer of the same shapes; states become E_B h."""
 
     E_B: Tensor
+    added: Added | None = None
 
     @property
     @abstractmethod
@@ -105,26 +155,68 @@ class SelectiveReduction(ABC):
 @final
 @dataclass(frozen=True)
 class SharedReduction(SelectiveReduction):
-    """B ← E_B B, C ← C E_C and a ← M a in all channels, with E_B E_C = I; each row of M sums to 1."""
+    """B ← E_B B, C ← C E_C and a ← M a in all channels, with E_B E_C = I; each row of M sums to 1.
+
+    Norms of B and C take factors, `resized`. What a fit found is `added`; it does not move with the old values.
+    """
 
     E_B: Float[Tensor, "r n"]
     E_C: Float[Tensor, "n r"]
     mixing: Float[Tensor, "r n"]
+    resized: tuple[Resized, Resized] | None = None
+    added: Added | None = None
 
     @property
     def order(self) -> int:
         return self.E_B.shape[0]
 
     def applied(self, system: SelectiveSystem) -> SelectiveSystem:
-        return system.projected(self.E_B, self.E_C, system.rates @ self.mixing.mT)
+        found = system.projected(self.E_B, self.E_C, system.rates @ self.mixing.mT, self.resized)
+        return found if self.added is None else self.added.to_system(found)
 
     def change(self, module: nn.Module, adapter: SelectiveAdapter[Any], system: SelectiveSystem) -> Change:
         new = self.applied(system)
         writing = Writing.of(module, adapter, new, new.order)
-        return SharedChange(module, writing, system, new, self)
+        return SharedChange(module, writing, system, new, self, adapter.NORMED, adapter.factors(new))
+
+    def vector_maps(self, old: SelectiveSystem) -> _Maps:
+        """How steps of the old parameters become steps of the new ones."""
+        if old.norms is None or self.resized is None:
+            return _Maps((self.E_B, self.E_C.mT))
+        rows, weights = [], []
+        for E, w, by in self._parts(old.norms, self.resized):
+            M, v = before_norm(E, w)
+            rows.append(by.rows * M)
+            # v² Σ_j E_ij² = Σ_j E_ij² w_j², so v moves by Σ_j E_ij² w_j dw_j / (v Σ_j E_ij²).
+            weights.append((by.weights * _inverse(v * E.square().sum(-1)))[:, None] * E.square() * w)
+        return _Maps((rows[0], rows[1]), tuple(weights))
+
+    def covector_maps(self, old: SelectiveSystem) -> _Maps:
+        """How gradients of the old parameters become those of the new ones; what norms divide by is taken as fixed."""
+        if old.norms is None or self.resized is None:
+            return _Maps((self.E_C.mT, self.E_B))
+        rows, weights = [], []
+        for (E, w, by), dual in zip(self._parts(old.norms, self.resized), (self.E_C.mT, self.E_B), strict=True):
+            # A step before the norm counts by its weight, which is v now and was w.
+            rows.append(before_norm(E, w)[1][:, None] * dual * _inverse(w) / by.rows)
+            weights.append(E * dual / by.weights[:, None])
+        return _Maps((rows[0], rows[1]), tuple(weights))
+
+    def _parts(
+        self, norms: Norms, resized: tuple[Resized, Resized]
+    ) -> tuple[tuple[Tensor, Tensor, Resized], tuple[Tensor, Tensor, Resized]]:
+        """The maps of B and C, the weights of their norms, and the factors."""
+        return (self.E_B, norms.B, resized[0]), (self.E_C.mT, norms.C, resized[1])
 
     def to(self, device: torch.device | str) -> SharedReduction:
-        return SharedReduction(self.E_B.to(device), self.E_C.to(device), self.mixing.to(device))
+        resized = None if self.resized is None else (self.resized[0].to(device), self.resized[1].to(device))
+        added = None if self.added is None else Added(*(None if p is None else p.to(device) for p in self.added))  # type: ignore[arg-type]
+        return SharedReduction(self.E_B.to(device), self.E_C.to(device), self.mixing.to(device), resized, added)
+
+
+def _inverse(x: Tensor) -> Tensor:
+    """1 / x, and 0 for 0."""
+    return torch.where(x != 0, 1 / torch.where(x != 0, x, 1), 0)
 
 
 @final

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
@@ -10,8 +11,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from compressm.control.linear_algebra import exponential
-from compressm.control.selective import SelectiveSystem
+from compressm.control.selective import Resized, SelectiveSystem, before_norm, rms_normed
 from compressm.families import observing
+from compressm.families.fitting import fitted
 from compressm.families.observing import Sample, sequences_at_once
 from compressm.ops.selective import selective_scan
 
@@ -139,3 +141,80 @@ def refitted_readout(
     # E_C does not change in directions without data.
     rest = crossed - E_C @ squares
     return E_C + rest @ torch.linalg.pinv(squares, hermitian=True, rtol=1e-10)
+
+
+def resized(
+    system: SelectiveSystem, E_B: Float[Tensor, "r n"], E_C: Float[Tensor, "n r"], sample: Sample
+) -> tuple[Resized, Resized] | None:
+    """Factors for B and for C with which norms of fewer states give the sizes they have; None without norms.
+
+    Rows get the mean square over states that they had, so that ε counts as much. The weight of a state is the best one
+    for the sample, Σ x x' / Σ x'² over its x = E_B B or C E_C and x' with weight 1; tied weights share one.
+    """
+    if system.norms is None:
+        return None
+    of_B = _resized(system, E_B, system.W_B, system.norms.B, sample)
+    return of_B, _resized(system, E_C.mT, system.W_C, system.norms.C, sample)
+
+
+def _resized(system: SelectiveSystem, E: Float[Tensor, "r n"], W: Tensor, weight: Tensor, sample: Sample) -> Resized:
+    """The factors for B or for C."""
+    assert system.norms is not None
+    (r, n), norms = E.shape, system.norms
+    mixing, after = before_norm(E, weight)
+    sizes, sums = W.new_zeros(2), W.new_zeros(2, r)
+    parts = [(u @ W.mT, counts[..., None]) for u, counts in sample.parts(sequences_at_once(sample.longest, n))]
+    for x, counts in parts:
+        sizes = sizes + torch.stack([(part * counts).square().sum() for part in (x, x @ mixing.mT)])
+    least = torch.finfo(torch.float64).tiny
+    known = bool((sizes > least).all())
+    factor = torch.sqrt(sizes[0] / n / (sizes[1] / r)) if known else W.new_tensor((r / n) ** 0.5)
+    for x, counts in parts:
+        target = rms_normed(x, weight, norms.eps) @ E.mT * counts
+        found = rms_normed(factor * x @ mixing.mT, after, norms.eps) * counts
+        sums = sums + torch.stack([(target * found).flatten(0, 1).sum(0), found.square().flatten(0, 1).sum(0)])
+    if norms.tied:
+        sums = sums.sum(1, keepdim=True).expand(-1, r)
+    usable = (sums[1] > least) & (sums[0] > 0)
+    return Resized(factor, torch.where(usable, sums[0] / torch.where(usable, sums[1], 1), (n / r) ** 0.5))
+
+
+def output_gain(old: SelectiveSystem, new: SelectiveSystem, sample: Sample) -> Float[Tensor, ""]:
+    """The factor with which the outputs of the new system are nearest to those of the old one; 1 if it is none."""
+    share, scales = min(_at_once(system, sample.longest) for system in (old, new)), old.scales
+    old, new = old.divided(*scales), new.divided(*scales)
+    crossed, square = (torch.zeros((), dtype=torch.float64, device=old.device) for _ in range(2))
+    for u, counts in sample.parts(share):
+        before, after = (outputs(system, u) * counts[..., None] for system in (old, new))
+        crossed, square = crossed + (before * after).sum(), square + after.square().sum()
+    return torch.where((crossed > 0) & (square > 0), crossed / torch.where(square > 0, square, 1), 1)
+
+
+def fitted_system(old: SelectiveSystem, start: SelectiveSystem, sample: Sample, steps: int) -> SelectiveSystem:
+    """A system near `start` whose outputs are nearest to those of the old one on the sample, by `steps` of Adam.
+
+    Rows of B and C, rates, and the weights of norms change.
+    """
+    scales, share = old.scales, min(_at_once(system, sample.longest) for system in (old, start))
+    small, units = start.divided(*scales), start.divided(*scales).norms
+    parts = [(u, counts[..., None], outputs(old.divided(*scales), u)) for u, counts in sample.parts(share)]
+    whole = sum(float((y * counts).square().sum()) for _, counts, y in parts)
+    if not whole > 0:
+        return start
+    leaves = [small.W_B, small.W_C, torch.log(-small.rates)]
+    if units is not None:
+        leaves += [weight[:1] if units.tied else weight for weight in (units.B, units.C)]
+
+    def of(values: Sequence[Tensor]) -> SelectiveSystem:
+        W_B, W_C, logs, *weights = values
+        norms = units
+        if norms is not None:
+            B, C = (weight.expand(len(W_B)) for weight in weights)
+            norms = replace(norms, B=B, C=C)
+        return replace(small, rates=-torch.exp(logs), W_B=W_B, W_C=W_C, norms=norms)
+
+    def error(values: Sequence[Tensor], part: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        u, counts, target = part
+        return ((outputs(of(values), u) - target) * counts).square().sum() / whole
+
+    return of(fitted(leaves, parts, error, steps)).divided(*(1 / scale for scale in scales))
