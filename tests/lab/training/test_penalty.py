@@ -110,7 +110,8 @@ def test_a_penalty_falls_and_is_recorded_with_its_time(kind, tmp_path):
     assert all(one.seconds < other.seconds for one, other in pairwise(records))
     assert {record.kind for record in records} == {kind}
     spent = sum(timing.seconds.get("regulariser", 0.0) for timing in directory.records(Timing))
-    assert spent == pytest.approx(records[-1].seconds, rel=0.2)
+    # The record's clock runs around that of the phase: on a busy machine the process may have to wait between the two.
+    assert 0 < spent <= records[-1].seconds
     # Of the time of gradient steps it is a part.
     steps = sum(timing.seconds.get("steps", 0.0) for timing in directory.records(Timing))
     assert directory.records(Evaluation)[-1].step_seconds == pytest.approx(steps + spent, rel=1e-6)
