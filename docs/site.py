@@ -185,6 +185,7 @@ def notebook_page(path: Path, folder: Path) -> str:
 
     # Two thousand tiny operations a second: threads that wait for each other would take ten times as long.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.pop("MPLBACKEND", None)  # any other than the kernel's own shows no pictures
     book = nbformat.read(path, as_version=4)
     settings = Config({"KernelManager": {"transport": "ipc"}})  # no ports
     nbclient.NotebookClient(book, timeout=300, kernel_name="python3", config=settings).execute()

@@ -25,6 +25,8 @@ from compressm.compression.compressor import Compressor, compress_, pad_orders_
 from compressm.compression.policies import KeepFraction
 from compressm.compression.record import Restored
 from compressm.compression.rollback import Rollback
+from compressm.compression.schedule import Automatic
+from compressm.compression.trying import LossTolerance
 from compressm.families.selective.methods import Baked, PerChannel
 from compressm.files import replacing
 from compressm.layers import LRU, Mamba
@@ -44,14 +46,15 @@ class Fault(BaseException):
 class Run:
     """A training with everything that a cut touches; `guarded` keeps snapshots in a folder."""
 
-    def __init__(self, folder, scores=None, when=(3,), layer=LRU, selective=None):
+    def __init__(self, folder, scores=None, when=(3,), layer=LRU, selective=None, keep=None):
         torch.manual_seed(0)
+        keep = KeepFraction(0.5) if keep is None else keep
         self.model = SequenceClassifier(layer, depth=1, width=2, order=4, inputs=1, classes=2)
         self.average, self.folder, self.scores = copy.deepcopy(self.model), folder, list(scores or [])
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 50)
         self.options = {
-            "keep": KeepFraction(0.5),
+            "keep": keep,
             "calibrate": lambda model: model(torch.randn(2, 8, 1)),
             "follow": [self.average],
             "selective": selective or Baked(),
@@ -90,6 +93,7 @@ class Run:
                 [parameter.grad for parameter in self.model.parameters()],
                 [event.as_dict() | {"seconds": 0} for event in self.compressor.history],
                 [self.compressor._seen, self.compressor._ended],
+                {name: part for name, part in self.compressor.state_dict().items() if name not in ("history", "watch")},
                 None if watch is None else [watch.due, str(watch.before), watch.snapshot is None],
                 [module.training for module in modules],
                 hooks,
@@ -105,6 +109,14 @@ class Run:
         return [self.outcome(), identities, sorted(file.name for file in self.folder.rglob("*"))]
 
 
+def held_out(model):
+    """A loss that rises when states go."""
+    x = torch.randn(8, 8, 1, generator=torch.Generator().manual_seed(0))
+    return cross_entropy(model(x), torch.arange(8) % 2).item()
+
+
+TRYING = {"when": Automatic(8, every=1, begin_by=0.1), "keep": LossTolerance(0.001, held_out)}
+
 SCENARIOS = {
     "a cut": (lambda folder: Run(folder).train(1, 3), lambda run: run.compressor.step(3)),
     "a guarded cut": (lambda folder: Run(folder, [1.0] * 3).train(1, 3), lambda run: run.compressor.step(3)),
@@ -116,6 +128,11 @@ SCENARIOS = {
     "a restoration of channels": (
         lambda folder: Run(folder, [1.0, 0.1, 0.1], layer=Mamba, selective=PerChannel("measured")).train(1, 5),
         lambda run: run.compressor.step(5),
+    ),
+    "a cut by trials": (lambda folder: Run(folder, **TRYING).train(1, 1), lambda run: run.compressor.step(1)),
+    "a guarded cut by trials": (
+        lambda folder: Run(folder, [1.0] * 3, **TRYING).train(1, 1),
+        lambda run: run.compressor.step(1),
     ),
     "compress_": (lambda folder: Run(folder).train(1, 3), Run.once),
     "pad_orders_": (lambda folder: Run(folder).train(1, 3), Run.padded),
@@ -220,7 +237,7 @@ def fail_once(name, fault, folder, expected):
         run.scores[:] = [0.0]
         (restored,) = run.compressor.step(watch.due)
         assert isinstance(restored, Restored), where
-        assert run.model.blocks[0].ssm.order == (4 if name == "a guarded cut" else 2), where
+        assert run.model.blocks[0].ssm.order == (4 if name.startswith("a guarded cut") else 2), where
     return outcome
 
 
