@@ -364,6 +364,29 @@ def test_states_of_steps_and_of_schedules_are_not_mixed_up():
         found.load_state_dict(broken)
 
 
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ({"decided": {"look_at": 8, "tries": [[1]], "memory": {}}}, r"a try is \[1\], expected \[step"),
+        ({"decided": {"look_at": 8, "tries": [["a", True, 1]], "memory": {}}}, "a try is 'a'"),
+        ({"decided": {"look_at": -3, "tries": [], "memory": {}}}, "look_at is -3"),
+        ({"losses": 3}, "losses is 3"),
+        ({"losses": {"best": "low", "added": 0.0}}, "best is 'low'"),
+        ({"losses": {"best": math.nan, "added": 0.0}}, "best is nan"),
+        ({"losses": {"best": 1.0, "added": [1]}}, r"added is \[1\]"),
+    ],
+)
+def test_a_damaged_state_is_refused_and_changes_nothing(damage, said):
+    saved = Compressor(make(), when=Automatic(80, every=4), keep=TargetOrder(2))
+    saved.step(5)
+    loading = Compressor(make(), when=Automatic(80, every=4), keep=TargetOrder(2))
+    loading.step(2)
+    before = loading.state_dict()
+    with pytest.raises(CompressionError, match=said):
+        loading.load_state_dict(saved.state_dict() | damage)
+    assert loading.state_dict() == before
+
+
 def test_the_guard_ends_an_automatic_schedule():
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

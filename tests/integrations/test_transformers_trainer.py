@@ -136,6 +136,52 @@ def test_a_training_resumed_at_any_orders_ends_bit_for_bit_as_the_whole_one(whol
     assert [str(event) for event in again.history] == [str(event) for event in callback.history]
 
 
+def decided():
+    """Cuts that a schedule decides: its memory holds tensors, and some of its decisions are no events."""
+    keep = cs.LossTolerance(0.001, loss=lambda model: model(DATA[:8], DATA[:8])["loss"])
+    return Letters(), {"keep": keep, "calibrate": runs, "gate": 1.0}
+
+
+class Silent(cs.Schedule):
+    """Tries at every third look and says nothing."""
+
+    def first(self, after):
+        return after + 1
+
+    def decide(self, look):
+        looks = look.memory.get("looks", torch.tensor(0.1, dtype=torch.float64)) + 1
+        if looks < 3:
+            return look.wait(look.step + 1, memory={"looks": looks})
+        return look.attempt(again=look.step + 1, share=0.8, memory={})
+
+    def plan(self):
+        return "every third step"
+
+
+@pytest.mark.parametrize("when", [cs.Automatic(12, every=1), Silent()], ids=["automatic", "silent"])
+def test_a_training_whose_cuts_are_decided_as_it_goes_resumes_bit_for_bit(when, tmp_path):
+    trainer, callback = trainer_of(tmp_path, decided, when=when, save_steps=1)
+    trainer.train()
+    assert [event for event in callback.history if isinstance(event, cs.Cut)]
+    for step in (1, 2, 4):
+        resumed, again = trainer_of(tmp_path / "again", decided, when=when, save_steps=50)
+        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        assert same(state_of(resumed), state_of(trainer))
+        assert [str(event) for event in again.history] == [str(event) for event in callback.history]
+
+
+def test_a_memory_of_a_schedule_that_cannot_be_read_is_refused(tmp_path):
+    when = cs.Automatic(12, every=1)
+    trainer_of(tmp_path, decided, when=when, steps=2)[0].train()
+    path = tmp_path / "checkpoint-2" / "trainer_state.json"
+    stored = json.loads(path.read_text())
+    stored["stateful_callbacks"]["compressm"]["compressor"]["decided"]["memory"] = "AAAA"
+    path.write_text(json.dumps(stored))
+    resumed, _ = trainer_of(tmp_path / "again", decided, when=when)
+    with pytest.raises(CompressionError, match="memory of the schedule cannot be read"):
+        resumed.train(resume_from_checkpoint=str(path.parent))
+
+
 def test_what_reports_gets_the_cuts_whatever_its_place(tmp_path):
     class Report(TrainerCallback):
         seen = ()

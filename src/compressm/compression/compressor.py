@@ -19,7 +19,7 @@ from compressm.compression.distributed import require_rewrappable, wrappers_in
 from compressm.compression.optimizer import Moments, Slice, Transport
 from compressm.compression.planning import Options, rehearse
 from compressm.compression.policies import GATE, KeepFraction, Policy, never_cuts, obstacles
-from compressm.compression.record import Cut, Decision, Event, event_of, past_of, require_entries, warn_uncut
+from compressm.compression.record import Cut, Decision, Event, event_of, losses_of, past_of, warn_uncut
 from compressm.compression.rollback import NOTHING_TO_JUDGE, Rollback, Watch
 from compressm.compression.schedule import (
     Answer,
@@ -28,6 +28,7 @@ from compressm.compression.schedule import (
     Steps,
     Try,
     as_schedule,
+    decided_of,
     plan_text,
     require_answer,
     require_same_past,
@@ -338,7 +339,7 @@ class Compressor:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a saved state; future steps may differ from the saved ones, and so may options of a `Schedule`."""
         self.require_loadable(state)
-        watch = state["watch"]
+        watch, decided = state["watch"], state.get("decided")
         if self._watch is None and watch is not None and watch.get("snapshot") is not None:
             warn_caller(
                 f"the state has cuts that a guard was to judge at step {watch.get('due')}; this compressor has no guard"
@@ -348,14 +349,8 @@ class Compressor:
         self._ended = bool(state["ended"])
         self._seen = state.get("seen")
         self.history = [event_of(stored) for stored in state["history"]]
-        losses = state.get("losses") or {"best": None, "added": 0.0}
-        self._best, self._added = losses["best"], losses["added"]
-        self._look_at, self._memory, self._tries = None, {}, ()
-        if (decided := state.get("decided")) is not None:
-            at = int(decided["look_at"])
-            self._look_at = None if at < 0 else at or math.inf
-            self._tries = tuple(Try(int(step), bool(cut), int(count)) for step, cut, count in decided["tries"])
-            self._memory = decided["memory"]
+        self._best, self._added = losses_of(state)
+        self._look_at, self._memory, self._tries = (None, {}, ()) if decided is None else decided_of(decided)
         warn_uncut(self.history, self._orders(), state.get("orders"))
         if self._watch is not None:
             self._watch.load_state_dict(NOTHING_TO_JUDGE if watch is None else watch)
@@ -377,8 +372,8 @@ class Compressor:
                 f"the saved compressor was made with when={saved}, this one with {self._when!r:.100}: expected the same"
             )
         else:
-            kinds = {"look_at": int, "tries": list | tuple, "memory": Mapping}
-            require_entries("the state of a compressor: decided", state["decided"], **kinds)
+            decided_of(state["decided"])
+        losses_of(state)
         if self._watch is not None and state["watch"] is not None:
             self._watch.require_loadable(state["watch"])
 

@@ -9,7 +9,7 @@ from types import UnionType
 from typing import Any, ClassVar, Self, TypeAlias, final
 
 from compressm.errors import CompressionError, warn_caller
-from compressm.families.choices import require_count
+from compressm.families.choices import require_count, require_number
 
 
 @dataclass(frozen=True)
@@ -197,6 +197,17 @@ def past_of(state: Mapping[str, Any]) -> tuple[list[int], int]:
     reached = [0] if seen is None else [require_count(f"{what}: seen", seen, low=0)]
     reached += [event_of(stored).step for stored in state["history"]]
     return [require_count(f"{what}: a step of the schedule", step) for step in state["schedule"]], max(reached)
+
+
+def losses_of(state: Mapping[str, Any]) -> tuple[float | None, float]:
+    """The best loss in a compressor's saved state, and what cuts have added to it since; None and 0 without trials."""
+    losses = state.get("losses")
+    if losses is None:
+        return None, 0.0
+    what = "the state of a compressor: losses"
+    require_entries(what, losses, best=int | float, added=int | float)
+    found = _finite_or_none(f"{what}: best", losses["best"])
+    return found, require_number(f"{what}: added", losses["added"], 0)
 
 
 def warn_uncut(history: Sequence[Event], orders: Mapping[str, int], saved: Mapping[str, int] | None) -> None:

@@ -13,6 +13,7 @@ from typing import Any, SupportsIndex, final
 import torch
 from torch import Tensor
 
+from compressm.compression.record import require_entries
 from compressm.control import trajectories, validation
 from compressm.errors import CompressionError
 from compressm.families.choices import require_count, require_number
@@ -244,7 +245,7 @@ class Automatic(Schedule):
             return look.stop(f"the last {100 * self.recover:g} % of training are left to recover")
         if look.is_spent:
             return look.stop("the options let no layer lose a state")
-        if not look.memory.get("begun", False):
+        if not look.memory.get("begun", False) or not look.tries:
             return self._begin(look)
         last, gap = look.tries[-1], int(look.memory.get("gap", 1))
         # A try that only caution ended was cheap.
@@ -327,6 +328,21 @@ def require_answer(schedule: Schedule, look: Look, answer: object) -> Answer:
         said = f"reason {answer.reason!r:.60} and memory {answer.memory!r:.60}"
         raise CompressionError(f"{schedule!r:.100}.decide returned {said}, expected text and a mapping")
     return answer
+
+
+def decided_of(decided: object) -> tuple[float | None, Mapping[str, Any], tuple[Try, ...]]:
+    """The next look, the memory and the tries of a saved schedule; None: it was never asked, ∞: it has ended."""
+    what = "the state of a compressor: decided"
+    require_entries(what, decided, look_at=int, tries=list | tuple, memory=Mapping)
+    assert isinstance(decided, Mapping)
+    tries: list[Try] = []
+    for one in decided["tries"]:
+        if not isinstance(one, list | tuple) or len(one) != 3 or not isinstance(one[1], bool):
+            raise CompressionError(f"{what}: a try is {one!r:.100}, expected [step, True or False, number of trials]")
+        step, cut, trials = one
+        tries.append(Try(require_count(f"{what}: a try", step, low=0), cut, require_count(what, trials, low=0)))
+    at = require_count(f"{what}: look_at", decided["look_at"], low=-1)
+    return None if at < 0 else at or math.inf, decided["memory"], tuple(tries)
 
 
 def during_warmup(total_steps: int, cuts: int = 4, fraction: float = 0.1) -> list[int]:

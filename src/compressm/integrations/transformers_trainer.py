@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import gc
+import io
 import weakref
 from typing import Any
 
+import torch
 from torch import nn
 
 from compressm.compression.record import Event
@@ -62,7 +65,7 @@ class CompressionCallback(CallbackOfTrainer, TrainerCallback):
         self._trainer = (lambda: None) if trainer is None else weakref.ref(trainer)
         self._model = model if trainer is None else trainer.model_wrapped
         self._compressor, self._optimizers = None, [plain_optimizer(optimizer)]
-        saved = state.stateful_callbacks.get(_KEY)
+        saved = _with_tensors(state.stateful_callbacks.get(_KEY))
         self._begin_([lr_scheduler], total=state.max_steps, step=state.global_step, saved=saved)
         state.stateful_callbacks[_KEY] = self._state()
 
@@ -70,8 +73,10 @@ class CompressionCallback(CallbackOfTrainer, TrainerCallback):
         """Cut if that is due, and log it."""
         assert self._compressor is not None
         assert self._model is not None
+        due = self._compressor.due
         events = self._compressor.step(state.global_step)
-        if events or _KEY not in state.stateful_callbacks:
+        # A schedule may decide something without an event.
+        if (due is not None and due <= state.global_step) or _KEY not in state.stateful_callbacks:
             state.stateful_callbacks[_KEY] = self._state()
         state.stateful_callbacks[_KEY]["compressor"]["seen"] = state.global_step
         if events:
@@ -91,7 +96,7 @@ class CompressionCallback(CallbackOfTrainer, TrainerCallback):
         saved = saved_state(self._compressor, self._model, self._optimizers)
         if _has_snapshot(saved["compressor"]):
             saved["compressor"]["watch"] = None
-        return saved
+        return _as_json(saved)
 
     def _log(self, events: list[Event], state: Any) -> None:
         assert self._model is not None
@@ -104,6 +109,32 @@ class CompressionCallback(CallbackOfTrainer, TrainerCallback):
 
 def _has_snapshot(state: dict[str, Any]) -> bool:
     return state["watch"] is not None and state["watch"].get("snapshot") is not None
+
+
+def _as_json(saved: dict[str, Any]) -> dict[str, Any]:
+    """A state whose memory, which may hold tensors, is text."""
+    compressor = saved["compressor"]
+    if "decided" not in compressor:
+        return saved
+    torch.save(compressor["decided"]["memory"], stored := io.BytesIO())
+    memory = base64.b64encode(stored.getvalue()).decode()
+    return {**saved, "compressor": {**compressor, "decided": {**compressor["decided"], "memory": memory}}}
+
+
+def _with_tensors(saved: Any) -> Any:
+    """A state as `_as_json` got it; others are left for `load_state_dict` to refuse."""
+    compressor = saved.get("compressor") if isinstance(saved, dict) else None
+    decided = compressor.get("decided") if isinstance(compressor, dict) else None
+    if not isinstance(decided, dict) or not isinstance(decided.get("memory"), str):
+        return saved
+    try:
+        memory = torch.load(io.BytesIO(base64.b64decode(decided["memory"])), map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever damaged text raises
+        raise CompressionError(
+            f"trainer_state.json: the memory of the schedule cannot be read ({type(error).__name__}: {error}):"
+            " resume from another checkpoint"
+        ) from error
+    return {**saved, "compressor": {**compressor, "decided": {**decided, "memory": memory}}}
 
 
 def _trainer_of(callback: TrainerCallback) -> Trainer | None:
