@@ -53,7 +53,7 @@ RECURRENCES = (MAMBA_1, MAMBA_2)
 
 
 class Verdict(Enum):
-    """What a runtime does with a layer."""
+    """A runtime's treatment of a layer."""
 
     FINE = "fine"
     SLOW = "slow"
@@ -95,7 +95,7 @@ class Rule:
             require_count("Rule: limit", self.limit)
 
     def verdict(self, order: int) -> Verdict:
-        """What the runtime does with a layer of this order."""
+        """The runtime's treatment of a layer of this order."""
         if self.limit is not None and order > self.limit:
             return Verdict.REFUSED
         return Verdict.FINE if self.orders.allows(order) else self.otherwise
@@ -274,7 +274,7 @@ def table() -> str:
 @final
 @dataclass(frozen=True)
 class LayerVerdict:
-    """What a runtime does with one layer, why, and what to do about it."""
+    """A runtime's treatment of one layer, the reason, and the cure."""
 
     layer: str
     order: str
@@ -286,7 +286,7 @@ class LayerVerdict:
 @final
 @dataclass(frozen=True)
 class Check:
-    """What a runtime does with the layers of a model; a table when printed."""
+    """A runtime's treatment of the layers of a model; a table when printed."""
 
     runtime: Runtime
     verdicts: tuple[LayerVerdict, ...]
@@ -304,7 +304,7 @@ class Check:
 
 
 def check(model: nn.Module, runtime: Runtime) -> Check:
-    """What a runtime would do with the layers of this model: run them, run them slowly or wrongly, or refuse them."""
+    """Tell whether a runtime would run the layers of this model, run them slowly or wrongly, or refuse them."""
     if not isinstance(runtime, Runtime):
         raise CompressionError(f"runtime is {runtime!r:.100}, expected one such as deploy.LLAMA_CPP_CUDA")
     inner = unwrapped(model)

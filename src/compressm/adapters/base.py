@@ -41,7 +41,7 @@ class Basis(Enum):
 @final
 @dataclass(frozen=True)
 class Growth:
-    """How a tensor grows with the order: `blocks` with one entry a state along `axis`, after `first` other entries.
+    """The growth of a tensor with the order: `blocks` with one entry a state along `axis`, after `first` other entries.
 
     `last` others follow. `idle` is the entry of a state without effect.
     """
@@ -131,7 +131,7 @@ class Adapter(ABC, Generic[Module, System]):
         return []
 
     def growth(self, module: Module) -> dict[str, Growth]:
-        """How every parameter that depends on the order grows with it, and what a state without effect is there."""
+        """The growth of every parameter that depends on the order, with the values of a state without effect."""
         raise AdapterError(f"{self} does not say how {type(module).__name__} grows: define growth(module)")
 
     def state_growth(self, module: Module) -> Growth:
@@ -185,7 +185,7 @@ class SSMAdapter(Adapter[Module, DiagonalSystem]):
         """
 
     def nearest(self, module: Module, system: DiagonalSystem) -> DiagonalSystem:
-        """What the module stores in the place of a reduced system: the nearest poles that it has, with C refitted.
+        """The system that the module stores in place of a reduced one: the nearest poles that it has, with C refitted.
 
         It is the given one where the module stores every pole. The bound of a cut includes the distance.
         """

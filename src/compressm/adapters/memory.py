@@ -30,7 +30,7 @@ KEY_MAP, QUERY_MAP = "key_map", "query_map"
 @final
 @dataclass(frozen=True)
 class Steps:
-    """What one call writes and reads: S[t] = exp(log_decay) S[t−1] + k[t] v[t]ᵀ and o[t] = S[t]ᵀ q[t].
+    """The writes and reads of one call: S[t] = exp(log_decay) S[t−1] + k[t] v[t]ᵀ and o[t] = S[t]ᵀ q[t].
 
     All heads of a member of the bank share its keys and queries, and so a basis of the states. With `log_gates` every
     key dimension also decays by a gate of its own. With a `strength` β, the delta rule, what is written in place of

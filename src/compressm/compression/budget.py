@@ -142,12 +142,12 @@ class Budget:
 
     @property
     def unit(self) -> str:
-        """What is counted: total_states, state_bytes, parameters or milliseconds."""
+        """The unit that is counted: total_states, state_bytes, parameters or milliseconds."""
         return next(name for name in _UNITS if getattr(self, name) is not None)
 
     @property
     def limit(self) -> float:
-        """How much of it there is."""
+        """The number of these units that may be used."""
         return float(getattr(self, self.unit))
 
     def priced(self, pricing: Pricing) -> Budget:
@@ -281,7 +281,7 @@ def share_states(losses: Sequence[Float[Tensor, " _"]], total: int) -> list[int]
 @final
 @dataclass(frozen=True)
 class Offer:
-    """What one layer costs and loses at each of the orders that it may have; costs rise, losses fall."""
+    """Costs and losses of one layer at each of the orders that it may have; costs rise, losses fall."""
 
     orders: Places
     costs: Numbers

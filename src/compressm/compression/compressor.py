@@ -269,7 +269,7 @@ class Compressor:
         return decided, cutter.prepare(plan, now)
 
     def _answer(self, now: int, observed: dict[str, Layer] | None) -> Answer:
-        """What the schedule decides now, in all processes what it does in the first."""
+        """The decision of the schedule; all processes take that of the first."""
         if isinstance(self._when, Steps):  # whose decisions need nothing
             return self._when.decide(Look(now, {}))
         cutter, found = self._cutter, self._orders()

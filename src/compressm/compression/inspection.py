@@ -198,7 +198,7 @@ def sizes_of(
 @final
 @dataclass(frozen=True)
 class _Prices:
-    """What orders of a model's layers cost."""
+    """The costs of orders of a model's layers."""
 
     model: nn.Module
     layers: Mapping[str, Layer]

@@ -459,7 +459,7 @@ def unfit(layers: Mapping[str, Layer], chosen: ChosenCuts, options: Options) -> 
 
 
 def _why_unfit(orders: Mapping[str, int], options: Options, allowed: AllowedOrders) -> str:
-    """What kept layers of these orders from an allowed one, and what to do."""
+    """The reason that kept layers of these orders from an allowed one, and the cure."""
     held: dict[str, object] = {}
     for name, n in orders.items():
         own = options.overrides and restricted(options.overrides, [name])

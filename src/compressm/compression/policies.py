@@ -168,7 +168,7 @@ def _first_within(losses: Float[Tensor, " m"], allowed: float) -> int:
 @final
 @dataclass(frozen=True)
 class Limits:
-    """What may be made of the orders that policies choose: gate, allowed orders by layer, and the least order.
+    """The limits of the orders that policies choose: gate, allowed orders by layer, and the least order.
 
     `share` is the share of its states that every layer keeps at least.
     """

@@ -63,7 +63,7 @@ PRICES: dict[str, Callable[[Budget, nn.Module, Mapping[str, Layer], Sequence[str
 
 
 def _uses(model: nn.Module) -> Counter[nn.Module]:
-    """In how many places the model holds each of its modules: every one has a state of its own in a stream."""
+    """The number of places that hold each module of the model: every one has a state of its own in a stream."""
     return Counter(module for _, module in model.named_modules(remove_duplicate=False))
 
 

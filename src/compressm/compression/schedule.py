@@ -37,7 +37,7 @@ class Try:
 @final
 @dataclass(frozen=True)
 class Answer:
-    """What a schedule decides at a look; made by `Look.wait`, `Look.attempt` and `Look.stop`.
+    """A schedule's decision at a look; made by `Look.wait`, `Look.attempt` and `Look.stop`.
 
     The next look is at `again`, or, after a try that cuts nothing, at `otherwise`; None: there is none.
     """
@@ -54,7 +54,7 @@ class Answer:
 @final
 @dataclass(frozen=True)
 class Look:
-    """What a schedule sees when it is asked.
+    """All that a schedule sees when it is asked.
 
     `orders` are those of the layers now, and `is_spent` is True if the options let no layer lose a state. `spectra` are
     there if the schedule wanted them. `tries` are all earlier ones, and `memory` is what the schedule returned last.

@@ -77,7 +77,7 @@ class Trials:
 
     @property
     def spent(self) -> float:
-        """What all cuts since the best loss have added, as measured when they were made; 0 if this is the best."""
+        """The loss that all cuts since the best one have added, measured when they were made; 0 if this is the best."""
         return 0.0 if self.best == self.present else self.added
 
     @property
@@ -134,7 +134,7 @@ class TryingPolicy(ABC):
         """The order of every layer that this policy cuts; spectra fall, a bank's are (channels, n)."""
 
     def plan(self, layers: int) -> str:
-        """What a cut of so many layers will try, in words."""
+        """The trials of a cut of so many layers, in words."""
         return f"{self!r} tries cuts before it chooses"
 
     def __repr__(self) -> str:
@@ -203,7 +203,7 @@ class LossTolerance(TryingPolicy):
         return wanted if self.trials is None else min(self.trials, wanted)
 
     def plan(self, layers: int) -> str:
-        """What a cut of so many layers will try, in words."""
+        """The trials of a cut of so many layers, in words."""
         most, said = self.most_trials(layers), f"{100 * self.increase:g} %" if self.relative else f"{self.increase:g}"
         return f"at most {most} trial{'s' if most > 1 else ''} a cut, for a loss that rises by at most {said}"
 

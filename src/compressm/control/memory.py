@@ -226,15 +226,15 @@ def delta_values(
 
 
 class Decays(ABC):
-    """What the steps of a chunk forget of each other, and of the state before it."""
+    """The decay between the steps of a chunk, and of the state before it."""
 
     @abstractmethod
     def products(self, q: Float[Tensor, "*bank length n"], k: Float[Tensor, "*bank length n"]) -> Tensor:
-        """What the query of each step t reads of the key of each step s ≤ t."""
+        """The products of the query of each step t and the key of each step s ≤ t, decayed."""
 
     @abstractmethod
     def read(self, q: Float[Tensor, "*bank length n"], state: Float[Tensor, "*bank n p"]) -> Tensor:
-        """What the queries read of the state before the chunk."""
+        """Read the state before the chunk by the queries."""
 
     @abstractmethod
     def state_after(self, state: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -214,7 +214,7 @@ class MeasuredLayer(Layer):
     @property
     @abstractmethod
     def way(self) -> Any:
-        """How the layer is cut: an object with `spectrum(data)` and `reduce(data, kept)`."""
+        """The way in which the layer is cut: an object with `spectrum(data)` and `reduce(data, kept)`."""
 
     @property
     @abstractmethod

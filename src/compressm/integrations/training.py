@@ -1,4 +1,4 @@
-"""What the integrations share: the package that is missing, plain optimizers, states as numbers and text."""
+"""Shared parts of the integrations: the package that is missing, plain optimizers, states as numbers and text."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class _Shape:
 
 
 class _Seen:
-    """What a step was seen to use: its parameters, optimizers and schedulers."""
+    """The parameters, optimizers and schedulers that a step was seen to use."""
 
     def __init__(self) -> None:
         self.parameters: list[nn.Parameter] = []

@@ -111,7 +111,7 @@ class Form:
 
 
 class Source(ABC):
-    """What a recipe names as its task: `load` gives it."""
+    """The source of a recipe's task: `load` gives it."""
 
     name: ClassVar[str]
 

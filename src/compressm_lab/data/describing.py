@@ -1,4 +1,4 @@
-"""What training would read from a file, in words, and the recipe that does so."""
+"""A description of what training would read from a file, and the recipe that does so."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _test_beside(path: Path) -> Path | None:
 @final
 @dataclass
 class _Column:
-    """What a column holds, row by row."""
+    """The cells of a column, row by row."""
 
     numbers: int = 0
     missing: int = 0

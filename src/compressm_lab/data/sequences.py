@@ -42,7 +42,7 @@ Answer = Shaped[np.ndarray, "*steps outputs"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """Which columns, or arrays, of a file are what, and how the file is written: options of a table by their names."""
+    """The roles of the columns or arrays of a file, and how it is written: options of a table by their names."""
 
     inputs: Any = None
     leave_out: Any = None

@@ -91,7 +91,7 @@ class Table(Source):
 
     @property
     def choices(self) -> Choices:
-        """What the readers of files are told."""
+        """The choices that readers of files get."""
         own = {field.name: getattr(self, field.name) for field in fields(Choices) if field.name != "remaining"}
         most = math.inf if self.remaining is True else self.remaining
         return Choices(**own, remaining=None if most is None else float(most))

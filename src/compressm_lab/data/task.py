@@ -147,7 +147,7 @@ class Task:
         return self.train.inputs.shape[1 if self.vocabulary is None else -1]
 
     def notes(self) -> dict[str, Any]:
-        """What a run writes down of its data: sizes, names of classes, and how numbers are normalised."""
+        """The notes of a run on its data: sizes, names of classes, and how numbers are normalised."""
         counted = {which: len(getattr(self, which)) for which in Splits._fields}
         sizes = ("classes", "labels", "channels", "vocabulary", "shift", "scale", "target_shift", "target_scale")
         values = {name: getattr(self, name) for name in sizes}

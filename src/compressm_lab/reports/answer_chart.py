@@ -1,4 +1,4 @@
-"""What came out, first of all: one sentence, and one picture of accuracy by states and of a layer as it shrinks."""
+"""The answer, first of all: one sentence, and one picture of accuracy by states and of a layer as it shrinks."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Shrinking:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a recipe was trained for: the models that were cut, and those they are held against.
+    """The comparison of a recipe: the models that were cut, and those they are held against.
 
     `cut` is the group with the best validation among those that were cut; `large` has its order at the start, `small`
     that at the end.

@@ -61,7 +61,7 @@ def language_grids(measurement: Measurement) -> list[Grid]:
 
 
 def decode_grids(measurement: Measurement) -> list[Grid]:
-    """What a sequence and a token take, a table a family."""
+    """Bytes of a sequence and times of a token, a table a family."""
     needed = ("family", "arm", "order", "rank", "batch", "state_bytes", "weight_bytes", "seconds")
     require(measurement, "language_decode", needed, "family", "arm", "device")
     grids = []

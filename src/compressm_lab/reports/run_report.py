@@ -343,7 +343,7 @@ def cut_grid(run: Run) -> Grid:
 
 
 def decision_grid(run: Run) -> Grid | None:
-    """What a schedule that finds its steps decided in one run; None if the steps were listed."""
+    """The decisions of a schedule that finds its steps, in one run; None if the steps were listed."""
     rows = tuple(
         (steps(one.step), one.action, one.reason, NOTHING if one.again is None else steps(one.again))
         for one in run.decisions

@@ -90,7 +90,7 @@ def _counted(rows: Sequence[Row], steps_of_paper: int) -> str:
 
 
 def _after_40_000(results: Path) -> list[tuple[str, ...]]:
-    """What is known of the authors' code, which was run with 40 000 steps and without cuts."""
+    """The numbers known of the authors' code, which was run with 40 000 steps and without cuts."""
     path = results / "smnist_settings.json"
     if not path.exists():
         return []

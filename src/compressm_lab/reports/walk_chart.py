@@ -62,7 +62,7 @@ def _walked(run: Run, history: History) -> list[int]:
 
 
 def _said(run: Run, found: Sequence[History], step: int) -> str:
-    """What there is to see at a step, in words."""
+    """The states of a step, in words."""
     now = [len(snapshot.sigma) for history in found if (snapshot := _at(history, step))]
     cuts = [event.rank for event in run.cut_records if event.step == step]
     said = f"step {steps(step)}: {_counted(now)}"

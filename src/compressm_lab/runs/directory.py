@@ -109,7 +109,7 @@ class RunDirectory:
         self._write("task.json", notes)
 
     def task(self) -> dict[str, Any]:
-        """What the data of the run are; empty for runs of earlier versions."""
+        """The description of the run's data; empty for runs of earlier versions."""
         return self._read("task.json") if (self.path / "task.json").is_file() else {}
 
     def describe_here(self) -> None:

@@ -192,7 +192,7 @@ def reference(group: Group, groups: Sequence[Group]) -> Group | None:
 
 
 def time_kind(group: Group, groups: Sequence[Group]) -> TimeKind:
-    """What speed-ups of the groups of a name are found from: GPU or CPU time where all finished runs have it."""
+    """The time that speed-ups of the groups of a name compare: that of GPU or CPU where all finished runs have it."""
     runs = [run for other in groups if other.name == group.name for run in other.finished]
     on_gpu = [run.time("GPU time") is not None for run in runs]
     if runs and all(on_gpu):

@@ -189,7 +189,7 @@ class Run:
 
     @cached_property
     def decisions(self) -> tuple[DecisionRecord, ...]:
-        """What a schedule of cuts without listed steps decided, and why."""
+        """The decisions of a schedule of cuts without listed steps, with reasons."""
         directory = RunDirectory(self.path)
         found = directory.records(DecisionRecord, up_to=self.up_to)
         _require_once(directory, DecisionRecord.file, [(decision.step, decision.action) for decision in found])

@@ -124,5 +124,5 @@ class Clock:
 
 
 def load() -> float | None:
-    """How many processes of the machine want a processor, the mean of the last minute; None where nobody counts."""
+    """The number of processes that want a processor, the mean of the last minute; None where nobody counts."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None

@@ -232,7 +232,7 @@ class CompressionConfig(Config):
 
     @property
     def allowed_orders(self) -> RoundTo:
-        """What `round_to` means to a compressor; a word is powers-of-two, or the name of a runtime."""
+        """The value of `round_to` for a compressor; a word is powers-of-two, or the name of a runtime."""
         return named_orders(self.round_to) if isinstance(self.round_to, str) else self.round_to
 
     def refusals(self, depth: int) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What a run must have, and what should be as it was, before it goes on from a checkpoint."""
+"""Checks of a run before it goes on from a checkpoint: what it must have, and what should be as it was."""
 
 from __future__ import annotations
 

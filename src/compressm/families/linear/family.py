@@ -107,7 +107,7 @@ class LinearLayer(SystemLayer):
         return found
 
     def stored(self, reduced: DiagonalSystem, bound: float | None) -> tuple[DiagonalSystem, float | None]:
-        """What the module stores in the place of a reduced system, and the bound of both errors together."""
+        """The system that the module stores in place of a reduced one, and the bound of both errors together."""
         with torch.no_grad():
             stored = self.adapter.nearest(self.module, reduced)
         if stored is reduced or bound is None:

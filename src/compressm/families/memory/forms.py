@@ -65,7 +65,7 @@ class ObservedMemory:
 
 
 def changed_by_eps(layer: ObservedMemory, reduction: MemoryReduction) -> float:
-    """How much the cut changes the output of a norm behind the read-out, as its ε stays; 0 without such a norm."""
+    """The change of the output of a norm behind the read-out, whose ε stays; 0 without such a norm."""
     eps = layer.adapter.norm_eps(layer.module)
     if eps is None:
         return 0.0

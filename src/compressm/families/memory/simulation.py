@@ -57,7 +57,7 @@ def squared_change(
 def changed_by_eps(
     adapter: MemoryAdapter[Any], module: nn.Module, old: Memory, new: Memory, sample: Sample, eps: float
 ) -> float:
-    """How much a norm behind the read-out changes its output if this is multiplied by the module's gain, as ε stays.
+    """The change of the output of a norm behind the read-out if the module's gain multiplies its input and ε stays.
 
     y / √(mean y² + ε/g²) in place of y / √(mean y² + ε), relative to the latter, over all heads and steps.
     """

@@ -95,14 +95,14 @@ def _entries(matrix: Tensor, squared: bool) -> Tensor:
 
 
 class _Maps(NamedTuple):
-    """What moments of the rows of B and C are multiplied by, and of the weights of their norms, if there are norms."""
+    """The factors of moments of the rows of B and C, and of the weights of their norms, if there are norms."""
 
     rows: tuple[Float[Tensor, "r n"], Float[Tensor, "r n"]]
     weights: tuple[Float[Tensor, "r n"], ...] = ()
 
 
 class Added(NamedTuple):
-    """What a fit adds to the rows of B and C, to log −a, and to the weights of norms if there are some."""
+    """The sums that a fit adds to the rows of B and C, to log −a, and to the weights of norms if there are some."""
 
     W_B: Float[Tensor, "r channels"]
     W_C: Float[Tensor, "r channels"]
@@ -112,7 +112,7 @@ class Added(NamedTuple):
 
     @classmethod
     def between(cls, start: SelectiveSystem, found: SelectiveSystem) -> Added:
-        """What was added to get from one system to another of the same order."""
+        """The difference between two systems of the same order."""
         rows = (found.W_B - start.W_B, found.W_C - start.W_C, torch.log(found.rates / start.rates))
         if start.norms is None or found.norms is None:
             return cls(*rows)
@@ -180,7 +180,7 @@ class SharedReduction(SelectiveReduction):
         return SharedChange(module, writing, system, new, self, adapter.NORMED, adapter.factors(new))
 
     def vector_maps(self, old: SelectiveSystem) -> _Maps:
-        """How steps of the old parameters become steps of the new ones."""
+        """The maps from steps of the old parameters to steps of the new ones."""
         if old.norms is None or self.resized is None:
             return _Maps((self.E_B, self.E_C.mT))
         rows, weights = [], []
@@ -192,7 +192,7 @@ class SharedReduction(SelectiveReduction):
         return _Maps((rows[0], rows[1]), tuple(weights))
 
     def covector_maps(self, old: SelectiveSystem) -> _Maps:
-        """How gradients of the old parameters become those of the new ones; what norms divide by is taken as fixed."""
+        """The maps from gradients of the old parameters to those of the new ones; divisors of norms count as fixed."""
         if old.norms is None or self.resized is None:
             return _Maps((self.E_C.mT, self.E_B))
         rows, weights = [], []

@@ -464,7 +464,7 @@ def _totals(B, dB, sums, totals, out, rows, width, ROWS: tl.constexpr, COLS: tl.
 
 
 def drive_gradient(g: Tensor, sums: Tensor, rows: Tensor, flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """From the gradient g (tokens, 2n) of x = u Bᵀ and its sums: those of u, of B in its dtype, and Σ over steps.
+    """Gradients of u, of B in its dtype, and Σ over steps, from the gradient g (tokens, 2n) of x = u Bᵀ and its sums.
 
     `flat` is B as (2n, p); the last are Σ ∂L/∂u and Σ ∂L/∂u ⊙ u, (2, p).
     """
