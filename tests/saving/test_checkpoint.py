@@ -11,9 +11,9 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel
 
 from compressm.adapters import SSMAdapter, adapts, write
-from compressm.compression import load_checkpoint, save_checkpoint
+from compressm.compression import Compressor, PerChannel, TargetOrder, load_checkpoint, save_checkpoint
 from compressm.control import DiagonalSystem
-from compressm.layers import LRU, S4, S4D, S5, LinOSS
+from compressm.layers import LRU, S4, S4D, S5, LinOSS, Mamba
 from compressm.models import PerElement, SequenceClassifier
 from tests.marks import later
 
@@ -292,3 +292,38 @@ def test_layers_of_others_take_the_order_of_a_checkpoint_but_not_of_a_state_dict
     save_checkpoint(tmp_path / "c", model=cut)
     load_checkpoint(tmp_path / "c", model=whole)
     assert torch.equal(whole.rate, cut.rate)
+
+
+@pytest.mark.parametrize(("layer", "more"), [(LRU, {}), (Mamba, {"selective": PerChannel("measured")})])
+@pytest.mark.parametrize("shared", ["layer", "block"])
+def test_a_layer_that_is_used_twice_is_saved_and_resumed_after_a_cut(shared, layer, more, tmp_path):
+    x = torch.randn(4, 12, 1, generator=torch.Generator().manual_seed(0))
+
+    def parts():
+        torch.manual_seed(0)
+        model = SequenceClassifier(layer, depth=2, width=4, order=8, inputs=1, classes=2)
+        if shared == "layer":
+            model.blocks[1].ssm = model.blocks[0].ssm
+        else:
+            model.blocks[1] = model.blocks[0]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        options = {"when": [2], "keep": TargetOrder(4), "gate": 1.0, "calibrate": lambda model: model(x)}
+        return model, optimizer, Compressor(model, optimizer, **options, **more)
+
+    def train(model, optimizer, compressor, first, last):
+        for step in range(first, last + 1):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            compressor.step(step)
+
+    whole, again = parts(), parts()
+    train(*whole, 1, 3)
+    save_checkpoint(tmp_path / "c.pt", model=whole[0], optimizer=whole[1], compressor=whole[2], step=3)
+    train(*whole, 4, 5)
+    load_checkpoint(tmp_path / "c.pt", model=again[0], optimizer=again[1], compressor=again[2])
+    assert again[0].blocks[0].ssm is again[0].blocks[1].ssm
+    assert again[0].blocks[0].ssm.order == 4
+    train(*again, 4, 5)
+    pairs = zip(whole[0].state_dict().values(), again[0].state_dict().values(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)

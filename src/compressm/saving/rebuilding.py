@@ -141,8 +141,7 @@ def require_orders(model: nn.Module, orders: Any) -> dict[str, int]:
 def expected_shapes(model: nn.Module, orders: Mapping[str, int], tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
     """The shape of every tensor of the model with these orders and with the form (such as maps) of these `tensors`."""
     shapes: dict[str, Shape] = {name: tuple(value.shape) for name, value in plain_state(model).items()}
-    for layer, module in ssm_layers(model).items():
-        prefix = f"{layer}." if layer else ""
+    for layer, prefix, module in _places(model):
         if not isinstance(module, SSMLayer):
             # Its axes of states are unknown; the module is read afterwards.
             shapes |= {prefix + name: (None,) * value.ndim for name, value in module.named_parameters()}
@@ -158,11 +157,18 @@ def expected_shapes(model: nn.Module, orders: Mapping[str, int], tensors: Mappin
     return shapes
 
 
+def _places(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
+    """Every SSM layer by name, with each prefix of its tensors: a layer that is used twice has two."""
+    names = {id(layer): name for name, layer in ssm_layers(model).items()}
+    for place, module in plain_modules(model).items():
+        if id(module) in names:
+            yield names[id(module)], f"{place}." if place else "", module
+
+
 def by_forms(model: nn.Module, tensors: Mapping[str, Tensor]) -> tuple[set[str], dict[str, nn.Parameter]]:
     """The tensors that layers lack in the form of these tensors, and the parameters that this form lacks."""
     added, gone = set[str](), dict[str, nn.Parameter]()
-    for layer, module in ssm_layers(model).items():
-        prefix = f"{layer}." if layer else ""
+    for layer, prefix, module in _places(model):
         if not isinstance(module, SSMLayer):
             more, fewer = _optional(layer, module, tensors)
             added, gone = added | {prefix + name for name in more}, gone | {prefix + k: p for k, p in fewer.items()}
