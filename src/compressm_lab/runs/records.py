@@ -33,6 +33,7 @@ _WORDS = {
     "Mapping[str, Size]": "finite numbers of at least 0 by name",
     "Mapping[str, str]": "text by name",
 }
+_ACTIONS = ("wait", "cut", "keep", "stop")
 _MOST = 2**53  # counts above it are no counts, and no floats
 
 
@@ -175,6 +176,16 @@ class DecisionRecord(Record):
     action: str
     reason: str
     again: Order | None
+
+    @classmethod
+    def from_dict(cls, stored: object) -> Any:
+        """Make a record as the others; a decision is one of four, and the next look comes later."""
+        found = super().from_dict(stored)
+        if found.action not in _ACTIONS:
+            raise RunError(f"action is {found.action!r:.100}, expected one of {', '.join(_ACTIONS)}")
+        if found.again is not None and found.again <= found.step:
+            raise RunError(f"again is {found.again}, expected a step after step {found.step}, or null")
+        return found
 
 
 @final

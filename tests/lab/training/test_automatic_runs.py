@@ -6,7 +6,7 @@ import torch
 from compressm_lab.experiments.recipes import AUTOMATIC, find_recipe
 from compressm_lab.reports.run_report import decision_grid
 from compressm_lab.runs.directory import RunDirectory
-from compressm_lab.runs.records import CutRecord, DecisionRecord
+from compressm_lab.runs.records import CutRecord, DecisionRecord, RunError
 from compressm_lab.runs.run import read_run
 from compressm_lab.training import ConfigError, Interrupted, Plan, train
 from compressm_lab.training.building import held_out
@@ -109,3 +109,13 @@ def test_records_of_earlier_versions_have_no_losses():
     assert "loss_after" not in cut.as_dict()
     decision = DecisionRecord(3, "wait", "because", 5)
     assert DecisionRecord.from_dict(decision.as_dict()) == decision
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"action": "fly"}, "action is 'fly', expected one of wait"), ({"again": 3}, "again is 3, expected a step after")],
+)
+def test_edited_decisions_are_refused(change, said):
+    stored = DecisionRecord(3, "wait", "because", 5).as_dict()
+    with pytest.raises(RunError, match=said):
+        DecisionRecord.from_dict(stored | change)
