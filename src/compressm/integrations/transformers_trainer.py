@@ -123,8 +123,8 @@ def _as_json(saved: dict[str, Any]) -> dict[str, Any]:
 
 def _with_tensors(saved: Any) -> Any:
     """A state as `_as_json` got it; others are left for `load_state_dict` to refuse."""
-    compressor = saved.get("compressor") if isinstance(saved, dict) else None
-    decided = compressor.get("decided") if isinstance(compressor, dict) else None
+    compressor: Any = saved.get("compressor") if isinstance(saved, dict) else None
+    decided: Any = compressor.get("decided") if isinstance(compressor, dict) else None
     if not isinstance(decided, dict) or not isinstance(decided.get("memory"), str):
         return saved
     try:
