@@ -64,3 +64,10 @@ class NoSuchFileError(SavingError, FileNotFoundError):
 
 class UnwritableFileError(SavingError, OSError):
     """A file cannot be written: the disk is full, the folder is read-only; the message has path and bytes."""
+
+
+def unmerged(parameters: Iterable[str]) -> str:
+    """The cure for parameters that PEFT has wrapped, such as LoRA's, as the end of a message; empty without them."""
+    if not any(".base_layer." in name or ".lora_" in name for name in parameters):
+        return ""
+    return "; merge the adapters first (merge_and_unload), or leave the layer out by filter_fn"

@@ -15,6 +15,7 @@ PAGE = (ROOT / "docs" / "trainers.md").read_text()
 
 OWN, HF = "saving/test_checkpoint.py", "integrations/test_transformers_trainer.py"
 LIGHTNING, ACCELERATE = "integrations/test_lightning.py", "integrations/test_accelerate.py"
+TRL = "integrations/test_peft_and_trl.py"
 FSDP, GROUPS = "compression/test_sharding.py", "compression/test_distributed.py"
 RESUMED = "test_a_training_resumed_at_any_orders_ends_bit_for_bit_as_the_whole_one"
 LOADED = "test_states_are_loaded_at_other_orders_and_the_training_ends_bit_for_bit_alike"
@@ -35,6 +36,7 @@ CELLS = {
         *[(HF, RESUMED)] * 2,
         *[(HF, "test_a_cut_model_that_is_saved_at_the_end_is_loaded_by_plain_transformers")] * 2,
     ],
+    "`SFTTrainer` of TRL": [(TRL, "test_a_fine_tuning_of_trl_is_cut_resumes_with_the_same_bits_and_loads")] * 6,
     "Lightning": [
         *[(LIGHTNING, OPTIMIZERS)] * 2,
         *[(LIGHTNING, RESUMED)] * 2,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from compressm.adapters.base import Adapter, Basis, Growth, Module, adapter_for, adapts, finite_doubles, parameter_of
 from compressm.control.selective import ChannelMaps, Norms, SelectiveSystem, require_negative_rates
-from compressm.errors import AdapterError
+from compressm.errors import AdapterError, unmerged
 from compressm.layers import Mamba
 from compressm.layers.mamba import OF_MAPS
 
@@ -138,7 +138,7 @@ class SelectiveAdapter(Adapter[Module, SelectiveSystem]):
             said += [f"has {', '.join(unknown)}, unknown to {self}"] if unknown else []
             raise AdapterError(
                 f"{type(module).__name__} {' and '.join(said)}: expected the parameters of a Mamba mixer,"
-                f" {', '.join((*_READ, *_BESIDE))}"
+                f" {', '.join((*_READ, *_BESIDE))}{unmerged(unknown)}"
             )
 
 

@@ -21,7 +21,7 @@ from compressm.adapters.transformers.config import (
     whole_sequences,
 )
 from compressm.adapters.transformers.mapped import MappedAdapter, MappedDeltaNet, window_bytes
-from compressm.errors import AdapterError
+from compressm.errors import AdapterError, unmerged
 
 _CONVOLUTION = "conv1d.weight"
 
@@ -77,7 +77,9 @@ class DeltaNetAdapter(MappedAdapter):
         names = {name for name, _ in module.named_parameters()}
         needed = {_CONVOLUTION, "A_log", "dt_bias", f"{self.OUT}.weight", f"{self.NORM}.weight"}
         if missing := sorted({*self.JOINS.values(), *needed} - names):
-            raise AdapterError(f"{shown(module)} has no {', '.join(missing)}: expected a gated delta net")
+            raise AdapterError(
+                f"{shown(module)} has no {', '.join(missing)}: expected a gated delta net{unmerged(names)}"
+            )
         if "conv1d.bias" in names or module.activation != "silu":
             raise AdapterError(
                 f"{shown(module)} has a bias or another activation than SiLU, which {self} does not know"

@@ -23,7 +23,7 @@ from compressm.adapters.transformers.config import (
     whole_sequences,
 )
 from compressm.adapters.transformers.mapped import MappedAdapter, MappedMamba2, window_bytes
-from compressm.errors import AdapterError
+from compressm.errors import AdapterError, unmerged
 
 _OF_CONVOLUTION, _MULTIPLIERS = ("conv1d.weight", "conv1d.bias"), "mup_vector"
 
@@ -177,6 +177,7 @@ class Mamba2Adapter(MappedAdapter):
         if odd := sorted((needed - names) | (names - known - self.OPTIONAL)):
             raise AdapterError(
                 f"{shown(module)} differs in {', '.join(odd)} from a Mamba-2 mixer: expected {', '.join(sorted(known))}"
+                f"{unmerged(odd)}"
             )
         called = inspect.signature(type(module).forward).parameters
         if missing := [name for name in self.CALLED if name not in called]:
