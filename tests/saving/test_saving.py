@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from compressm import load_model, save_model
+from compressm import PerChannel, TargetOrder, compress_, load_model, save_model
 from compressm.adapters import write
-from compressm.compression import savable
-from compressm.layers import LRU, S4D, S5, ZOH, Bilinear, Inv, Legs
+from compressm.compression import SavingError, savable, save_checkpoint
+from compressm.layers import LRU, S4D, S5, ZOH, Bilinear, Inv, Legs, Mamba
 from compressm.models import (
     BatchNorm,
     Block,
@@ -371,3 +371,24 @@ def test_two_loads_and_saves_write_the_same_bytes(tmp_path):
     save_model(classifier(S4D), tmp_path / "one")
     save_model(load_model(tmp_path / "one"), tmp_path / "two")
     assert (tmp_path / "one" / "config.json").read_text() == (tmp_path / "two" / "config.json").read_text()
+
+
+@pytest.mark.parametrize("shared", ["layer", "block"])
+def test_a_layer_that_is_used_twice_is_saved_with_what_a_cut_added_to_it(shared, tmp_path):
+    model = classifier(Mamba)
+    if shared == "layer":
+        model.blocks[1].ssm = model.blocks[0].ssm
+    else:
+        model.blocks[1] = model.blocks[0]
+    options = {"selective": PerChannel(), "calibrate": lambda model: model(inputs_of(model)), "gate": 1.0}
+    compress_(model, keep=TargetOrder(3), **options)
+    loaded = check_round_trip(model, tmp_path / "m")
+    assert loaded.blocks[0].ssm is loaded.blocks[1].ssm
+    assert loaded.blocks[0].ssm.B_map is not None
+
+
+def test_a_tensor_whose_name_without_wrappers_is_that_of_another_is_not_saved(tmp_path):
+    model = AveragedModel(AveragedModel(classifier()))
+    with pytest.raises(SavingError, match=r"n_averaged and module\.n_averaged have one name, n_averaged"):
+        save_checkpoint(tmp_path / "c", model=model)
+    assert not (tmp_path / "c").exists()

@@ -35,8 +35,16 @@ def plain_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 def state_names(model: nn.Module) -> dict[str, str]:
     """The key in the model's state dict for every plain name of a tensor."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    return {plain_name(key, modules): key for key in model.state_dict(keep_vars=True)}
+    modules, named = dict(model.named_modules(remove_duplicate=False)), dict[str, str]()
+    state = model.state_dict(keep_vars=True)
+    for key, value in state.items():
+        other = named.setdefault(plain_name(key, modules), key)
+        if state[other] is not value:
+            raise SavingError(
+                f"{other} and {key} have one name, {plain_name(key, modules)}, without wrappers: pass the model inside"
+                " its outermost wrapper, and give no module of yours a name that torch's wrappers use"
+            )
+    return named
 
 
 def plain_state(model: nn.Module) -> dict[str, Tensor]:
@@ -307,11 +315,13 @@ def rebuild(description: Description, tensors: Mapping[str, Tensor]) -> nn.Modul
     _share(model, description.shared)
     orders = require_orders(model, description.orders)
     require_values(model, tensors)
-    again = first_names(plain_state(model))
+    again, places = first_names(plain_state(model)), first_names(plain_modules(model))
     expected = expected_shapes(model, orders, tensors)
-    require_fit(tensors, {name: shape for name, shape in expected.items() if name not in again})
+    # A layer that is used twice also shares what a cut added to it, which it lacks until it takes the form.
+    single = {name: shape for name, shape in expected.items() if name not in again and not is_inside(name, places)}
+    require_fit(tensors, single)
     take_forms_(model, tensors)
-    _fill(model, tensors, again, set(description.frozen))
+    _fill(model, tensors, first_names(plain_state(model)), set(description.frozen))
     _require_filled(model)
     for name, order in orders_of(model).items():
         if order != orders[name]:
