@@ -327,3 +327,16 @@ def test_write_is_left_to_surgery():
     write(layer, change_of(layer, 6).values)
     with pytest.raises(CompressionError, match=r"'exp_avg' of layer\.nu_log has shape \(8,\), the parameter \(6,\)"):
         cut(layer, optimizers, 4)
+
+
+def test_a_cut_of_a_layer_that_two_models_share_tells_of_the_other_optimizer():
+    shared = LRU(4, order=8)
+    models = [nn.Sequential(shared, nn.Linear(4, 2)) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
+    both = [
+        Compressor(model, optimizer, when=[1], keep=KeepFraction(0.5))
+        for model, optimizer in zip(models, optimizers, strict=True)
+    ]
+    with pytest.warns(UserWarning, match="another Compressor holds layers of this model, and its optimizer was not"):
+        both[0].step(1)
+    assert shared.order == 4

@@ -260,6 +260,7 @@ class Compressor:
         again = answer.again if plan.cuts else answer.otherwise
         if plan.unfit and again is None:
             warn_caller(plan.unfit)
+        _warn_of_holders((cut.layer for cut in plan.cuts), cutter.optimizer)
         if plan.cuts and self._watch is not None:
             self._watch.begin(now, undo)
         self._tries = (*self._tries, Try(now, bool(plan.cuts), 0 if plan.tried is None else plan.tried.count))
@@ -387,12 +388,13 @@ def _obstacles(cutter: Cutter, orders: Mapping[str, int]) -> tuple[Mapping[str, 
     return held, ", ".join(f"{name}={value!r}" for name, value in held.items())
 
 
-def _warn_of_holders(layers: Iterable[Layer], optimizers: Sequence[Any]) -> None:
-    """Warn if a living compressor trains this model with an optimizer whose moments would keep the old sizes."""
+def _warn_of_holders(layers: Iterable[Layer], optimizer: Any) -> None:
+    """Warn if another living compressor trains these layers by an optimizer whose moments would keep the old sizes."""
+    optimizers = () if optimizer is None else parts_of(optimizer)
     if any(holders_beside(layer.module, optimizers) for layer in layers):
         warn_caller(
-            "a Compressor with an optimizer holds this model, and that optimizer was not passed: its moments keep the"
-            " old orders, and its next step fails. Pass optimizer=, or train no further with it"
+            "another Compressor holds layers of this model, and its optimizer was not passed: its moments keep the old"
+            " orders, and its next step fails. Pass optimizer=, or train no further with it"
         )
 
 
@@ -436,7 +438,7 @@ def _compress_(cutter: Cutter) -> list[Cut]:
             cutter.meet("compress_(...)")
             with cutter.processes.together("checking the model"):
                 layers = cutter.check()
-                _warn_of_holders(layers.values(), () if cutter.optimizer is None else parts_of(cutter.optimizer))
+                _warn_of_holders(layers.values(), cutter.optimizer)
             plan = cutter.plan(salt=0, layers=layers)
             prepared = cutter.prepare(plan, step=0)
             with cutter.processes.together("writing the cut") if prepared.cuts else nullcontext():
@@ -490,7 +492,7 @@ def pad_orders_(
             with cutter.processes.together("padding the model"):
                 layers = _layers(cutter)
                 order = _order(layers, to)
-                _warn_of_holders(layers.values(), () if optimizer is None else parts_of(cutter.optimizer))
+                _warn_of_holders(layers.values(), cutter.optimizer)
                 wanted = {name: order for name, layer in layers.items() if layer.order < order}
                 prepared = _prepared(cutter, layers, wanted)
             with cutter.processes.together("writing zero states"):
