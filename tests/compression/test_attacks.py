@@ -296,7 +296,7 @@ def test_an_optimizer_that_is_left_behind_is_named():
     model = make()
     optimizer = torch.optim.Adam(model.parameters())
     compressor = Compressor(model, optimizer, when=[9], keep=TargetOrder(4))
-    with pytest.warns(UserWarning, match="its optimizer was not passed"):
+    with pytest.warns(UserWarning, match="that optimizer was not passed"):
         compress_(model, keep=TargetOrder(6))
     compress_(model, keep=TargetOrder(5), optimizer=optimizer)  # without a warning
     del compressor

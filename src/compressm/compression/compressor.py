@@ -393,8 +393,8 @@ def _warn_of_holders(layers: Iterable[Layer], optimizer: Any) -> None:
     optimizers = () if optimizer is None else parts_of(optimizer)
     if any(holders_beside(layer.module, optimizers) for layer in layers):
         warn_caller(
-            "another Compressor holds layers of this model, and its optimizer was not passed: its moments keep the old"
-            " orders, and its next step fails. Pass optimizer=, or train no further with it"
+            "a Compressor with an optimizer holds this model, and that optimizer was not passed: its moments keep the"
+            " old orders, and its next step fails. Pass optimizer=, or train no further with it"
         )
 
 
@@ -425,6 +425,8 @@ def compress_(
     given = (keep, calibrate, gramian, fold, select, gate, round_to, at_least, filter_fn, overrides, selective)
     options = Options(*given, uniform=uniform, form=form)
     cutter = Cutter(model, as_optimizer(optimizer), options, moments, followers(follow))
+    if not is_sharded(cutter.inner):
+        return _compress_(cutter)  # an interruption at the end of a context would lose the records of a cut
     with gathered(cutter.inner, cutter.optimizer):
         return _compress_(cutter)
 

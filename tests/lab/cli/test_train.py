@@ -385,6 +385,7 @@ def test_ctrl_c_saves_says_how_to_go_on_and_exits_130(tmp_path):
 # The signal comes while the data are read, from which a teacher learned too, before the run has a folder.
 LOADING = """
 import os, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let jobs in the background ignore it
 os.chdir({folder!r})
 os.environ.update({variables!r})
 from compressm.cli import main
