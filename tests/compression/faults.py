@@ -222,7 +222,8 @@ def fail_once(name, fault, folder, expected):
         pass
     else:
         return "not reached"  # what a process does once, such as filling a cache
-    where = f"{name}, {fault}"
+    (file, line), visit = fault
+    where = f"{name}, {Path(file).relative_to(LIBRARY)}:{line}, visit {visit}"
     if same(run.picture(), before):
         outcome = "unchanged"
         call(run)
