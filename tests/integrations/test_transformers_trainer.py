@@ -136,6 +136,23 @@ def test_a_training_resumed_at_any_orders_ends_bit_for_bit_as_the_whole_one(whol
     assert [str(event) for event in again.history] == [str(event) for event in callback.history]
 
 
+def test_a_callback_that_is_added_later_cuts_but_does_not_resume_after_a_cut(tmp_path):
+    def late():
+        model, options = mamba()
+        like, _ = trainer_of(tmp_path, mamba)
+        trainer = Trainer(model, like.args, train_dataset=like.train_dataset, eval_dataset=like.eval_dataset)
+        callback = CompressionCallback(when=(4, 8), **options)
+        trainer.add_callback(callback)
+        return trainer, callback
+
+    first, callback = late()
+    first.train()
+    assert [cut.step for cut in callback.history] == [4, 4, 8, 8]
+    again, _ = late()
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+
+
 def decided():
     """Cuts that a schedule decides: its memory holds tensors, and some of its decisions are no events."""
     keep = cs.LossTolerance(0.001, loss=lambda model: model(DATA[:8], DATA[:8])["loss"])
