@@ -266,20 +266,27 @@ def loop_grids(measurement: Measurement) -> list[Grid]:
     ways = list(dict.fromkeys(str(row["way"]) for row in measurement.rows))
     models = grouped(measurement.rows, lambda row: (row["model"], row["order"], row["precision"]))
     cells = [tuple(map(str, model)) + tuple(_step_cell(rows, way) for way in ways) for model, rows in models.items()]
-    notes = dict.fromkeys(f"{row['model']}, {row['way']}: {row['note']}" for row in measurement.rows if "note" in row)
-    notes |= dict.fromkeys(
-        f"{row['model']}, n = {row['order']}, {row['way']}: first step {duration(float(row['first_s']))}"
-        for row in measurement.rows
-        if str(row["way"]).endswith(("compiled", "reduce_overhead")) and "first_s" in row
+    notes = dict.fromkeys(
+        f"{row['model']}, {row['way']}: {row['note']}" for row in measurement.rows if "note" in row and not _full(row)
     )
+    longest: dict[str, float] = {}
+    for row in measurement.rows:
+        if str(row["way"]).endswith(("compiled", "reduce_overhead")) and "first_s" in row:
+            longest[str(row["way"])] = max(float(row["first_s"]), longest.get(str(row["way"]), 0.0))
+    notes |= dict.fromkeys(f"first step of {way}: at most {duration(time)}" for way, time in longest.items())
     return [
         Grid("A training step in a user's own loop", ("model", "n", "precision", *ways), tuple(cells), "; ".join(notes))
     ]
 
 
+def _full(row: Row) -> bool:
+    """Whether a way needed more memory than there is."""
+    return str(row.get("note", "")).startswith("OutOfMemoryError")
+
+
 def _step_cell(rows: list[Row], way: str) -> str:
-    times = [float(row["step_s"]) for row in rows if row["way"] == way and "step_s" in row]
-    return duration(times[0]) if times else NOTHING
+    (row, *_) = [row for row in rows if row["way"] == way] or [{}]
+    return "out of memory" if _full(row) else duration(float(row["step_s"])) if "step_s" in row else NOTHING
 
 
 def growth_axes(measurement: Measurement) -> dict[str, dict[str, dict[int, Row]]]:

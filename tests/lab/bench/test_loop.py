@@ -9,6 +9,7 @@ import torch
 from compressm_lab.bench.loop import LoopCase, loop_cases, measure_loops
 from compressm_lab.bench.plain import PlainClassifier
 from compressm_lab.bench.train_step import StepCase
+from compressm_lab.reports.grid import duration
 from compressm_lab.reports.measurements import grids
 from compressm_lab.runs.measurement import Measurement
 from tests import unhooked
@@ -47,7 +48,15 @@ def test_compilations_are_counted_apart(case):
     rows = json.loads(unhooked.run(COMPILED, case))
     assert all(row["first_s"] > 3 * row["step_s"] > 0 for row in rows), rows
     caption = grids(Measurement("loop", "", 1, rows))[0].caption
-    assert f"{rows[0]['model']}, n = {rows[0]['order']}, compiled: first step" in caption
+    assert f"first step of compiled: at most {duration(rows[0]['first_s'])}; first step of plain_compiled" in caption
+
+
+def test_a_way_that_needs_too_much_memory_says_so_in_its_cell():
+    row = {"model": "tiny", "order": 6, "precision": "float32", "device": "cpu"}
+    rows = [row | {"way": "eager", "step_s": 0.002}, row | {"way": "plain", "note": "OutOfMemoryError: 4 GiB"}]
+    (grid,) = grids(Measurement("loop", "", 1, rows))
+    assert grid.rows == (("tiny", "6", "float32", "2 ms", "out of memory"),)
+    assert grid.caption == ""
 
 
 def test_only_the_language_model_has_a_module_of_transformers():
