@@ -1,20 +1,22 @@
 """Automatic cuts against every other way: accuracy by final order and by time, with one setting for all tasks.
 
-Arms: `Automatic` with `LossTolerance` at 0.5, 1, 3 and 10 %; a τ tried through training; gentle cuts, four cuts in the
-warm-up and four at 25 to 55 % of training, each to the small orders; small from the start; uncut. digits trains on a
-CPU; smnist (LRU, five seeds), fashion, forda and scifar (one seed) are for a GPU, fashion and forda also with S5, S4D.
-With --advice the uncut models are inspected with their loss: what the tool recommends, beside what came out.
+Arms: `Automatic` with `LossTolerance` at 0.5, 1, 3 and 10 %; the same at 1 % under a penalty on what bounds Σσ; a τ
+tried through training; gentle cuts, four cuts in the warm-up and four at 25 to 55 % of training, each to the small
+orders; small from the start; uncut. digits trains on a CPU; smnist (LRU, five seeds), fashion, forda, scifar, listops
+(one seed) are for a GPU, fashion and forda also with S5, S4D. There a model is also cut before its first step, and late
+with moments that begin anew. With --advice the uncut models are inspected with their loss: what the tool recommends,
+beside what came out.
 
 python studies/automatic.py digits --seeds 1
 python studies/automatic.py smnist --seeds 5 --processes 9 --data FOLDER
 python studies/automatic.py fashion fashion-s5 fashion-s4d forda forda-s5 forda-s4d --seeds 3 --data FOLDER --advice
-python studies/automatic.py scifar --seeds 1 --data FOLDER
+python studies/automatic.py scifar listops --seeds 1 --data FOLDER
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,11 +27,10 @@ from compressm_lab.experiments.recipes import AUTOMATIC, Training
 from compressm_lab.experiments.rows import count, options, train_and_write
 from compressm_lab.runs.measurement import Environment, Measurement, Row
 from compressm_lab.training.config import POLICIES
-from results import OURS, Lineup, Variant
+from results import FALLING, OURS, Lineup, Variant
 
-TOLERANCES = (0.005, 0.01, 0.03, 0.1)
+TOLERANCES, PENALTIES = (0.005, 0.01, 0.03, 0.1), (1e-4, 1e-3, 1e-2)
 _NO_POLICY = tuple(f"compression.{name}=null" for name in POLICIES)
-_FALLING = ("training.learning_rate=4.0e-3", "training.schedule=cosine")
 _WARM_UP, _LATE = (0.025, 0.05, 0.075, 0.1), (0.25, 0.35, 0.45, 0.55)
 
 
@@ -45,6 +46,12 @@ def _automatic(order: int, tolerance: float) -> Variant:
     return Variant(f"automatic, {100 * tolerance:g} %", order, _once(*rule, share))
 
 
+def _penalised(order: int, weight: float) -> Variant:
+    """Automatic cuts at 1 % under a penalty on (tr P + tr Q) / 2, an upper bound of Σσ that costs little."""
+    plain, penalty = _automatic(order, 0.01), f"regulariser={{kind: hankel-majoriser, beta: {weight}}}"
+    return replace(plain, label=f"{plain.label}, penalty {weight:g}", training=(penalty,))
+
+
 def _four(order: int, small: int, name: str, at: tuple[float, ...]) -> Variant:
     """Four equal cuts that end at exactly `small` states."""
     rho = (small / order) ** (1 / len(at))
@@ -56,6 +63,7 @@ def _variants(order: int, small: Sequence[int]) -> dict[str, Variant]:
     """All arms of a task whose models have `order` states, and those that end at each of the small orders."""
     found = {"whole": Variant(f"{order} states", order)}
     found |= {f"automatic-{100 * tolerance:g}": _automatic(order, tolerance) for tolerance in TOLERANCES}
+    found |= {f"penalised-{weight:g}": _penalised(order, weight) for weight in PENALTIES}
     for tau in (0.02, 0.05):
         rule = _once(*_NO_POLICY, f"compression.tau={tau}", *OURS)
         found[f"tau-{100 * tau:g}"] = Variant(f"τ = {tau}", order, rule, tries=40)
@@ -71,28 +79,44 @@ def _variants(order: int, small: Sequence[int]) -> dict[str, Variant]:
     return found
 
 
+def _questions(order: int, few: int) -> dict[str, Variant]:
+    """Cuts that ask why a model falls behind: its new basis alone, or the moments that follow it."""
+    late = _four(order, few, "late, moments anew,", _LATE)
+    return {
+        f"at-once-{few}": _four(order, few, "before training", (0.0,)),
+        f"anew-{few}": replace(late, differs=(*late.differs, "compression.moments=restart")),
+    }
+
+
 def _lineup(name: str, recipe: str, order: int, small: Sequence[int], steps: int, *settings: str) -> Lineup:
     title = f"{name}: cuts that find their steps and orders, and other ways"
     return Lineup(f"automatic-{name}", title, recipe, _variants(order, small), steps, 40, settings)
 
 
-_FASHION = ("task={name: fashion}", "model={depth: 2, width: 32, order: 64, dropout: 0.1}", *_FALLING)
+_FASHION = (
+    "task={name: fashion}",
+    "model={depth: 2, width: 32, order: 64, dropout: 0.1}",
+    *("training.learning_rate=4.0e-3", "training.schedule=cosine"),
+)
+_LAYERS = {"": (), "-s5": ("model.layer=S5",), "-s4d": ("model.layer=S4D",)}
+
+
+def _on_every_layer(name: str, recipe: str, *settings: str) -> Iterator[Lineup]:
+    """Small models of two layers, of LRUs, S5 and S4D; the last two with questions."""
+    for end, layer in _LAYERS.items():
+        lineup = _lineup(f"{name}{end}", recipe, 64, (8,), 12_000, *settings, *layer)
+        yield replace(lineup, variants=lineup.variants | _questions(64, 8)) if end else lineup
 
 
 LINEUPS = {
     lineup.name.removeprefix("automatic-"): lineup
     for lineup in (
         replace(_lineup("digits", "digits", 128, (4, 13), 1500), evaluations=10),
-        _lineup("smnist", "smnist", 256, (28, 13), 200_000, "training.precision=tf32", *_FALLING),
-        *(
-            _lineup(f"fashion{end}", "smnist", 64, (8,), 12_000, *_FASHION, *layer)
-            for end, layer in (("", ()), ("-s5", ("model.layer=S5",)), ("-s4d", ("model.layer=S4D",)))
-        ),
-        *(
-            _lineup(f"forda{end}", "forda", 64, (8,), 12_000, *layer)
-            for end, layer in (("", ()), ("-s5", ("model.layer=S5",)), ("-s4d", ("model.layer=S4D",)))
-        ),
+        _lineup("smnist", "smnist", 256, (28, 13), 200_000, "training.precision=tf32", *FALLING),
+        *_on_every_layer("fashion", "smnist", *_FASHION),
+        *_on_every_layer("forda", "forda"),
         _lineup("scifar", "scifar", 384, (57,), 40_000),
+        _lineup("listops", "listops", 256, (57,), 20_000),
     )
 }
 

@@ -161,21 +161,21 @@ _TOLERANCES = {
     "paper-02": _tolerance("τ = 0.02, paper's way", 0.02, *PAPER, until=0.99),
     "paper-04": _tolerance("τ = 0.04, paper's way", 0.04, *PAPER, until=0.99),
 }
-_FALLING = _falling(4e-3)
+FALLING = _falling(4e-3)
 _TIME = "task.time=true"
 _CIRCLE = "model.layer_options={max_phase: 6.283185307179586}"
 _UNDROPPED = "model.dropout=0.0"
 _CHOICES = {
     "circle-02": _chosen(_TOLERANCES["paper-02"], "phases up to 2π", _CIRCLE),
     "circle-04": _chosen(_TOLERANCES["paper-04"], "phases up to 2π", _CIRCLE),
-    "late-falling-28": _chosen(_GENTLY["to-28"], "falling, cuts from a quarter on", *_FALLING, since=0.25),
-    "late-falling-13": _chosen(_GENTLY["to-13"], "falling, cuts from a quarter on", *_FALLING, since=0.25),
-    "undropped-28": _chosen(_GENTLY["to-28"], "falling, no dropout", *_FALLING, _UNDROPPED),
-    "undropped-13": _chosen(_GENTLY["to-13"], "falling, no dropout", *_FALLING, _UNDROPPED),
-    "white-28": _chosen(_gently(28), "falling, Gramians of white noise", *_FALLING),
-    "white-13": _chosen(_gently(13), "falling, Gramians of white noise", *_FALLING),
-    "paper-to-28": _chosen(_gently(28, *PAPER), "falling, cut in the paper's way", *_FALLING),
-    "paper-to-13": _chosen(_gently(13, *PAPER), "falling, cut in the paper's way", *_FALLING),
+    "late-falling-28": _chosen(_GENTLY["to-28"], "falling, cuts from a quarter on", *FALLING, since=0.25),
+    "late-falling-13": _chosen(_GENTLY["to-13"], "falling, cuts from a quarter on", *FALLING, since=0.25),
+    "undropped-28": _chosen(_GENTLY["to-28"], "falling, no dropout", *FALLING, _UNDROPPED),
+    "undropped-13": _chosen(_GENTLY["to-13"], "falling, no dropout", *FALLING, _UNDROPPED),
+    "white-28": _chosen(_gently(28), "falling, Gramians of white noise", *FALLING),
+    "white-13": _chosen(_gently(13), "falling, Gramians of white noise", *FALLING),
+    "paper-to-28": _chosen(_gently(28, *PAPER), "falling, cut in the paper's way", *FALLING),
+    "paper-to-13": _chosen(_gently(13, *PAPER), "falling, cut in the paper's way", *FALLING),
     "circle": _chosen(_WHOLE, "phases up to 2π", _CIRCLE),
     "constant": _chosen(_WHOLE, "constant 4e-3", "training.learning_rate=4.0e-3"),
     "constant-28": _chosen(_SMALL, "constant 4e-3", "training.learning_rate=4.0e-3"),
@@ -184,7 +184,7 @@ _CHOICES = {
     "faster": _chosen(_WHOLE, "falling from 8e-3", *_falling(8e-3)),
     "faster-28": _chosen(_SMALL, "falling from 8e-3", *_falling(8e-3)),
     "late-28": _chosen(_GENTLY["to-28"], "cuts from the middle on", since=0.5),
-    "undropped": _chosen(_WHOLE, "falling, no dropout", *_FALLING, _UNDROPPED),
+    "undropped": _chosen(_WHOLE, "falling, no dropout", *FALLING, _UNDROPPED),
     "penalty-0.01": _penalised(1e-2),
     "penalty-0.001": _penalised(1e-3),
 }
@@ -209,8 +209,8 @@ LINEUPS = {
     lineup.name: lineup
     for lineup in (
         _smnist("smnist", "sMNIST with the paper's rate", {**_WAYS, **_BASELINES}),
-        _smnist("smnist-falling", "sMNIST with a rate that falls", _WAYS, *_FALLING),
-        _smnist("smnist-time", "sMNIST with time as an input", {**_FROM_THE_START, **_GENTLY}, *_FALLING, _TIME),
+        _smnist("smnist-falling", "sMNIST with a rate that falls", _WAYS, *FALLING),
+        _smnist("smnist-time", "sMNIST with time as an input", {**_FROM_THE_START, **_GENTLY}, *FALLING, _TIME),
         _smnist("smnist-choices", "sMNIST, one choice at a time", _CHOICES),
         _smnist("smnist-selection", "sMNIST, four cuts to 32 states", _SELECTION),
         Lineup("scifar", "sCIFAR, four cuts in the warm-up", "scifar", _SCIFAR, steps=10_000, evaluations=4),

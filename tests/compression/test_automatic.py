@@ -85,6 +85,12 @@ def test_tries_that_caution_ended_do_not_become_rare():
     assert tried(looks(Automatic(400), [steady()], trials=1)) == list(range(30, 301, 10))
 
 
+def test_once_something_was_cut_a_single_trial_is_no_caution():
+    """Of a layer with two states one trial is all there is."""
+    answers = looks(Automatic(400), [steady()], tries=(30,), trials=1)
+    assert tried(answers) == [30, 40, 60, 100, 180, 300]
+
+
 def test_a_try_that_cuts_sets_the_interval_back():
     assert tried(looks(Automatic(400), [steady()], tries={90})) == [30, 50, 90, 100, 120, 160, 240, 300]
 

@@ -248,8 +248,8 @@ class Automatic(Schedule):
         if not look.memory.get("begun", False) or not look.tries:
             return self._begin(look)
         last, gap = look.tries[-1], int(look.memory.get("gap", 1))
-        # A try that only caution ended was cheap.
-        if last.cut or last.trials == 1:
+        # A try that only caution ended was cheap; once something was cut, caution ends none.
+        if last.cut or (last.trials == 1 and not any(one.cut for one in look.tries)):
             return self._attempt(look, "the next try is due", 1)
         due = min(last.step + gap * self.interval, self._last)
         return look.wait(due) if look.step < due else self._attempt(look, "the next try is due", gap)
