@@ -24,7 +24,8 @@ from pathlib import Path
 from compressm.compression import inspect
 from compressm_lab.cli.opening import open_run
 from compressm_lab.experiments.recipes import AUTOMATIC, Training
-from compressm_lab.experiments.rows import count, options, train_and_write
+from compressm_lab.experiments.rows import count, options, outcome, train_and_write
+from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.measurement import Environment, Measurement, Row
 from compressm_lab.training.config import POLICIES
 from results import FALLING, OURS, Lineup, Variant
@@ -121,22 +122,36 @@ LINEUPS = {
 }
 
 
-def advice(trainings: Sequence[Training], name: str, out: Path, data: Path | None) -> Path | None:
-    """Inspect the uncut models of finished trainings with their loss, and write OUT/NAME-advice.json."""
-    rows: list[Row] = []
+def advice(trainings: Sequence[Training], lineup: Lineup, out: Path, data: Path | None) -> Path | None:
+    """Inspect the uncut models of finished trainings with their loss, and write OUT/NAME-advice.json.
+
+    Beside it stands what trainings of the same seed gave: uncut, the best of the models that are small from the start,
+    and the best of those that were cut to the same orders.
+    """
+    found: dict[int, dict[str, Training]] = {}
     for training in trainings:
-        if not training.finished or not training.arm.folder.startswith(f"{name}-whole-"):
+        if training.finished:
+            way = training.arm.folder.removeprefix(f"{lineup.name}-").rpartition("-")[0]
+            found.setdefault(training.seed, {})[way] = training
+    rows: list[Row] = []
+    for ways in found.values():
+        accuracies = {way: float(outcome(RunDirectory(training.folder))["best"]) for way, training in ways.items()}
+        small = [accuracies[way] for way in accuracies if way.startswith("small-")]
+        cut = [accuracies[way] for way in accuracies if way.startswith(("gently-", "warm-up-", "late-"))]
+        if "whole" not in ways or not small or not cut:
             continue
-        saved = open_run(training.folder, with_data=True, data=data, offline=True)
+        saved = open_run(ways["whole"].folder, with_data=True, data=data, offline=True)
         sizes = inspect(saved.model, saved.calibrate, loss=saved.loss, selective=saved.selective()).sizes
         assert sizes is not None
         mean = sum(sizes.recommended.orders.values()) / len(sizes.recommended.orders)
-        small = float(sizes.is_small_enough_from_the_start)
-        rows.append(training.names | {"order": mean, "small_from_the_start": small, "advice": sizes.advice})
+        said = {"order": mean, "small_from_the_start": float(sizes.is_small_enough_from_the_start)}
+        came = {"whole": accuracies["whole"], "small": max(small), "cut": max(cut)}
+        rows.append(ways["whole"].names | said | came | {"advice": sizes.advice})
     if not rows:
         return None
-    path = out / f"{name}-advice.json"
-    Measurement(path.stem, "What inspect recommends for the uncut models", 1, rows, Environment.here()).write(path)
+    path = out / f"{lineup.name}-advice.json"
+    title = f"{lineup.title.partition(':')[0]}: what inspect recommends for uncut models, and what came out"
+    Measurement(path.stem, title, 1, rows, Environment.here()).write(path)
     return path
 
 
@@ -150,8 +165,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
     parser.add_argument("--advice", action="store_true", help="inspect the uncut models too")
     given = parser.parse_args(arguments)
     seeds = range(given.first_seed, given.first_seed + given.seeds)
-    plans, files = [], []
-    for lineup in (LINEUPS[name] for name in dict.fromkeys(given.tasks)):
+    plans, files, lineups = [], [], [LINEUPS[name] for name in dict.fromkeys(given.tasks)]
+    for lineup in lineups:
         names = given.only or list(lineup.variants)
         if unknown := [name for name in names if name not in lineup.variants]:
             parser.error(
@@ -161,7 +176,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Path]:
         files.append(replace(lineup.file(given.out, plans[-1], given.steps), path=given.out / f"{lineup.name}.json"))
     written = train_and_write(parser, given, replace(plans[0], arms=sum((plan.arms for plan in plans), ())), files)
     if given.advice:
-        found = [advice(file.trainings, file.path.stem, given.out, given.data) for file in files]
+        pairs = zip(files, lineups, strict=True)
+        found = [advice(file.trainings, lineup, given.out, given.data) for file, lineup in pairs]
         written += [path for path in found if path is not None]
     return written
 

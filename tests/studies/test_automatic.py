@@ -7,6 +7,8 @@ import pytest
 import automatic
 from automatic import LINEUPS, TOLERANCES
 from compressm_lab.experiments.recipes import recipe_names
+from compressm_lab.reports.automatic_tables import below_the_front
+from compressm_lab.reports.measurements import grids
 from compressm_lab.runs.measurement import Measurement
 from compressm_lab.training import Plan
 
@@ -42,16 +44,27 @@ def test_four_cuts_end_at_the_order_that_the_label_says(name):
 
 
 def test_a_small_run_writes_rows_and_the_advice(tmp_path):
-    arms = [part for name in ("whole", "automatic-10", "small-4") for part in ("--only", name)]
+    arms = [part for name in ("whole", "automatic-10", "small-4", "warm-up-4") for part in ("--only", name)]
     options = ["--seeds", "1", "--steps", "60", "--out", str(tmp_path), "--advice", *arms]
     result, advice = automatic.main(["digits", *options])
     rows = {row["variant"]: row for row in Measurement.read(result).rows}
-    assert set(rows) == {"128 states", "automatic, 10 %", "4 states"}
+    assert set(rows) == {"128 states", "automatic, 10 %", "4 states", "in the warm-up to 4"}
     assert rows["automatic, 10 %"]["initial_order"] == 128
     assert rows["4 states"]["order"] == 4
     (row,) = Measurement.read(advice).rows
     assert row["variant"] == "128 states"
     assert row["advice"].startswith(("Cut to", "Keep all"))
+    came = {"whole": "128 states", "small": "4 states", "cut": "in the warm-up to 4"}
+    assert {name: row[name] for name in came} == {name: rows[way]["best"] for name, way in came.items()}
+    (ways,), (sizes,) = (grids(Measurement.read(path)) for path in (result, advice))
+    assert [line[0] for line in ways.rows] == list(rows)
+    assert sizes.rows[0][0] == "0"
+
+
+def test_below_the_front_is_the_distance_to_the_best_with_no_more_states():
+    ways = {"a": (8, 90.0), "b": (8, 91.0), "c": (4, 90.5), "d": (64, 92.0), "e": (16, 90.0)}
+    rows = {name: [{"order": order, "best": best}] for name, (order, best) in ways.items()}
+    assert below_the_front(rows) == {"a": 1.0, "b": 0.0, "c": 0.0, "d": 0.0, "e": 1.0}
 
 
 def test_an_unknown_arm_is_refused(tmp_path, capsys):

@@ -13,10 +13,11 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from compressm_lab.reports import bench_tables, memory_tables, study_tables
+from compressm_lab.reports import automatic_tables, bench_tables, memory_tables, study_tables
+from compressm_lab.reports.automatic_tables import AUTOMATIC
 from compressm_lab.reports.bench_tables import AXES, COSTS, PARTS, growth_axes, require_reduction, speedup_rows
 from compressm_lab.reports.grid import Grid
-from compressm_lab.reports.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, RED
+from compressm_lab.reports.palette import BLUE, BROWN, GREEN, GREY, ORANGE, PURPLE, RED, SKY
 from compressm_lab.reports.panels import picture, where_measured
 from compressm_lab.reports.study_tables import RESULTS, WINDOW, by_variant, here, in_paper, mean_of, require_curves
 from compressm_lab.runs.groups import grouped
@@ -183,6 +184,12 @@ def draw_reduction_error(curves: list[ReductionCurve], path: Path | str) -> Path
 _GENTLY = ("cut gently", GREEN, "D")
 # What a variant is called in the picture, and how it looks, by the first of these words in its label.
 _FAMILIES = {
+    ", penalty": ("automatic, under a penalty", PURPLE, "v"),
+    "automatic": ("automatic", RED, "*"),
+    "before training": ("cut before training", SKY, "<"),
+    "moments anew": ("late, moments anew", BROWN, ">"),
+    "in the warm-up": ("four cuts in the warm-up", ORANGE, "s"),
+    "late to": ("four late cuts", SKY, "^"),
     "paper's way": ("cut with τ, in the paper's way", ORANGE, "s"),
     "τ": ("cut with τ", BLUE, "o"),
     "gently": _GENTLY,
@@ -359,7 +366,7 @@ _PICTURES: dict[str, Callable[[Measurement, Path], None]] = {
     "growth": draw_growth,
     "loss_continuity": draw_loss_curves,
     "speedup": draw_speedup,
-    **dict.fromkeys(RESULTS, draw_results),
+    **dict.fromkeys((*RESULTS, *AUTOMATIC), draw_results),
     "results-smnist-choices": draw_strips,
     "results-smnist-selection": draw_strips,
 }
@@ -373,7 +380,7 @@ def draw(measurement: Measurement, path: Path) -> Path:
     return path
 
 
-_GRIDS = bench_tables.GRIDS | study_tables.GRIDS | memory_tables.GRIDS
+_GRIDS = bench_tables.GRIDS | study_tables.GRIDS | automatic_tables.GRIDS | memory_tables.GRIDS
 
 
 def grids(measurement: Measurement) -> list[Grid]:

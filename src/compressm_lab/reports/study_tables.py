@@ -340,8 +340,8 @@ _TOP = 3  # of the seeds are in the paper's means
 
 def in_paper(measurement: Measurement, variant: str) -> tuple[float, float] | None:
     """Final order and accuracy of what the paper has beside a variant: the mean of its three best seeds."""
-    task = RESULTS[measurement.name]
-    if variant not in _BESIDE[task]:
+    task = RESULTS.get(measurement.name, "")
+    if variant not in _BESIDE.get(task, {}):
         return None
     label, method, column = _BESIDE[task][variant]
     order = read_paper(label).value(task, "CompreSSM", column, "order")
@@ -352,7 +352,8 @@ def in_paper(measurement: Measurement, variant: str) -> tuple[float, float] | No
 def by_variant(measurement: Measurement) -> dict[str, list[Row]]:
     """The rows of every variant, in the order of the file; missing columns are refused."""
     needed = ("variant", "seed", "steps", "initial_order", "order", "best", "last", "steps_s", "seconds", "cuts_s")
-    command = f"python studies/results.py {measurement.name.removeprefix('results-')}"
+    study, _, task = measurement.name.partition("-")
+    command = f"python studies/{study}.py {task}"
     measurement.require(measurement.name, needed=(*needed, "step_s"), words=("variant",), command=command)
     return by("variant", measurement.rows)
 
@@ -376,7 +377,7 @@ def result_grids(measurement: Measurement) -> list[Grid]:
     ]
     caption = (
         f"test accuracy in percent where validation was best since the last cut; {measurement.rows[0]['steps']} steps; "
-        f"{_together(here(measurement, measurement.rows))}{_elsewhere(measurement)}; the top three seeds by test are "
+        f"{together_of(measurement)}; the top three seeds by test are "
         "counted as the paper counts its own"
     )
     return [Grid.of(measurement.title, groups.values(), columns, caption)]
@@ -386,6 +387,11 @@ def here(measurement: Measurement, rows: list[Row]) -> list[Row]:
     """Rows trained on the machine of the result, whose times alone compare."""
     machine = measurement.environment.machine
     return [row for row in rows if row.get("machine", machine) == machine]
+
+
+def together_of(measurement: Measurement) -> str:
+    """A clause on how many trainings ran at a time, and where else."""
+    return f"{_together(here(measurement, measurement.rows))}{_elsewhere(measurement)}"
 
 
 def _elsewhere(measurement: Measurement) -> str:
