@@ -198,6 +198,47 @@ def test_training_goes_on(name):
     assert all(optimizer.state[parameter]["exp_avg"].shape == parameter.shape for parameter in model.parameters())
 
 
+def cut_in_training(model, form):
+    """The record of a cut with inputs and moments that bfloat16 can hold; the moments behind it."""
+    kind, generator = next(model.parameters()).dtype, torch.Generator().manual_seed(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for state in optimizer.state.values():
+        size = state["exp_avg"].shape
+        state["exp_avg"] = torch.randn(size, generator=generator).bfloat16().to(kind)
+        state["exp_avg_sq"] = torch.rand(size, generator=generator).bfloat16().to(kind)
+    x = X.bfloat16().to(kind)
+    (event,) = cs.Compressor(model, optimizer, when=[1], keep=THREE, form=form, calibrate=lambda m: m(x)).step(1)
+    return event, [optimizer.state[p][name] for p in model.parameters() for name in ("exp_avg", "exp_avg_sq")]
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_a_layer_in_bfloat16_is_measured_and_cut_in_float64_and_then_rounded(name):
+    for form in forms(name):
+        narrow = Model(name).bfloat16()
+        wide = copy.deepcopy(narrow).double()
+        (found, moments), (expected, wide_moments) = (cut_in_training(model, form) for model in (narrow, wide))
+        assert (found.rank, found.measured_error) == (3, expected.measured_error)
+        pairs = [*zip(narrow.parameters(), wide.parameters(), strict=True), *zip(moments, wide_moments, strict=True)]
+        for one, other in pairs:
+            assert one.dtype == torch.bfloat16
+            assert torch.equal(one, other.bfloat16())
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize("name", MEMORY)
+def test_a_cut_inside_of_autocast_is_the_same_cut(name):
+    for form in forms(name):
+        inside, outside = Model(name), Model(name)
+        cut(outside, form=form)
+        with torch.autocast("cpu", torch.bfloat16):
+            cut(inside, form=form)
+        for one, other in zip(inside.parameters(), outside.parameters(), strict=True):
+            assert torch.equal(one, other)
+
+
 def test_mamba_of_mamba_ssm_is_observed_at_its_own_input_and_cut():
     model, seen = Model("Mamba of mamba_ssm"), {}
     model.layer.x_proj.register_forward_pre_hook(lambda part, args: seen.update(u=args[0]))
@@ -323,7 +364,11 @@ def as_defined(layer, x):
     return found.value.args[0].flatten(2)
 
 
+F32, BF16 = torch.float32, torch.bfloat16
+
+
 @pytest.mark.filterwarnings("ignore:Triton is not supported")
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize(
     ("path", "options"),
     [
@@ -336,48 +381,57 @@ def as_defined(layer, x):
         ),
     ],
 )
-def test_the_layers_of_flash_linear_attention_are_read_as_it_defines_them_and_built_at_their_new_sizes(path, options):
+def test_the_layers_of_flash_linear_attention_are_read_as_it_defines_them_and_built_at_their_new_sizes(
+    path, options, dtype
+):
     pytest.importorskip("fla")
     owner, _, name = path.rpartition(".")
     torch.manual_seed(0)
     kind = getattr(importlib.import_module(owner), name)
-    layer = kind(**{"hidden_size": 32, "layer_idx": 0} | options).eval()
-    x, adapter = torch.randn(6, 40, 32), adapter_for(layer)
+    layer = kind(**{"hidden_size": 32, "layer_idx": 0} | options).eval().to(dtype)
+    x, adapter = torch.randn(6, 40, 32).to(dtype), adapter_for(layer)
     order, system = adapter.order(layer), adapter.read(layer)
     own = outputs(adapter.mapped_steps(layer, x.double(), system)).permute(0, 3, 1, 2, 4).flatten(2)
-    torch.testing.assert_close(own.float(), as_defined(layer, x), rtol=1e-4, atol=1e-6)
+    theirs = as_defined(layer, x).double()
+    assert (own - theirs).norm() < (1e-5 if dtype is F32 else 0.02) * theirs.norm()
 
     def calibrate(model):
         as_defined(layer, x)
 
     (record,) = cs.compress_(nn.Sequential(layer), keep=cs.TargetOrder(order // 2), calibrate=calibrate)
     assert record.measured_error < 1
-    again = kind(**{"hidden_size": 32, "layer_idx": 0} | options | adapter.sizes(layer, order // 2)).eval()
+    again = kind(**{"hidden_size": 32, "layer_idx": 0} | options | adapter.sizes(layer, order // 2)).eval().to(dtype)
     again.load_state_dict(layer.state_dict())
     assert torch.equal(as_defined(again, x), as_defined(layer, x))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("path", "options"),
+    ("path", "options", "dtype"),
     [
-        ("fla.layers.simple_gla.SimpleGatedLinearAttention", {"use_short_conv": False}),
-        ("fla.layers.simple_gla.SimpleGatedLinearAttention", {"num_heads": 2}),
-        ("fla.layers.gla.GatedLinearAttention", {"num_heads": 2}),
-        ("fla.layers.gla.GatedLinearAttention", {"num_heads": 2, "use_short_conv": True}),
-        ("fla.layers.delta_net.DeltaNet", {"num_heads": 2}),
-        ("fla.layers.gated_deltanet.GatedDeltaNet", {"num_heads": 2, "head_dim": 32}),
-        ("fla.layers.kda.KimiDeltaAttention", {"num_heads": 2, "head_dim": 32}),
-        ("fla.layers.mamba2.Mamba2", {"state_size": 32, "head_dim": 32, "hidden_size": 64}),
+        ("fla.layers.simple_gla.SimpleGatedLinearAttention", {"use_short_conv": False}, F32),
+        ("fla.layers.simple_gla.SimpleGatedLinearAttention", {"num_heads": 2}, F32),
+        ("fla.layers.gla.GatedLinearAttention", {"num_heads": 2}, F32),
+        ("fla.layers.gla.GatedLinearAttention", {"num_heads": 2, "use_short_conv": True}, F32),
+        # Its kernel takes no float32.
+        ("fla.layers.delta_net.DeltaNet", {"num_heads": 2}, BF16),
+        ("fla.layers.gated_deltanet.GatedDeltaNet", {"num_heads": 2, "head_dim": 32}, F32),
+        ("fla.layers.gated_deltanet.GatedDeltaNet", {"num_heads": 2, "head_dim": 32}, BF16),
+        ("fla.layers.kda.KimiDeltaAttention", {"num_heads": 2, "head_dim": 32}, F32),
+        ("fla.layers.mamba2.Mamba2", {"state_size": 32, "head_dim": 32, "hidden_size": 64}, F32),
     ],
 )
-def test_the_layers_of_flash_linear_attention_themselves_are_cut(path, options):
+def test_the_layers_of_flash_linear_attention_themselves_are_cut(path, options, dtype):
     owner, _, name = path.rpartition(".")
     pytest.importorskip("fla")
     torch.manual_seed(0)
     kind = getattr(importlib.import_module(owner), name)
-    layer = kind(**{"hidden_size": 64, "layer_idx": 0} | options).cuda().eval()
-    x, adapter = torch.randn(8, 96, 64, device="cuda"), adapter_for(layer)
+
+    def made(**sizes):
+        return kind(**{"hidden_size": 64, "layer_idx": 0} | options | sizes).cuda().to(dtype).eval()
+
+    layer = made()
+    x, adapter = torch.randn(8, 96, 64, device="cuda", dtype=dtype), adapter_for(layer)
     norm = next(part for key, part in layer.named_children() if "norm" in key)
     order = adapter.order(layer)
 
@@ -393,12 +447,15 @@ def test_the_layers_of_flash_linear_attention_themselves_are_cut(path, options):
         layer.D.data.zero_()
     own = outputs(adapter.mapped_steps(layer, x.double(), adapter.read(layer))).permute(0, 3, 1, 2, 4).flatten(2)
     theirs = seen(layer)
-    assert (own - theirs).norm() < 0.02 * theirs.norm()  # products in TF32
+    # Products in TF32. In bfloat16 roundings between projection, convolution, norm and chunks add up to 0.007: a
+    # simulation of DeltaNet's kernel, chunk by chunk, with 8 bits.
+    assert (own - theirs).norm() < 0.02 * theirs.norm()
     model = nn.Sequential(layer)
     cs.compress_(model, keep=cs.TargetOrder(order // 2), calibrate=lambda model: layer(x))
     assert adapter.order(layer) == order // 2
+    assert {parameter.dtype for parameter in layer.parameters()} == {dtype}
     is_mamba = name == "Mamba2"
-    sizes = {"state_size": layer.ssm_state_size} if is_mamba else adapter.sizes(layer, order // 2)
-    again = kind(**{"hidden_size": 64, "layer_idx": 0} | options | sizes).cuda().eval()
+    again = made(**({"state_size": layer.ssm_state_size} if is_mamba else adapter.sizes(layer, order // 2)))
     again.load_state_dict(layer.state_dict())
-    torch.testing.assert_close(again(x)[0], layer(x)[0], rtol=1e-3, atol=1e-3)
+    within = 1e-3 if dtype is F32 else 1e-2
+    torch.testing.assert_close(again(x)[0], layer(x)[0], rtol=within, atol=within)

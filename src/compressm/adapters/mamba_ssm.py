@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, final
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn.functional import silu
@@ -111,6 +112,7 @@ class SsmMambaAdapter(SelectiveAdapter[nn.Module]):
         self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Float[Tensor, "batch length channels"]:
         x: Tensor = _whole(module, args, kwargs)["hidden_states"]
+        x = x.to(torch.promote_types(x.dtype, torch.float32))  # as wide as the kernel that it stands for
         channels = len(parameter_of(module, "A_log"))
         bias = None if module.in_proj.bias is None else module.in_proj.bias[:channels]
         return silu(convolved(x, module.in_proj.weight[:channels], module.conv1d.weight, module.conv1d.bias, bias))

@@ -14,6 +14,7 @@ from compressm.adapters.memory import Memory, MemoryAdapter, Steps
 from compressm.control.memory import chunks
 from compressm.families.fitting import fitted
 from compressm.families.observing import Sample, ratio_of, sequences_at_once
+from compressm.ops.dispatch import full_precision
 
 # Steps whose products with one another are formed at once.
 _CHUNK = 64
@@ -86,7 +87,17 @@ def _parts(
 def fitted_rows(
     adapter: MemoryAdapter[Any], module: nn.Module, full: Memory, start: Memory, sample: Sample, steps: int
 ) -> Memory:
-    """Rows near `start` whose outputs are nearest to those of the full memory on the sample, by `steps` of Adam."""
+    """Rows near `start` whose outputs are nearest to those of the full memory on the sample, by `steps` of Adam.
+
+    It computes in float32 at least, also in a cut inside of autocast.
+    """
+    with full_precision(next(iter(full.keys.values()))):
+        return _fitted_rows(adapter, module, full, start, sample, steps)
+
+
+def _fitted_rows(
+    adapter: MemoryAdapter[Any], module: nn.Module, full: Memory, start: Memory, sample: Sample, steps: int
+) -> Memory:
     with torch.no_grad():
         parts = [
             (x.to(given.values.dtype), counts, given, outputs(given))
