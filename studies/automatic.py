@@ -32,6 +32,14 @@ from results import FALLING, OURS, Lineup, Variant
 
 TOLERANCES, PENALTIES = (0.005, 0.01, 0.03, 0.1), (1e-4, 1e-3, 1e-2)
 _NO_POLICY = tuple(f"compression.{name}=null" for name in POLICIES)
+_NAMES = {
+    "digits": "Digits",
+    "smnist": "sMNIST",
+    "fashion": "Fashion-MNIST",
+    "forda": "FordA",
+    "scifar": "sCIFAR",
+    "listops": "ListOps",
+}
 _WARM_UP, _LATE = (0.025, 0.05, 0.075, 0.1), (0.25, 0.35, 0.45, 0.55)
 
 
@@ -90,7 +98,8 @@ def _questions(order: int, few: int) -> dict[str, Variant]:
 
 
 def _lineup(name: str, recipe: str, order: int, small: Sequence[int], steps: int, *settings: str) -> Lineup:
-    title = f"{name}: cuts that find their steps and orders, and other ways"
+    task, _, layer = name.partition("-")
+    title = f"{_NAMES[task]}, {layer.upper() or 'LRU'}: automatic cuts and other ways"
     return Lineup(f"automatic-{name}", title, recipe, _variants(order, small), steps, 40, settings)
 
 
