@@ -1,11 +1,11 @@
 """Automatic cuts against every other way: accuracy by final order and by time, with one setting for all tasks.
 
-Arms: `Automatic` with `LossTolerance` at 0.5, 1, 3 and 10 %; the same at 1 % under a penalty on what bounds Σσ; a τ
-tried through training; gentle cuts, four cuts in the warm-up and four at 25 to 55 % of training, each to the small
-orders; small from the start; uncut. digits trains on a CPU; smnist (LRU, five seeds), fashion, forda, scifar, listops
-(one seed) are for a GPU, fashion and forda also with S5, S4D. There a model is also cut before its first step, and late
-with moments that begin anew. With --advice the uncut models are inspected with their loss: what the tool recommends,
-beside what came out.
+Arms: `Automatic` with `LossTolerance` at 0.5, 1, 3 and 10 %; a τ tried through training; gentle cuts, four cuts in the
+warm-up and four at 25 to 55 % of training, each to the small orders; small from the start; uncut. digits trains on a
+CPU; smnist (five seeds), fashion, forda, scifar, listops (one seed) are for a GPU, fashion and forda also with S5, S4D.
+LRUs on small tasks are also cut automatically with other options, and under a penalty on what bounds Σσ; S5 and S4D
+before their first step, and late with moments that begin anew. With --advice the uncut models are inspected with their
+loss: what the tool recommends, beside what came out.
 
 python studies/automatic.py digits --seeds 1
 python studies/automatic.py smnist --seeds 5 --processes 9 --data FOLDER
@@ -31,6 +31,8 @@ from compressm_lab.training.config import POLICIES
 from results import FALLING, OURS, Lineup, Variant
 
 TOLERANCES, PENALTIES = (0.005, 0.01, 0.03, 0.1), (1e-4, 1e-3, 1e-2)
+# Of `Automatic`, by default 0.25 and 0.5: how much of training is left to recover, and of a layer in a try.
+OPTIONS = (("recover", 0.0), ("recover", 0.1), ("recover", 0.5), ("share", 0.25), ("share", 0.8))
 _NO_POLICY = tuple(f"compression.{name}=null" for name in POLICIES)
 _NAMES = {
     "digits": "Digits",
@@ -61,6 +63,13 @@ def _penalised(order: int, weight: float) -> Variant:
     return replace(plain, label=f"{plain.label}, penalty {weight:g}", training=(penalty,))
 
 
+def _changed(order: int, option: str, value: float) -> Variant:
+    """Automatic cuts at 1 % with one option of `Automatic` changed."""
+    plain = _automatic(order, 0.01)
+    differs = _once(*plain.differs, f"compression.when={{automatic: {{{option}: {value}}}}}")
+    return replace(plain, label=f"{plain.label}, {option} = {value:g}", differs=differs)
+
+
 def _four(order: int, small: int, name: str, at: tuple[float, ...]) -> Variant:
     """Four equal cuts that end at exactly `small` states."""
     rho = (small / order) ** (1 / len(at))
@@ -72,7 +81,6 @@ def _variants(order: int, small: Sequence[int]) -> dict[str, Variant]:
     """All arms of a task whose models have `order` states, and those that end at each of the small orders."""
     found = {"whole": Variant(f"{order} states", order)}
     found |= {f"automatic-{100 * tolerance:g}": _automatic(order, tolerance) for tolerance in TOLERANCES}
-    found |= {f"penalised-{weight:g}": _penalised(order, weight) for weight in PENALTIES}
     for tau in (0.02, 0.05):
         rule = _once(*_NO_POLICY, f"compression.tau={tau}", *OURS)
         found[f"tau-{100 * tau:g}"] = Variant(f"τ = {tau}", order, rule, tries=40)
@@ -86,6 +94,12 @@ def _variants(order: int, small: Sequence[int]) -> dict[str, Variant]:
             f"small-{few}": Variant(f"{few} states", few),
         }
     return found
+
+
+def _choices(order: int) -> dict[str, Variant]:
+    """Automatic cuts with other options, and under a penalty."""
+    found = {f"{option}-{value:g}": _changed(order, option, value) for option, value in OPTIONS}
+    return found | {f"penalised-{weight:g}": _penalised(order, weight) for weight in PENALTIES}
 
 
 def _questions(order: int, few: int) -> dict[str, Variant]:
@@ -111,17 +125,21 @@ _FASHION = (
 _LAYERS = {"": (), "-s5": ("model.layer=S5",), "-s4d": ("model.layer=S4D",)}
 
 
+def _with(lineup: Lineup, more: dict[str, Variant]) -> Lineup:
+    return replace(lineup, variants=lineup.variants | more)
+
+
 def _on_every_layer(name: str, recipe: str, *settings: str) -> Iterator[Lineup]:
     """Small models of two layers, of LRUs, S5 and S4D; the last two with questions."""
     for end, layer in _LAYERS.items():
         lineup = _lineup(f"{name}{end}", recipe, 64, (8,), 12_000, *settings, *layer)
-        yield replace(lineup, variants=lineup.variants | _questions(64, 8)) if end else lineup
+        yield _with(lineup, _questions(64, 8) if end else _choices(64))
 
 
 LINEUPS = {
     lineup.name.removeprefix("automatic-"): lineup
     for lineup in (
-        replace(_lineup("digits", "digits", 128, (4, 13), 1500), evaluations=10),
+        replace(_with(_lineup("digits", "digits", 128, (4, 13), 1500), _choices(128)), evaluations=10),
         _lineup("smnist", "smnist", 256, (28, 13), 200_000, "training.precision=tf32", *FALLING),
         *_on_every_layer("fashion", "smnist", *_FASHION),
         *_on_every_layer("forda", "forda"),

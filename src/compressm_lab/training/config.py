@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal, final
 
-from compressm.compression import CompressionError, Measured, Rollback
+from compressm.compression import Automatic, CompressionError, Measured, Rollback
 from compressm.compression.policies import GATE
 from compressm.deploy import named_orders
 from compressm.families.choices import RoundTo, as_allowed_orders
@@ -91,10 +91,26 @@ class TrainingConfig(Config):
 
 @final
 @dataclass(frozen=True, kw_only=True)
+class AutomaticConfig(Config):
+    """The options of `Automatic`, by default its own."""
+
+    every: int | None = None
+    settled: float = Automatic.settled
+    begin_by: float = Automatic.begin_by
+    recover: float = Automatic.recover
+    share: float = Automatic.share
+
+    def __post_init__(self) -> None:
+        self._at_least(1, "every")
+        self._share("settled", "begin_by", "recover", "share")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
 class WhenConfig(Config):
     """Steps of cuts: `warmup_cuts` in the warm-up, every `every` steps from `first` to `last`, or listed in `steps`.
 
-    automatic: `Automatic` with its defaults finds them during training.
+    automatic: `Automatic` finds them during training, with these options or, if it is true, with its own.
     """
 
     warmup_cuts: int | None = None
@@ -102,7 +118,7 @@ class WhenConfig(Config):
     first: int | None = None
     last: int | None = None
     steps: tuple[int, ...] | None = None
-    automatic: bool | None = None  # runs of earlier versions have no such key
+    automatic: bool | AutomaticConfig | None = None  # runs of earlier versions have no such key
 
     def __post_init__(self) -> None:
         ways = ("warmup_cuts", "every", "steps", "automatic")

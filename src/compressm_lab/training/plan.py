@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 
 from compressm.compression import Automatic, CompressionError, during_warmup, every
@@ -78,10 +78,11 @@ class Plan:
 
 def automatic(recipe: Recipe) -> Automatic | None:
     """The schedule that finds the cuts during training; None if their steps are listed."""
-    if recipe.compression is None or not recipe.compression.when.automatic:
+    chosen = recipe.compression.when.automatic if recipe.compression is not None else None
+    if not chosen:
         return None
     try:
-        return Automatic(recipe.training.steps)
+        return Automatic(recipe.training.steps, **({} if chosen is True else asdict(chosen)))
     except CompressionError as error:
         raise ConfigError(f"compression.when: {error}") from None
 

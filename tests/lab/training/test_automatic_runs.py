@@ -10,6 +10,7 @@ from compressm_lab.runs.records import CutRecord, DecisionRecord, RunError
 from compressm_lab.runs.run import read_run
 from compressm_lab.training import ConfigError, Interrupted, Plan, train
 from compressm_lab.training.building import held_out
+from compressm_lab.training.config import AutomaticConfig
 from tests.lab.training.tiny import Sending, check_same_run, digits, recipe
 
 SETTINGS = (
@@ -38,6 +39,9 @@ def test_the_word_automatic_is_a_schedule_without_listed_steps():
     assert str(plan).splitlines()[1].startswith("cuts tried: at most 28 tries, from step 9")
     assert automatic().compression.when.automatic is True
     assert automatic("compression.when={automatic: true}") == automatic()
+    changed = automatic("compression.when={automatic: {recover: 0.5, every: 10}}")
+    assert str(Plan.of(changed)).splitlines()[1].startswith("cuts tried: at most 4 tries")
+    assert changed.compression.when.automatic == AutomaticConfig(recover=0.5, every=10)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +49,8 @@ def test_the_word_automatic_is_a_schedule_without_listed_steps():
     [
         (("compression.when={automatic: false}",), "automatic is false"),
         (("compression.when={automatic: true, every: 3}",), "when has every and automatic"),
+        (("compression.when={automatic: {recover: 1.5}}",), "recover is 1.5, expected a number at least 0 and below 1"),
+        (("compression.when={automatic: {recovery: 0.5}}",), "recovery"),
         (("compression.tau=0.1",), "tau and loss_tolerance"),
         (("compression.loss_tolerance=-1",), "loss_tolerance is -1"),
         (("compression.loss_tolerance=null", "compression.tau=0.1", "compression.loss_batches=2"), "loss_batches is 2"),
