@@ -14,13 +14,14 @@ from compressm.adapters import Adapter, Basis, MemoryAdapter, SSMAdapter
 from compressm.adapters.base import adapters_by_kind
 from compressm.adapters.dense import DenseAdapter
 from compressm.adapters.mamba import REFUSED, REFUSED_ELSEWHERE
+from compressm_lab.reports.automatic_tables import summary_grid as automatic_summary
 from compressm_lab.reports.measurements import markdown
 from compressm_lab.reports.summary import summary_grid
 from compressm_lab.runs.measurement import Measurement
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-_MADE = re.compile(r"<!-- (models|refused|summary) -->\n.*?<!-- end of \1 -->", re.DOTALL)
+_MADE = re.compile(r"<!-- (models|refused|summary|automatic) -->\n.*?<!-- end of \1 -->", re.DOTALL)
 _TABLE = re.compile(r"<!-- table: (\S+) -->\n.*?<!-- end of table -->", re.DOTALL)
 
 
@@ -92,7 +93,12 @@ def summary() -> str:
     return summary_grid(ROOT / "benchmarks" / "results").markdown()
 
 
-_TABLES = {"models": modules, "refused": refused, "summary": summary}
+def automatic() -> str:
+    """Automatic cuts on all tasks."""
+    return automatic_summary(ROOT / "benchmarks" / "results").markdown()
+
+
+_TABLES = {"models": modules, "refused": refused, "summary": summary, "automatic": automatic}
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 from compressm_lab.reports.grid import Grid, column
@@ -12,6 +13,7 @@ from compressm_lab.runs.measurement import Measurement, Row
 _ENDS = ("", "-s5", "-s4d")
 _TASKS = ("digits", "smnist", "scifar", "listops", *(f"{name}{end}" for name in ("fashion", "forda") for end in _ENDS))
 AUTOMATIC: Final = tuple(f"automatic-{name}" for name in _TASKS)
+_RECOMMENDED = "automatic, 1 %"
 ADVICE: Final = tuple(f"{name}-advice" for name in AUTOMATIC)
 
 
@@ -58,6 +60,26 @@ def advice_grids(measurement: Measurement) -> list[Grid]:
         column("best cut to that size", "cut", "{:.1f}".format),
     ]
     return [Grid.of(measurement.title, measurement.rows, columns, "test accuracy in percent")]
+
+
+def summary_grid(results: Path) -> Grid:
+    """A row a task whose result is in the folder: uncut, automatic at 1 %, and the best with no more states."""
+    lines = []
+    for path in (results / f"{name}.json" for name in AUTOMATIC):
+        groups = by_variant(Measurement.read(path)) if path.exists() else {}
+        if _RECOMMENDED not in groups:
+            continue
+        whole, own = next(iter(groups)), groups[_RECOMMENDED]
+        below = below_the_front(groups)[_RECOMMENDED]
+        fewer = [name for name in groups if mean_of(groups[name], "order") <= mean_of(own, "order")]
+        best = max(fewer, key=lambda name: mean_of(groups[name], "best"))
+        accuracies = (spread((float(row["best"]) for row in groups[name]), 1) for name in (whole, _RECOMMENDED))
+        states = spread((float(row["order"]) for row in own), 1)
+        title = Measurement.read(path).title.partition(":")[0]
+        front = f"{below:.1f} ({best})" if below else "on it"
+        lines.append((title, str(len(own)), whole, *accuracies, states, front))
+    heads = ("task", "seeds", "uncut", "its test accuracy", "automatic, 1 %", "states at the end", "below the front")
+    return Grid("Automatic cuts on all tasks", heads, tuple(lines), "test accuracy in percent")
 
 
 GRIDS = dict.fromkeys(AUTOMATIC, automatic_grids) | dict.fromkeys(ADVICE, advice_grids)

@@ -210,6 +210,7 @@ def draw_results(measurement: Measurement, path: Path | str) -> None:
     size = (5.2 if alone else 6.4, 4.4)
     with picture(path, columns=1 + alone, size=size, below=trained_on(measurement)) as figure:
         _draw_orders(figure.axes[0], measurement)
+        figure.axes[0].legend(fontsize=8)
         if alone:
             _draw_times(figure.axes[1], measurement)
             figure.suptitle(measurement.title)
@@ -230,8 +231,9 @@ def _draw_orders(panel: Axes, measurement: Measurement) -> None:
         shown = [groups[variant] for variant, value in accuracies.items() if value >= lowest]
         orders, means = ([mean_of(rows, column) for rows in shown] for column in ("order", "best"))
         spreads = [stdev(float(row["best"]) for row in rows) if len(rows) > 1 else 0.0 for rows in shown]
+        size = 11 if marker == "*" else 6  # a star's points take most of it
         label = f"{name}{once}" + (f" (far below: {below})" if below else "")
-        panel.errorbar(orders, means, spreads, marker=marker, color=colour, lw=1, ms=6, capsize=3, label=label)
+        panel.errorbar(orders, means, spreads, marker=marker, color=colour, lw=1, ms=size, capsize=3, label=label)
         paper = sorted({found for variant in variants if (found := in_paper(measurement, variant))})
         if paper and (name != _GENTLY[0] or not tolerances):  # the paper's are those of its tolerances
             panel.plot(*zip(*paper, strict=True), marker, color=colour, mfc="white", ms=7, ls=":", lw=0.8)
@@ -242,7 +244,24 @@ def _draw_orders(panel: Axes, measurement: Measurement) -> None:
     panel.set(xscale="log", xlabel="states at the end", ylabel="test accuracy, %")
     panel.set_xticks(ticks, [str(order) for order in ticks])
     panel.minorticks_off()
-    panel.legend(fontsize=8)
+
+
+def draw_fronts(measurements: Sequence[Measurement], path: Path | str) -> None:
+    """Draw accuracy by order of several results, a panel each, with one legend."""
+    columns = min(3, len(measurements))
+    rows = -(-len(measurements) // columns)
+    below = "; ".join(dict.fromkeys(trained_on(measurement) for measurement in measurements))
+    with picture(path, columns=columns, rows=rows, size=(4.6, 3.6), below=below) as figure:
+        panels = figure.axes
+        for panel, measurement in zip(panels, measurements, strict=False):
+            _draw_orders(panel, measurement)
+            panel.set_title(measurement.title.partition(":")[0])
+        for panel in panels[len(measurements) :]:
+            panel.set_axis_off()
+        found: dict[str, Any] = {}
+        for panel in panels:
+            found |= {label: line for line, label in zip(*panel.get_legend_handles_labels(), strict=True)}
+        figure.legend(list(found.values()), list(found), loc="outside upper center", ncols=4, fontsize=8)
 
 
 def _draw_times(panel: Axes, measurement: Measurement) -> None:

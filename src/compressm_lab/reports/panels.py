@@ -40,10 +40,12 @@ STYLE: dict[Any, Any] = {
 
 
 @contextmanager
-def picture(path: Path | str, *, columns: int = 1, size: tuple[float, float], below: str = "") -> Iterator[Figure]:
-    """A figure with axes side by side that is written to `path`, whole or not at all, when the block ends."""
+def picture(
+    path: Path | str, *, columns: int = 1, rows: int = 1, size: tuple[float, float], below: str = ""
+) -> Iterator[Figure]:
+    """A figure with axes of this size that is written to `path`, whole or not at all, when the block ends."""
     with plt.rc_context(STYLE):
-        figure, _ = plt.subplots(1, columns, figsize=(size[0] * columns, size[1]))
+        figure, _ = plt.subplots(rows, columns, figsize=(size[0] * columns, size[1] * rows))
         try:
             yield figure
             if below:
