@@ -84,6 +84,8 @@ def test_the_advice_follows_the_documented_rule():
     kept = sizes_of({"a": 64, "b": 64})
     assert kept.advice == "Keep all 128 states: every cut that was tried raises the loss by more than 1 %."
     assert "change it by +inf %" in sizes_of({"a": 32}, halved=math.inf).advice
+    alone = sizes_of({"a": 21}, halved=2.94, loss=0.942).advice
+    assert alone == "Cut to 21 of 64 states: the loss changes by -5.8 %. Half of these again would change it by +194 %."
 
 
 def test_it_prints_a_table_with_the_advice():

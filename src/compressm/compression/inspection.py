@@ -107,7 +107,8 @@ class Sizes:
                 f"Keep all {sum(now.orders.values())} states: every cut that was tried raises the loss by more than"
                 f" {100 * size.increase:g} %."
             )
-        said = f"Cut to {states} ({_orders(size.orders)}): the loss changes by {rise}."
+        layers = f" ({_orders(size.orders)})" if len(size.orders) > 1 else ""
+        said = f"Cut to {states}{layers}: the loss changes by {rise}."
         if self.is_small_enough_from_the_start:
             return (
                 f"{said} A model of that size from the start is likely as good: no layer uses more than an eighth of"
@@ -139,7 +140,10 @@ class Sizes:
 
 
 def _percent(value: float, before: float) -> str:
-    return f"{100 * (value / before - 1):+.2g} %" if before > 0 else f"{value - before:+.2g}"
+    if before <= 0:
+        return f"{value - before:+.2g}"
+    change = 100 * (value / before - 1)
+    return f"{change:+.2g} %" if abs(change) < 99.5 else f"{change:+.0f} %"
 
 
 def _orders(orders: Mapping[str, int]) -> str:

@@ -58,9 +58,9 @@ _STATES: dict[RunState, str] = {
 }
 TIMES: tuple[TimeKind, ...] = ("wall time", "CPU time", "GPU time")
 _TIMES_SAID = (
-    "Wall time grows when other programs use the machine; CPU time and GPU time count this training's own work, and "
-    "speed-ups are found from them where all runs have recorded them. The load is how many processes of the machine "
-    "wanted a processor, itself included."
+    "Wall time grows when other programs use the machine; CPU time counts this training's own work, and so does GPU "
+    "time where the training had the GPU to itself. Speed-ups are found from them where all runs have recorded them. "
+    "The load is how many processes of the machine wanted a processor, itself included."
 )
 _WORDS = (
     "The order is the number of states of a layer; 1 × LRU is one layer of the kind LRU. A compressed layer is cut at "
