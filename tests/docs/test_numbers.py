@@ -20,6 +20,10 @@ def step(task, order, precision):
     return milliseconds("step-cuda", "step_s", task=task, order=order, precision=precision)
 
 
+def loop(model, order, way):
+    return milliseconds("loop-cuda", "step_s", model=model, order=order, way=way)
+
+
 def cut(name, task, run="warm"):
     wanted = {"gramian": "white noise", "moments": "Transport", "ranks": "equal", "run": run, "task": task}
     return milliseconds(name, "total_s", **wanted)
@@ -34,6 +38,17 @@ def script():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_a_cut_pays_in_loops_that_are_captured_or_compiled_with_graphs():
+    ways = ("captured", "reduce_overhead")
+    assert says("docs/speed.md", *tenths(*(loop("scifar", order, way) for order in (57, 384) for way in ways)))
+    for way in ways:
+        assert loop("scifar", 57, way) < 0.72 * loop("scifar", 384, way)
+        assert loop("mamba", 16, way) == pytest.approx(0.25 * loop("mamba", 128, way), rel=0.08)
+    plain = tenths(*(loop("smnist", order, "plain_reduce_overhead") for order in (13, 256)))
+    captured = [f"{loop('smnist', order, 'captured'):.2g}" for order in (13, 256)]
+    assert says("docs/speed.md", *plain, *captured)
 
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

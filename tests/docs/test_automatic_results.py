@@ -1,0 +1,67 @@
+"""What the page on automatic cuts says follows from its result files."""
+
+from statistics import fmean
+
+import pytest
+
+from compressm_lab.reports.automatic_tables import AUTOMATIC, below_the_front
+from compressm_lab.reports.study_tables import by_variant
+from tests.docs.measured import ROOT, result, says, tenths
+
+PAGE = "docs/automatic_results.md"
+MEASURED = [name for name in AUTOMATIC if (ROOT / "benchmarks" / "results" / f"{name}.json").exists()]
+OWN = "automatic, 1 %"
+
+
+def mean(task, variant, column="best"):
+    return fmean(float(row[column]) for row in by_variant(result(f"automatic-{task}"))[variant])
+
+
+def test_no_other_way_with_as_few_states_is_better_by_more_than_the_page_says():
+    assert len(MEASURED) == 8
+    worst = max(below_the_front(by_variant(result(name)))[OWN] for name in MEASURED)
+    assert worst < 0.35
+    assert all(says(page, *tenths(worst)) for page in (PAGE, "README.md"))
+
+
+def test_every_arm_has_its_seeds():
+    for name in MEASURED:
+        groups = by_variant(result(name))
+        seeds = 5 if name == "automatic-smnist" else 3
+        assert len(groups[OWN]) == len(next(iter(groups.values()))) == seeds
+
+
+def test_losses_against_the_uncut_model():
+    lost = [mean(task, "64 states") - mean(task, OWN) for task in ("fashion", "fashion-s5")]
+    assert says(PAGE, *tenths(*lost), "1")
+
+
+def test_smnist():
+    assert says(PAGE, "15", "13", *tenths(mean("smnist", OWN) - mean("smnist", "28 states")), "28")
+    assert mean("smnist", OWN, "order") == pytest.approx(15, abs=0.5)
+    assert says(PAGE, "15", "13", *tenths(mean("smnist", OWN) - mean("smnist", "gently to 13")))
+    assert says(PAGE, *tenths(mean("smnist", "256 states")), "256")
+
+
+def test_s5_and_s4d():
+    gained = [mean(task, "gently to 8") - mean(task, "8 states") for task in ("fashion-s5", "forda-s5")]
+    assert says(PAGE, *tenths(*gained), "8")
+    groups = by_variant(result("automatic-fashion-s4d"))
+    with_8 = [mean("fashion-s4d", name) for name in groups if name.endswith(("to 8", "8 states")) and name[0] != "6"]
+    assert max(with_8) - min(with_8) < 0.35
+    assert says(PAGE, *tenths(mean("fashion-s4d", "64 states") - mean("fashion-s4d", "8 states")), "64", "8")
+    forda = by_variant(result("automatic-forda-s4d"))
+    assert max(forda, key=lambda name: mean("forda-s4d", name)) == "gently to 8"
+
+
+def test_a_penalty_costs_more_than_it_saves():
+    few, rival = "automatic, 1 %, penalty 0.001", "τ = 0.02"
+    orders = [mean("digits", name, "order") for name in (few, rival)]
+    assert says(PAGE, *tenths(*orders, mean("digits", rival) - mean("digits", few)))
+
+
+def test_options_hardly_matter_on_digits():
+    ways = [OWN, *(name for name in by_variant(result("automatic-digits")) if "recover" in name or "share" in name)]
+    accuracies = [mean("digits", name) for name in ways]
+    assert len(ways) == 6
+    assert says(PAGE, "0", "50", *tenths(max(accuracies) - min(accuracies)))
