@@ -185,6 +185,9 @@ def what_is_refused(rank, path):
         "added": refused(lambda: make(**channels)),
         "offloaded": refused(lambda: make(lambda model: shard(model, **offload))),
         "group": refused(lambda: make(group)),
+        "follower": refused(lambda: make(follow=[shard(build())])),
+        "padding": refused(lambda: cs.pad_orders_(shard(build()), 16)),
+        "stream": refused(lambda: cs.Stream(shard(build()))),
         "axis": refused(lambda: make(along)) if dist.get_world_size() == 2 else ["CompressionError", "axis 1"],
     }
 

@@ -70,6 +70,9 @@ def test_what_a_sharded_model_cannot_do_is_refused_by_name(found):
         assert "offloads parameters to the CPU" in one["offloaded"][1]
         assert "fully_shard got 2 modules at once" in one["group"][1]
         assert "axis 1" in one["axis"][1]
+        assert "follow[0] is sharded by fully_shard" in one["follower"][1]
+        assert "the model that is padded is sharded by fully_shard" in one["padding"][1]
+        assert "the model of a stream is sharded by fully_shard" in one["stream"][1]
 
 
 def test_mixed_precision_a_single_cut_and_a_preview(found):

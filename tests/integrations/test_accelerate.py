@@ -133,6 +133,33 @@ def test_a_state_of_other_orders_than_the_weights_is_refused():
         second.compressor.load_state_dict(first.compressor.state_dict())
 
 
+def test_models_that_follow_are_in_the_state(tmp_path):
+    class Followed(Training):
+        def __init__(self, follow=True):
+            torch.manual_seed(0)
+            sizes = {"depth": 2, "width": 4, "order": 12, "inputs": 3, "classes": 5, "dropout": 0.0}
+            average = torch.optim.swa_utils.AveragedModel(cs.models.SequenceClassifier(cs.layers.LRU, **sizes))
+            super().__init__(options={"follow": [average] if follow else []})
+            self.average = average
+            self.optimizer.optimizer.register_step_post_hook(lambda *_: average.update_parameters(self.model))
+
+        def state(self):
+            return super().state() | {f"average.{name}": value for name, value in self.average.state_dict().items()}
+
+    whole = Followed().train(8, tmp_path)
+    for step in (2, 6):
+        resumed = Followed()
+        resumed.accelerator.load_state(str(tmp_path / f"{step}"))
+        resumed.batch = step
+        assert same(resumed.train(8).state(), whole.state())
+    alone = Training()
+    with pytest.raises(CompressionError, match="weights of 1 models in follow, the training has 0"):
+        alone.accelerator.load_state(str(tmp_path / "2"))
+    Training().train(2, tmp_path / "plain")
+    with pytest.warns(UserWarning, match="no weights of the models in follow"):
+        Followed().accelerator.load_state(str(tmp_path / "plain" / "2"))
+
+
 def test_what_shards_is_refused_by_name(monkeypatch):
     run = Training()
     monkeypatch.setattr(

@@ -1,14 +1,16 @@
 """The Trainer of transformers with the callback: it cuts, saves and resumes at any order, and ends with small files."""
 
+import copy
 import json
 import math
+import warnings
 
 import pytest
 import torch
 from torch import nn
 
 import compressm as cs
-from compressm.compression import CompressionError, Rollback, accept_orders_
+from compressm.compression import CompressionError, Rollback
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -146,11 +148,83 @@ def test_a_callback_that_is_added_later_cuts_but_does_not_resume_after_a_cut(tmp
         return trainer, callback
 
     first, callback = late()
-    first.train()
+    with pytest.warns(UserWarning, match=r"added to the trainer later.*Trainer\(\.\.\., callbacks=\[callback\]\)"):
+        first.train()
     assert [cut.step for cut in callback.history] == [4, 4, 8, 8]
     again, _ = late()
     with pytest.raises(RuntimeError, match="size mismatch"):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+
+
+def test_nothing_is_said_of_a_callback_that_is_added_later_where_it_resumes(tmp_path):
+    whole, _ = trainer_of(tmp_path, ours)
+    whole.train()
+    like, _ = trainer_of(tmp_path / "resumed", ours)
+    callback = CompressionCallback(when=(4, 8), **ours()[1])  # before the trainer, which seeds the data
+    late = Trainer(ours()[0], like.args, train_dataset=like.train_dataset, eval_dataset=like.eval_dataset)
+    late.add_callback(callback)
+    late.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert same(state_of(late), state_of(whole))
+
+
+def only(block, **options):
+    return {"filter_fn": lambda module, name: name.endswith(f"blocks.{block}.ssm"), **options}
+
+
+def test_several_callbacks_with_names_resume_each_its_own_cuts(tmp_path):
+    def run(path, resume=None):
+        other = CompressionCallback(when=[3, 9], name="second", **only(1, keep=cs.KeepFraction(0.5)))
+        trainer, callback = trainer_of(path, ours, callbacks=[other], options=only(0))
+        trainer.train(resume_from_checkpoint=resume)
+        return state_of(trainer), [str(event) for event in callback.history + other.history]
+
+    state, said = run(tmp_path)
+    assert len(said) == 4
+    for step in (2, 4, 6, 10):  # after 4 the other callback has not acted since this one's cut
+        again, same_said = run(tmp_path / f"from {step}", str(tmp_path / f"checkpoint-{step}"))
+        assert same_said == said
+        assert same(again, state)
+
+
+def test_several_callbacks_of_one_name_are_refused(tmp_path):
+    trainer, _ = trainer_of(tmp_path, ours, callbacks=[CompressionCallback(when=[3], keep=cs.TargetOrder(4))])
+    with pytest.raises(CompressionError, match="a name of its own for each"):
+        trainer.train()
+
+
+def test_a_callback_serves_a_second_trainer_while_the_first_lives(tmp_path):
+    first, callback = trainer_of(tmp_path, ours, steps=6)
+    first.train()
+    second = Trainer(ours()[0], first.args, train_dataset=first.train_dataset, callbacks=[callback])
+    second.train()
+    assert orders(second.model) == orders(first.model) == [7, 7]
+    assert [entry["step"] for entry in second.state.log_history if "states" in entry] == [4]
+
+
+def test_models_that_follow_are_named_where_a_checkpoint_does_not_hold_them(tmp_path):
+    class Average(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **rest):
+            average.update_parameters(model)
+            stored[state.global_step] = copy.deepcopy(average.state_dict())
+
+    def run(path, resume=None):
+        nonlocal average
+        average = torch.optim.swa_utils.AveragedModel(ours()[0])
+        trainer, _ = trainer_of(path, ours, options={"follow": [average]}, save_steps=6)
+        trainer.add_callback(Average())  # after the cuts
+        if resume is not None:
+            average.load_state_dict(stored[6])
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            trainer.train(resume_from_checkpoint=resume)
+        said = " ".join(str(one.message) for one in said)
+        assert "does not hold the models in follow" in said
+        assert ("no weights of the models in follow" in said) == (resume is not None)
+        return state_of(trainer) | average.state_dict()
+
+    average, stored = None, {}
+    whole = run(tmp_path)
+    assert same(run(tmp_path / "resumed", str(tmp_path / "checkpoint-6")), whole)
 
 
 def decided():
@@ -272,15 +346,10 @@ def test_parameters_that_a_cut_added_get_their_own_moments_again(tmp_path):
 def test_a_model_that_the_trainer_makes_anew_is_resumed_after_a_cut(tmp_path):
     first, _ = trainer_of(tmp_path, mamba, when=[2], steps=4)
 
-    def init():
-        model, _ = mamba()
-        accept_orders_(model)
-        return model
-
     def trained(resume=None):
         callback = CompressionCallback(when=[2], **mamba()[1])
         given = {"train_dataset": first.train_dataset, "callbacks": [callback]}
-        trainer = Trainer(None, first.args, model_init=init, **given)
+        trainer = Trainer(None, first.args, model_init=lambda: mamba()[0], **given)
         trainer.train(resume_from_checkpoint=resume)
         return state_of(trainer)
 

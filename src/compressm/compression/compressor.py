@@ -34,7 +34,7 @@ from compressm.compression.schedule import (
     require_same_past,
 )
 from compressm.compression.several import as_optimizer, as_scheduler, parts_of, require_own
-from compressm.compression.sharding import gathered, is_gathered, is_sharded, orders_by_shapes
+from compressm.compression.sharding import gathered, is_gathered, is_sharded, orders_by_shapes, require_whole
 from compressm.compression.surgery import require_suitable
 from compressm.compression.trying import TryingPolicy
 from compressm.control.validation import values_unread
@@ -485,6 +485,7 @@ def pad_orders_(
     model go on. All processes of torch.distributed must call it.
     """
     cutter = Cutter(model, as_optimizer(optimizer), Options(KeepFraction(1.0)), Transport(), followers(follow))
+    require_whole("the model that is padded", cutter.inner)
     undo = ExitStack()
     try:
         undo.callback(torch.set_grad_enabled, torch.is_grad_enabled())

@@ -37,7 +37,7 @@ from compressm.compression.policies import Limits, require_given
 from compressm.compression.record import Cut
 from compressm.compression.schedule import Answer
 from compressm.compression.several import kind_of
-from compressm.compression.sharding import is_sharded, require_no_new_parameters
+from compressm.compression.sharding import is_sharded, require_no_new_parameters, require_whole
 from compressm.compression.surgery import (
     PreparedCut,
     padded,
@@ -365,6 +365,9 @@ def followers(follow: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
     """The followers as a tuple; a single model is refused."""
     if isinstance(follow, nn.Module) or not isinstance(follow, Sequence):
         raise CompressionError(f"follow is a {type(follow).__name__}, expected a list of models")
+    for k, one in enumerate(follow):
+        if isinstance(one, nn.Module):
+            require_whole(f"follow[{k}]", one)
     return tuple(follow)
 
 

@@ -332,7 +332,10 @@ def _checked_states(cut: PreparedCut, optimizer: Any | None) -> list[tuple[dict[
         held, new = optimizer.state.get(parameter, {}), cut.states.get(name, {})
         resized = parameter.shape != cut.values[name].shape
         if held.keys() != new.keys() and (resized or new):
-            raise CompressionError(f"the optimizer's state of {cut.name}.{name} has changed since the cut was prepared")
+            raise CompressionError(
+                f"the optimizer's state of {cut.name}.{name} is {sorted(held)}, that of the prepared cut {sorted(new)}:"
+                " it has changed since, or is another one in the first process; every process must load the optimizer"
+            )
         for key, entry in new.items():
             _require_fit(f"{key!r} of {cut.name}.{name}", held[key], entry, parameter, cut.values[name])
         found += [(held, new)] if new else []

@@ -12,7 +12,14 @@ from compressm.compression.distributed import unwrapped, wrappers_in
 from compressm.compression.record import Event
 from compressm.errors import CompressionError
 from compressm.families.choices import require_count
-from compressm.integrations.training import metrics, plain_optimizer, require_package, saved_state, sort_saved_
+from compressm.integrations.training import (
+    load_followers_,
+    metrics,
+    plain_optimizer,
+    require_package,
+    saved_state,
+    sort_saved_,
+)
 from compressm.saving.orders import accept_orders_
 
 require_package("accelerate", "accelerate")
@@ -81,7 +88,8 @@ class AcceleratedCompressor:
 
     def state_dict(self) -> dict[str, Any]:
         """The state that `accelerator.save_state` writes."""
-        return saved_state(self._compressor, self._model, self._optimizers) | {"count": self._count}
+        follow = self._compressor.followers
+        return saved_state(self._compressor, self._model, self._optimizers, follow) | {"count": self._count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state, after `accelerator.load_state` has loaded model and optimizers."""
@@ -89,5 +97,6 @@ class AcceleratedCompressor:
         if wrappers_in(self._model):
             rewrap_(self._model)
         sort_saved_(self._model, self._optimizers, dict(state))
+        load_followers_(self._compressor.followers, state)
         self._compressor.load_state_dict(state["compressor"])
         self._count = count

@@ -7,14 +7,8 @@ from typing import Any
 from torch import nn
 
 from compressm.errors import CompressionError
-from compressm.integrations.training import (
-    CallbackOfTrainer,
-    When,
-    metrics,
-    plain_optimizer,
-    require_package,
-    saved_state,
-)
+from compressm.integrations.training import CallbackOfTrainer, When, metrics, plain_optimizer, require_package
+from compressm.layers.parameters import hold_
 from compressm.saving.orders import accept_orders_
 
 require_package("lightning", "lightning")
@@ -30,29 +24,39 @@ class CompressionCallback(CallbackOfTrainer, Callback):
 
     `when` are numbers of `trainer.global_step`, which counts the steps of all optimizers, or a function of the number
     of all of them; further options are those of `Compressor`. Checkpoints hold its state, and `ckpt_path` resumes any
-    of them, whatever its orders are.
+    of them, whatever its orders are. Averages of `WeightAveraging` and `StochasticWeightAveraging` follow the cuts. If
+    a trainer has several callbacks, such as for other layers at other steps, all but one need a `name` of their own.
     """
 
-    def __init__(self, *, when: When, keep: Any, **options: Any) -> None:
-        super().__init__(when=when, keep=keep, **options)
+    def __init__(self, *, when: When, keep: Any, name: str = "", **options: Any) -> None:
+        super().__init__(when=when, keep=keep, name=name, **options)
         self._saved: Any = None
-        self._ready: Any = None
+        self._ready: list[Any] = []
         self._states = 0
+
+    @property
+    def state_key(self) -> str:
+        """The place of this callback's state in checkpoints."""
+        return f"{super().state_key} {self._name}".rstrip()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Let the model load weights of other orders, before the checkpoint is read."""
-        self._optimizers = []
         if stage == "fit":
-            self._compressor = self._saved = None
-        if self._ready is not None:
-            self._ready.remove()
-        self._ready = accept_orders_(pl_module, lambda: self._optimizers)
+            self._compressor, self._saved, self._optimizers = None, None, []
+        self._leave_()
+        # An average that is copied from the model later has the model's hook.
+        for model in (pl_module, *_averages(trainer)):
+            self._ready.append(accept_orders_(model, lambda: self._optimizers))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave the model as it was before."""
-        if self._ready is not None:
-            self._ready.remove()
-        self._ready = None
+        self._leave_()
+        if self._compressor is not None:
+            hold_(self._compressor.model, self._compressor, ())  # its optimizers are not used again
+
+    def _leave_(self) -> None:
+        while self._ready:
+            self._ready.pop().remove()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the compressor, and restore its state if the training resumes."""
@@ -64,7 +68,8 @@ class CompressionCallback(CallbackOfTrainer, Callback):
         self._optimizers = [plain_optimizer(one) for one in trainer.optimizers]
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         total = trainer.max_steps if trainer.max_steps > 0 else trainer.estimated_stepping_batches
-        self._begin_(schedulers, total=total, step=trainer.global_step, saved=self._saved)
+        averages = _averages(trainer)
+        self._begin_(schedulers, total=total, step=trainer.global_step, saved=self._saved, averages=averages)
         self._saved = None
         self._states = metrics([], self._model)["states"]
 
@@ -85,10 +90,14 @@ class CompressionCallback(CallbackOfTrainer, Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a checkpoint of the trainer."""
-        if self._compressor is None or self._model is None:
-            return {}
-        return saved_state(self._compressor, self._model, self._optimizers)
+        return {} if self._compressor is None else self._saved_state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the state of a checkpoint until the model and the optimizers are loaded."""
         self._saved = state_dict
+
+
+def _averages(trainer: Trainer) -> list[nn.Module]:
+    """The models in which callbacks of Lightning average the weights."""
+    found = (vars(callback).get("_average_model") for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    return [average for average in found if isinstance(average, nn.Module)]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from compressm.compression import Compressor, Schedule
+from compressm.compression.cutting import followers
 from compressm.compression.distributed import unwrapped
 from compressm.compression.record import Event, orders_after
 from compressm.errors import CompressionError, warn_caller
-from compressm.saving.orders import group_names, sort_groups_
+from compressm.saving.orders import group_names, sort_groups_, take_orders_of_
 from compressm.saving.rebuilding import orders_of
 
 When = Iterable[int] | Schedule | Callable[[int], Iterable[int] | Schedule]
@@ -22,11 +23,13 @@ When = Iterable[int] | Schedule | Callable[[int], Iterable[int] | Schedule]
 class CallbackOfTrainer:
     """A callback's options, and the compressor of the training that it is in."""
 
-    def __init__(self, *, when: When, keep: Any, **options: Any) -> None:
+    def __init__(self, *, when: When, keep: Any, name: str = "", **options: Any) -> None:
         super().__init__()
+        if not isinstance(name, str):
+            raise CompressionError(f"name is {name!r:.80}, expected text")
         if wrong := sorted({"model", "optimizer", "scheduler"} & options.keys()):
             raise CompressionError(f"{', '.join(wrong)}: the callback takes them from the trainer; leave them out")
-        self._when, self._options = when, {"keep": keep, **options}
+        self._when, self._options, self._name = when, {"keep": keep, **options}, name
         self._compressor: Compressor | None = None
         self._model: nn.Module | None = None
         self._optimizers: list[Any] = []
@@ -41,21 +44,36 @@ class CallbackOfTrainer:
         """The cuts and restorations of the training."""
         return [] if self._compressor is None else self._compressor.history
 
-    def _begin_(self, schedulers: Sequence[Any], *, total: float, step: int, saved: Any) -> None:
-        """Make the compressor for model and optimizers, and restore its state if the training resumes."""
+    def _begin_(
+        self, schedulers: Sequence[Any], *, total: float, step: int, saved: Any, averages: Sequence[nn.Module] = ()
+    ) -> None:
+        """Make the compressor for model and optimizers, and restore its state if the training resumes.
+
+        `averages` are those of the trainer, which saves and loads them itself.
+        """
         assert self._model is not None
+        own = followers(self._options.get("follow", ()))
         if saved is not None:
             sort_saved_(self._model, self._optimizers, saved)
+            load_followers_(own, saved)
         guarded: dict[str, Any] = {}
         if self._options.get("guard") is not None and schedulers:
             guarded = {"scheduler": list(schedulers)}
         when = schedule_of(self._when, total)
-        compressor = Compressor(self._model, self._optimizers or None, when=when, **guarded, **self._options)
+        options = self._options | guarded | {"follow": [*own, *averages]}
+        compressor = Compressor(self._model, self._optimizers or None, when=when, **options)
         if saved is not None:
             compressor.load_state_dict(saved["compressor"])
         elif step > 0:
             resumed_without_state_(compressor, step)
         self._compressor = compressor
+
+    def _saved_state(self) -> dict[str, Any]:
+        """The state for a checkpoint."""
+        assert self._compressor is not None
+        assert self._model is not None
+        own = followers(self._options.get("follow", ()))
+        return saved_state(self._compressor, self._model, self._optimizers, own)
 
 
 def require_package(name: str, extra: str) -> None:
@@ -85,11 +103,32 @@ def schedule_of(when: When, total: float) -> Iterable[int] | Schedule:
     return when(int(total))
 
 
-def saved_state(compressor: Compressor, model: nn.Module, optimizers: Sequence[Any]) -> dict[str, Any]:
-    """The state of a compressor, with the orders and the names of the parameters in every group."""
+def saved_state(
+    compressor: Compressor, model: nn.Module, optimizers: Sequence[Any], follow: Sequence[nn.Module] = ()
+) -> dict[str, Any]:
+    """The state of a compressor, with the orders, the names of the parameters in every group, and its followers."""
     inner = unwrapped(model)
     groups = [group_names(inner, one) for one in optimizers]
-    return {"compressor": compressor.state_dict(), "groups": groups, "orders": orders_of(inner)}
+    saved = {"compressor": compressor.state_dict(), "groups": groups, "orders": orders_of(inner)}
+    return saved | ({"followers": [one.state_dict() for one in follow]} if follow else {})
+
+
+def load_followers_(follow: Sequence[nn.Module], saved: Mapping[str, Any]) -> None:
+    """Give models that follow the compressor their saved weights and orders."""
+    stored = saved.get("followers", [])
+    if follow and not stored:
+        warn_caller(
+            "the checkpoint has no weights of the models in follow, and nothing is loaded there: load the saved state"
+            " of each by its own load_state_dict before the training goes on"
+        )
+    elif len(stored) != len(follow):
+        raise CompressionError(
+            f"the checkpoint has weights of {len(stored)} models in follow, the training has {len(follow)}: expected"
+            " the same follow=[...]"
+        )
+    for one, state in zip(follow, stored, strict=False):
+        take_orders_of_(one, state)
+        one.load_state_dict(state)
 
 
 def sort_saved_(model: nn.Module, optimizers: Sequence[Any], saved: Any) -> None:

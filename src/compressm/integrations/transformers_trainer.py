@@ -6,6 +6,8 @@ import base64
 import gc
 import io
 import weakref
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -21,7 +23,9 @@ from compressm.integrations.training import (
     require_package,
     saved_state,
 )
+from compressm.layers import SSMLayer
 from compressm.saving.orders import accept_orders_
+from compressm.saving.rebuilding import ssm_layers
 
 require_package("transformers", "trainer")
 require_package("accelerate", "trainer")
@@ -36,19 +40,39 @@ class CompressionCallback(CallbackOfTrainer, TrainerCallback):
     """A callback for `Trainer(..., callbacks=[CompressionCallback(when=..., keep=...)])`; it cuts by `Compressor`.
 
     `when` are steps of the optimizer (`global_step`), or a function of their number; further options are those of
-    `Compressor`. Checkpoints of the trainer hold its state, and any of them can be resumed, whatever its orders are.
+    `Compressor`. Checkpoints of the trainer hold its state, and any of them can be resumed, whatever its orders are. If
+    a trainer has several callbacks, such as for other layers at other steps, all but one need a `name` of their own.
     """
 
-    def __init__(self, *, when: When, keep: Any, **options: Any) -> None:
-        super().__init__(when=when, keep=keep, **options)
+    def __init__(self, *, when: When, keep: Any, name: str = "", **options: Any) -> None:
+        super().__init__(when=when, keep=keep, name=name, **options)
+        self._key = f"{_KEY} {name}".rstrip()
         self._trainer: Any = lambda: None
         self._ready: Any = lambda: None
+        self._is_late = True
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **rest: Any) -> None:
         """Let the model load weights of other orders: the trainer does so before training begins."""
+        self._is_late = False
+        self._accept_(model)
+        trainer = _trainer_of(self, state)
+        if trainer is not None and trainer.model_init is not None:
+            trainer.model_init = self._accepting(trainer.model_init)
+
+    def _accept_(self, model: Any) -> Any:
         if isinstance(model, nn.Module) and self._ready() is not model:
             accept_orders_(model, lambda: self._optimizers)
             self._ready = weakref.ref(model)
+        return model
+
+    def _accepting(self, model_init: Callable[..., Any]) -> Callable[..., Any]:
+        """The trainer's `model_init`, whose models load weights of other orders."""
+
+        @wraps(model_init)
+        def accepting(*given: Any) -> Any:
+            return self._accept_(model_init(*given))
+
+        return accepting
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, lr_scheduler: Any = None,
@@ -60,14 +84,18 @@ class CompressionCallback(CallbackOfTrainer, TrainerCallback):
                 f"the trainer shards the model ({'deepspeed' if args.deepspeed else 'fsdp'}), expected a trainer on one"
                 " device or with DistributedDataParallel"
             )
-        self.on_init_end(args, state, control, model)
-        trainer = _trainer_of(self)
+        trainer = _trainer_of(self, state)
+        if trainer is not None:
+            self._require_own_name(trainer)
+        self._accept_(model)
+        if self._is_late and args.save_strategy != "no":
+            _warn_of_resuming(model)
         self._trainer = (lambda: None) if trainer is None else weakref.ref(trainer)
         self._model = model if trainer is None else trainer.model_wrapped
         self._compressor, self._optimizers = None, [plain_optimizer(optimizer)]
-        saved = _with_tensors(state.stateful_callbacks.get(_KEY))
+        saved = _with_tensors(state.stateful_callbacks.get(self._key))
         self._begin_([lr_scheduler], total=state.max_steps, step=state.global_step, saved=saved)
-        state.stateful_callbacks[_KEY] = self._state()
+        state.stateful_callbacks[self._key] = self._state()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Cut if that is due, and log it."""
@@ -76,10 +104,11 @@ class CompressionCallback(CallbackOfTrainer, TrainerCallback):
         due = self._compressor.due
         events = self._compressor.step(state.global_step)
         # A schedule may decide something without an event.
-        if (due is not None and due <= state.global_step) or _KEY not in state.stateful_callbacks:
-            state.stateful_callbacks[_KEY] = self._state()
-        state.stateful_callbacks[_KEY]["compressor"]["seen"] = state.global_step
+        if (due is not None and due <= state.global_step) or self._key not in state.stateful_callbacks:
+            state.stateful_callbacks[self._key] = self._state()
+        state.stateful_callbacks[self._key]["compressor"]["seen"] = state.global_step
         if events:
+            self._tell_others_(state)
             self._log(events, state)
 
     def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
@@ -89,6 +118,27 @@ class CompressionCallback(CallbackOfTrainer, TrainerCallback):
                 "this checkpoint does not hold what the guard would restore: a training that resumes from it keeps the"
                 " cuts that the guard has not judged yet"
             )
+        if self._options.get("follow"):
+            warn_caller(
+                "this checkpoint does not hold the models in follow: save the state of each yourself, and load it"
+                " before a training that resumes"
+            )
+
+    def _require_own_name(self, trainer: Trainer) -> None:
+        others = [one for one in trainer.callback_handler.callbacks if isinstance(one, CompressionCallback)]
+        if any(other is not self and other._key == self._key for other in others):
+            raise CompressionError(
+                f"name: the trainer has {len(others)} of these callbacks, two of them with the name {self._name!r};"
+                " expected a name of its own for each, CompressionCallback(..., name='second'), which is the place of"
+                " its state in checkpoints"
+            )
+
+    def _tell_others_(self, state: Any) -> None:
+        """Give the states of other callbacks the orders after a cut of this one."""
+        saved = state.stateful_callbacks[self._key]
+        for key, other in state.stateful_callbacks.items():
+            if key.startswith(f"{_KEY} ") or key == _KEY:
+                other.update(orders=saved["orders"], groups=saved["groups"])
 
     def _state(self) -> dict[str, Any]:
         assert self._compressor is not None
@@ -137,10 +187,19 @@ def _with_tensors(saved: Any) -> Any:
     return {**saved, "compressor": {**compressor, "decided": {**decided, "memory": memory}}}
 
 
-def _trainer_of(callback: TrainerCallback) -> Trainer | None:
-    """The trainer that calls a callback; transformers does not tell."""
+def _warn_of_resuming(model: Any) -> None:
+    """Say what a callback that was added later cannot do: the trainer loads a checkpoint before it calls it."""
+    if not all(isinstance(layer, SSMLayer) for layer in ssm_layers(model).values()):
+        warn_caller(
+            "this CompressionCallback was added to the trainer later, so no checkpoint from after a cut can be resumed:"
+            " torch would report a size mismatch; pass it to the constructor, Trainer(..., callbacks=[callback])"
+        )
+
+
+def _trainer_of(callback: TrainerCallback, state: Any) -> Trainer | None:
+    """The trainer that calls a callback with its state; transformers does not tell."""
     for thing in gc.get_objects():
-        if issubclass(type(thing), Trainer):
+        if issubclass(type(thing), Trainer) and vars(thing).get("state") is state:
             handler = vars(thing).get("callback_handler")
             if handler is not None and any(own is callback for own in handler.callbacks):
                 return thing

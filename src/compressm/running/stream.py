@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from compressm.compression.distributed import unwrapped
+from compressm.compression.sharding import require_whole
 from compressm.errors import warn_caller
 from compressm.layers import SequenceError, SSMLayer, check_finite
 from compressm.layers.base import require_batch, require_switches
@@ -61,6 +62,7 @@ class Stream(StateHolder):
         inner = unwrapped(model) if isinstance(model, nn.Module) else model
         if not isinstance(inner, Streamed):
             raise SequenceError(f"model is a {type(model).__name__}, expected {_KINDS}")
+        require_whole("the model of a stream", inner)
         self.model, self.batch, self.record = inner, batch, record
         self._take_(_Program(inner, batch, record))
 
