@@ -51,8 +51,10 @@ def layer_class(name: object) -> type[SSMLayer]:
     return found if is_known(found) else savable(found)
 
 
-def model_factory(name: str) -> Callable[..., Any]:
+def model_factory(name: object) -> Callable[..., Any]:
     """The function or class of package.module:name that builds models, of which a class may be part of saved models."""
+    if not isinstance(name, str):
+        raise ConfigError(f"it is {name!r:.80}, expected a function of your own as package.module:name")
     try:
         found = imported(name)
     except DataError as error:
