@@ -87,15 +87,17 @@ class Config:
     def _at_least(self, low: int, *names: str) -> None:
         for name in names:
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value >= low):
-                finite = "" if math.isfinite(value) else "a finite number, "
+            # Comparisons, because math.isfinite fails for integers that no float holds.
+            if value is not None and not low <= value < math.inf:
+                finite = "" if -math.inf < value < math.inf else "a finite number, "
                 raise ConfigError(f"{name} is {value}, expected {finite}at least {low}")
 
     def _at_most(self, high: int, *names: str) -> None:
         for name in names:
             value = getattr(self, name)
             if value is not None and value > high:
-                raise ConfigError(f"{name} is {value:.6g}, expected at most {high:,}")
+                said = f"{value:.6g}" if value < 1e300 else "above 1e300"
+                raise ConfigError(f"{name} is {said}, expected at most {high:,}")
 
     def _share(self, *names: str, above: bool = False, up_to_one: bool = False) -> None:
         for name in names:
