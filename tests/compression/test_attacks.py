@@ -369,3 +369,17 @@ def test_a_compressor_made_anew_is_guarded_as_the_first_was():
     again = Compressor(model, optimizer, when=[2], keep=TargetOrder(4), guard=guard)
     again.step(2)
     assert again.step(3)[0].orders == {"blocks.0.ssm": 6, "blocks.1.ssm": 6}
+
+
+def test_a_state_whose_loading_warns_is_not_loaded_in_part_where_warnings_are_errors(tmp_path):
+    """The history was that of the state, and the snapshot that of the compressor."""
+    _, _, _, cut = guarded(tmp_path / "cut", give=("scheduler",))
+    cut.step(1)
+    state = cut.state_dict()
+    model, _, _, compressor = guarded(tmp_path / "whole", give=("scheduler",))
+    before = compressor.state_dict()
+    with pytest.raises(UserWarning, match="the loaded history does not fit the model"):
+        compressor.load_state_dict(state)
+    assert compressor.state_dict() == before
+    assert len(compressor.step(1)) == 2
+    assert orders(model) == [4, 4]

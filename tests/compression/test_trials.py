@@ -294,6 +294,9 @@ def test_a_policy_that_catches_a_failed_trial_does_not_hide_it():
         ({}, "no order for 'blocks.0.ssm', 'blocks.1.ssm'"),
         ({"blocks.0.ssm": 3, "blocks.1.ssm": 13}, "order of 'blocks.1.ssm' is 13"),
         ({"blocks.0.ssm": 3, "blocks.1.ssm": 3, "head": 1}, "unknown 'head'"),
+        (None, r"returned None, expected \{module: order\}"),
+        (3, "returned 3, expected"),
+        ([3, 3], r"returned \[3, 3\], expected"),
     ],
 )
 def test_bad_orders_of_a_policy_are_refused(orders, said):
@@ -305,6 +308,30 @@ def test_bad_orders_of_a_policy_are_refused(orders, said):
 
     with pytest.raises(CompressionError, match=said):
         compress_(make(), keep=Odd())
+
+
+@pytest.mark.parametrize("order", [np.int64(3), torch.tensor(3), 3], ids=["NumPy", "tensor", "Python"])
+def test_one_order_for_all_channels_may_come_from_numpy_or_a_tensor(order):
+    class Chosen(TryingPolicy):
+        loss = staticmethod(loss)
+
+        def choose(self, spectra, trials):
+            return dict.fromkeys(spectra, order)
+
+    (cut,) = compress_(make(Mamba, depth=1), keep=Chosen(), calibrate=calibrate, selective=PerChannel("measured"))
+    assert cut.rank == 3
+
+
+@pytest.mark.parametrize("order", [None, 2.5, "many"])
+def test_an_odd_order_for_the_channels_of_a_layer_is_named(order):
+    class Odd(TryingPolicy):
+        loss = staticmethod(loss)
+
+        def choose(self, spectra, trials):
+            return dict.fromkeys(spectra, order)
+
+    with pytest.raises(CompressionError, match=r"the order of 'blocks\.0\.ssm' is"):
+        compress_(make(Mamba, depth=1), keep=Odd(), calibrate=calibrate, selective=PerChannel("measured"))
 
 
 def test_orders_that_were_not_tried_have_no_loss():

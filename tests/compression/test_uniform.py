@@ -108,6 +108,24 @@ def test_no_layer_gets_states_that_none_of_them_needs():
     assert orders_of(model) == [7, 7]
 
 
+@pytest.mark.filterwarnings("ignore:zero states fill up")
+@pytest.mark.parametrize(("increase", "below"), [(0.5, 16), (100.0, 6)])
+def test_cuts_that_are_tried_give_layers_of_other_orders_one_order_too(increase, below):
+    """The trial of an order above that of the smaller layer was refused as one from 1 to 6, so nothing was cut."""
+    model, tried = two_orders().eval(), []
+
+    def loss(given):
+        tried.append(orders_of(given))
+        with torch.no_grad():
+            return float(given(X).square().mean()) + 0.01 * (16 - tried[-1][0])
+
+    cuts = cs.compress_(model, keep=cs.LossTolerance(increase, loss=loss), uniform=True)
+    assert any(first == second > 6 for first, second in tried)
+    first, second = orders_of(model)
+    assert first == second < below
+    assert loss(model) == pytest.approx(cuts[0].loss_after, rel=1e-5)
+
+
 def test_without_a_cut_nothing_is_filled_up_and_a_warning_says_so():
     model = two_orders()
     with pytest.warns(UserWarning, match=r"the orders are 16, 6, not one for all layers\. .*pad_orders_"):

@@ -261,3 +261,37 @@ def test_a_cut_without_training_needs_no_trial():
     before = Restless.drawn
     compress_(model, keep=TargetOrder(4))
     assert Restless.drawn == before
+
+
+class Around(optim.Optimizer):
+    """An optimizer that leaves the step, and the moments, to others inside, as SAM, Lookahead and containers do."""
+
+    def __init__(self, inside):
+        self.inside = inside
+        super().__init__([p for one in self.all() for group in one.param_groups for p in group["params"]], {})
+
+    def all(self):
+        inside = list(self.inside.values()) if isinstance(self.inside, dict) else self.inside
+        return inside if isinstance(inside, list) else [inside]
+
+    def step(self, closure=None):
+        for one in self.all():
+            one.step()
+
+
+@pytest.mark.parametrize("moments", [Transport(), Restart(), Slice()], ids=repr)
+@pytest.mark.parametrize("way", ["one", "a list", "a dictionary", "inside a wrapper"])
+def test_an_optimizer_around_others_is_refused_and_those_inside_are_taken(way, moments):
+    """The moments inside kept their sizes, so the next step failed with an error of torch."""
+    model = make()
+    adamw = optim.AdamW(model.parameters())
+    around = Around({"one": adamw, "a list": [adamw], "a dictionary": {"all": adamw}}.get(way, adamw))
+    step(model, around)
+    given = Wrapping(around) if way == "inside a wrapper" else around
+    with pytest.raises(CompressionError, match=r"Around keeps another optimizer, AdamW, in 'inside', .*around\.inside"):
+        compressor_for(model, given, moments)
+    with pytest.raises(CompressionError, match="Around keeps another optimizer"):
+        compress_(model, keep=TargetOrder(4), optimizer=given, moments=moments)
+    compressor = compressor_for(model, around.all(), moments)
+    assert len(compressor.step(1)) == 2
+    step(model, around)

@@ -346,13 +346,13 @@ class Compressor:
                 f"the state has cuts that a guard was to judge at step {watch.get('due')}; this compressor has no guard"
                 " and keeps them: to have them judged, make it with the same guard=Rollback(...)"
             )
-        self._first_orders, self._until = None, 0
+        history = [event_of(stored) for stored in state["history"]]
+        warn_uncut(history, self._orders(), state.get("orders"))  # first: a warning may be an error
+        self._first_orders, self._until, self.history = None, 0, history
         self._ended = bool(state["ended"])
         self._seen = state.get("seen")
-        self.history = [event_of(stored) for stored in state["history"]]
         self._best, self._added = losses_of(state)
         self._look_at, self._memory, self._tries = (None, {}, ()) if decided is None else decided_of(decided)
-        warn_uncut(self.history, self._orders(), state.get("orders"))
         if self._watch is not None:
             self._watch.load_state_dict(NOTHING_TO_JUDGE if watch is None else watch)
 

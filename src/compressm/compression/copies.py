@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -39,12 +39,12 @@ def copied(model: nn.Module, own: Sequence[str] = ()) -> nn.Module:
         ) from error
 
 
-def cut_copy(model: nn.Module, changes: Mapping[str, Change], filled: Any) -> nn.Module:
-    """A copy with these changes written to its layers, and zero states up to the orders `filled`; by layer name.
+def cut_copy(model: nn.Module, changes: Mapping[str, Change], filled: Any, grown: Collection[str] = ()) -> nn.Module:
+    """A copy with these changes written to its layers, and zero states in those named `grown`; by layer name.
 
-    `filled` is a function of the prepared cuts and of the layers of the copy.
+    `filled` is a function of the prepared cuts and of the layers of the copy; it gives all that is written.
     """
-    twin = copied(model, [*changes])
+    twin = copied(model, [*{**changes, **dict.fromkeys(grown)}])
     found = find(twin)
     cuts = {name: _prepared(name, change, found[name][0]) for name, change in changes.items()}
     with unrecorded(), ExitStack() as undo:

@@ -518,7 +518,7 @@ class _Trying:
             cuts = [self.layers[name].received(cut) for name, cut in sent] if own is None else own
             with stage("encode"):
                 changes = changes_of(cuts)
-            twin = cut_copy(cutter.inner, changes, lambda prepared, found: filled_up(prepared, found, filled))
+            twin = cut_copy(cutter.inner, changes, lambda cuts, found: filled_up(cuts, found, filled), [*filled])
             found = loss_of(twin, self.policy.loss, list(self.layers))
         total = processes.total(torch.tensor([found], dtype=torch.float64), "adding up the losses of a trial cut")
         return float(total) / processes.count

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import Tensor, nn
 
-from compressm.compression.several import holds, kind_of, parts_of
+from compressm.compression.several import holds, kind_of, parts_of, require_no_other_inside
 from compressm.compression.trial import are_weights, state_after_a_step
 from compressm.control.validation import are_finite, is_finite
 from compressm.errors import CompressionError
@@ -261,6 +261,7 @@ def _require_kind(optimizer: Any) -> None:
         raise CompressionError(
             f"{kind} keeps each state in one process only and cannot follow a cut; expected Adam or another"
         )
+    require_no_other_inside(optimizer)
     if mixes_parameters(optimizer):
         raise CompressionError(f"{kind} mixes the entries of parameters in its state; expected Adam or another")
     if any("prev_flat_grad" in state or "old_dirs" in state for state in optimizer.state.values()):

@@ -36,7 +36,7 @@ from compressm.compression.policies import (
 )
 from compressm.compression.pricing import PRICES
 from compressm.compression.surgery import require_plain_parameters
-from compressm.compression.trying import GivenOrders, Orders, TryingPolicy
+from compressm.compression.trying import Orders, TryingPolicy
 from compressm.control import ControlError, numerical_rank
 from compressm.errors import CompressionError, warn_caller
 from compressm.families import Family, Layer, PlannedCut, family_of, read_layer
@@ -385,11 +385,14 @@ class Choice:
     def _others(self) -> Orders:
         return {name: order for name, order in self.orders().items() if name not in self.tried}
 
-    def limited(self, orders: GivenOrders) -> Orders:
-        """The orders of all layers after a cut to the given ones of the layers that are `tried`."""
-        present = {name: sigma.shape[-1] for name, sigma in self.tried.items()}
-        own = {name: orders[name] for name in orders if name not in self._others}
-        given = require_given(self.options.keep, own, present, self.by_channel)
+    def limited(self, orders: Any) -> Orders:
+        """The orders of all layers after a cut to those that a policy gave for the layers that are `tried`."""
+        most = {name: sigma.shape[-1] for name, sigma in self.tried.items()}
+        if self.options.uniform:  # zero states fill up small layers to the one order
+            most = dict.fromkeys(most, max(most.values(), default=1))
+        is_mapping = isinstance(orders, Mapping)
+        own = {name: orders[name] for name in orders if name not in self._others} if is_mapping else orders
+        given = require_given(self.options.keep, own, most, self.by_channel)
         if self.options.uniform:
             wanted = [order for name, order in given.items() if isinstance(order, int) and self.values[name].any()]
             return {**self._limits.one_for_all(self.tried, max(wanted, default=1))}

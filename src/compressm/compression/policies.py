@@ -434,7 +434,9 @@ def require_given(who: object, orders: Any, present: Mapping[str, int], channels
             found[name] = require_count(what, orders[name], high=n)
             continue
         given = orders[name]
-        each = [given] * channels[name] if isinstance(given, int) else list(given)
+        # One order, or what is none, goes for every channel.
+        is_each = isinstance(given, Sequence) and not isinstance(given, str)
+        each = list(given) if is_each or getattr(given, "ndim", 0) == 1 else [given] * channels[name]
         if len(each) != channels[name]:
             raise CompressionError(
                 f"{what} has {len(each)} entries, expected one for each of {channels[name]} channels"

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, MutableMapping, Seque
 from typing import Any, final
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from compressm.errors import CompressionError, warn_caller
 
@@ -138,6 +139,25 @@ def kind_of(optimizer: Any) -> str:
 def holds(optimizer: Any, parameter: Tensor) -> bool:
     """True if the parameter is in one of the optimizer's groups."""
     return any(member is parameter for group in optimizer.param_groups for member in group["params"])
+
+
+def require_no_other_inside(optimizer: Any) -> None:
+    """Refuse an optimizer around others whose moments are not in its own state, so that no cut would reach them."""
+    own = getattr(optimizer, "__dict__", {})
+    for name, value in own.items():
+        inside = list(value.values()) if isinstance(value, Mapping) else value
+        for one in inside if isinstance(inside, list | tuple) else [inside]:
+            if not isinstance(one, Optimizer) or one is optimizer:
+                continue
+            if "state" not in own or one.state is optimizer.state:  # a wrapper, which shows the state inside
+                require_no_other_inside(one)
+            elif any(holds(optimizer, member) for group in one.param_groups for member in group["params"]):
+                kind = type(optimizer).__name__
+                raise CompressionError(
+                    f"{kind} keeps another optimizer, {type(one).__name__}, in {name!r}, whose moments would keep their"
+                    f" old sizes; expected optimizer={kind.lower()}.{name}, if {kind} itself remembers nothing from one"
+                    " step to the next (SAM does not, Lookahead does), or an optimizer without another inside"
+                )
 
 
 _NAMES = "param_names"  # in optimizers built from named_parameters()

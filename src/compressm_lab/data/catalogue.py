@@ -73,7 +73,10 @@ class Made(Source):
     name = "own"
 
     def __post_init__(self) -> None:
-        signature = inspect.signature(self.function)
+        try:
+            signature = inspect.signature(self.function)
+        except ValueError:
+            raise DataError(f"{self.place} has no signature, expected a function of your own") from None
         try:
             signature.bind(**self.options)
         except TypeError as error:

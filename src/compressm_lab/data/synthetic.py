@@ -38,7 +38,8 @@ class DelayedCopy(DataSet):
         require_counts(2, symbols=self.symbols)
         require_counts(copied=self.copied, examples=self.examples, held_out=self.held_out)
         require_counts(0, delay=self.delay)
-        wanted, there = self.examples + 2 * self.held_out, self.symbols**self.copied
+        # A power of more than 64 is larger than any number of examples, and may take for ever to compute.
+        wanted, there = self.examples + 2 * self.held_out, self.symbols ** min(self.copied, 64)
         # Half of all messages: more, and drawing them without repetition takes its time.
         if 2 * wanted > there:
             raise DataError(

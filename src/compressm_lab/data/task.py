@@ -19,11 +19,16 @@ class DataError(ValueError):
     """A file that is missing or broken, or an option that is not allowed: which, what was expected, how to get it."""
 
 
+_MOST = 10**12  # far more than fits into memory, and still a size that torch can refuse
+
+
 def require_counts(at_least: int = 1, **counts: int) -> None:
-    """Refuse options that are not integers of at least `at_least`."""
+    """Refuse options that are not integers of at least `at_least`, and sizes that nothing can have."""
     for name, count in counts.items():
         if isinstance(count, bool) or not isinstance(count, int) or count < at_least:
             raise DataError(f"{name} is {count!r}, expected an integer of at least {at_least}")
+        if count > _MOST:
+            raise DataError(f"{name} is above {_MOST:,}, expected at most that")
 
 
 IGNORED = -100  # the target of a step at which nothing is asked, as in torch's cross-entropy

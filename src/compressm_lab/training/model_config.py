@@ -51,8 +51,10 @@ def layer_class(name: object) -> type[SSMLayer]:
     return found if is_known(found) else savable(found)
 
 
-def model_factory(name: str) -> Callable[..., Any]:
+def model_factory(name: object) -> Callable[..., Any]:
     """The function or class of package.module:name that builds models, of which a class may be part of saved models."""
+    if not isinstance(name, str):
+        raise ConfigError(f"it is {name!r:.80}, expected a function of your own as package.module:name")
     try:
         found = imported(name)
     except DataError as error:
@@ -85,15 +87,17 @@ class Config:
     def _at_least(self, low: int, *names: str) -> None:
         for name in names:
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value >= low):
-                finite = "" if math.isfinite(value) else "a finite number, "
+            # Comparisons, because math.isfinite fails for integers that no float holds.
+            if value is not None and not low <= value < math.inf:
+                finite = "" if -math.inf < value < math.inf else "a finite number, "
                 raise ConfigError(f"{name} is {value}, expected {finite}at least {low}")
 
     def _at_most(self, high: int, *names: str) -> None:
         for name in names:
             value = getattr(self, name)
             if value is not None and value > high:
-                raise ConfigError(f"{name} is {value:.6g}, expected at most {high:,}")
+                said = f"{value:.6g}" if value < 1e300 else "above 1e300"
+                raise ConfigError(f"{name} is {said}, expected at most {high:,}")
 
     def _share(self, *names: str, above: bool = False, up_to_one: bool = False) -> None:
         for name in names:

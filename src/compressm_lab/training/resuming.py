@@ -49,13 +49,29 @@ def require_records(
 
 def require_same_files(directory: RunDirectory, task: Task) -> None:
     """Refuse to go on with other data: files of one's own may be written anew at any time."""
-    stored = directory.task().get("about", {}).get("files", {})
+    stored = _files(directory)
     for which, file in task.about.get("files", {}).items():
         if which in stored and stored[which]["sha256"] != file["sha256"]:
             raise RunError(
                 f"{directory.path} began with another {which} than {file['path']} is now: put the file back as it was,"
                 " or train in another folder"
             )
+
+
+def _files(directory: RunDirectory) -> dict[str, Any]:
+    """The files of the data with which a run began, by split."""
+    files = _mapping(directory, "about", directory.task().get("about", {})).get("files", {})
+    stored = _mapping(directory, "about.files", files)
+    for which, file in stored.items():
+        if "sha256" not in _mapping(directory, f"about.files.{which}", file):
+            raise RunError(f"{directory.path / 'task.json'}: about.files.{which} has no sha256: put the file back")
+    return stored
+
+
+def _mapping(directory: RunDirectory, key: str, value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise RunError(f"{directory.path / 'task.json'}: {key} is {value!r:.80}, expected an object: put the file back")
+    return value
 
 
 def _missing(directory: RunDirectory, recipe: Recipe, step: int, timed: int, history: Sequence[Event]) -> Iterator[str]:

@@ -99,6 +99,14 @@ def test_a_run_does_not_go_on_with_another_file(run_in, tmp_path):
     file = tmp_path / "data" / "forda" / "FordA_TRAIN.tsv"
     file.write_text(file.read_text() + file.read_text().splitlines()[0] + "\n")
     assert "run began with another train than" in run_in("train", "run", "--resume", code=2)
+    for about, said in (
+        ("lost", "about is 'lost', expected an object"),
+        ({"files": [1]}, "about.files is [1], expected an object"),
+        ({"files": {"train": 3}}, "about.files.train is 3, expected an object"),
+        ({"files": {"train": {}}}, "about.files.train has no sha256"),
+    ):
+        (tmp_path / "run" / "task.json").write_text(json.dumps({"about": about}))
+        assert f"task.json: {said}" in run_in("train", "run", "--resume", code=2)
 
 
 CODE = """
