@@ -6,7 +6,7 @@ import pytest
 
 from compressm_lab.reports.automatic_tables import AUTOMATIC, below_the_front
 from compressm_lab.reports.study_tables import by_variant
-from tests.docs.measured import ROOT, result, says, tenths
+from tests.docs.measured import ROOT, result, says, tenths, whole
 
 PAGE = "docs/automatic_results.md"
 MEASURED = [name for name in AUTOMATIC if (ROOT / "benchmarks" / "results" / f"{name}.json").exists()]
@@ -65,3 +65,15 @@ def test_options_hardly_matter_on_digits():
     accuracies = [mean("digits", name) for name in ways]
     assert len(ways) == 6
     assert says(PAGE, "0", "50", *tenths(max(accuracies) - min(accuracies)))
+
+
+def test_advice_beside_outcome():
+    found = [row for name in MEASURED if "fa" in name or "fo" in name for row in result(f"{name}-advice").rows]
+    assert len(found) == 18
+    assert not any(row["small_from_the_start"] for row in found)
+    apart = [row["cut"] - row["small"] for row in found]
+    assert says(PAGE, *tenths(min(apart), max(apart)))
+    tasks = [name.removeprefix("automatic-") for name in MEASURED if "fa" in name or "fo" in name]
+    advised = [fmean(row["order"] for row in result(f"automatic-{task}-advice").rows) for task in tasks]
+    kept = [100 * mean(task, OWN, "order") / order for task, order in zip(tasks, advised, strict=True)]
+    assert says(PAGE, *whole(min(kept), max(kept)))
