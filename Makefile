@@ -33,6 +33,7 @@ docs: $(VENV)/ready
 	$(BIN)/python -m pytest tests/docs
 	$(BIN)/python examples/reduce_a_layer.py --out $(OUT)/reduction --picture docs/images/reduction.png
 	$(BIN)/python benchmarks/draw_demo.py
+	$(BIN)/python benchmarks/draw_automatic.py
 	$(BIN)/compressm bench draw benchmarks/results/reduction-cpu.json --picture docs/images/reduction-cost.png
 	$(BIN)/compressm bench draw benchmarks/results/growth-cuda.json --picture docs/images/growth-cuda.png
 	$(BIN)/compressm bench draw benchmarks/results/growth-cpu.json --picture docs/images/growth-cpu.png
