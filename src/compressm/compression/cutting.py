@@ -52,7 +52,8 @@ from compressm.errors import AdapterError, CompressionError, warn_caller
 from compressm.families import Layer, PlannedCut
 from compressm.families.choices import LayerOrders, RoundTo, as_allowed_orders
 from compressm.families.observing import ratio_of, untouched
-from compressm.layers.parameters import refuse_to_average_, state_holders
+from compressm.layers.base import state_holders
+from compressm.layers.parameters import refuse_to_average_
 
 _SENDING, _MEASURING = "sending the cut to all processes", "measuring what the cut changes"
 

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from compressm.adapters.base import COMPILED
 from compressm.errors import CompressionError, LostProcessError, StaleWrapperError
-from compressm.layers.parameters import refuse_outdated_, refuses_with, trust_
+from compressm.layers.parameters import refuse_outdated_, refuses_with, trust_, wrapped_name
 
 Value = TypeVar("Value")
 
@@ -315,8 +315,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, DistributedDataParallel | nn.DataParallel):
             model = model.module
-        elif isinstance(inner := model._modules.get("_orig_mod"), nn.Module):
-            model = inner
+        elif wrapped_name(model) == "_orig_mod":  # torch.compile
+            model = model.get_submodule("_orig_mod")
         else:
             return model
 

@@ -18,10 +18,9 @@ from torch.nn.modules.module import (
 from torch.utils.hooks import RemovableHandle
 
 from compressm.adapters import adapter_for, find
-from compressm.adapters.base import plain_name
 from compressm.errors import SavingError
 from compressm.layers import SSMLayer, check_finite
-from compressm.layers.parameters import is_plain
+from compressm.layers.parameters import is_plain, plain_name
 from compressm.ops import SequenceError
 from compressm.saving.kinds import Stored, decode, encode, is_known_by_arguments
 
