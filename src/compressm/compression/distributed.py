@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, final
@@ -116,7 +116,14 @@ class Processes:
                 f"{' and '.join(absent) or 'another process'} did not call {mine['call']} within {timeout}, the timeout"
                 " of the process group: every process must make the same calls"
             ) from error
-        return [store.get(place) for place in places]
+        said = [store.get(place) for place in places]
+        if any(json.loads(other) != mine for other in said):
+            # The first process of all keeps the store, and may end by the error, which the others must read before.
+            store.set(f"{places[self.index]}, read", "")
+            if dist.get_rank() == 0:
+                with suppress(RuntimeError):
+                    store.wait([f"{place}, read" for place in places], timedelta(seconds=_NOTICE))
+        return said
 
     def require_same(self, what: str, mine: dict[str, str]) -> None:
         """Refuse, in all processes, values that are not the same in all; the error names the first one."""
