@@ -393,6 +393,44 @@ def test_a_damaged_state_is_refused_and_changes_nothing(damage, said):
     assert loading.state_dict() == before
 
 
+def spectra_of(**sigma):
+    return [{"a": torch.ones(3), **sigma}]
+
+
+@pytest.mark.parametrize(
+    ("memory", "said"),
+    [
+        ({"spectra": 3}, "memory: spectra is 3, expected list"),
+        ({"spectra": [3]}, "memory: spectra holds 3, expected {module: values}"),
+        ({"spectra": [None]}, "memory: spectra holds None"),
+        ({"spectra": spectra_of(b=[1.0])}, r"memory: spectra of 'b' is \[1.0\], expected a tensor"),
+        ({"spectra": spectra_of(b=torch.ones(2, 2))}, r"memory: spectra of 'b' is .*, expected a tensor"),
+        ({"spectra": spectra_of(b=torch.tensor([1.0, math.nan]))}, "memory: spectra of 'b' is .*, expected a tensor"),
+        ({"spectra": spectra_of(b=torch.tensor([1.0, -1.0]))}, "memory: spectra of 'b' is .*, expected a tensor"),
+        (
+            {"spectra": spectra_of(b=torch.ones(2, dtype=torch.complex64))},
+            "memory: spectra of 'b' is .*, expected a tensor",
+        ),
+        ({"spectra": [{3: torch.ones(2)}]}, "memory: spectra of 3 is"),
+        ({"begun": "yes"}, "memory: begun is 'yes', expected bool"),
+        ({"begun": True, "gap": "2"}, "memory: gap is '2', expected"),
+        ({"begun": True, "gap": 0}, "memory: gap is 0, expected"),
+    ],
+)
+@pytest.mark.parametrize("tried", [False, True])
+def test_a_damaged_memory_of_the_automatic_schedule_is_refused_before_it_is_used(memory, said, tried):
+    saved = Compressor(make(), when=Automatic(80, every=4), keep=TargetOrder(2))
+    for step in range(1, 13 if tried else 5):
+        saved.step(step)
+    state = saved.state_dict()
+    state["decided"]["memory"] |= memory
+    loading = Compressor(make(), when=Automatic(80, every=4), keep=TargetOrder(2))
+    before = loading.state_dict()
+    with pytest.raises(CompressionError, match=f"(?s)the state of a compressor: decided: {said}"):
+        loading.load_state_dict(state)
+    assert loading.state_dict() == before
+
+
 def test_the_guard_ends_an_automatic_schedule():
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
