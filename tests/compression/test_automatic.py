@@ -192,22 +192,33 @@ def bits(model, optimizer):
     return [value.clone() for value in model.state_dict().values()] + states
 
 
-@pytest.mark.parametrize("stop", [10, 14, 24, 39])
-def test_a_training_that_is_resumed_has_the_same_bits(stop, tmp_path):
-    def parts():
-        model = make()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        keep = LossTolerance(0.03, loss=loss)
-        options = {"when": Automatic(80, every=4), "keep": keep, "calibrate": calibrate}
-        return model, optimizer, Compressor(model, optimizer, **options)
+def parts():
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    options = {"when": Automatic(80, every=4), "keep": LossTolerance(0.03, loss=loss), "calibrate": calibrate}
+    return model, optimizer, Compressor(model, optimizer, **options)
 
-    whole = parts()
-    train(*whole, 1, 60)
-    first = parts()
-    train(*first, 1, stop)
-    save_checkpoint(tmp_path / "c.pt", model=first[0], optimizer=first[1], compressor=first[2], step=stop)
-    again = parts()
-    load_checkpoint(tmp_path / "c.pt", model=again[0], optimizer=again[1], compressor=again[2])
+
+STOPS = [10, 14, 24, 39]
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """A training without a pause, and the folder of its checkpoints."""
+    folder, whole, before = tmp_path_factory.mktemp("checkpoints"), parts(), 0
+    for stop in STOPS:
+        train(*whole, before + 1, stop)
+        model, optimizer, compressor = whole
+        save_checkpoint(folder / f"{stop}.pt", model=model, optimizer=optimizer, compressor=compressor, step=stop)
+        before = stop
+    train(*whole, before + 1, 60)
+    return whole, folder
+
+
+@pytest.mark.parametrize("stop", STOPS)
+def test_a_training_that_is_resumed_has_the_same_bits(stop, stopped):
+    (whole, folder), again = stopped, parts()
+    load_checkpoint(folder / f"{stop}.pt", model=again[0], optimizer=again[1], compressor=again[2])
     train(*again, stop + 1, 60)
     assert all(torch.equal(a, b) for a, b in zip(bits(*whole[:2]), bits(*again[:2]), strict=True))
     assert [e for e in again[2].history if not isinstance(e, Cut)] == [
