@@ -11,6 +11,7 @@ import re
 import shutil
 import types
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -177,18 +178,31 @@ def commands_page() -> str:
     return "\n".join(lines)
 
 
-def notebook_page(path: Path, folder: Path) -> str:
-    """A notebook as a page: it is run, its pictures are written into the folder, and what it prints is shown."""
-    import nbclient
-    import nbformat
-    from traitlets.config import Config
+@contextmanager
+def kernel() -> Iterator[Any]:
+    """The process that runs the notebooks, one after the other: to load torch takes longer than most of them."""
+    from jupyter_client.manager import KernelManager
 
     # Two thousand tiny operations a second: threads that wait for each other would take ten times as long.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.pop("MPLBACKEND", None)  # any other than the kernel's own shows no pictures
-    book = nbformat.read(path, as_version=4)
-    settings = Config({"KernelManager": {"transport": "ipc"}})  # no ports
-    nbclient.NotebookClient(book, timeout=300, kernel_name="python3", config=settings).execute()
+    process = KernelManager(kernel_name="python3", transport="ipc")  # no ports
+    process.start_kernel()
+    try:
+        yield process
+    finally:
+        process.shutdown_kernel(now=True)
+
+
+def notebook_page(path: Path, folder: Path, process: Any) -> str:
+    """A notebook as a page: it is run, its pictures are written into the folder, and what it prints is shown."""
+    import nbclient
+    import nbformat
+    from nbformat import v4
+
+    # Without the names of the notebook before it.
+    for book in (v4.new_notebook(cells=[v4.new_code_cell("%reset -f")]), nbformat.read(path, as_version=4)):
+        nbclient.NotebookClient(book, timeout=300, km=process).execute()
     parts = []
     for number, cell in enumerate(book.cells):
         if cell.cell_type == "markdown":
@@ -231,8 +245,9 @@ def write_pages(folder: Path) -> None:
         (folder / "api" / f"{package}.md").write_text(api_page(package, title))
     (folder / "api" / "integrations.md").write_text(integrations_page())
     (folder / "api" / "commands.md").write_text(commands_page())
-    for path in sorted(NOTEBOOKS.glob("*.ipynb")):
-        (folder / "notebooks" / f"{path.stem}.md").write_text(notebook_page(path, folder / "notebooks"))
+    with kernel() as process:
+        for path in sorted(NOTEBOOKS.glob("*.ipynb")):
+            (folder / "notebooks" / f"{path.stem}.md").write_text(notebook_page(path, folder / "notebooks", process))
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -88,18 +89,20 @@ def _server():
     return server
 
 
-def run(script: str, *arguments: str, loaded: bool = True, code: int = 0) -> str:
-    """What the script prints, which must end with this code; not `loaded`, only torch is there already."""
+def run(script: str, *arguments: str, loaded: bool = True, code: int | Sequence[int] = 0) -> str:
+    """What the script prints, which must end with this code, or one of these; not `loaded`, only torch is there."""
     return finished(script, *arguments, loaded=loaded, code=code).stdout
 
 
-def finished(script: str, *arguments: str, loaded: bool = True, code: int = 0) -> subprocess.CompletedProcess[str]:
+def finished(
+    script: str, *arguments: str, loaded: bool = True, code: int | Sequence[int] = 0
+) -> subprocess.CompletedProcess[str]:
     """As `run`, with what the script said of errors."""
     server = _server()
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps([loaded, script, arguments, folder]), file=server.stdin, flush=True)
         found, said = int(server.stdout.readline()), [Path(folder, name).read_text() for name in ("stdout", "stderr")]
-    assert found == code, (found, said[1])
+    assert found in ([code] if isinstance(code, int) else code), (found, said[1])
     return subprocess.CompletedProcess(script, found, *said)
 
 

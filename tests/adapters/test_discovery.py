@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from compressm.adapters import (
     AdapterError,
@@ -113,8 +114,14 @@ def test_names_under_distributed_data_parallel_are_clean(tmp_path):
         torch.distributed.destroy_process_group()
 
 
-def test_a_child_that_is_called_module_keeps_its_name():
-    assert list(find(nn.ModuleDict({"module": LRU(2, 4)}))) == ["module"]
+@pytest.mark.parametrize("name", ["module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"])
+def test_a_child_with_a_name_that_wrappers_use_keeps_it(name):
+    model = nn.ModuleDict({name: nn.ModuleDict({"a": LRU(2, 4), name: LRU(2, 4)}), "b": LRU(2, 4)})
+    names = [f"{name}.a", f"{name}.{name}", "b"]
+    for wrapped in (model, torch.compile(model), nn.DataParallel(torch.compile(model)), checkpoint_wrapper(model)):
+        assert list(find(wrapped)) == names
+    inside = nn.ModuleDict({name: torch.compile(model), "c": checkpoint_wrapper(LRU(2, 4))})
+    assert list(find(inside)) == [*(f"{name}.{one}" for one in names), "c"]
 
 
 def test_subclasses_inherit_the_adapter_until_they_have_their_own():

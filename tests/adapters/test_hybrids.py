@@ -1,13 +1,11 @@
 """Models with recurrent and attention layers: cut, saved, and read by transformers alone in a process of its own."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 import compressm as cs
 from compressm.adapters import find
+from tests import unhooked
 from tests.adapters import test_delta_net, test_mamba2, test_normed_mixers
 from tests.adapters.test_mamba2 import IDS
 from tests.marks import later
@@ -23,10 +21,12 @@ HYBRIDS = {
     **dict.fromkeys(("Qwen3Next", "Qwen3_5", "OlmoHybrid"), test_delta_net.make),
 }
 ALONE = """
+import os
 import sys
 import torch
 import transformers
 
+os.chdir(sys.argv[1])
 transformers.logging.set_verbosity_error()
 folder, found = sys.argv[1:]
 model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -64,7 +64,7 @@ def test_a_hybrid_is_cut_saved_and_decodes_in_transformers_alone(name, tmp_path)
 
     model.save_pretrained(tmp_path)
     torch.save(IDS, tmp_path / "ids.pt")
-    subprocess.run([sys.executable, "-c", ALONE, tmp_path, tmp_path / "found.pt"], check=True, cwd=tmp_path)
+    unhooked.run(ALONE, str(tmp_path), str(tmp_path / "found.pt"), loaded=False)
     found = torch.load(tmp_path / "found.pt")
     assert found["name"] == type(model).__name__
     with torch.no_grad():

@@ -141,13 +141,36 @@ def work(rank, count, case, path, store):
     os._exit(0)
 
 
+def differ(rank, count, path, store):
+    """Make compressors that differ; the first process, which keeps the store, ends as soon as it knows."""
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=count)
+    if rank:
+        read = dist.PrefixStore.get
+        dist.PrefixStore.get = lambda self, key: (time.sleep(0.3), read(self, key))[1]
+    try:
+        cs.Compressor(cs.layers.LRU(2, 4), when=[3 + rank], keep=cs.TargetOrder(2))
+    except ValueError as error:
+        with open(f"{path}/differing-{rank}.json", "w") as file:
+            json.dump(str(error), file)
+    os._exit(0)
+
+
+def at_a_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{free.getsockname()[1]}"
+
+
 def main():
     path, count = sys.argv[1], int(sys.argv[2])
+    store = at_a_port()
+    processes = [get_context("fork").Process(target=differ, args=(rank, count, path, store)) for rank in range(count)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
     for number, (case, (lost, how, *_)) in enumerate(CASES.items()):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        store = f"tcp://127.0.0.1:{port}" if "the store" in case else f"file://{path}/store-{number}"
+        store = at_a_port() if "the store" in case else f"file://{path}/store-{number}"
         given = [(rank, count, case, path, store) for rank in range(count)]
         processes = [get_context("fork").Process(target=work, args=args) for args in given]
         for process in processes:

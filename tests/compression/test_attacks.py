@@ -6,7 +6,16 @@ import warnings
 import pytest
 import torch
 
-from compressm.compression import CompressionError, Compressor, KeepFraction, Rollback, TargetOrder, compress_
+from compressm.compression import (
+    CompressionError,
+    Compressor,
+    KeepFraction,
+    LossTolerance,
+    Rollback,
+    TargetOrder,
+    compress_,
+    inspect,
+)
 from compressm.families.choices import Measured, WhiteNoise
 from compressm.families.selective.methods import PerChannel
 from compressm.layers import LRU, Mamba
@@ -170,6 +179,139 @@ def test_a_function_that_does_more_than_run_the_model_is_refused(act, place, tmp
     place = "nowhere"
     compressor.step(due)
     assert orders(model) == [4, 4]
+
+
+def with_functions(act, place, optimizer=None):
+    """A model whose cut calls `act` in one of the user's functions, and what makes that cut."""
+    model, acting = make(), [True]
+
+    def loss(model):
+        return model(X).square().mean()
+
+    def given(name, value):
+        if name == place and acting:
+            act()
+        return value
+
+    keep, calibrate, guard = TargetOrder(4), None, None
+    if place == "a policy":
+        keep = lambda spectra: given(place, dict.fromkeys(spectra, 4))  # noqa: E731
+    elif place == "loss":
+        keep = LossTolerance(10.0, lambda model: given(place, loss(model)))
+    elif place == "calibrate":
+        calibrate = lambda model: given(place, model(X))  # noqa: E731
+    else:
+        guard = Rollback(lambda: given(place, 1.0))
+    optimizer = None if optimizer is None else optimizer(model)
+    compressor = Compressor(model, optimizer, when=[1, 2], keep=keep, calibrate=calibrate, guard=guard)
+    return compressor, optimizer, acting.clear
+
+
+PLACES = ["calibrate", "a policy", "loss", "evaluate"]
+
+
+def settings():
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return (
+        torch.get_default_dtype(),
+        getattr(context, "device", None),
+        torch.is_grad_enabled(),
+        torch.get_rng_state().tolist(),
+        torch.get_deterministic_debug_mode(),
+    )
+
+
+SETTINGS = {
+    "dtype": lambda: torch.set_default_dtype(torch.float64),
+    "device": lambda: torch.set_default_device("meta"),
+    "gradients": lambda: torch.set_grad_enabled(False),
+    "random": lambda: torch.manual_seed(5),
+    "deterministic": lambda: torch.use_deterministic_algorithms(True),
+}
+
+
+@pytest.fixture
+def kept_settings():
+    """Put back what a library that fails these tests leaves behind."""
+    dtype, *_, deterministic = settings()
+    yield
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    torch.set_deterministic_debug_mode(deterministic)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("what", SETTINGS)
+@pytest.mark.usefixtures("kept_settings")
+def test_settings_of_torch_are_as_before_after_a_user_s_function(what, place):
+    compressor, _, _ = with_functions(SETTINGS[what], place)
+    before = settings()
+    cuts = compressor.step(1)
+    assert settings() == before
+    assert cuts
+    assert all(p.dtype == torch.float32 and p.device.type == "cpu" for p in compressor.model.parameters())
+
+
+@pytest.mark.parametrize("default", [None, "cpu"])
+@pytest.mark.usefixtures("kept_settings")
+def test_a_default_device_that_a_loss_changes_is_the_one_before_again_after_an_error_too(default):
+    def fails():
+        torch.set_default_device("meta")
+        torch.set_default_dtype(torch.float16)
+        raise OSError("no more data")
+
+    torch.set_default_device(default)
+    before = settings()
+    model = make()
+    with pytest.raises(OSError, match="no more data"):
+        inspect(model, loss=lambda model: fails())
+    assert settings() == before
+
+
+GROUPS = {
+    "lr": lambda optimizer: optimizer.param_groups[1].update(lr=1.0),
+    "a rate that is a tensor": lambda optimizer: optimizer.param_groups[0]["lr"].mul_(0.5),
+    "betas": lambda optimizer: optimizer.param_groups[0].__setitem__("betas", (0.5, 0.9)),
+    "a new option": lambda optimizer: optimizer.param_groups[0].update(mine=1),
+    "an option less": lambda optimizer: optimizer.param_groups[0].pop("weight_decay"),
+    "a group more": lambda optimizer: optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)]}),
+    "a group less": lambda optimizer: optimizer.param_groups.pop(),
+    "a parameter less": lambda optimizer: optimizer.param_groups[0]["params"].pop(),
+    "other groups": lambda optimizer: setattr(optimizer, "param_groups", [{}]),
+}
+CHANGED = {
+    "lr": r"lr of param_groups\[1\] of AdamW, from 0.01 to 1.0",
+    "a rate that is a tensor": r"lr of param_groups\[0\] of AdamW, from tensor\(0.0010\) to tensor\(0.0005\)",
+    "betas": r"betas of param_groups\[0\] of AdamW, from \(0.9, 0.999\) to \(0.5, 0.9\)",
+    "a new option": r"mine of param_groups\[0\] of AdamW, which was not there",
+    "an option less": r"weight_decay of param_groups\[0\] of AdamW, which is gone",
+    "a group more": r"the number of param_groups of AdamW, from 2 to 3",
+    "a group less": r"the number of param_groups of AdamW, from 2 to 1",
+    "a parameter less": r"params of param_groups\[0\] of AdamW",
+    "other groups": r"the number of param_groups of AdamW, from 2 to 1",
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("what", GROUPS)
+def test_an_optimizer_s_groups_that_a_user_s_function_edits_are_put_back_and_it_is_refused(what, place):
+    def two_groups(model):
+        head = list(model.head.parameters())
+        others = [p for p in model.parameters() if not any(p is own for own in head)]
+        groups = [{"params": others, "lr": torch.tensor(1e-3), "capturable": True}, {"params": head, "lr": 0.01}]
+        made.append(torch.optim.AdamW(groups))
+        return made[0]
+
+    made = []
+    compressor, optimizer, behave = with_functions(lambda: GROUPS[what](made[0]), place, two_groups)
+    groups, before = optimizer.param_groups, snapshot_of(compressor.model, optimizer, compressor)
+    with pytest.raises(CompressionError, match=f"{place} changed {CHANGED[what]}.*put back"):
+        compressor.step(1)
+    assert optimizer.param_groups is groups
+    assert same(snapshot_of(compressor.model, optimizer, compressor), before)
+    behave()
+    assert compressor.step(1)
 
 
 def test_evaluate_leaves_mode_gradients_and_random_numbers():

@@ -192,22 +192,33 @@ def bits(model, optimizer):
     return [value.clone() for value in model.state_dict().values()] + states
 
 
-@pytest.mark.parametrize("stop", [10, 14, 24, 39])
-def test_a_training_that_is_resumed_has_the_same_bits(stop, tmp_path):
-    def parts():
-        model = make()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        keep = LossTolerance(0.03, loss=loss)
-        options = {"when": Automatic(80, every=4), "keep": keep, "calibrate": calibrate}
-        return model, optimizer, Compressor(model, optimizer, **options)
+def parts():
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    options = {"when": Automatic(80, every=4), "keep": LossTolerance(0.03, loss=loss), "calibrate": calibrate}
+    return model, optimizer, Compressor(model, optimizer, **options)
 
-    whole = parts()
-    train(*whole, 1, 60)
-    first = parts()
-    train(*first, 1, stop)
-    save_checkpoint(tmp_path / "c.pt", model=first[0], optimizer=first[1], compressor=first[2], step=stop)
-    again = parts()
-    load_checkpoint(tmp_path / "c.pt", model=again[0], optimizer=again[1], compressor=again[2])
+
+STOPS = [10, 14, 24, 39]
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """A training without a pause, and the folder of its checkpoints."""
+    folder, whole, before = tmp_path_factory.mktemp("checkpoints"), parts(), 0
+    for stop in STOPS:
+        train(*whole, before + 1, stop)
+        model, optimizer, compressor = whole
+        save_checkpoint(folder / f"{stop}.pt", model=model, optimizer=optimizer, compressor=compressor, step=stop)
+        before = stop
+    train(*whole, before + 1, 60)
+    return whole, folder
+
+
+@pytest.mark.parametrize("stop", STOPS)
+def test_a_training_that_is_resumed_has_the_same_bits(stop, stopped):
+    (whole, folder), again = stopped, parts()
+    load_checkpoint(folder / f"{stop}.pt", model=again[0], optimizer=again[1], compressor=again[2])
     train(*again, stop + 1, 60)
     assert all(torch.equal(a, b) for a, b in zip(bits(*whole[:2]), bits(*again[:2]), strict=True))
     assert [e for e in again[2].history if not isinstance(e, Cut)] == [
@@ -390,6 +401,44 @@ def test_a_damaged_state_is_refused_and_changes_nothing(damage, said):
     before = loading.state_dict()
     with pytest.raises(CompressionError, match=said):
         loading.load_state_dict(saved.state_dict() | damage)
+    assert loading.state_dict() == before
+
+
+def spectra_of(**sigma):
+    return [{"a": torch.ones(3), **sigma}]
+
+
+@pytest.mark.parametrize(
+    ("memory", "said"),
+    [
+        ({"spectra": 3}, "memory: spectra is 3, expected list"),
+        ({"spectra": [3]}, "memory: spectra holds 3, expected {module: values}"),
+        ({"spectra": [None]}, "memory: spectra holds None"),
+        ({"spectra": spectra_of(b=[1.0])}, r"memory: spectra of 'b' is \[1.0\], expected a tensor"),
+        ({"spectra": spectra_of(b=torch.ones(2, 2))}, r"memory: spectra of 'b' is .*, expected a tensor"),
+        ({"spectra": spectra_of(b=torch.tensor([1.0, math.nan]))}, "memory: spectra of 'b' is .*, expected a tensor"),
+        ({"spectra": spectra_of(b=torch.tensor([1.0, -1.0]))}, "memory: spectra of 'b' is .*, expected a tensor"),
+        (
+            {"spectra": spectra_of(b=torch.ones(2, dtype=torch.complex64))},
+            "memory: spectra of 'b' is .*, expected a tensor",
+        ),
+        ({"spectra": [{3: torch.ones(2)}]}, "memory: spectra of 3 is"),
+        ({"begun": "yes"}, "memory: begun is 'yes', expected bool"),
+        ({"begun": True, "gap": "2"}, "memory: gap is '2', expected"),
+        ({"begun": True, "gap": 0}, "memory: gap is 0, expected"),
+    ],
+)
+@pytest.mark.parametrize("tried", [False, True])
+def test_a_damaged_memory_of_the_automatic_schedule_is_refused_before_it_is_used(memory, said, tried):
+    saved = Compressor(make(), when=Automatic(80, every=4), keep=TargetOrder(2))
+    for step in range(1, 13 if tried else 5):
+        saved.step(step)
+    state = saved.state_dict()
+    state["decided"]["memory"] |= memory
+    loading = Compressor(make(), when=Automatic(80, every=4), keep=TargetOrder(2))
+    before = loading.state_dict()
+    with pytest.raises(CompressionError, match=f"(?s)the state of a compressor: decided: {said}"):
+        loading.load_state_dict(state)
     assert loading.state_dict() == before
 
 

@@ -12,13 +12,20 @@ NAMED = [case for case in CASES if case not in (OWN_ERROR, *NO_STORE)]
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
-def found(request, tmp_path_factory):
-    """{case: {rank: what it says}} of all that could say something."""
+def ran(request, tmp_path_factory):
+    """The number of processes, and the folder in which they say something."""
     path = tmp_path_factory.mktemp("processes")
     unhooked.run("from tests.compression.lost import main; main()", str(path), str(request.param))
+    return request.param, path
+
+
+@pytest.fixture(scope="module")
+def found(ran):
+    """{case: {rank: what it says}} of all that could say something."""
+    count, path = ran
     found = {}
     for case, (lost, *_) in CASES.items():
-        files = {rank: path / f"{case}-{rank}.json" for rank in range(request.param)}
+        files = {rank: path / f"{case}-{rank}.json" for rank in range(count)}
         said = {rank: file for rank, file in files.items() if rank != lost or file.exists()}
         found[case] = {rank: json.loads(file.read_text()) for rank, file in said.items()}
     return found
@@ -71,3 +78,12 @@ def test_a_process_that_was_too_slow_learns_that_the_others_have_given_up(found)
     assert one["said"].startswith("the other processes have given up, while writing the cut; nothing was changed")
     assert one["same"]
     assert one["trains"]
+
+
+def test_options_that_differ_are_said_in_all_processes_though_the_first_ends_at_once(ran):
+    """It keeps the store in which the others read the options."""
+    count, path = ran
+    said = [json.loads((path / f"differing-{rank}.json").read_text()) for rank in range(count)]
+    assert said[0].startswith("when is [3] here, [4] in process 1: every process must have the same options")
+    for rank in range(1, count):
+        assert said[rank].startswith(f"when is [{3 + rank}] here, [3] in process 0: every process must have the same")

@@ -1,5 +1,6 @@
 """Exports run in their own runtimes against the model; a file that differs is not left behind."""
 
+import functools
 import itertools
 import json
 import shutil
@@ -19,6 +20,7 @@ from compressm.exporting.writing import Case
 from compressm.layers import LRU, SequenceError, SSMLayer
 from compressm.models import LanguageModel, SequenceClassifier
 from tests.exporting.models import INPUTS, LAYERS, MODELS, VOCABULARY, build
+from tests.marks import later
 
 RUNTIMES = {
     "torch.export": TorchExport(),
@@ -30,6 +32,8 @@ RUNTIMES = {
 compiles = pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="AOTInductor needs a C++ compiler"
 )
+# The formats whose files of a step tests share.
+STEPPING = (TorchExport(), ONNX(), ExecuTorch(batch=3))
 CELLS = list(itertools.product(LAYERS, MODELS, (None, cs.Baked())))
 NAMES = [f"{layer}-{model}-{'whole' if cut is None else 'cut'}" for layer, model, cut in CELLS]
 
@@ -41,27 +45,43 @@ def exported(model, folder, format, **options):
     return done
 
 
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.fixture(scope="module")
+def stepping(tmp_path_factory):
+    """The export of a step by each format, made once for tests that read it."""
+
+    @functools.cache
+    def made(format):
+        wanted = {
+            TorchExport(): ("LRU", "language", cs.Baked()),
+            ONNX(): ("Mamba", "classifier", cs.Baked()),
+            ExecuTorch(batch=3): ("S5", "language", None),
+        }
+        layer, model, cut = wanted[format]
+        return exported(build(layer, model, cut=cut), tmp_path_factory.mktemp("export"), format)
+
+    return made
+
+
+@pytest.mark.parametrize("layer", [layer for layer in LAYERS if layer != "LRU"])
 def test_a_step_runs_in_torch_export(layer, tmp_path):
     assert exported(build(layer, "language", cut=cs.Baked()), tmp_path, TorchExport()).difference < 5e-6
+
+
+@pytest.mark.parametrize("format", STEPPING, ids=["torch.export", "onnxruntime", "executorch"])
+def test_a_step_runs_in_its_runtime(format, stepping):
+    assert stepping(format).difference < 5e-6
 
 
 def test_a_forward_pass_runs_in_torch_export(tmp_path):
     assert exported(build("S4D", "classifier", depth=1), tmp_path, TorchExport(), what="forward").difference < 5e-6
 
 
-def test_a_step_runs_in_onnxruntime(tmp_path):
-    assert exported(build("Mamba", "classifier", depth=1), tmp_path, ONNX()).difference < 5e-6
-
-
 def test_a_forward_pass_runs_in_onnxruntime(tmp_path):
     assert exported(build("LRU", "language", depth=1), tmp_path, ONNX(), what="forward").difference < 5e-6
 
 
-def test_a_step_runs_in_executorch(tmp_path):
-    done = exported(build("S5", "language", depth=1), tmp_path, ExecuTorch(batch=3))
-    assert done.difference < 5e-6
-    assert done.metadata["largest_batch"] == 3
+def test_a_file_of_executorch_says_its_largest_batch(stepping):
+    assert stepping(ExecuTorch(batch=3)).metadata["largest_batch"] == 3
 
 
 @compiles
@@ -162,9 +182,8 @@ def test_the_file_has_neither_the_default_device_nor_the_autocast_of_the_caller(
         assert exported(model, tmp_path, TorchExport()).difference < 5e-6
 
 
-def test_a_file_says_what_it_is(tmp_path):
-    model = build("Mamba", "classifier", cut=cs.Baked())
-    done = exported(model, tmp_path, ONNX())
+def test_a_file_says_what_it_is(stepping):
+    model, done = build("Mamba", "classifier", cut=cs.Baked()), stepping(ONNX())
     told = ONNX().load(done.path).metadata
     assert told == json.loads(json.dumps(done.metadata))
     assert told["orders"] == {"blocks.0.ssm": 2, "blocks.1.ssm": 3}
@@ -340,10 +359,11 @@ def test_damaged_files_are_refused_by_name_when_they_are_loaded(format, tmp_path
             format.load(path)
 
 
-@pytest.mark.parametrize("format", [TorchExport(), ONNX(), ExecuTorch()], ids=["torch.export", "onnx", "executorch"])
-def test_a_file_that_lost_its_end_is_refused_when_it_is_loaded(format, tmp_path):
-    path = exported(build("LRU", "language"), tmp_path, format).path
-    path.write_bytes(path.read_bytes()[:-100])
+@pytest.mark.parametrize("format", STEPPING, ids=["torch.export", "onnx", "executorch"])
+def test_a_file_that_lost_its_end_is_refused_when_it_is_loaded(format, stepping, tmp_path):
+    whole = stepping(format).path
+    path = tmp_path / whole.name
+    path.write_bytes(whole.read_bytes()[:-100])
     with pytest.raises(ExportError, match="does not load in"):
         format.load(path)
 
@@ -484,7 +504,7 @@ def test_executorch_takes_one_sequence_alone(tmp_path):
     assert exported(build("LRU", "language"), tmp_path, ExecuTorch(batch=1)).batch == 1
 
 
-@pytest.mark.parametrize("what", ["step", "forward"])
+@pytest.mark.parametrize("what", later(["step", "forward"], "step"))
 def test_a_layer_that_blocks_share_has_a_state_in_each_of_them(tmp_path, what):
     model = build("LRU", "language")
     model.blocks[1].ssm = model.blocks[0].ssm

@@ -254,7 +254,7 @@ def test_a_training_whose_cuts_are_decided_as_it_goes_resumes_bit_for_bit(when, 
     trainer, callback = trainer_of(tmp_path, decided, when=when, save_steps=1)
     trainer.train()
     assert [event for event in callback.history if isinstance(event, cs.Cut)]
-    for step in (1, 2, 4):
+    for step in (2, 4):  # before the first try, and after one
         resumed, again = trainer_of(tmp_path / "again", decided, when=when, save_steps=50)
         resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
         assert same(state_of(resumed), state_of(trainer))

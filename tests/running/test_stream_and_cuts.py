@@ -10,7 +10,7 @@ import torch
 import compressm as cs
 from compressm.compression import load_checkpoint, save_checkpoint, surgery
 from compressm.layers import LRU, S4, S4D, S5, LinOSS, Mamba, SequenceError
-from compressm.layers.parameters import state_holders
+from compressm.layers.base import state_holders
 from compressm.models import BatchNorm, LanguageModel, SequenceClassifier
 from compressm.running import Stream
 

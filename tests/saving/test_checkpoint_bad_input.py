@@ -305,3 +305,58 @@ def test_a_step_may_come_from_numpy_or_a_tensor(tmp_path, step):
     """As in `Compressor.step`."""
     save_checkpoint(tmp_path / "c.pt", model=LRU(1, 1), step=step)
     assert load_checkpoint(tmp_path / "c.pt", model=LRU(1, 1)).step == 3
+
+
+class Pair(nn.Module):
+    """Two layers and two matrices, which may be shared."""
+
+    def __init__(self, shared="", order=6):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.table, self.head = LRU(4, order), LRU(4, order), nn.Embedding(7, 4), nn.Linear(4, 7, False)
+        if shared == "layer":
+            self.b = self.a
+        if shared == "matrix":
+            self.head.weight = self.table.weight
+        if shared == "parameter":
+            self.b.D = self.a.D
+        if shared != "matrix":
+            torch.nn.init.ones_(self.table.weight)
+
+
+SHARING = [
+    ("", "layer", "the model uses one layer as a and as b, and the file has one for each: it was saved by a model"),
+    ("layer", "", "the file has one layer for a and b, and the model one for each: share them here too, or load"),
+    ("", "matrix", "the model shares one tensor as table.weight and as head.weight, and the file has other values in"),
+    ("", "parameter", "the model shares one tensor as a.D and as b.D, and the file has other values in each"),
+    ("matrix", "layer", "the model uses one layer as a and as b"),
+]
+
+
+@pytest.mark.parametrize(("saved", "here", "said"), SHARING)
+@pytest.mark.parametrize("trained", [False, True], ids=["model", "with an optimizer"])
+@pytest.mark.parametrize("order", [6, 4])
+def test_a_file_of_a_model_that_shares_otherwise_is_refused_with_what_is_shared(
+    saved, here, said, trained, order, tmp_path
+):
+    one, other = Pair(saved, order), Pair(here)
+    one.a.D.data += 1
+    optimizers = [{"optimizer": torch.optim.SGD(model.parameters())} if trained else {} for model in (one, other)]
+    save_checkpoint(tmp_path / "c", model=one, **optimizers[0])
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(SavingError, match=f"{tmp_path / 'c'}: {said}"):
+        load_checkpoint(tmp_path / "c", model=other, **optimizers[1])
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+
+
+@pytest.mark.parametrize("shared", ["layer", "matrix", "parameter"])
+def test_a_file_of_a_model_that_shares_the_same_is_loaded(shared, tmp_path):
+    save_checkpoint(tmp_path / "c", model=Pair(shared, 4))
+    other = Pair(shared)
+    load_checkpoint(tmp_path / "c", model=other)
+    assert other.a.order == other.b.order == 4
+    save_checkpoint(tmp_path / "matrix", model=Pair("matrix"))
+    apart = Pair()
+    load_checkpoint(tmp_path / "matrix", model=apart)  # both copies are the same, and are the model's own from here on
+    assert torch.equal(apart.head.weight, apart.table.weight)
+    assert apart.head.weight is not apart.table.weight

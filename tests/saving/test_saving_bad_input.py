@@ -13,10 +13,11 @@ from hypothesis import given
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
+from torch.nn.parameter import Buffer
 
 from compressm import layers, load_model, save_model
 from compressm.adapters import SSMAdapter, adapts, write
-from compressm.compression import SavingError, load_checkpoint, savable, save_checkpoint
+from compressm.compression import KeepFraction, SavingError, compress_, load_checkpoint, savable, save_checkpoint
 from compressm.control import DiagonalSystem
 from compressm.layers import LRU, S4D
 from compressm.layers.discretisation import Discretisation
@@ -74,6 +75,12 @@ class DecaysAdapter(SSMAdapter):
 
     def encode(self, module, system):
         return {"rate": torch.logit(system.poles.real), "C": (system.C * system.B.mT).real}
+
+
+class WithMore(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.more = nn.Parameter(torch.ones(size))
 
 
 class TheirModel(nn.Module):
@@ -147,12 +154,32 @@ def wrong_number():
     return layer
 
 
+@pytest.mark.parametrize("when", ["before a cut", "after a cut", "after two"])
+@pytest.mark.parametrize("where", ["", "blocks.0.ssm", "head"])
+@pytest.mark.parametrize("kind", [nn.Parameter, Buffer], ids=["a parameter", "a buffer"])
+def test_a_tensor_that_was_registered_later_is_named_with_the_cure(kind, where, when, tmp_path):
+    model, name = classifier(), f"{where}.more" if where else "more"
+    for _ in range(["before a cut", "after a cut", "after two"].index(when)):
+        compress_(model, keep=KeepFraction(0.5))
+    model.get_submodule(where).more = kind(torch.ones(2))
+    said = f"{name}: registered after the SequenceClassifier was built.* Register it in the constructor of a class of"
+    with pytest.raises(SavingError, match=f"^{said}.*savable.*a module that you put into the model.*save_checkpoint"):
+        save_model(model, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    model.get_submodule(where)._parameters.pop("more", None)
+    model.get_submodule(where)._buffers.pop("more", None)
+    # What the error advises.
+    model.add_module("beside", savable(WithMore)(2))
+    save_model(model, tmp_path / "model")
+    assert load_model(tmp_path / "model").beside.more.tolist() == [1, 1]
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
         (lambda: LRU(2, 2).to("meta"), "nu_log is on the meta device"),
         (without_arguments, "built before its class was savable"),
-        (narrowed, r"head.weight has shape \(2, 4\).*expected \(3, 4\)"),
+        (narrowed, r"head.weight has shape \(2, 4\), and its constructor makes \(3, 4\).* Put a whole module of the"),
         (wrong_number, "path is nan"),
         (lambda: savable(TheirModel)(2, buffer=False), "table is not in the state dict"),
     ],

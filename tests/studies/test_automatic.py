@@ -6,11 +6,13 @@ import pytest
 
 import automatic
 from automatic import LINEUPS, TOLERANCES
+from compressm_lab.experiments.engine import conduct
 from compressm_lab.experiments.recipes import recipe_names
 from compressm_lab.reports.automatic_tables import below_the_front
 from compressm_lab.reports.measurements import grids
 from compressm_lab.runs.measurement import Measurement
 from compressm_lab.training import Plan
+from tests.lab.experiments.tiny import Inline
 
 KNOWN = [name for name, lineup in LINEUPS.items() if lineup.recipe in recipe_names()]
 
@@ -44,8 +46,11 @@ def test_four_cuts_end_at_the_order_that_the_label_says(name):
 
 
 def test_a_small_run_writes_rows_and_the_advice(tmp_path):
-    arms = [part for name in ("whole", "automatic-10", "small-4", "warm-up-4") for part in ("--only", name)]
-    options = ["--seeds", "1", "--steps", "60", "--out", str(tmp_path), "--advice", *arms]
+    names = ("whole", "automatic-10", "small-4", "warm-up-4")
+    # Trained here, not in a process each that loads everything anew.
+    assert conduct(LINEUPS["digits"].plan(tmp_path, list(names), range(1), 40), Inline()).failed == {}
+    arms = [part for name in names for part in ("--only", name)]
+    options = ["--seeds", "1", "--steps", "40", "--out", str(tmp_path), "--advice", *arms]
     result, advice = automatic.main(["digits", *options])
     rows = {row["variant"]: row for row in Measurement.read(result).rows}
     assert set(rows) == {"128 states", "automatic, 10 %", "4 states", "in the warm-up to 4"}

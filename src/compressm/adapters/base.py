@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.optim.swa_utils import AveragedModel
 
 from compressm.control import DeviceError, DiagonalSystem, ShapeError, UnstableSystemError
 from compressm.control.linear_algebra import modulus
 from compressm.control.validation import require_all_finite, require_kind, values_are_read, values_unread
 from compressm.errors import AdapterError
 from compressm.layers import LTILayer
+from compressm.layers.parameters import plain_name
 
 Module = TypeVar("Module", bound=nn.Module)
 System = TypeVar("System")
@@ -218,11 +218,6 @@ class SSMAdapter(Adapter[Module, DiagonalSystem]):
 _ADAPTERS: dict[type[nn.Module], Adapter[Any, Any]] = {}
 # Adapters of classes that may be absent, by name: "package.module.Class".
 _NAMED: dict[str, Adapter[Any, Any]] = {}
-
-# Wrappers that hold the wrapped model as `module`; a model's own child of that name keeps its name.
-_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
-# Names that only wrappers use: torch.compile, activation checkpoints, FSDP.
-_WRAPPED = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 # What to say of a model from torch.jit.trace or torch.jit.script, whose layers are no Python objects any more.
 COMPILED = (
@@ -535,16 +530,6 @@ def _with_a_mode_twice(system: DiagonalSystem) -> DiagonalSystem:
     poles, B, C = system.poles, system.B, system.C
     poles, C = (torch.cat([part, part[..., :1]], dim=-1) for part in (poles, C))
     return DiagonalSystem(poles, torch.cat([B, B[..., :1, :]], dim=-2), C)
-
-
-def plain_name(path: str, modules: Mapping[str, nn.Module]) -> str:
-    """The name of a module or parameter without the parts that wrappers add."""
-    kept, walked = [], ""
-    for part in path.split("."):
-        wrapped = part in _WRAPPED or (part == "module" and isinstance(modules.get(walked), _WRAPPERS))
-        kept += [] if wrapped else [part]
-        walked = f"{walked}.{part}" if walked else part
-    return ".".join(kept)
 
 
 def require_module(function: str, module: object) -> None:

@@ -352,7 +352,9 @@ class Compressor:
         self._ended = bool(state["ended"])
         self._seen = state.get("seen")
         self._best, self._added = losses_of(state)
-        self._look_at, self._memory, self._tries = (None, {}, ()) if decided is None else decided_of(decided)
+        self._look_at, self._memory, self._tries = (
+            (None, {}, ()) if decided is None else decided_of(self._when, decided)
+        )
         if self._watch is not None:
             self._watch.load_state_dict(NOTHING_TO_JUDGE if watch is None else watch)
 
@@ -373,7 +375,7 @@ class Compressor:
                 f"the saved compressor was made with when={saved}, this one with {self._when!r:.100}: expected the same"
             )
         else:
-            decided_of(state["decided"])
+            decided_of(self._when, state["decided"])
         losses_of(state)
         if self._watch is not None and state["watch"] is not None:
             self._watch.require_loadable(state["watch"])

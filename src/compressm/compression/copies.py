@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from compressm.adapters import find
+from compressm.compression.several import kept_groups
 from compressm.compression.surgery import PreparedCut, write_cuts_
 from compressm.compression.trying import Loss
 from compressm.errors import CompressionError
@@ -57,10 +58,10 @@ def _prepared(name: str, change: Change, module: nn.Module) -> PreparedCut:
     return PreparedCut(name, module, change.values, writing=change.writing)
 
 
-def loss_of(twin: nn.Module, loss: Loss, cut: Sequence[str]) -> float:
+def loss_of(twin: nn.Module, loss: Loss, cut: Sequence[str], optimizer: Any | None = None) -> float:
     """The loss of a copy, which must have run; NaN, −∞ and what is no number are refused, ∞ is a bad cut.
 
-    What else the function does to tensors that the copy shares with the model is put back.
+    What else the function does to the optimizer, or to tensors that the copy shares with the model, is put back.
     """
     ran: list[str] = []
     _note_runs_(twin, cut, ran)
@@ -70,7 +71,7 @@ def loss_of(twin: nn.Module, loss: Loss, cut: Sequence[str]) -> float:
             twin.eval()
             return _number(loss(twin))
 
-    found = untouched(twin, "loss", run)
+    found = untouched(twin, "loss", run, kept_groups(optimizer))
     if not ran:
         raise CompressionError(
             "loss did not run the model that it was given, so every cut would look harmless: expected a function of"

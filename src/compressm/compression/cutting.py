@@ -36,7 +36,7 @@ from compressm.compression.planning import (
 from compressm.compression.policies import Limits, require_given
 from compressm.compression.record import Cut
 from compressm.compression.schedule import Answer
-from compressm.compression.several import kind_of
+from compressm.compression.several import kept_groups, kind_of
 from compressm.compression.sharding import is_sharded, require_no_new_parameters, require_whole
 from compressm.compression.surgery import (
     PreparedCut,
@@ -52,7 +52,8 @@ from compressm.errors import AdapterError, CompressionError, warn_caller
 from compressm.families import Layer, PlannedCut
 from compressm.families.choices import LayerOrders, RoundTo, as_allowed_orders
 from compressm.families.observing import ratio_of, untouched
-from compressm.layers.parameters import refuse_to_average_, state_holders
+from compressm.layers.base import state_holders
+from compressm.layers.parameters import refuse_to_average_
 
 _SENDING, _MEASURING = "sending the cut to all processes", "measuring what the cut changes"
 
@@ -195,7 +196,7 @@ class Cutter:
         """The layers with the observations of all processes; `layers` are those that `check` has just read."""
         with torch.no_grad():
             with self.processes.together("reading the layers"):
-                layers = read_layers(self.inner, self.options, layers)
+                layers = read_layers(self.inner, self.options, layers, self.optimizer)
             return _over(self.processes, layers)
 
     def plan(
@@ -235,7 +236,9 @@ class Cutter:
             choice = self.choice(layers, salt, share)
             return choice.cuts(choice.orders())
 
-        return untouched(self.inner, "a policy", choose) if has_functions(self.options) else choose()
+        if not has_functions(self.options):
+            return choose()
+        return untouched(self.inner, "a policy", choose, kept_groups(self.optimizer))
 
     def choice(self, layers: dict[str, Layer], salt: int, share: float) -> Choice:
         """The choice of orders for these layers, in the first process."""
@@ -464,7 +467,8 @@ class _Trying:
     def chosen(self, salt: int, attempt: Answer | None) -> tuple[ChosenCuts, Tried | None]:
         """The cuts that the policy chooses, in the first process; in the others none."""
         act = partial(self._led, salt, attempt) if self.cutter.processes.is_first else self._followed
-        return untouched(self.cutter.inner, "a policy" if has_functions(self.cutter.options) else "loss", act)
+        who = "a policy" if has_functions(self.cutter.options) else "loss"
+        return untouched(self.cutter.inner, who, act, kept_groups(self.cutter.optimizer))
 
     def _followed(self) -> tuple[ChosenCuts, Tried | None]:
         while (sent := self._ask(None)) is not None:
@@ -519,7 +523,7 @@ class _Trying:
             with stage("encode"):
                 changes = changes_of(cuts)
             twin = cut_copy(cutter.inner, changes, lambda cuts, found: filled_up(cuts, found, filled), [*filled])
-            found = loss_of(twin, self.policy.loss, list(self.layers))
+            found = loss_of(twin, self.policy.loss, list(self.layers), cutter.optimizer)
         total = processes.total(torch.tensor([found], dtype=torch.float64), "adding up the losses of a trial cut")
         return float(total) / processes.count
 

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, final
@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from compressm.adapters.base import COMPILED
 from compressm.errors import CompressionError, LostProcessError, StaleWrapperError
-from compressm.layers.parameters import refuse_outdated_, refuses_with, trust_
+from compressm.layers.parameters import refuse_outdated_, refuses_with, trust_, wrapped_name
 
 Value = TypeVar("Value")
 
@@ -116,7 +116,14 @@ class Processes:
                 f"{' and '.join(absent) or 'another process'} did not call {mine['call']} within {timeout}, the timeout"
                 " of the process group: every process must make the same calls"
             ) from error
-        return [store.get(place) for place in places]
+        said = [store.get(place) for place in places]
+        if any(json.loads(other) != mine for other in said):
+            # The first process of all keeps the store, and may end by the error, which the others must read before.
+            store.set(f"{places[self.index]}, read", "")
+            if dist.get_rank() == 0:
+                with suppress(RuntimeError):
+                    store.wait([f"{place}, read" for place in places], timedelta(seconds=_NOTICE))
+        return said
 
     def require_same(self, what: str, mine: dict[str, str]) -> None:
         """Refuse, in all processes, values that are not the same in all; the error names the first one."""
@@ -315,8 +322,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, DistributedDataParallel | nn.DataParallel):
             model = model.module
-        elif isinstance(inner := model._modules.get("_orig_mod"), nn.Module):
-            model = inner
+        elif wrapped_name(model) == "_orig_mod":  # torch.compile
+            model = model.get_submodule("_orig_mod")
         else:
             return model
 

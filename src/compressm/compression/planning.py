@@ -35,6 +35,7 @@ from compressm.compression.policies import (
     restricted,
 )
 from compressm.compression.pricing import PRICES
+from compressm.compression.several import kept_groups
 from compressm.compression.surgery import require_plain_parameters
 from compressm.compression.trying import Orders, TryingPolicy
 from compressm.control import ControlError, numerical_rank
@@ -263,7 +264,9 @@ def _by_value(values: Mapping[str, Item]) -> dict[Item, list[str]]:
     return names
 
 
-def read_layers(model: nn.Module, options: Options, layers: dict[str, Layer] | None = None) -> dict[str, Layer]:
+def read_layers(
+    model: nn.Module, options: Options, layers: dict[str, Layer] | None = None, optimizer: Any | None = None
+) -> dict[str, Layer]:
     """Every SSM layer of the model, with observations if there is `calibrate`; `layers` are those just read."""
     # A forward pass of DistributedDataParallel waits for the other processes, which may not run one.
     model = unwrapped(model)
@@ -273,7 +276,7 @@ def read_layers(model: nn.Module, options: Options, layers: dict[str, Layer] | N
     with torch.no_grad():
         observers = {name: layer.observer(options.choices) for name, layer in layers.items()}
     with stage("calibrate"):
-        observe(model, options.calibrate, list(observers.values()))
+        observe(model, options.calibrate, list(observers.values()), kept_groups(optimizer))
     return {name: layer.with_observations(observers[name]) for name, layer in layers.items()}
 
 

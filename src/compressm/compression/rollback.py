@@ -24,7 +24,7 @@ from compressm.adapters import AdapterError, find
 from compressm.adapters.base import require_call
 from compressm.compression.distributed import Processes
 from compressm.compression.record import Restored, require_entries
-from compressm.compression.several import leave_
+from compressm.compression.several import kept_groups, leave_
 from compressm.compression.stored_states import require_snapshot
 from compressm.compression.surgery import attributes_of, optional_in, renew_shared_
 from compressm.errors import CompressionError, warn_caller
@@ -404,10 +404,10 @@ class Rollback:
                 raise CompressionError(f"Rollback: folder is {self.folder!r}, expected a folder, there or not, or None")
             object.__setattr__(self, "folder", Path(self.folder))
 
-    def value(self, model: nn.Module, processes: Processes = Processes()) -> float:
+    def value(self, model: nn.Module, processes: Processes = Processes(), optimizer: Any | None = None) -> float:
         """The result of `evaluate` for this model; all processes get that of the first."""
         with processes.together("evaluating"):
-            number = _number(untouched(model, "evaluate", self.evaluate))
+            number = _number(untouched(model, "evaluate", self.evaluate, kept_groups(optimizer)))
         return processes.as_first(number, "evaluating")
 
     def accepts(self, value: float, before: float) -> bool:
@@ -531,7 +531,7 @@ class Watch:
         return Restored(step, self._orders(), self.guard.verdict(value, self.before))
 
     def _value(self) -> float:
-        return self.guard.value(self.model, self.processes)
+        return self.guard.value(self.model, self.processes, self.subject.optimizer)
 
     def _restore_(self, snapshot: Snapshot, verdict: str, undo: ExitStack) -> None:
         now = self._orders()

@@ -120,6 +120,9 @@ class Schedule(ABC):
         """True if the next look needs spectra; they cost a pass over the calibration data."""
         return False
 
+    def require_memory(self, what: str, memory: Mapping[str, Any]) -> None:  # noqa: B027  # most have none to check
+        """Refuse a saved memory, called `what` in errors, that `decide` could not use."""
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
@@ -225,6 +228,22 @@ class Automatic(Schedule):
         """True until tries have begun."""
         return not memory.get("begun", False)
 
+    def require_memory(self, what: str, memory: Mapping[str, Any]) -> None:
+        """Refuse spectra that are none, and gaps that are no counts."""
+        require_entries(
+            what, {"begun": False, "gap": 1, "spectra": [], **memory}, begun=bool, gap=int, spectra=list | tuple
+        )
+        require_count(f"{what}: gap", memory.get("gap", 1))
+        for seen in memory.get("spectra", ()):
+            if not isinstance(seen, Mapping):
+                raise CompressionError(f"{what}: spectra holds {seen!r:.100}, expected {{module: values}}")
+            for name, sigma in seen.items():
+                if not isinstance(name, str) or not _is_spectrum(sigma):
+                    raise CompressionError(
+                        f"{what}: spectra of {name!r:.100} is {sigma!r:.100}, expected a tensor of finite values of at"
+                        " least 0, as state_dict() gave it"
+                    )
+
     def plan(self) -> str:
         """The earliest and latest step of a try, and the most tries, in words."""
         share = f", each keeps at least {100 * self.share:g} % of a layer's states" if self.share else ""
@@ -292,6 +311,12 @@ class Automatic(Schedule):
         return max(moved[worst], crossed[worst]) <= self.settled, f"{said} in {worst or 'the model'}"
 
 
+def _is_spectrum(sigma: object) -> bool:
+    if not isinstance(sigma, Tensor) or sigma.ndim != 1 or not sigma.is_floating_point():
+        return False
+    return bool((sigma.isfinite() & (sigma >= 0)).all())
+
+
 def _shapes(spectra: Mapping[str, Tensor]) -> dict[str, Any]:
     return {name: sigma.shape for name, sigma in spectra.items()}
 
@@ -330,7 +355,7 @@ def require_answer(schedule: Schedule, look: Look, answer: object) -> Answer:
     return answer
 
 
-def decided_of(decided: object) -> tuple[float | None, Mapping[str, Any], tuple[Try, ...]]:
+def decided_of(schedule: Schedule, decided: object) -> tuple[float | None, Mapping[str, Any], tuple[Try, ...]]:
     """The next look, the memory and the tries of a saved schedule; None: it was never asked, ∞: it has ended."""
     what = "the state of a compressor: decided"
     require_entries(what, decided, look_at=int, tries=list | tuple, memory=Mapping)
@@ -342,6 +367,7 @@ def decided_of(decided: object) -> tuple[float | None, Mapping[str, Any], tuple[
         step, cut, trials = one
         tries.append(Try(require_count(f"{what}: a try", step, low=0), cut, require_count(what, trials, low=0)))
     at = require_count(f"{what}: look_at", decided["look_at"], low=-1)
+    schedule.require_memory(f"{what}: memory", decided["memory"])
     return None if at < 0 else at or math.inf, decided["memory"], tuple(tries)
 
 

@@ -1,10 +1,11 @@
-"""Several optimizers or schedulers of one training, seen as one, and parameters that join or leave their groups."""
+"""Several optimizers or schedulers of one training, seen as one; groups: kept, and joined or left by parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -158,6 +159,77 @@ def require_no_other_inside(optimizer: Any) -> None:
                     f" old sizes; expected optimizer={kind.lower()}.{name}, if {kind} itself remembers nothing from one"
                     " step to the next (SAM does not, Lookahead does), or an optimizer without another inside"
                 )
+
+
+@final
+class _KeptGroups:
+    """The groups of an optimizer as they are now, which `restore_` puts back: objects, options, rates in tensors."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer, self._groups = optimizer, optimizer.param_groups
+        self._held = [
+            (group, dict(group), {key: _copy(value) for key, value in group.items()}) for group in self._groups
+        ]
+
+    def restore_(self) -> list[str]:
+        """Put everything back; return what was changed."""
+        kind, now = type(self._optimizer).__name__, self._optimizer.param_groups
+        changed = []
+        if len(now) != len(self._held):
+            changed.append(f"the number of param_groups of {kind}, from {len(self._held)} to {len(now)}")
+        elif odd := [k for k, (group, *_) in enumerate(self._held) if now[k] is not group]:
+            changed.append(f"param_groups[{odd[0]}] of {kind}, which is another dictionary")
+        if changed:
+            self._groups[:] = [group for group, *_ in self._held]
+            self._optimizer.param_groups = self._groups
+        for k, (group, options, copies) in enumerate(self._held):
+            odd_keys = [key for key in {**options, **group} if not _is_as(group, key, options, copies)]
+            changed += [f"{key} of param_groups[{k}] of {kind}{_how(group, key, copies)}" for key in odd_keys]
+            if odd_keys:
+                group.clear()
+                group.update(options)
+                for key in odd_keys:
+                    _write_(options.get(key), copies.get(key))
+        return changed
+
+
+def _copy(value: Any) -> Any:
+    """A copy of what may change in place."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return list(value) if isinstance(value, list) else value
+
+
+def _write_(value: Any, copy: Any) -> None:
+    if isinstance(value, Tensor):
+        value.detach().copy_(copy)
+    elif isinstance(value, list):
+        value[:] = copy
+
+
+def _is_as(group: Mapping[str, Any], key: str, options: Mapping[str, Any], copies: Mapping[str, Any]) -> bool:
+    """True if an option of a group is what it was."""
+    if key not in group or key not in options:
+        return False
+    now, then, copy = group[key], options[key], copies[key]
+    if isinstance(then, Tensor):
+        return now is then and torch.equal(then.detach(), copy)
+    if isinstance(then, list):
+        return now is then and [*map(id, then)] == [*map(id, copy)]
+    return now is then or (isinstance(then, bool | int | float | str | tuple) and bool(now == then))
+
+
+def _how(group: Mapping[str, Any], key: str, copies: Mapping[str, Any]) -> str:
+    if key == "params":
+        return ""
+    if key not in copies:
+        return ", which was not there"
+    return f", from {copies[key]!r:.40} to {group[key]!r:.40}" if key in group else ", which is gone"
+
+
+def kept_groups(optimizer: Any | None) -> list[Callable[[], list[str]]]:
+    """Functions that put the groups of each optimizer back as they are now, and return what was changed."""
+    return [] if optimizer is None else [_KeptGroups(part).restore_ for part in parts_of(optimizer)]
 
 
 _NAMES = "param_names"  # in optimizers built from named_parameters()

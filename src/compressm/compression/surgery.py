@@ -12,14 +12,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from compressm.adapters import Adapter, adapter_for, find
-from compressm.adapters.base import (
-    Growth,
-    encode_present,
-    parameter_of,
-    plain_name,
-    present_attributes,
-    require_differentiable,
-)
+from compressm.adapters.base import Growth, encode_present, parameter_of, present_attributes, require_differentiable
 from compressm.adapters.writing import prepared
 from compressm.compression.optimizer import (
     Moments,
@@ -37,7 +30,8 @@ from compressm.control.validation import are_finite, is_finite
 from compressm.errors import AdapterError, CompressionError
 from compressm.families import Layer
 from compressm.families.base import Change, Values, Writing
-from compressm.layers.parameters import StateMap, replace_data, state_holders
+from compressm.layers.base import StateMap, state_holders
+from compressm.layers.parameters import plain_name, replace_data
 
 
 def place_of(name: str, module: nn.Module, path: str) -> tuple[Any, str]:

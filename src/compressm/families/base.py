@@ -39,7 +39,7 @@ from compressm.adapters.base import encode_with
 from compressm.control import ControlError, DiagonalSystem, validation
 from compressm.errors import CompressionError
 from compressm.families.choices import Choices
-from compressm.layers.parameters import StateMap
+from compressm.layers.base import StateMap
 
 Values: TypeAlias = Mapping[str, Tensor]
 Total: TypeAlias = Callable[[Tensor], Tensor]  # the sum of a tensor over all processes

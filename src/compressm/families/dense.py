@@ -31,7 +31,7 @@ from compressm.families.linear.family import SystemLayer
 from compressm.families.linear.observer import SequenceObserver, squared_change
 from compressm.families.linear.transport import Jacobian
 from compressm.families.observing import Observations, ratio_of, sequences_at_once
-from compressm.layers.parameters import StateMap
+from compressm.layers.base import StateMap
 from compressm.ops.lti.dense import dense_bank
 
 # Means of squares are those of this many draws of signs; with 32 they are off by a fifth.

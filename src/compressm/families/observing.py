@@ -314,6 +314,8 @@ class MeasuredFamily(SeparateFamily):
 
 Calibrate = Callable[[nn.Module], object]
 Result = TypeVar("Result")
+# Puts something back, and returns what was changed, in words.
+PutBack = Callable[[], list[str]]
 
 
 def require_calibrate(calibrate: object) -> None:
@@ -332,8 +334,13 @@ def require_calibrate(calibrate: object) -> None:
         raise CompressionError(f"{said}: it takes {signature}, and with one argument {error}") from None
 
 
-def observe(model: nn.Module, calibrate: Calibrate, observers: Sequence[Observer]) -> None:
-    """Run `calibrate(model)` once, in evaluation mode and without gradients; every observer must get inputs."""
+def observe(
+    model: nn.Module, calibrate: Calibrate, observers: Sequence[Observer], also: Sequence[PutBack] = ()
+) -> None:
+    """Run `calibrate(model)` once, in evaluation mode and without gradients; every observer must get inputs.
+
+    It may not change what `also` is put back.
+    """
     _require_finite(observers)
 
     def run() -> None:
@@ -342,7 +349,7 @@ def observe(model: nn.Module, calibrate: Calibrate, observers: Sequence[Observer
             model.eval()
             calibrate(model)
 
-    untouched(model, "calibrate", lambda: _attached(observers, run))
+    untouched(model, "calibrate", lambda: _attached(observers, run), also)
     missed = [repr(observer.name) if observer.name else "the model" for observer in observers if observer.passes == 0]
     if missed:
         raise CompressionError(
@@ -351,22 +358,25 @@ def observe(model: nn.Module, calibrate: Calibrate, observers: Sequence[Observer
         )
 
 
-def untouched(model: nn.Module, who: str, run: Callable[[], Result]) -> Result:
-    """Run a user's function, named `who`: gradients, modes, buffers and random numbers are as before afterwards.
+def untouched(model: nn.Module, who: str, run: Callable[[], Result], also: Sequence[PutBack] = ()) -> Result:
+    """Run a user's function, named `who`: modes, gradients, buffers, random numbers and settings of torch stay.
 
-    Weights that it changes are put back, and it is refused; so is a step of an optimizer that trains the model. The
-    copy of all tensors on a CPU, and the comparison afterwards, take 0.08 s for 100 MB on one core.
+    Weights that it changes are put back, and it is refused; so is whatever `also` puts back, and a step of an optimizer
+    that trains the model. The copy of all tensors on a CPU, and the comparison afterwards, take 0.08 s for 100 MB on
+    one core.
     """
-    kept, random_before, gradients = Kept(model), random_state(), torch.is_grad_enabled()
+    kept, random_before, settings = Kept(model), random_state(), _Settings()
     modes = {module: module.training for module in model.modules()}
     changed: list[str] = []
 
     def restore() -> None:
+        settings.restore_()  # first: they say where tensors are made
         changed.extend(kept.restore_())
+        for put_back in also:
+            changed.extend(put_back())
         for module, training in modes.items():
             module.training = training
         set_random_state(random_before)
-        torch.set_grad_enabled(gradients)
 
     def hidden() -> Result:
         kept.hide_gradients_()
@@ -376,10 +386,33 @@ def untouched(model: nn.Module, who: str, run: Callable[[], Result]) -> Result:
     if changed:
         shown = ", ".join(changed[:4]) + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
         raise CompressionError(
-            f"{who} changed {shown}; expected a function that only runs the model. The weights are put back, but"
-            " not what else it changed, such as the moments of an optimizer"
+            f"{who} changed {shown}; expected a function that only runs the model. That is put back, but not what else"
+            " it changed, such as the moments of an optimizer"
         )
     return result
+
+
+class _Settings:
+    """Settings of torch for the whole process, as they are now."""
+
+    def __init__(self) -> None:
+        self.dtype, self.device = torch.get_default_dtype(), _default_device()
+        self.gradients, self.deterministic = torch.is_grad_enabled(), torch.get_deterministic_debug_mode()
+
+    def restore_(self) -> None:
+        torch.set_default_dtype(self.dtype)
+        if _default_device() != self.device:
+            torch.set_default_device(self.device)
+        torch.set_grad_enabled(self.gradients)
+        if torch.get_deterministic_debug_mode() != self.deterministic:
+            torch.set_deterministic_debug_mode(self.deterministic)
+
+
+def _default_device() -> torch.device | None:
+    """The device of `torch.set_default_device`; None if there is none, where torch's own function says the CPU."""
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    found: torch.device | None = getattr(context, "device", None)
+    return found
 
 
 def _without_steps(model: nn.Module, who: str, run: Callable[[], Result]) -> Result:

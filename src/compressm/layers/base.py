@@ -1,4 +1,7 @@
-"""Base classes of SSM layers: stored constructor arguments, checks, checkpoints of another order, and the skip D·x."""
+"""Base classes of SSM layers: stored constructor arguments, checks, checkpoints of another order, and the skip D·x.
+
+Also those who hold states of a layer, and are told when a cut changes them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from operator import attrgetter
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from jaxtyping import Float, Int
@@ -313,6 +317,34 @@ def check_finite(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if not is_lazy(parameter) and (bad := int((~torch.isfinite(parameter.detach())).sum())):
             raise SequenceError(f"{name} holds {bad} entries that are not finite, expected none")
+
+
+# Carries a state of a layer, as its `step` takes it, through a cut; leading axes are sequences.
+StateMap: TypeAlias = Callable[[Tensor], Tensor]
+
+
+class StateHolder(ABC):
+    """An object, such as a stream, that keeps states of layers between calls."""
+
+    @abstractmethod
+    def carry_(self, layer: nn.Module, through: StateMap | None) -> Callable[[], None]:
+        """Carry the states of a layer through a cut that is about to be written; the result takes this back.
+
+        Without a map the states are lost.
+        """
+
+
+_state_holders: WeakKeyDictionary[nn.Module, WeakSet[StateHolder]] = WeakKeyDictionary()
+
+
+def hold_states_(layer: nn.Module, holder: StateHolder) -> None:
+    """Tell the holder, as long as it lives, when a cut of the layer changes its states."""
+    _state_holders.setdefault(layer, WeakSet()).add(holder)
+
+
+def state_holders(layer: nn.Module) -> list[StateHolder]:
+    """The living holders of the layer's states."""
+    return list(_state_holders.get(layer, ()))
 
 
 class LTILayer(SSMLayer):

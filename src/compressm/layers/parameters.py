@@ -1,17 +1,16 @@
 """Parameters that change shape: new data in place, old data put back, and those that hold the old shapes.
 
-These are wrappers, averages, compressors and streams.
+These are wrappers, averages and compressors.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import compress
-from typing import Any, ClassVar, TypeAlias, final
+from typing import Any, ClassVar, final
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -303,34 +302,6 @@ def _free(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + kept
 
 
-# Carries a state of a layer, as its `step` takes it, through a cut; leading axes are sequences.
-StateMap: TypeAlias = Callable[[Tensor], Tensor]
-
-
-class StateHolder(ABC):
-    """An object, such as a stream, that keeps states of layers between calls."""
-
-    @abstractmethod
-    def carry_(self, layer: nn.Module, through: StateMap | None) -> Callable[[], None]:
-        """Carry the states of a layer through a cut that is about to be written; the result takes this back.
-
-        Without a map the states are lost.
-        """
-
-
-_state_holders: WeakKeyDictionary[nn.Module, WeakSet[StateHolder]] = WeakKeyDictionary()
-
-
-def hold_states_(layer: nn.Module, holder: StateHolder) -> None:
-    """Tell the holder, as long as it lives, when a cut of the layer changes its states."""
-    _state_holders.setdefault(layer, WeakSet()).add(holder)
-
-
-def state_holders(layer: nn.Module) -> list[StateHolder]:
-    """The living holders of the layer's states."""
-    return list(_state_holders.get(layer, ()))
-
-
 # The objects, such as compressors, that must know when a module's order changes, with their optimizers.
 _holders: WeakKeyDictionary[nn.Module, WeakKeyDictionary[object, list[ref[Any]]]] = WeakKeyDictionary()
 
@@ -573,9 +544,35 @@ def _odd_one(copy: nn.Module, model: nn.Module) -> str | None:
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """The shapes of all parameters, by their names without those of wrappers."""
-    wrappers = ("module", "_orig_mod")
-    parts = ((name.split("."), parameter) for name, parameter in model.named_parameters())
-    return {".".join(part for part in path if part not in wrappers): tuple(p.shape) for path, p in parts}
+    modules = dict(model.named_modules())
+    return {plain_name(name, modules): tuple(p.shape) for name, p in model.named_parameters()}
+
+
+# The name that each wrapper gives to what it wraps; another module's own child of that name keeps it.
+_WRAPPED = {
+    "torch.nn.parallel.data_parallel.DataParallel": "module",
+    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+    "torch.optim.swa_utils.AveragedModel": "module",
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": "_checkpoint_wrapped_module",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "_fsdp_wrapped_module",
+}
+
+
+def wrapped_name(module: nn.Module) -> str | None:
+    """The name of the child that this module wraps; None for a module that is no wrapper."""
+    kinds = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__)
+    return next((_WRAPPED[kind] for kind in kinds if kind in _WRAPPED), None)
+
+
+def plain_name(path: str, modules: Mapping[str, nn.Module]) -> str:
+    """The name of a module or parameter without the parts that wrappers add."""
+    kept, walked = [], ""
+    for part in path.split("."):
+        around = modules.get(walked) if part in _WRAPPED.values() else None
+        kept += [] if around is not None and part == wrapped_name(around) else [part]
+        walked = f"{walked}.{part}" if walked else part
+    return ".".join(kept)
 
 
 def refuses(wrapper: nn.Module) -> bool:

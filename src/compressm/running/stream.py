@@ -15,8 +15,8 @@ from compressm.compression.distributed import unwrapped
 from compressm.compression.sharding import require_whole
 from compressm.errors import warn_caller
 from compressm.layers import SequenceError, SSMLayer, check_finite
-from compressm.layers.base import require_batch, require_switches
-from compressm.layers.parameters import StateHolder, StateMap, form_changes, hold_states_
+from compressm.layers.base import StateHolder, StateMap, hold_states_, require_batch, require_switches
+from compressm.layers.parameters import form_changes
 from compressm.layers.streaming import Stepper
 from compressm.models import Block, Blocks, ClassifierState, LanguageModel, MixerBlock, SequenceClassifier
 from compressm.models.block import ResidualBlock

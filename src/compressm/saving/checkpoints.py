@@ -41,6 +41,7 @@ from compressm.saving.fitting import (
     require_parts,
     require_same_groups,
     require_same_model,
+    require_same_sharing,
     require_unheld,
     resized,
     warn_of_left,
@@ -309,6 +310,7 @@ def _require_loadable(
     """Refuse everything that does not fit; return the parameters that the model gets, and those that it loses."""
     require_contents(contents)
     require_parts(contents, optimizer=optimizer, scheduler=scheduler, compressor=compressor)
+    require_same_sharing(model, contents)
     added, gone = by_forms(model, contents["model"])
     if optimizer is not None:
         require_names(contents["groups"])

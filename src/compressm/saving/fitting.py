@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from compressm.compression.distributed import Processes, require_rewrappable, wrappers_in
@@ -16,7 +17,9 @@ from compressm.layers.parameters import require_free
 from compressm.saving.rebuilding import (
     by_forms,
     expected_shapes,
+    first_names,
     orders_of,
+    plain_modules,
     plain_state,
     require_fit,
     require_orders,
@@ -105,6 +108,7 @@ def require_followers(contents: Mapping[str, Any], followers: Sequence[nn.Module
     for k, (own, follower) in enumerate(zip(stored, followers, strict=False)):
         try:
             require_weights(own)
+            require_same_sharing(follower, own)
             require_fitting(follower, own)
         except (SavingError, CompressionError) as error:
             raise SavingError(f"follow[{k}]: {error}") from error
@@ -131,6 +135,41 @@ def require_unheld(model: nn.Module, contents: Mapping[str, Any], optimizers: Se
         if any(not name or entry.startswith(f"{name}.") for entry in changed):
             said = f"{name or 'the model'} has order {orders[name]}, the file has order {contents['orders'][name]}"
             require_free(layer, f"{said} or another form", optimizers)
+
+
+def require_same_sharing(model: nn.Module, contents: Mapping[str, Any]) -> None:
+    """Refuse layers and parameters that only one of model and file shares; the file has a copy for each name.
+
+    Copies of a parameter with the same values may become parameters of their own.
+    """
+    tensors, state, layers, modules = contents["model"], plain_state(model), ssm_layers(model), plain_modules(model)
+    stored = contents["orders"] if isinstance(contents["orders"], Mapping) else layers  # refused elsewhere
+    names = {id(layer): name for name, layer in layers.items()}
+    for name in stored.keys() - layers.keys():
+        if id(modules.get(name)) in names:
+            raise SavingError(
+                f"the model uses one layer as {names[id(modules[name])]} and as {name}, and the file has one for each:"
+                " it was saved by a model that does not share them; load it into such a model"
+            )
+    for name in sorted(layers.keys() - stored.keys()):
+        inside = {key.removeprefix(name): key for key in tensors if key.startswith(f"{name}.")}
+        for other in stored if inside else ():
+            if all(_are_same(tensors.get(f"{other}{end}"), tensors[key]) for end, key in inside.items()):
+                raise SavingError(
+                    f"the file has one layer for {other} and {name}, and the model one for each: share them here too,"
+                    " or load the file into a model that shares them, and part them there"
+                )
+    for name, other in first_names(state).items():
+        is_trained = isinstance(state[name], nn.Parameter) and {name, other} <= tensors.keys()
+        if is_trained and not _are_same(tensors[name], tensors[other]):
+            raise SavingError(
+                f"the model shares one tensor as {other} and as {name}, and the file has other values in each: it was"
+                " saved by a model that does not share them; load it into such a model"
+            )
+
+
+def _are_same(one: Tensor | None, other: Tensor) -> bool:
+    return one is not None and one.dtype == other.dtype and torch.equal(one, other)
 
 
 def require_parts(contents: Mapping[str, Any], **given: object) -> None:

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from compressm.adapters import find
-from compressm.adapters.base import plain_name
 from compressm.compression.cutting import ordinary_tensors
 from compressm.compression.several import join_, leave_, name_beside
 from compressm.compression.sharding import is_sharded
 from compressm.compression.surgery import take_orders_
 from compressm.errors import AdapterError, CompressionError, NoSuchFileError, SavingError
-from compressm.layers.parameters import Kept, replace_data, require_free
+from compressm.layers.parameters import Kept, plain_name, replace_data, require_free
 from compressm.saving.fitting import require_same_groups
 from compressm.saving.rebuilding import by_forms, expected_shapes, orders_of, plain_state, ssm_layers, take_forms_
 

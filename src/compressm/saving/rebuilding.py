@@ -18,10 +18,9 @@ from torch.nn.modules.module import (
 from torch.utils.hooks import RemovableHandle
 
 from compressm.adapters import adapter_for, find
-from compressm.adapters.base import plain_name
 from compressm.errors import SavingError
 from compressm.layers import SSMLayer, check_finite
-from compressm.layers.parameters import is_plain
+from compressm.layers.parameters import is_plain, plain_name
 from compressm.ops import SequenceError
 from compressm.saving.kinds import Stored, decode, encode, is_known_by_arguments
 
@@ -298,6 +297,7 @@ def describe(model: nn.Module) -> Description:
     stored = encode(model, type(model).__name__)
     twin = build(stored)
     replaced = _make_alike(twin, model)
+    _require_built(twin, model)
     state, again = plain_state(model), first_names(plain_modules(model))
     shared_modules = {name: other for name, other in again.items() if not is_inside(name, again)}
     shared_tensors = {name: other for name, other in first_names(state).items() if not is_inside(name, shared_modules)}
@@ -376,6 +376,28 @@ def _make_alike(twin: nn.Module, model: nn.Module) -> Named:
             f"{', '.join(sorted(gone))}: removed from the model after it was built; put nn.Identity there"
         )
     return replaced
+
+
+def _require_built(twin: nn.Module, model: nn.Module) -> None:
+    """Refuse tensors that somebody registered, or gave another shape, after the constructors and outside cuts."""
+    kind, built, state = type(model).__name__, plain_state(twin), plain_state(model)
+    layers = tuple(prefix for _, prefix, _ in _places(model))
+    cure = (
+        "the constructor of a class of yours, decorated with @compressm.compression.savable, or that of a module that"
+        " you put into the model. save_checkpoint keeps it too, for a model that you build and change in the same way"
+    )
+    if late := state.keys() - built.keys() - by_forms(twin, state)[0]:
+        raise SavingError(
+            f"{_listed(sorted(late))}: registered after the {kind} was built, so load_model could not build it again."
+            f" Register it in {cure}"
+        )
+    for name, value in state.items():
+        if name in built and built[name].shape != value.shape and not name.startswith(layers):
+            then, now = tuple(built[name].shape), tuple(value.shape)
+            raise SavingError(
+                f"{name} has shape {now}, and its constructor makes {then}, so load_model could not build it again. Put"
+                f" a whole module of the new size there, or give it that shape in {cure}"
+            )
 
 
 def _replaced(twin: nn.Module, model: nn.Module) -> Named:

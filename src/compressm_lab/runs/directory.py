@@ -411,18 +411,35 @@ def _close_files_of(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def find_runs(paths: Iterable[Path | str]) -> list[RunDirectory]:
-    """Every run at or below the paths once, whatever paths lead to it, by name; a path without any is refused."""
+def find_runs(paths: Iterable[Path | str], most: int = 20_000) -> list[RunDirectory]:
+    """Every run at or below the paths once, whatever paths lead to it, by name; a path without any is refused.
+
+    So is one with more than `most` folders, such as the root of a disk: to look into 20 000 takes about a second.
+    """
     found: dict[Path, RunDirectory] = {}
     for path in map(Path, paths):
         if not path.exists():
             raise RunError(f"{path} does not exist, expected the folder of a run or of several")
-        below = sorted({file.parent for file in path.rglob("config.json") if (file.parent / "status.json").is_file()})
-        if not below:
+        if not (below := _runs_below(path, most)):
             raise RunError(f"{path} holds no run: no config.json with a status.json beside it")
         for folder in below:
             found.setdefault(folder.resolve(), RunDirectory(folder))
     return list(found.values())
+
+
+def _runs_below(path: Path, most: int) -> list[Path]:
+    below: list[Path] = []
+    for count, (folder, inside, files) in enumerate(os.walk(path), start=1):
+        inside.sort()  # so that a search that ends early is the same every time
+        if {"config.json", "status.json"} <= set(files):
+            below.append(Path(folder))
+        if count > most:
+            known = f"; the first run in it is {below[0]}" if below else ""
+            raise RunError(
+                f"{path} has more than {most} folders, too many to look for runs: expected the folder of a run or of"
+                f" several{known}"
+            )
+    return sorted(below)
 
 
 def _step(line: str) -> float:

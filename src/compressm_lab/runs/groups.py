@@ -309,7 +309,7 @@ def gather(paths: Iterable[Path | str]) -> Gathered:
         try:
             run = read_run(directory)
             _ = run.modules  # of a run that has only begun they come from its spectra
-            _ = run.penalties, run.truncations  # a few lines, and every page asks for them
+            _ = run.penalties, run.truncations, run.decisions  # a few lines, and every page asks for them
             runs.append(run)
         except RunError as error:
             broken.append(str(error))

@@ -192,7 +192,10 @@ class Run:
         """The decisions of a schedule of cuts without listed steps, with reasons."""
         directory = RunDirectory(self.path)
         found = directory.records(DecisionRecord, up_to=self.up_to)
-        _require_once(directory, DecisionRecord.file, [(decision.step, decision.action) for decision in found])
+        for why in _decision_damages(self, found):
+            raise RunError(f"{directory.path / why}: the file is damaged; put it back as it was")
+        if self.finished:
+            directory.require_own_records(DecisionRecord.file)
         return tuple(found)
 
     @cached_property
@@ -279,7 +282,7 @@ def require_readable(directory: RunDirectory, step: int, steps: int) -> None:
     """Refuse a run to go on with after `step` of `steps` if a report would refuse the records that it keeps."""
     run = _read_records(directory, directory.config(), Status("running", step, steps), up_to=step)
     _require_whole(directory, _damages(run))
-    _ = run.spectra, run.penalties  # as a report reads them
+    _ = run.spectra, run.penalties, run.decisions  # as a report reads them
 
 
 def _read_records(directory: RunDirectory, config: dict[str, Any], status: Status, up_to: int | None = None) -> Run:
@@ -409,6 +412,35 @@ def _spectrum_damages(run: Run, spectra: Sequence[Spectrum]) -> Iterator[str]:
         if path and not 0 < count <= before[-1]:
             at = f"{Spectrum.file} has {count} values of {spectrum.module} at step {spectrum.step}"
             yield f"{at}, and the layer had {before[-1]} states"
+
+
+def _decision_damages(run: Run, decisions: Sequence[DecisionRecord]) -> Iterator[str]:
+    """Yield decisions that are not there, or not where they belong: each says where the next look is.
+
+    Only after a try that kept all states a look may say nothing: tries are rarer then. After a restoration there is no
+    look, and the files of a run that has not finished may end at different steps.
+    """
+    file, pairs = DecisionRecord.file, pairwise(enumerate(decisions, start=1))
+    for (before, last), (number, now) in pairs:
+        at = f"{file}, line {number}: it is of step {now.step}, and"
+        if last.again is None:
+            yield f"{at} line {before} is of the last look"
+        elif now.step < last.again:
+            yield f"{at} line {before} looks again at step {last.again}"
+        elif now.step > last.again and last.action != "keep":
+            yield f"{at} a line of step {last.again}, where line {before} looks again, is missing"
+    if not run.finished:
+        return
+    cut, tried = {cut.step for cut in run.cut_records}, {one.step for one in decisions if one.action == "cut"}
+    for number, one in enumerate(decisions, start=1):
+        if one.action == "cut" and one.step not in cut:
+            yield f"{file}, line {number}: it cuts at step {one.step}, and {CutRecord.file} has no cut there"
+    when = (run.config["compression"] or {}).get("when")
+    if (decisions or (isinstance(when, dict) and when.get("automatic"))) and (lost := sorted(cut - tried)):
+        yield f"{file} lacks the cut of step {lost[0]} of {CutRecord.file}"
+    again = decisions[-1].again if decisions and not run.restorations else None
+    if again is not None and again <= run.status.steps:
+        yield f"{file} ends with line {len(decisions)}, of step {decisions[-1].step}, which looks again at step {again}"
 
 
 def _model_damages(run: Run, saved: Mapping[str, Any]) -> Iterator[str]:

@@ -59,7 +59,7 @@ def is_finished(directory: RunDirectory, recipe: Recipe) -> bool:
     if directory.finished:
         require_same_recipe(directory, recipe)
         run = read_run(directory)
-        _ = run.penalties, run.truncations  # as a report reads them
+        _ = run.penalties, run.truncations, run.decisions  # as a report reads them
     return directory.finished
 
 

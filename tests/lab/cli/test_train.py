@@ -430,7 +430,7 @@ main()
 
 
 def test_auto_finds_steps_and_orders_and_inspect_asks_the_loss():
-    done = run("mine.yaml", "--auto", "--set", "training.steps=60", "--set", "compression.loss_tolerance=0.05")
+    done = run("mine.yaml", "--auto", "--set", "training.steps=24", "--set", "compression.loss_tolerance=0.05")
     assert done.exit_code == 0, done.output
     folder = RunDirectory("out/runs/mine/automatic-n6/seed-0")
     found = folder.config()["compression"]

@@ -8,7 +8,7 @@ import pytest
 
 from compressm_lab.runs.directory import RunDirectory
 from compressm_lab.runs.groups import gather
-from compressm_lab.runs.records import RunError, TruncationRecord
+from compressm_lab.runs.records import DecisionRecord, RunError, TruncationRecord
 from tests.lab.reports.made_runs import Made, write
 
 MADE = Made(order=16, steps=100, every=10, cuts=((20, 0.5), (40, 0.5)), best=0.99)
@@ -132,6 +132,81 @@ def test_a_copy_that_was_not_recorded_is_named(given, runs):
         RunDirectory(run).append(TruncationRecord(100, "modal", order, 4.0, None, split, 0.1, 0.9))
     (said,) = gather([folder]).broken
     assert said.startswith(f"{run / 'truncations.jsonl'} lacks copies cut to order 2: the file is damaged; put it")
+
+
+def decided(run):
+    """Put the decisions of a schedule beside the cuts of the run; a try that cut nothing doubles the gap."""
+    steps = [*((5, "wait", 10), (10, "wait", 20), (20, "cut", 25), (25, "keep", 30), (35, "wait", 40))]
+    steps += [(40, "cut", 45), (45, "keep", 50), (60, "stop", None)]
+    RunDirectory(run).append(*(DecisionRecord(at, action, f"why {at}", again) for at, action, again in steps))
+
+
+def swapped(first, second):
+    def spoil(text):
+        lines = text.splitlines(keepends=True)
+        lines[first], lines[second] = lines[second], lines[first]
+        return "".join(lines)
+
+    return spoil
+
+
+UNDECIDED = [
+    (line_gone(1), r", line 2: it is of step 20, and a line of step 10, where line 1 looks again, is missing"),
+    (line_gone(3), r", line 4: it is of step 35, and a line of step 25, where line 3 looks again, is missing"),
+    (line_gone(5), r", line 6: it is of step 45, and a line of step 40, where line 5 looks again, is missing"),
+    (line_gone(4, 5), r" lacks the cut of step 40 of cuts\.jsonl"),
+    (line_gone(6), r", line 7: it is of step 60, and a line of step 45, where line 6 looks again, is missing"),
+    (line_gone(7, 6), r" ends with line 6, of step 40, which looks again at step 45"),
+    (swapped(0, 1), r", line 2: it is of step 5, and line 1 looks again at step 20"),
+    (swapped(3, 4), r", line 4: it is of step 35, and a line of step 25"),
+    (swapped(4, 5), r", line 6: it is of step 35, and line 5 looks again at step 45"),
+    (lambda text: text + text, r", line 9: it is of step 5, and line 8 is of the last look"),
+    (swapped(6, 7), r", line 7: it is of step 60, and a line of step 45"),
+    (line_gone(0, 1, 2, 3, 4, 5, 6, 7), r" lacks the cut of step 20 of cuts\.jsonl"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "said"), UNDECIDED)
+def test_decisions_that_are_missing_or_out_of_order_are_named_by_file_and_line(spoil, said, runs):
+    folder, run = runs
+    stored = json.loads((run / "config.json").read_text())
+    stored["compression"]["when"] = {"automatic": True}
+    (run / "config.json").write_text(json.dumps(stored))
+    decided(run)
+    file = run / "decisions.jsonl"
+    assert gather([folder]).broken == ()
+    file.write_text(spoil(file.read_text()))
+    found = gather([folder])
+    assert [one.seed for one in found.runs] == [1]
+    assert re.search(rf"^{file}{said}.*: the file is damaged; put it back as it was", "".join(found.broken)), found
+
+
+def test_a_decision_to_cut_without_a_cut_is_named(runs):
+    folder, run = runs
+    RunDirectory(run).append(DecisionRecord(20, "cut", "a", 30), DecisionRecord(30, "cut", "b", 40))
+    RunDirectory(run).append(DecisionRecord(40, "cut", "c", None))
+    (said,) = gather([folder]).broken
+    assert said.startswith(f"{run / 'decisions.jsonl'}, line 2: it cuts at step 30, and cuts.jsonl has no cut there")
+
+
+def test_decisions_of_a_run_that_was_cut_off_or_restored_may_end_early(tmp_path):
+    for k, more in enumerate(({"state": "interrupted"}, {"restored": True})):
+        run = write(Made(**{**vars(MADE), "seed": k, "cuts": ((20, 0.5),), **more}), tmp_path)
+        RunDirectory(run).append(DecisionRecord(20, "cut", "a", 30))
+    assert gather([tmp_path]).broken == ()
+
+
+def test_decisions_that_were_edited_after_the_run_are_named(runs):
+    folder, run = runs
+    decided(run)
+    file = run / "decisions.jsonl"
+    text, stored = file.read_text(), json.loads((run / "status.json").read_text())
+    digests = {name: digest for name, (_, digest) in RunDirectory(run).digests().items()}
+    (run / "status.json").write_text(json.dumps(stored | {"records": digests}))
+    assert gather([folder]).broken == ()
+    file.write_text(text.replace("why 25", "why not"))
+    (said,) = gather([folder]).broken
+    assert said.startswith(f"{file} is not the file that the run ended with")
 
 
 def test_a_run_as_training_leaves_it_is_not_damaged(runs):

@@ -262,6 +262,21 @@ def test_a_damaged_file_is_named_in_plain_words(tmp_path, file, contents, said):
         read_run(*find_runs([tmp_path]))
 
 
+def test_a_folder_with_too_many_folders_is_not_searched_to_its_end(tmp_path):
+    """Such as the root of a disk."""
+    for number in range(12):
+        (tmp_path / "others" / str(number)).mkdir(parents=True)
+    with pytest.raises(RunError, match=rf"^{tmp_path} has more than 9 folders, too many .*: expected the fo"):
+        find_runs([tmp_path], most=9)
+    with pytest.raises(RunError, match="holds no run"):
+        find_runs([tmp_path], most=14)
+    run = tmp_path / "a" / "run"
+    made(run)
+    with pytest.raises(RunError, match=f"; the first run in it is {run}$"):
+        find_runs([tmp_path], most=9)
+    assert [found.path for found in find_runs([tmp_path / "a", tmp_path], most=100)] == [run]
+
+
 def test_groups_that_differ_in_much_get_letters_instead_of_a_list(tmp_path):
     model = {"order": 8, "layer": "LRU", "depth": 1, "width": 4}
     changes = [model, model | {"layer": "S5", "depth": 2, "width": 8, "order": 4}]

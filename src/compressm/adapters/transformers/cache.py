@@ -11,7 +11,7 @@ from compressm.adapters.base import find
 from compressm.adapters.memory import rows_that_stay
 from compressm.adapters.transformers.mapped import MappedAdapter
 from compressm.errors import AdapterError
-from compressm.layers.parameters import StateHolder, StateMap, hold_states_
+from compressm.layers.base import StateHolder, StateMap, hold_states_
 
 
 @final

@@ -26,7 +26,7 @@ from compressm.families.linear.observer import LinearObserver, SequenceObserver,
 from compressm.families.linear.reduction import BasisChange, Triple, drop_modes, reduce_system, sorted_sizes
 from compressm.families.linear.transport import ModuleChange
 from compressm.families.observing import ZERO_INPUTS, Observations, ratio_of
-from compressm.layers.parameters import StateMap
+from compressm.layers.base import StateMap
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -18,7 +18,7 @@ from compressm.families.memory.forms import Form, Mapped, ObservedMemory, change
 from compressm.families.memory.observer import MemoryObservations, MemoryObserver
 from compressm.families.memory.reduction import MemoryReduction
 from compressm.families.observing import ZERO_INPUTS, MeasuredCut, MeasuredFamily, MeasuredLayer
-from compressm.layers.parameters import StateMap
+from compressm.layers.base import StateMap
 
 # The share of a norm's output above which a change by its ε is worth a warning.
 _COUNTS = 0.01

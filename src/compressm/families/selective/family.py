@@ -23,7 +23,7 @@ from compressm.families.selective.observer import Averages, SelectiveObservation
 from compressm.families.selective.reduction import SelectiveReduction
 from compressm.families.selective.simulation import squared_change
 from compressm.layers import Mamba
-from compressm.layers.parameters import StateMap
+from compressm.layers.base import StateMap
 
 
 @final
