@@ -161,3 +161,18 @@ def test_large_models_that_are_cut_recall_more_than_small_ones_as_the_page_says(
     for seed in range(3):
         (best,) = rows("recall-small", arm="from scratch", rate=0.008, seed=seed)
         assert all(row["accuracy"] > best["accuracy"] for row in rows("recall-small", order=64, rank=16, seed=seed))
+
+
+def test_a_token_takes_the_share_of_time_and_memory_that_the_page_says():
+    def of(column, family, rank, arm="rows", batch=256):
+        (row,) = rows("language_decode-cpu", family=family, arm=arm, rank=rank, batch=batch)
+        return row[column]
+
+    both = ("Mamba-2", "Gated DeltaNet")
+    sizes = {f"{of('state_bytes', family, 128) / of('state_bytes', family, 16):.1f}" for family in both}
+    one = [of("seconds", family, 16, batch=1) / of("seconds", family, 128, batch=1) for family in both]
+    many = [of("seconds", family, rank) / of("seconds", family, 128) for family in both for rank in (64, 32, 16)]
+    maps = [of("seconds", family, 16, "maps") / of("seconds", family, 128) for family in both]
+    assert len(sizes) == 1
+    assert says("docs/memory_results.md", *sizes, *(f"{share:.2f}" for share in (*one, *many, *maps)))
+    assert {row["device"] for row in rows("language_decode-cpu")} == {"cpu"}
