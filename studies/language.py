@@ -2,10 +2,12 @@
 
 python studies/language.py --data FOLDER --prepare imdb.npz    # where the reviews are: one small file
 python studies/language.py --data imdb.npz --out OUT --minutes 4
+python studies/language.py --decode --out OUT                  # a token of fresh models: no data, no training
 
 One model of each family is trained for a share of the time; its number of steps comes from the time of the first ones.
 Then every way cuts it from 128 states to 64, 32 and 16: the perplexity of a byte right after the cut and 200 steps
-later. At last, alone on the device, the memory and the time of a token are measured. A second call goes on.
+later. At last, alone on the device, the memory and the time of a token are measured: by the clock on a GPU, by the time
+of the process on a CPU, of which it has one thread. A second call goes on.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ class Plan:
     tested: int = 1024  # sequences
     calibrated: int = 32
     batches: tuple[int, ...] = (1, 32, 256)
-    tokens: int = 64  # timed at once
+    tokens: int = 64  # timed at once; an eighth of them on a CPU
     seed: int = 0
 
     def shape(self, family: str, order: int | None = None) -> Shape:
@@ -202,17 +204,19 @@ def _timed(bank: Parameters, shape: Shape, batch: int, plan: Plan) -> Row:
     """The median time of a step of so many sequences, each one token, as a CUDA graph where there is a GPU."""
     decoder = Decoder.of(bank, shape, batch, plan.dtype)
     step, ids = cs.CapturedStep(decoder), torch.zeros(1, batch, dtype=torch.long, device=device())
-    seconds = []
+    on_gpu, seconds = device().type == "cuda", []
+    # Other programs on the machine lengthen wall time; the host is idle while a GPU computes.
+    clock, tokens = (time.perf_counter, plan.tokens) if on_gpu else (time.process_time, max(1, plan.tokens // 8))
     with torch.no_grad():
-        for _ in range(6):
+        for _ in range(6 if on_gpu else 2):
             step(ids)
         for _ in range(5):
             _synchronize()
-            began = time.perf_counter()
-            for _ in range(plan.tokens):
+            began = clock()
+            for _ in range(tokens):
                 step(ids)
             _synchronize()
-            seconds.append((time.perf_counter() - began) / plan.tokens)
+            seconds.append((clock() - began) / tokens)
     weights = sum(value.numel() * value.element_size() for value in bank.values())
     sizes: Row = {"batch": batch, "state_bytes": decoder.state_bytes // batch, "weight_bytes": weights}
     return sizes | {"seconds": statistics.median(seconds)}
@@ -284,22 +288,27 @@ def collect(trained: list[Job], timed: list[Job], folder: Path) -> list[Measurem
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", type=Path, required=True, help="the file that --prepare wrote")
+    parser.add_argument("--data", type=Path, help="the file that --prepare wrote")
     parser.add_argument("--prepare", type=Path, metavar="FILE", help="only make this file, from the folder --data")
     parser.add_argument("--steps", type=count, help="of the training (as many as its share of --minutes allows)")
     parser.add_argument("--share", type=float, default=0.42, help="of --minutes for the training (%(default)s)")
     parser.add_argument("--rate", type=float, default=Plan.rate, help="of the training (%(default)s)")
     parser.add_argument("--family", choices=FAMILIES, help="only this one")
+    parser.add_argument("--decode", action="store_true", help="only the memory and the time of a token: without --data")
 
 
 def _planned(given: argparse.Namespace) -> tuple[list[Job], Callable[[], list[Measurement]]]:
+    if given.data is None and not given.decode:
+        raise SystemExit("expected --data with the file that --prepare wrote, or --decode, which needs none")
     if given.prepare:
         prepare(given.data, given.prepare)
         raise SystemExit(f"{given.prepare}: {given.prepare.stat().st_size} bytes")
-    plan = Plan(str(given.data.resolve()), rate=given.rate, seconds=60 * given.minutes * given.share)
+    data = "" if given.data is None else str(given.data.resolve())
+    plan = Plan(data, rate=given.rate, seconds=60 * given.minutes * given.share)
     plan = replace(plan, **(SMALL if given.quick else {}))
     plan = replace(plan, steps=given.steps or plan.steps)
     trained, timed = jobs(plan, (given.family,) if given.family else FAMILIES)
+    trained = [] if given.decode else trained
     return [*trained, *timed], partial(collect, trained, timed, given.out / "jobs")
 
 

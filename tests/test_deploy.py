@@ -14,6 +14,7 @@ from compressm.deploy import Rule, Runtime, Verdict
 from compressm.families.choices import Multiples
 from compressm.layers import LRU, Mamba
 from compressm.models import LanguageModel
+from tests.adapters import test_normed_mixers
 
 TOKENS = torch.randint(0, 7, (4, 64), generator=torch.Generator().manual_seed(0))
 DOCS = Path(__file__).parents[1] / "docs" / "runtimes.md"
@@ -107,6 +108,19 @@ def test_layers_that_are_not_ours_are_not_advised_to_be_exported():
     (finding,) = deploy.check(model, deploy.FLA).verdicts
     assert (finding.verdict, finding.why) == (Verdict.REFUSED, "flash-linear-attention has no Mamba-1 layers")
     assert finding.cure == "use another runtime"
+
+
+@pytest.mark.parametrize("name", ["FalconMamba", "Jamba"])
+def test_mixers_with_norms_run_only_where_there_are_norms(name):
+    model = test_normed_mixers.make(name)
+    for runtime in (deploy.CANDLE, deploy.MAMBA_SSM, deploy.SGLANG, deploy.FLA):
+        assert set(verdicts(model, runtime)) == {"refused"}
+    assert "candle has no normed Mamba-1 layers" in str(deploy.check(model, deploy.CANDLE))
+    assert verdicts(model, deploy.LLAMA_CPP_CPU) == ["fine", "fine"]
+    (finding, _) = deploy.check(model, deploy.VLLM).verdicts
+    assert finding.cure.startswith("pad_orders_(model, 8) or compress_(model, keep=TargetOrder(4)")
+    cs.pad_orders_(model, 8)
+    assert deploy.check(model, deploy.VLLM).fine
 
 
 def test_an_inner_width_that_a_kernel_does_not_take_is_named():

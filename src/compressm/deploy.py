@@ -48,8 +48,10 @@ __all__ = [
     "table",
 ]
 
-MAMBA_1, MAMBA_2 = "Mamba-1", "Mamba-2"
-RECURRENCES = (MAMBA_1, MAMBA_2)
+# Mixers with norms of B and C (FalconMamba, Jamba) have the scan of Mamba-1, but not every program has the norms.
+MAMBA_1, NORMED, MAMBA_2 = "Mamba-1", "normed Mamba-1", "Mamba-2"
+RECURRENCES = (MAMBA_1, NORMED, MAMBA_2)
+_PLAIN = (MAMBA_1, MAMBA_2)
 
 
 class Verdict(Enum):
@@ -159,14 +161,14 @@ def _any_order(source: str, *tried: str) -> tuple[Rule, ...]:
     return tuple(Rule(kind, _ANY, Verdict.FINE, _ALL, source, tried=kind in tried) for kind in RECURRENCES)
 
 
-def _padded_tiles(source: str) -> tuple[Rule, ...]:
+def _padded_tiles(source: str, kinds: tuple[str, ...]) -> tuple[Rule, ...]:
     good = PowersOfTwo(at_most=256)
-    return tuple(Rule(kind, good, Verdict.SLOW, _TILES, source, limit=256) for kind in RECURRENCES)
+    return tuple(Rule(kind, good, Verdict.SLOW, _TILES, source, limit=256) for kind in kinds)
 
 
 TRANSFORMERS = Runtime(
     "transformers",
-    _any_order("transformers 5.22.2, models/mamba/modeling_mamba.py and models/mamba2", MAMBA_1),
+    _any_order("transformers 5.22.2, models/mamba/modeling_mamba.py, falcon_mamba, jamba and mamba2", MAMBA_1, NORMED),
     "from_pretrained stops with AmbiguousGlobalPerLayerAttributeError",
 )
 LLAMA_CPP_CPU = _llama_cpp("CPU", *_any_order("llama.cpp, ggml/src/ggml-cpu/ops.cpp", MAMBA_1))
@@ -174,13 +176,16 @@ LLAMA_CPP_METAL = _llama_cpp("Metal", *_any_order("llama.cpp, ggml/src/ggml-meta
 _CUDA = "llama.cpp of llama-cpp-python 0.3.36, ggml/src/ggml-cuda/ggml-cuda.cu and ssm-scan.cu"
 LLAMA_CPP_CUDA = _llama_cpp(
     "CUDA",
-    Rule(MAMBA_1, OneOf((16,)), Verdict.SLOW, "the scan of other orders runs on the CPU", _CUDA, width=128),
+    *(
+        Rule(kind, OneOf((16,)), Verdict.SLOW, "the scan of other orders runs on the CPU", _CUDA, width=128)
+        for kind in (MAMBA_1, NORMED)
+    ),
     Rule(MAMBA_2, OneOf((96, 128, 256)), Verdict.SLOW, "the scan of other orders runs on the CPU", _CUDA),
 )
 _VULKAN = "llama.cpp, ggml/src/ggml-vulkan/ggml-vulkan.cpp"
 LLAMA_CPP_VULKAN = _llama_cpp(
     "Vulkan",
-    Rule(MAMBA_1, _NONE, Verdict.SLOW, "the scan of Mamba-1 runs on the CPU", _VULKAN),
+    *(Rule(kind, _NONE, Verdict.SLOW, "the scan of Mamba-1 runs on the CPU", _VULKAN) for kind in (MAMBA_1, NORMED)),
     Rule(MAMBA_2, OneOf((128, 256)), Verdict.SLOW, "the scan of other orders runs on the CPU", _VULKAN),
 )
 CANDLE = Runtime(
@@ -198,14 +203,17 @@ CANDLE = Runtime(
 )
 VLLM = Runtime(
     "vLLM",
-    _padded_tiles("vLLM, csrc/mamba/mamba_ssm/selective_scan_fwd.cu and model_executor/layers/mamba/ops/mamba_ssm.py"),
+    _padded_tiles(
+        "vLLM, csrc/mamba/mamba_ssm/selective_scan_fwd.cu and model_executor/layers/mamba/ops/mamba_ssm.py", RECURRENCES
+    ),
 )
-MAMBA_SSM = Runtime("mamba_ssm", _padded_tiles("mamba_ssm, csrc/selective_scan/selective_scan.cpp"))
-SGLANG = Runtime("SGLang", _padded_tiles("SGLang, python/sglang/srt/layers/attention/mamba/ops/mamba_ssm.py"))
+MAMBA_SSM = Runtime("mamba_ssm", _padded_tiles("mamba_ssm, csrc/selective_scan/selective_scan.cpp", _PLAIN))
+SGLANG = Runtime("SGLang", _padded_tiles("SGLang, python/sglang/srt/layers/attention/mamba/ops/mamba_ssm.py", _PLAIN))
 MLX = Runtime(
     "MLX",
     (
         Rule(MAMBA_1, _ANY, Verdict.FINE, _ALL, "mlx-lm, mlx_lm/models/mamba.py"),
+        Rule(NORMED, _ANY, Verdict.FINE, _ALL, "mlx-lm, mlx_lm/models/mamba.py and jamba.py"),
         Rule(
             MAMBA_2,
             Multiples(32),

@@ -21,6 +21,7 @@ transformers.logging.disable_progress_bar()
 
 IDS = torch.randint(1, 20, (8, 24), generator=torch.Generator().manual_seed(0))
 SIZES = {"vocab_size": 20, "hidden_size": 12, "num_hidden_layers": 2, "eos_token_id": None, "pad_token_id": 0}
+SIZES |= {"initializer_range": 0.15}  # with that of the configs the states would hardly count in the output
 # An ε that matters: norms see vectors of about this mean square.
 EPS = 0.02
 MODELS = {
@@ -60,6 +61,12 @@ def mixers(model):
 
 def first(model):
     return next(iter(mixers(model).values()))
+
+
+def unequal(model, order=3):
+    """The first layer gets this order."""
+    cut(model, keep=cs.KeepFraction(1.0), overrides={next(iter(mixers(model))): cs.TargetOrder(order)}, gate=1.0)
+    return model
 
 
 def runs(model):
@@ -363,19 +370,13 @@ def test_padding_counts_for_nothing(name):
 
 
 @EVERY
-def test_a_budget_of_parameters_is_kept_and_zero_states_are_refused(name):
+def test_a_budget_of_parameters_is_kept(name):
     model = make(name)
     whole = sum(parameter.numel() for parameter in model.parameters())
     state = adapter_for(first(model)).state_parameters(first(model))
     assert state == 72 + (2 if name == "Jamba" else 0)
     cut(model, cs.Budget(parameters=whole - 4 * state), uniform=True)
     assert sum(parameter.numel() for parameter in model.parameters()) == whole - 4 * state
-    other = make(name)
-    cut(other, keep=cs.KeepFraction(1.0), overrides={next(iter(mixers(other))): THREE}, gate=1.0)
-    with pytest.raises(
-        CompressionError, match=r"layers.0.* normalises B and C .*: states without effect cannot be added"
-    ):
-        cs.pad_orders_(other)
 
 
 @EVERY

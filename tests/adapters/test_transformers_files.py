@@ -176,7 +176,7 @@ def test_files_are_read_once_transformers_is_imported(tmp_path, monkeypatch):
 
 
 BAD_FOLDERS = {
-    "another model": ("config.json", '{"model_type": "falcon_mamba", "architectures": ["FalconMambaForCausalLM"]}'),
+    "another model": ("config.json", '{"model_type": "bamba", "architectures": ["BambaForCausalLM"]}'),
     "no architecture": ("config.json", '{"model_type": "mamba"}'),
     "not JSON": ("config.json", '{"model_type"'),
     "a list": ("config.json", '["model_type"]'),
@@ -193,7 +193,7 @@ BAD_FOLDERS = {
     "a file that is missing": ("model.safetensors.index.json", '{"weight_map": {"D": "part-1.safetensors"}}'),
 }
 SAID = {
-    "another model": "FalconMambaForCausalLM is not supported, expected MambaModel, MambaForCausalLM, Mamba2Model",
+    "another model": "BambaForCausalLM is not supported, expected MambaModel, MambaForCausalLM, FalconMambaModel",
     "no architecture": "architectures None, expected one",
     "not JSON": "was not written by save_model.*; config.json beside it cannot be read",
     "a list": "was not written by save_model",

@@ -147,9 +147,13 @@ def test_the_readme_says_what_the_demo_reached():
     assert min(bounds) > 100, "far above 1"
 
 
+def small_recall(family, **wanted):
+    return rows("recall-small", family=family, **wanted)
+
+
 def test_large_models_that_are_cut_recall_more_than_small_ones_as_the_page_says():
     def mean(arm, column="accuracy", rate=0.016):
-        return fmean(float(row[column]) for row in rows("recall-small", arm=arm, rank=16, rate=rate))
+        return fmean(float(row[column]) for row in small_recall("Mamba-2", arm=arm, rank=16, rate=rate))
 
     small = [mean("from scratch", rate=rate) for rate in (0.002, 0.008)]
     ways = [mean(arm) for arm in ("Mapped", "Fitted")]
@@ -159,5 +163,40 @@ def test_large_models_that_are_cut_recall_more_than_small_ones_as_the_page_says(
     ratios = [errors["GHOST"] / errors[arm] for arm in ("Mapped", "Fitted")]
     assert says("docs/memory_results.md", *(f"{value:.3f}" for value in after), *tenths(*ratios))
     for seed in range(3):
-        (best,) = rows("recall-small", arm="from scratch", rate=0.008, seed=seed)
-        assert all(row["accuracy"] > best["accuracy"] for row in rows("recall-small", order=64, rank=16, seed=seed))
+        (best,) = small_recall("Mamba-2", arm="from scratch", rate=0.008, seed=seed)
+        assert all(row["accuracy"] > best["accuracy"] for row in small_recall("Mamba-2", order=64, rank=16, seed=seed))
+
+
+def test_the_same_holds_for_a_gated_delta_net_whose_cuts_differ_little_at_the_end():
+    def mean(arm, column="accuracy", rank=16):
+        return fmean(float(row[column]) for row in small_recall("Gated DeltaNet", arm=arm, rank=rank, rate=0.004))
+
+    arms = ("Mapped", "Fitted", "GHOST", "random")
+    ends = [mean("uncut", rank=64), mean("from scratch"), *(mean(arm) for arm in arms)]
+    after = [mean("Mapped", "accuracy_before"), *(mean(arm, "accuracy_cut") for arm in arms)]
+    ratios = [mean("GHOST", "error") / mean(arm, "error") for arm in ("Mapped", "Fitted")]
+    assert says("docs/memory_results.md", *(f"{value:.3f}" for value in (*ends, *after)), *tenths(*ratios))
+    every = small_recall("Gated DeltaNet", rank=16)
+    best = max(row["accuracy"] for row in every if row["arm"] == "from scratch")
+    assert all(row["accuracy"] > best + 0.7 for row in every if row["order"] == 64)
+    rates = {row["rate"] for row in every if row["arm"] == "from scratch"}
+    scratch = [
+        fmean(row["validation"] for row in every if (row["order"], row["rate"]) == (16, rate)) for rate in sorted(rates)
+    ]
+    assert len(scratch) == 4
+    assert max(scratch) == scratch[1]  # 0.004
+
+
+def test_a_token_takes_the_share_of_time_and_memory_that_the_page_says():
+    def of(column, family, rank, arm="rows", batch=256):
+        (row,) = rows("language_decode-cpu", family=family, arm=arm, rank=rank, batch=batch)
+        return row[column]
+
+    both = ("Mamba-2", "Gated DeltaNet")
+    sizes = {f"{of('state_bytes', family, 128) / of('state_bytes', family, 16):.1f}" for family in both}
+    one = [of("seconds", family, 16, batch=1) / of("seconds", family, 128, batch=1) for family in both]
+    many = [of("seconds", family, rank) / of("seconds", family, 128) for family in both for rank in (64, 32, 16)]
+    maps = [of("seconds", family, 16, "maps") / of("seconds", family, 128) for family in both]
+    assert len(sizes) == 1
+    assert says("docs/memory_results.md", *sizes, *(f"{share:.2f}" for share in (*one, *many, *maps)))
+    assert {row["device"] for row in rows("language_decode-cpu")} == {"cpu"}

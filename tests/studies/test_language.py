@@ -78,6 +78,44 @@ def test_states_shrink_and_both_ways_to_keep_them_are_timed(studied):
     assert all(row["seconds"] > 0 for row in rows)
 
 
+def of_tokens(out, *arguments):
+    options = {"description": "d", "processes": 1, "progress": silent}
+    given = ["--out", str(out), "--quick", "--decode", "--processes", "1", *arguments]
+    return main(language._planned, language._options, arguments=given, **options)
+
+
+def test_tokens_of_both_families_are_measured_without_data_or_training(tmp_path):
+    (path,) = of_tokens(tmp_path)
+    assert path.name == "language_decode.json"
+    rows = Measurement.read(path).rows
+    assert {(row["family"], row["arm"], row["rank"]) for row in rows} == {
+        (family, *size) for family in ("Mamba-2", "Gated DeltaNet") for size in (("rows", 16), ("rows", 4), ("maps", 4))
+    }
+    # A state of a head has as many rows as there are states, with 4 bytes a number.
+    for row in rows:
+        shape = language.Plan("", **language.SMALL).shape(row["family"], 16)
+        states = 4 * shape.heads * shape.head * row["rank"]
+        window = (
+            3
+            * 4
+            * (shape.heads * shape.head + 2 * shape.groups * (4 if (row["arm"], row["rank"]) == ("rows", 4) else 16))
+        )
+        assert row["state_bytes"] == states + window
+    assert {row["device"] for row in rows} == {language.device().type}
+
+
+def test_a_study_without_data_is_refused(tmp_path):
+    with pytest.raises(SystemExit, match=r"expected --data .*or --decode"):
+        main(
+            language._planned,
+            language._options,
+            arguments=["--out", str(tmp_path)],
+            description="d",
+            processes=1,
+            progress=silent,
+        )
+
+
 def test_their_tables_have_a_line_a_way_and_a_size(studied):
     assert markdown(studied["language"]).count("| 16 → 4 |") == 6
     table = markdown(studied["language_decode"])

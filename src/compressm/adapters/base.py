@@ -15,11 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from compressm.control import DeviceError, DiagonalSystem, ShapeError, UnstableSystemError
-from compressm.control.linear_algebra import modulus
-from compressm.control.validation import require_all_finite, require_kind, values_are_read, values_unread
+from compressm.control import DiagonalSystem
+from compressm.control.validation import require_all_finite, values_unread
 from compressm.errors import AdapterError
-from compressm.layers import LTILayer
 from compressm.layers.parameters import plain_name
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -43,7 +41,8 @@ class Basis(Enum):
 class Growth:
     """The growth of a tensor with the order: `blocks` with one entry a state along `axis`, after `first` other entries.
 
-    `last` others follow. `idle` is the entry of a state without effect.
+    `last` others follow. `idle` is the entry of a state without effect. If n states become r, the entries of the others
+    are multiplied by (r/n)^`power`; without blocks the whole tensor is. A norm over the states needs that.
     """
 
     axis: int
@@ -51,6 +50,7 @@ class Growth:
     blocks: int = 1
     idle: Tensor | float = 0.0
     last: int = 0
+    power: float = 0.0
 
     def order(self, value: Tensor) -> int:
         """The number of states in a tensor."""
@@ -58,6 +58,8 @@ class Growth:
 
     def resized(self, value: Tensor, order: int, fill: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """The tensor at another order: its first states, or all of them and then idle ones, or `fill(block)`."""
+        if self.blocks == 0:
+            return value
         n = self.order(value)
         rest, *blocks, end = torch.split(value, [self.first, *[n] * self.blocks, self.last], dim=self.axis)
         if order <= n:
@@ -69,6 +71,16 @@ class Growth:
             shape[self.axis] = order - n
             parts += [block, new.expand(shape)]
         return torch.cat([*parts, end], self.axis)
+
+    def scaled(self, value: Tensor, n: int, order: int, exponent: int = 1) -> Tensor:
+        """The tensor of n states with the factor that its entries have at another order, to this exponent."""
+        if self.power == 0:
+            return value
+        factor = (order / n) ** (exponent * self.power)
+        if self.blocks == 0:
+            return (value.double() * factor).to(value.dtype)
+        parts = torch.split(value, [self.first, self.blocks * n, self.last], dim=self.axis)
+        return torch.cat([parts[0], (parts[1].double() * factor).to(value.dtype), parts[2]], self.axis)
 
 
 class Adapter(ABC, Generic[Module, System]):
@@ -115,6 +127,13 @@ class Adapter(ABC, Generic[Module, System]):
 
     def unsaved_buffers(self, module: Module, order: int) -> dict[str, Tensor]:
         """Buffers at this order that state dicts lack, by path: a layer that takes the order of a file needs them."""
+        return {}
+
+    def constant_buffers(self, module: Module) -> dict[str, Tensor]:
+        """Buffers that state dicts lack and that hold the same values in every module, beside its parameters, by path.
+
+        They fill a module that was built without values, for those of a file.
+        """
         return {}
 
     def place(self, module: Module, path: str) -> tuple[Any, str]:
@@ -552,29 +571,3 @@ def finite_doubles(module: nn.Module, names: Iterable[str]) -> list[Tensor]:
         found[f"{type(module).__name__}.{name}"] = value
     require_all_finite(found)
     return [value.double() for value in found.values()]
-
-
-def encodable(layer: LTILayer, system: DiagonalSystem, *, bank: bool = False) -> tuple[Tensor, Tensor]:
-    """Require a finite, stable system of the layer's width, on its device; return B and C in complex128.
-
-    The layer stores one system for all channels, or a `bank` with one for each.
-    """
-    kind = type(layer).__name__
-    if not isinstance(layer, LTILayer):
-        raise AdapterError(f"encode takes a linear layer, got a {kind}")
-    require_kind(f"encoding a {kind}", system, DiagonalSystem, hint="call diagonalise first")
-    require_all_finite({"poles": system.poles, "B": system.B, "C": system.C})
-    unstable = ~(system.decay.detach() > 0)
-    if values_are_read() and bool(unstable.any()):
-        worst = modulus(system.poles.detach()).max().item()
-        raise UnstableSystemError(
-            f"largest pole modulus is {worst:.9g}, a {kind} stores only poles < 1 ({int(unstable.sum())} poles are not)"
-        )
-    given = (tuple(system.bank), system.inputs, system.outputs)
-    stacked = tuple(layer.D.shape[:-1])
-    expected = ((*stacked, layer.width), 1, 1) if bank else (stacked, layer.width, layer.width)
-    if given != expected:
-        raise ShapeError(f"the system has (bank, inputs, outputs) {given}, this {kind} expected {expected}")
-    if system.device != layer.D.device:
-        raise DeviceError(f"the system is on {system.device}, expected {layer.D.device}, the device of the {kind}")
-    return system.B.to(torch.complex128), system.C.to(torch.complex128)

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Complex, Float
 from torch import Tensor
 
-from compressm.adapters.base import SSMAdapter, adapts, encodable, finite_doubles
-from compressm.adapters.poles import SMALLEST_POLE, log_poles, nearest_old, old_modes
+from compressm.adapters.base import SSMAdapter, adapts, finite_doubles
+from compressm.adapters.poles import SMALLEST_POLE, encodable, log_poles, nearest_old, old_modes
 from compressm.control import DiagonalSystem
 from compressm.control.linear_algebra import modulus, square_modulus
 from compressm.control.norms import with_poles

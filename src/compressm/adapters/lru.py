@@ -9,8 +9,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from compressm.adapters.base import SSMAdapter, adapts, encodable, finite_doubles
-from compressm.adapters.poles import log_poles, old_modes, same_turn
+from compressm.adapters.base import SSMAdapter, adapts, finite_doubles
+from compressm.adapters.poles import encodable, log_poles, old_modes, same_turn
 from compressm.control import DiagonalSystem
 from compressm.control.linear_algebra import exponential
 from compressm.control.poles import decay

@@ -12,10 +12,10 @@ import torch
 from jaxtyping import Bool, Float, Inexact, Int
 from torch import Tensor
 
-from compressm.control import DiagonalSystem, validation
+from compressm.control import DeviceError, DiagonalSystem, ShapeError, UnstableSystemError, validation
 from compressm.control.linear_algebra import logarithm, modulus
 from compressm.errors import AdapterError
-from compressm.layers import ZOH, Bilinear, Discretisation
+from compressm.layers import ZOH, Bilinear, Discretisation, LTILayer
 
 # Smaller poles, also λ = 0, are stored as this one; it changes an output by 1e-30 of B and C.
 SMALLEST_POLE = 1e-30
@@ -23,6 +23,32 @@ SMALLEST_POLE = 1e-30
 SMALLEST_BILINEAR_POLE = 1e-7
 # A share of 1 − |λ|²: closer poles are the same pole up to rounding.
 _SAME = 1e-9
+
+
+def encodable(layer: LTILayer, system: DiagonalSystem, *, bank: bool = False) -> tuple[Tensor, Tensor]:
+    """Require a finite, stable system of the layer's width, on its device; return B and C in complex128.
+
+    The layer stores one system for all channels, or a `bank` with one for each.
+    """
+    kind = type(layer).__name__
+    if not isinstance(layer, LTILayer):
+        raise AdapterError(f"encode takes a linear layer, got a {kind}")
+    validation.require_kind(f"encoding a {kind}", system, DiagonalSystem, hint="call diagonalise first")
+    validation.require_all_finite({"poles": system.poles, "B": system.B, "C": system.C})
+    unstable = ~(system.decay.detach() > 0)
+    if validation.values_are_read() and bool(unstable.any()):
+        worst = modulus(system.poles.detach()).max().item()
+        raise UnstableSystemError(
+            f"largest pole modulus is {worst:.9g}, a {kind} stores only poles < 1 ({int(unstable.sum())} poles are not)"
+        )
+    given = (tuple(system.bank), system.inputs, system.outputs)
+    stacked = tuple(layer.D.shape[:-1])
+    expected = ((*stacked, layer.width), 1, 1) if bank else (stacked, layer.width, layer.width)
+    if given != expected:
+        raise ShapeError(f"the system has (bank, inputs, outputs) {given}, this {kind} expected {expected}")
+    if system.device != layer.D.device:
+        raise DeviceError(f"the system is on {system.device}, expected {layer.D.device}, the device of the {kind}")
+    return system.B.to(torch.complex128), system.C.to(torch.complex128)
 
 
 def log_poles(system: DiagonalSystem) -> tuple[Float[Tensor, "*bank n"], Float[Tensor, "*bank n"]]:

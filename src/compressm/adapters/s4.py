@@ -8,9 +8,9 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from compressm.adapters.base import Growth, adapts, encodable, finite_doubles
+from compressm.adapters.base import Growth, adapts, finite_doubles
 from compressm.adapters.dense import DenseAdapter
-from compressm.adapters.poles import continuous_poles
+from compressm.adapters.poles import continuous_poles, encodable
 from compressm.control import DenseSystem, DiagonalSystem
 from compressm.errors import AdapterError
 from compressm.layers import S4, Bilinear

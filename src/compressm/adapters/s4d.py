@@ -8,8 +8,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from compressm.adapters.base import SSMAdapter, adapts, encodable, finite_doubles
-from compressm.adapters.poles import continuous_poles, old_modes, with_old_frequencies
+from compressm.adapters.base import SSMAdapter, adapts, finite_doubles
+from compressm.adapters.poles import continuous_poles, encodable, old_modes, with_old_frequencies
 from compressm.control import DiagonalSystem
 from compressm.layers import S4D
 

@@ -129,21 +129,31 @@ def padded(cut: PreparedCut, adapter: Adapter[Any, Any], order: int) -> Prepared
         raise CompressionError(f"{cut.name or 'the model'}: {error}") from error
     if odd := sorted(growth.keys() - cut.values):
         raise CompressionError(f"{cut.name or 'the model'}: the cut does not write {', '.join(odd)}, which must grow")
+    n = next(own.order(cut.values[name]) for name, own in growth.items() if own.blocks)
     values = {
-        name: growth[name].resized(value, order) if name in growth else value for name, value in cut.values.items()
+        name: own.resized(own.scaled(value, n, order), order) if (own := growth.get(name)) else value
+        for name, value in cut.values.items()
     }
     states = {
-        name: {key: _padded_entry(cut, name, key, growth, order) for key in state} for name, state in cut.states.items()
+        name: {key: _padded_entry(cut, name, key, growth, (n, order)) for key in state}
+        for name, state in cut.states.items()
     }
     buffers = {**cut.writing.buffers, **adapter.unsaved_buffers(cut.module, order)}
     writing = replace(cut.writing, attributes=adapter.attributes(cut.module, order), buffers=buffers)
     own, through = adapter.state_growth(cut.module), cut.state_map
-    state_map = None if through is None else lambda state: own.resized(through(state), order)
+    state_map = None if through is None else lambda state: own.resized(own.scaled(through(state), n, order), order)
     return replace(cut, values=values, states=states, writing=writing, state_map=state_map)
 
 
-def _padded_entry(cut: PreparedCut, name: str, key: str, growth: Mapping[str, Growth], order: int) -> Any:
-    """An entry of the optimizer's state for the padded parameter."""
+# The exponents with which moments of θ go to those of c θ.
+_EXPONENTS = {
+    **{Role.GRADIENT: -1, Role.GRADIENT_SIZE: -1, Role.GRADIENT_SQUARE: -2},
+    **{Role.UPDATE: 1, Role.UPDATE_SIZE: 1, Role.UPDATE_SQUARE: 2},
+}
+
+
+def _padded_entry(cut: PreparedCut, name: str, key: str, growth: Mapping[str, Growth], orders: tuple[int, int]) -> Any:
+    """An entry of the optimizer's state for the parameter that is padded from one of these orders to the other."""
     value = cut.states[name][key]
     if name not in growth or not isinstance(value, Tensor) or value.shape != cut.values[name].shape:
         return value
@@ -153,6 +163,7 @@ def _padded_entry(cut: PreparedCut, name: str, key: str, growth: Mapping[str, Gr
             f"the optimizer keeps {key!r} of {cut.name}.{name}, whose meaning is not known: pad the model before the"
             " optimizer is made"
         )
+    value, order = own.scaled(value, *orders, _EXPONENTS[role]), orders[1]
     if role in (Role.GRADIENT, Role.UPDATE):
         return own.resized(value, order, fill=lambda block: block.new_zeros(()))
     return own.resized(value, order, fill=lambda block: block.mean(own.axis, keepdim=True))

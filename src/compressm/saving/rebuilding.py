@@ -322,6 +322,11 @@ def rebuild(description: Description, tensors: Mapping[str, Tensor]) -> nn.Modul
     require_fit(tensors, single)
     take_forms_(model, tensors)
     _fill(model, tensors, first_names(plain_state(model)), set(description.frozen))
+    for layer in ssm_layers(model).values():
+        adapter = adapter_for(layer)
+        if adapter is not None:
+            for path, value in adapter.constant_buffers(layer).items():
+                setattr(*adapter.place(layer, path), value)
     _require_filled(model)
     for name, order in orders_of(model).items():
         if order != orders[name]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -11,7 +12,7 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from compressm.adapters.base import Growth, adapts_named, finite_doubles, parameter_of
-from compressm.adapters.mamba import RATES, SelectiveAdapter
+from compressm.adapters.mamba import PROJECTION, RATES, SelectiveAdapter
 from compressm.adapters.transformers.config import (
     PACKAGE,
     SINCE,
@@ -70,6 +71,14 @@ class MixerAdapter(SelectiveAdapter[nn.Module]):
     def attributes(self, module: nn.Module, order: int) -> dict[str, Any]:
         return super().attributes(module, order) | {"ssm_state_size": order, f"config.{self.SIZE}": order}
 
+    def sizes_at(self, module: nn.Module, order: int) -> dict[str, tuple[int, int]]:
+        """The axis of states, and the size there at this order, of every parameter and buffer that grows with it."""
+        return {PROJECTION: (0, super().attributes(module, order)["x_proj.out_features"]), RATES: (1, order)}
+
+    def state_growth(self, module: nn.Module) -> Growth:
+        """States alone: caches have the window of the convolution apart."""
+        return Growth(axis=-1)
+
     def state_bytes(self, module: nn.Module, order: int) -> int:
         """A whole window of the convolution in the dtype of the model, and states in float32."""
         weight = module.get_parameter("conv1d.weight")
@@ -95,6 +104,7 @@ class MambaMixerAdapter(MixerAdapter):
 
 
 _PARTS = ("dt", "b", "c")
+_OF_STATES = ("b_layernorm.weight", "c_layernorm.weight")
 
 
 class NormedMixerAdapter(MixerAdapter):
@@ -103,17 +113,16 @@ class NormedMixerAdapter(MixerAdapter):
     A projection or a selection stands before the norms, whose mean is then over fewer states.
     """
 
+    RECURRENCE = "normed Mamba-1"
     BESIDE = frozenset(f"{part}_layernorm.weight" for part in _PARTS)
 
     def growth(self, module: nn.Module) -> dict[str, Growth]:
-        raise AdapterError(
-            f"{shown(module)} normalises B and C over its states: states without effect cannot be added to a"
-            f" {type(module).__name__}"
-        )
+        """Rows of B and C grow by √(r/n), so that the norms' means over r states, some of them zero, stay the same."""
+        own = super().growth(module)
+        return own | {PROJECTION: replace(own[PROJECTION], power=0.5)}
 
-    def state_parameters(self, module: nn.Module) -> int:
-        """The parameters of a state: its rows of B and C, its rates, and its weights of norms that are trained."""
-        return 3 * self.inner_width(module) + 2 * (self.NORMED is not None)
+    def sizes_at(self, module: nn.Module, order: int) -> dict[str, tuple[int, int]]:
+        return super().sizes_at(module, order) | dict.fromkeys(_OF_STATES, (0, order))
 
 
 @adapts_named(f"{PACKAGE}.models.jamba.modeling_jamba.JambaMambaMixer")
@@ -123,7 +132,10 @@ class JambaMixerAdapter(NormedMixerAdapter):
 
     SHARED = frozenset({"config.mamba_d_state"})
     SIZE = "mamba_d_state"
-    NORMED = ("b_layernorm.weight", "c_layernorm.weight")
+    NORMED = _OF_STATES
+
+    def growth(self, module: nn.Module) -> dict[str, Growth]:
+        return super().growth(module) | dict.fromkeys(_OF_STATES, Growth(axis=0, idle=1.0, power=-0.5))
 
     def norms(self, module: nn.Module) -> Norms:
         step, B, C = finite_doubles(module, [f"{part}_layernorm.weight" for part in _PARTS])
@@ -140,6 +152,14 @@ class FalconMambaMixerAdapter(NormedMixerAdapter):
         one = torch.ones(1, dtype=torch.float64, device=parameter_of(module, RATES).device)
         return Norms(one.expand(rank), one.expand(order), one.expand(order), _one_eps(module, "eps"), tied=True)
 
+    def growth(self, module: nn.Module) -> dict[str, Growth]:
+        """B and C get longer, so D and out_proj make up for it."""
+        beside = {"D": Growth(axis=0, blocks=0, power=1.0), "out_proj.weight": Growth(axis=0, blocks=0, power=-1.0)}
+        return super().growth(module) | beside
+
+    def state_growth(self, module: nn.Module) -> Growth:
+        return Growth(axis=-1, power=0.5)
+
     def factors(self, system: SelectiveSystem) -> dict[str, Tensor]:
         """(g y + D u) silu(z) is g (y + D/g u) silu(z), and out_proj takes g."""
         assert system.norms is not None
@@ -151,8 +171,11 @@ class FalconMambaMixerAdapter(NormedMixerAdapter):
 
     def unsaved_buffers(self, module: nn.Module, order: int) -> dict[str, Tensor]:
         """The ones that its kernels take as weights."""
-        names = ("b_layernorm.weight", "c_layernorm.weight")
-        return {name: module.get_buffer(name).new_ones(order) for name in names}
+        return {name: module.get_buffer(name).new_ones(order) for name in _OF_STATES}
+
+    def constant_buffers(self, module: nn.Module) -> dict[str, Tensor]:
+        like = parameter_of(module, PROJECTION)
+        return {name: like.new_ones(len(module.get_buffer(name))) for name in sorted(self.BESIDE)}
 
 
 def _one_eps(module: nn.Module, name: str) -> float:

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from compressm.adapters.base import Adapter, adapter_for
-from compressm.adapters.mamba import PROJECTION, RATES
 from compressm.adapters.transformers.config import MAPS, PACKAGE, set_state_sizes_, state_sizes
-from compressm.adapters.transformers.mamba import MambaMixerAdapter
+from compressm.adapters.transformers.mamba import MixerAdapter
 from compressm.adapters.transformers.mapped import MappedAdapter
 from compressm.errors import AdapterError
 
@@ -23,8 +22,11 @@ _MOST_LAYERS = 10_000
 
 # The families of models that can be built again, with the config's name of the order. Other hybrid models have buffers
 # that their files lack, or other names there: their maps are loaded by `load_checkpoint`.
-SIZES = {"mamba": "state_size", "mamba2": "state_size", "zamba2": "mamba_d_state"}
-MODELS = tuple(f"{name.capitalize()}{part}" for name in SIZES for part in ("Model", "ForCausalLM"))
+SIZES = {
+    **dict.fromkeys(("mamba", "falcon_mamba", "mamba2"), "state_size"),
+    **dict.fromkeys(("jamba", "zamba2"), "mamba_d_state"),
+}
+MODELS = tuple(name.title().replace("_", "") + part for name in SIZES for part in ("Model", "ForCausalLM"))
 _FILES = {f"{PACKAGE}.models.{name}.modeling_{name}" for name in SIZES}
 
 
@@ -79,13 +81,10 @@ def _build(
         model.gradient_checkpointing_enable()
     for module in list(model.modules()):
         adapter = adapter_for(module)
-        if isinstance(adapter, MambaMixerAdapter):
+        if isinstance(adapter, MixerAdapter | MappedAdapter):
             order = orders[module.layer_idx]
-            rows = adapter.attributes(module, order)["x_proj.out_features"]
-            _make_room_(module, adapter, order, {PROJECTION: (0, rows), RATES: (1, order)})
-        elif isinstance(adapter, MappedAdapter):
-            _make_room_(module, adapter, orders[module.layer_idx], adapter.sizes_at(module, orders[module.layer_idx]))
-            if str(module.layer_idx) in maps:
+            _make_room_(module, adapter, order, adapter.sizes_at(module, order))
+            if isinstance(adapter, MappedAdapter) and str(module.layer_idx) in maps:
                 adapter.add_maps_(module, maps[str(module.layer_idx)])
     set_state_sizes_(model.config, orders, size)
     return model

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from compressm.adapters import SelectiveAdapter
 from compressm.adapters.base import read_with
+from compressm.adapters.mamba import IMAGINARY
 from compressm.control import StateCovariance, numerical_rank
 from compressm.control.selective import SelectiveSystem
 from compressm.families.base import Values, reads
@@ -22,7 +23,6 @@ from compressm.families.selective.methods import Calibrated, SelectiveMethod
 from compressm.families.selective.observer import Averages, SelectiveObservations, SelectiveObserver
 from compressm.families.selective.reduction import SelectiveReduction
 from compressm.families.selective.simulation import squared_change
-from compressm.layers import Mamba
 from compressm.layers.base import StateMap
 
 
@@ -86,14 +86,19 @@ class SelectiveCut(MeasuredCut):
         return found
 
     def state_map(self, module: nn.Module, adapter: SelectiveAdapter[Any], values: Values) -> StateMap | None:
-        if not isinstance(module, Mamba):
-            return None
-        E_B, past, complex_before = self.reduction.E_B, module.conv_width - 1, module.A_imag is not None
+        """E_B h, divided by the factor of B that a module with tied norms stores behind its scan.
+
+        Exact for a selection without norms; a projection averages rates, and norms are over fewer entries.
+        """
+        E_B, past = self.reduction.E_B, adapter.state_growth(module).first
+        complex_before = getattr(module, IMAGINARY, None) is not None
+        norms = self.system.norms
+        E_B = E_B if norms is None or not norms.tied else E_B / norms.B[0]
 
         def carried(state: Float[Tensor, "batch inner kept"]) -> Float[Tensor, "batch inner remaining"]:
             inputs, h = state[..., :past].double(), state[..., past:].double()
             h = torch.complex(*h.chunk(2, dim=-1)) if complex_before else h
-            h = (E_B @ h.to(E_B.dtype)[..., None])[..., 0]
+            h = (E_B.to(h.device) @ h.to(E_B.dtype)[..., None])[..., 0]
             h = torch.cat([h.real, h.imag], dim=-1) if h.is_complex() else h
             return torch.cat([inputs, h], dim=-1).to(state.dtype)
 
