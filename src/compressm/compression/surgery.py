@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from compressm.adapters import Adapter, adapter_for, find
 from compressm.adapters.base import Growth, encode_present, parameter_of, present_attributes, require_differentiable
+from compressm.adapters.beside import require_nothing_beside
 from compressm.adapters.writing import prepared
 from compressm.compression.optimizer import (
     Moments,
@@ -377,7 +378,12 @@ def require_suitable(model: nn.Module, layers: Mapping[str, Layer], optimizer: A
     owners = _owners(model)
     cut: dict[str, nn.Parameter] = {}
     for name, layer in layers.items():
-        for entry in _cut_parameters(layer, carried=optimizer is not None and moments.needs_roles):
+        written = list(_cut_parameters(layer, carried=optimizer is not None and moments.needs_roles))
+        try:
+            require_nothing_beside(name, layer.module, layer.adapter, written)
+        except AdapterError as error:
+            raise CompressionError(str(error)) from error
+        for entry in written:
             cut[f"{name}.{entry}" if name else entry] = layer.module.get_parameter(entry)
             others = owners[id(layer.module.get_parameter(entry))] - {f"{name}.{entry}" if name else entry}
             if others:
