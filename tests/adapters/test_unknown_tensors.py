@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from compressm.adapters import adapter_for, beside
+from compressm.adapters import adapter_for, writing
 from compressm.adapters.base import encode_with, read_with
 from compressm.compression import CompressionError, Compressor, TargetOrder, compress_
 from compressm.layers import LRU, S4D
@@ -90,6 +90,6 @@ def test_a_tensor_that_has_nothing_to_do_with_the_order_goes_through_a_cut(case)
 def test_all_tensors_of_known_layers_are_known(name):
     module = {**MODULES, **LAYERS}[name]()
     written = encode_with(adapter_for(module), module, {}, read_with(adapter_for(module), module))
-    known = beside._made_by(type(module)) | {path.split(".")[0] for path in written}
-    unknown = [path for path, _ in beside._tensors(module) if not beside._is_known(path.split(".")[0], known)]
+    known = writing._made_by(type(module)) | {path.split(".")[0] for path in written}
+    unknown = [path for path, _ in writing._tensors(module) if not writing._is_known(path.split(".")[0], known)]
     assert unknown == []
