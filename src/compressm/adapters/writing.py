@@ -133,13 +133,12 @@ def require_nothing_beside(name: str, module: nn.Module, adapter: Adapter[Any, A
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters, buffers and plain attributes of a layer and of the modules inside, by path.
+    """The parameters and buffers of a layer and of the modules inside, by path.
 
     Those of parametrizations and pruning are no tensors of their own.
     """
     for path, part in module.named_modules():
-        held = {**part._parameters, **part._buffers, **vars(part)}
-        for leaf, value in held.items():
+        for leaf, value in {**part._parameters, **part._buffers}.items():
             own = f"{path}.{leaf}" if path else leaf
             computed = own.startswith("parametrizations.") or leaf.endswith(("_orig", "_mask"))
             if isinstance(value, Tensor) and value.ndim and not computed:
