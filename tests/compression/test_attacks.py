@@ -18,7 +18,7 @@ from compressm.compression import (
 )
 from compressm.families.choices import Measured, WhiteNoise
 from compressm.families.selective.methods import PerChannel
-from compressm.layers import LRU, Mamba
+from compressm.layers import LRU, S5, Mamba
 from compressm.models import SequenceClassifier
 from compressm.saving import load_checkpoint, save_checkpoint
 from tests import unhooked
@@ -419,7 +419,7 @@ import os, torch
 from compressm.compression import Compressor, Rollback, TargetOrder
 from compressm.families.choices import Measured, WhiteNoise
 from compressm.families.selective.methods import PerChannel
-from compressm.layers import LRU, Mamba
+from compressm.layers import LRU, S5, Mamba
 model = torch.nn.Sequential(LRU(4, 8))
 guard = Rollback(lambda: 1.0, folder={str(tmp_path)!r})
 Compressor(model, when=[1], keep=TargetOrder(4), guard=guard).step(1)
@@ -525,3 +525,34 @@ def test_a_state_whose_loading_warns_is_not_loaded_in_part_where_warnings_are_er
     assert compressor.state_dict() == before
     assert len(compressor.step(1)) == 2
     assert orders(model) == [4, 4]
+
+
+@pytest.mark.parametrize("inside", ["calibrate", "a policy"])
+def test_a_preview_inside_of_another_call_is_refused_by_name(inside):
+    model = SequenceClassifier(LRU, depth=1, width=4, order=8, inputs=3, classes=5)
+
+    def runs(model):
+        model(torch.randn(2, 10, 3))
+        return compressor.preview() if inside == "calibrate" else None
+
+    def keep(spectra):
+        compressor.preview()
+        return dict.fromkeys(spectra, 4)
+
+    options = {"calibrate": runs, "keep": TargetOrder(4)} if inside == "calibrate" else {"keep": keep}
+    compressor = Compressor(model, when=[1], **options)
+    for call, said in ((compressor.preview, r"preview\(\)"), (lambda: compressor.step(1), r"step\(1\)")):
+        with pytest.raises(CompressionError, match=rf"preview\(\) was called inside Compressor\.{said}"):
+            call()
+    assert compressor.history == []
+
+
+def test_an_average_too_far_from_the_model_says_so_and_what_to_do():
+    model, average = make(), make()
+    for seed, one in enumerate((model, average)):
+        torch.manual_seed(seed)
+        one.blocks[0].ssm = S5(4, 16)
+    compressor = Compressor(model, when=[1], keep=TargetOrder(12), follow=[average], gate=1.0)
+    with pytest.raises(CompressionError, match=r"follow\[0\]: blocks\.0\.ssm.*too far from the model.*out of follow"):
+        compressor.step(1)
+    assert (model.blocks[0].ssm.order, average.blocks[0].ssm.order) == (16, 16)

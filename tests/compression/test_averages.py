@@ -245,6 +245,34 @@ def test_an_average_beside_its_model_is_refused_with_what_to_write():
     assert (both.net.blocks[0].ssm.order, both.ema.module.blocks[0].ssm.order) == (5, 3)
 
 
+class WithCopy(Both):
+    """The average is a plain copy, which nothing marks."""
+
+    def __init__(self):
+        super().__init__()
+        self.ema = copy.deepcopy(self.net).requires_grad_(False)
+
+
+def test_a_frozen_copy_beside_its_model_is_refused_and_frozen_layers_are_not():
+    """Cut apart, the average of two models had states of two coordinates, and nothing said so."""
+    both = WithCopy()
+    with torch.no_grad():
+        for own, average in zip(both.net.parameters(), both.ema.parameters(), strict=True):
+            own += 0.2 * own.std() * torch.randn(own.shape) if own.numel() > 1 else 0
+            average.lerp_(own, 0.1)
+    adamw = torch.optim.AdamW(both.net.parameters())
+    with pytest.raises(CompressionError, match=r"ema\.blocks\.0\.ssm is frozen.*copy of net\..*follow=\[model\.ema\]"):
+        Compressor(both, adamw, when=[1], keep=TargetOrder(5))
+    Compressor(both.net, adamw, when=[1], keep=TargetOrder(5), follow=[both.ema]).step(1)  # the cures
+    adamw = torch.optim.AdamW(both.net.parameters())
+    compress_(both, optimizer=adamw, keep=TargetOrder(4), filter_fn=lambda module, name: name.startswith("net."))
+    assert (both.net.blocks[0].ssm.order, both.ema.blocks[0].ssm.order) == (4, 5)
+    model = make()
+    model.blocks[0].ssm.requires_grad_(False)
+    compress_(model, optimizer=torch.optim.AdamW(model.parameters()), keep=TargetOrder(5))
+    assert [block.ssm.order for block in model.blocks] == [5, 5]
+
+
 @pytest.mark.parametrize("case", AVERAGES)
 def test_an_average_that_was_cut_alone_does_not_average_a_model_of_other_coordinates(case):
     build, name = AVERAGES[case]

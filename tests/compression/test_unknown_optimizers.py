@@ -295,3 +295,78 @@ def test_an_optimizer_around_others_is_refused_and_those_inside_are_taken(way, m
     compressor = compressor_for(model, around.all(), moments)
     assert len(compressor.step(1)) == 2
     step(model, around)
+
+
+class Apart(optim.Optimizer):
+    """An optimizer that keeps its moments in its own attributes, groups or keys, from the start or the first step."""
+
+    def __init__(self, params, way="a list", lazy=False):
+        super().__init__(params, {"lr": 1e-3})
+        self.way, self.members = way, [p for group in self.param_groups for p in group["params"]]  # no moments
+        if not lazy:
+            self.make()
+
+    def make(self):
+        zeros, self.made = [torch.zeros_like(p) for p in self.members], True
+        by_member = dict(zip(self.members, zeros, strict=True))
+        if self.way == "a list":
+            self.moments = zeros
+        elif self.way == "a dictionary of dictionaries":
+            self.moments = {p: {"m": value} for p, value in by_member.items()}
+        elif self.way == "a group":
+            self.param_groups[0]["moments"] = zeros
+        elif self.way == "a key":
+            self.state["moments"]["m"] = zeros
+        else:
+            self.moments = torch.cat([value.flatten() for value in zeros])
+
+    def held(self):
+        """The moments of every member."""
+        if self.way == "a group":
+            return self.param_groups[0]["moments"]
+        if self.way == "a key":
+            return self.state["moments"]["m"]
+        if self.way == "a vector":
+            parts = self.moments.split([p.numel() for p in self.members])
+            return [part.view(p.shape) for part, p in zip(parts, self.members, strict=True)]
+        return self.moments if self.way == "a list" else [state["m"] for state in self.moments.values()]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if not hasattr(self, "made"):
+            self.make()
+        for p, moment in zip(self.members, self.held(), strict=True):
+            if p.grad is not None:
+                p.sub_(1e-3 * moment.mul_(0.9).add_(p.grad))
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["from the start", "from the first step"])
+@pytest.mark.parametrize("way", ["a list", "a dictionary of dictionaries", "a group", "a key", "a vector"])
+def test_moments_that_are_not_in_the_state_are_refused(way, lazy):
+    """The next step failed with an error of torch."""
+    model = make()
+    optimizer = Apart(model.parameters(), way, lazy)
+    with pytest.raises(CompressionError, match=r"Apart keeps a tensor .*moments.*not in its state.*state\[parameter\]"):
+        compressor_for(model, optimizer, Restart())
+    step(model, optimizer)
+    with pytest.raises(CompressionError, match="Apart keeps a tensor"):
+        compress_(model, keep=TargetOrder(4), optimizer=optimizer)
+    assert model.blocks[0].ssm.order == 12
+    compress_(model, keep=TargetOrder(4))  # the cure
+    step(model, Apart(model.parameters(), way, lazy))
+
+
+def test_moments_of_what_is_not_cut_may_be_anywhere():
+    model = make()
+    inside = {id(p) for block in model.blocks for p in block.ssm.parameters()}
+    optimizers = [
+        Keeping([p for p in model.parameters() if id(p) in inside]),
+        Apart([p for p in model.parameters() if id(p) not in inside]),
+    ]
+    optimizers[0].table = torch.zeros(7, 3)
+    compressor = compressor_for(model, optimizers)
+    for one in optimizers:
+        step(model, one)
+    assert len(compressor.step(1)) == 2
+    for one in optimizers:
+        step(model, one)

@@ -1,5 +1,6 @@
 """The Trainer of Lightning with the callback: it cuts, logs, saves and resumes at any order."""
 
+import copy
 import csv
 import json
 
@@ -302,6 +303,72 @@ def test_models_that_follow_are_in_the_checkpoints(tmp_path):
         run(plain, plain / "step=2.ckpt")
 
 
+class OwnAverage(Classifier):
+    """A module that averages its own model, and has more than the model to train."""
+
+    def __init__(self, make=torch.optim.swa_utils.AveragedModel):
+        super().__init__()
+        self.average, self.scale = make(self.model).requires_grad_(False), nn.Parameter(torch.ones(()))
+
+    def training_step(self, batch, index):
+        x, target = self.rows()
+        return nn.functional.cross_entropy(self.scale * self.model(x), target)
+
+    def on_before_zero_grad(self, optimizer):
+        own = self.average.module if hasattr(self.average, "module") else self.average
+        with torch.no_grad():
+            for kept, new in zip(own.parameters(), self.model.parameters(), strict=True):
+                kept.lerp_(new, 0.1)
+
+
+class OwnCopy(OwnAverage):
+    def __init__(self):
+        super().__init__(copy.deepcopy)
+
+
+PART = {"part": "model", "follow": ["average"], "calibrate": lambda model: model(X[:8])}
+
+
+@pytest.mark.parametrize("kind", [OwnAverage, OwnCopy])
+def test_a_module_that_averages_its_own_model_trains_resumes_and_loads(kind, tmp_path):
+    with pytest.raises(CompressionError, match=r"average.*part='\.\.\.', follow=\['average"):
+        trained(tmp_path / "refused", kind)
+    trainer, whole, callback = trained(tmp_path, kind, options=PART, logger=CSVLogger(tmp_path))
+    assert [event.module for event in callback.history] == ["blocks.0.ssm", "blocks.1.ssm"] * 2
+    assert orders(whole) == [4, 4]
+    for step in (2, 4, 6, 10):
+        again, resumed, back = trained(tmp_path / str(step), kind, options=PART, resume=tmp_path / f"step={step}.ckpt")
+        assert same(state_of(again, resumed), state_of(trainer, whole))
+        assert list(map(str, back.history)) == list(map(str, callback.history))
+    loaded = kind.load_from_checkpoint(tmp_path / "step=12.ckpt")
+    assert same(loaded.state_dict(), whole.state_dict())
+    kept = loaded.average.module if kind is OwnAverage else loaded.average
+    gap = (kept(X[:8]) - loaded.model(X[:8])).norm() / loaded.model(X[:8]).norm()
+    assert gap < 0.5  # an average in other coordinates gives anything
+
+
+def test_averages_of_callbacks_and_of_the_module_follow_cuts_of_a_part(tmp_path):
+    average = EMAWeightAveraging(decay=0.5)
+    _, whole, _ = trained(tmp_path, OwnAverage, options=PART, others=[average])
+    (own, inside) = (dict(model.named_parameters()) for model in (whole, average._average_model.module))
+    assert {name: p.shape for name, p in own.items()} == {name: p.shape for name, p in inside.items()}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"part": "net"}, r"part is 'net', which Classifier does not have; it has model"),
+        ({"part": 3}, "part is 3, expected text"),
+        ({"follow": ["average"]}, r"follow\[0\] is 'average', which Classifier does not have"),
+        ({"follow": "average"}, "follow is 'average', expected a list of models, or of their paths"),
+        ({"part": "model", "follow": ["model"]}, "is the model's own layer"),
+    ],
+)
+def test_paths_that_lead_nowhere_are_refused(wrong, said, tmp_path):
+    with pytest.raises(CompressionError, match=said):
+        trained(tmp_path, options=wrong, steps=1)
+
+
 def test_several_callbacks_with_names_resume_each_its_own_cuts(tmp_path):
     def second():
         only = {"filter_fn": lambda module, name: name.endswith("blocks.1.ssm")}
@@ -324,7 +391,7 @@ def test_several_callbacks_with_names_resume_each_its_own_cuts(tmp_path):
 
 
 TWO_PROCESSES = """
-import json, sys, warnings
+import copy, json, sys, warnings
 warnings.simplefilter("ignore")
 import torch
 import compressm as cs
@@ -366,11 +433,15 @@ trainer.fit(Classifier(), DataLoader(data, batch_size=4), ckpt_path=resume)
 
 
 @pytest.mark.slow
-def test_two_processes_cut_alike_and_resume_between_cuts(tmp_path):
-    found = {}
+@pytest.mark.parametrize("options", ["", ', part="model", follow=["average"]'], ids=["the module", "a part of it"])
+def test_two_processes_cut_alike_and_resume_between_cuts(options, tmp_path):
+    found, script = {}, TWO_PROCESSES.replace("gate=1.0", f"gate=1.0{options}")
+    if options:
+        copied = "    self.average = copy.deepcopy(self.model).requires_grad_(False)\n    def training_step"
+        script = script.replace("def training_step", copied)
     for name, resume in (("whole", ""), ("resumed", str(tmp_path / "whole" / "step=3.ckpt"))):
         (tmp_path / name).mkdir()
-        unhooked.run(TWO_PROCESSES, str(tmp_path / name), resume)
+        unhooked.run(script, str(tmp_path / name), resume)
         found[name] = [json.loads((tmp_path / name / f"found-{rank}.json").read_text()) for rank in range(2)]
     assert found["whole"] == found["resumed"]
     assert all(one["same"] and one["orders"] == 4 for one in found["whole"])

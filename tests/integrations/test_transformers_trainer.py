@@ -412,3 +412,33 @@ def resumed_between_cuts(rank, path):
 def test_two_processes_cut_alike_and_resume_between_cuts(tmp_path):
     expected = {"in step": True, "wrapped": "DistributedDataParallel", "orders": [4, 4], "same": True, "cuts": 4}
     assert found_by_two(resumed_between_cuts, tmp_path) == [expected, expected]
+
+
+class Averaged(Letters):
+    """A model with an average of its own part."""
+
+    def __init__(self):
+        super().__init__()
+        self.average = torch.optim.swa_utils.AveragedModel(self.model).requires_grad_(False)
+
+    def forward(self, input_ids, labels=None):
+        if self.training:
+            self.average.update_parameters(self.model)
+        return super().forward(input_ids, labels)
+
+
+def averaged():
+    options = {"part": "model", "follow": ["average"], "calibrate": lambda model: model(DATA[:4])}
+    return Averaged(), {"keep": cs.KeepFraction(0.6), "gate": 1.0} | options
+
+
+def test_a_model_that_averages_its_own_part_trains_and_resumes(tmp_path):
+    whole, callback = trainer_of(tmp_path, averaged)
+    whole.train()
+    assert [event.module for event in callback.history] == ["blocks.0.ssm", "blocks.1.ssm"] * 2
+    assert orders(whole.model) == [4] * 4
+    for step in (2, 4, 10):
+        resumed, again = trainer_of(tmp_path, averaged)
+        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        assert same(state_of(resumed), state_of(whole))
+        assert list(map(str, again.history)) == list(map(str, callback.history))

@@ -296,11 +296,16 @@ def adapter_for(module: nn.Module) -> Adapter[Any, Any] | None:
 
 def adapter_of(kind: type[nn.Module]) -> Adapter[Any, Any] | None:
     """The adapter of a class of modules or of its nearest ancestor that has one."""
-    for ancestor in kind.__mro__:
-        found = _ADAPTERS.get(ancestor) or _NAMED.get(f"{ancestor.__module__}.{ancestor.__qualname__}")
-        if found is not None:
-            return found
-    return None
+    return next((found for ancestor in kind.__mro__ if (found := _registered(ancestor)) is not None), None)
+
+
+def registered_kind(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class itself or its nearest ancestor that has an adapter."""
+    return next(ancestor for ancestor in kind.__mro__ if _registered(ancestor) is not None)
+
+
+def _registered(kind: type[nn.Module]) -> Adapter[Any, Any] | None:
+    return _ADAPTERS.get(kind) or _NAMED.get(f"{kind.__module__}.{kind.__qualname__}")
 
 
 def find(
@@ -349,7 +354,6 @@ def _takes(filter_fn: Callable[[nn.Module, str], bool], module: nn.Module, name:
     try:
         taken = filter_fn(module, name)
     except (AttributeError, TypeError) as error:
-        # What happens if module and name are swapped.
         raise AdapterError(f"filter_fn fails for {name!r}: {error}; it is called as filter_fn(module, name)") from error
     if not isinstance(taken, bool | np.bool_):
         raise AdapterError(f"filter_fn returned {taken!r:.100} for {name!r}, expected True or False")

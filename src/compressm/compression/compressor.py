@@ -315,9 +315,11 @@ class Compressor:
 
     def preview(self) -> list[Cut]:
         """The cuts that would be made now; nothing is changed. All processes must call it."""
-        self._meet("Compressor.preview()")
-        with gathered(self._cutter.inner, self._cutter.optimizer):
-            return self._cutter.describe(self._cutter.plan(salt=0, best=self._best, added=self._added), step=0)
+        with ExitStack() as undo:
+            begin_work_(self._cutter.inner, "Compressor.preview()", undo)
+            self._meet("Compressor.preview()")
+            with gathered(self._cutter.inner, self._cutter.optimizer):
+                return self._cutter.describe(self._cutter.plan(salt=0, best=self._best, added=self._added), step=0)
 
     def state_dict(self) -> dict[str, Any]:
         """The state to continue from: tensors, numbers and strings only."""

@@ -47,7 +47,7 @@ from compressm.compression.surgery import (
     write_cuts_,
 )
 from compressm.compression.trying import Orders, Trials, TryingPolicy
-from compressm.control import ControlError
+from compressm.control import ControlError, UnstableSystemError
 from compressm.errors import AdapterError, CompressionError, warn_caller
 from compressm.families import Layer, PlannedCut
 from compressm.families.choices import LayerOrders, RoundTo, as_allowed_orders
@@ -352,6 +352,12 @@ def _following(which: str, cut: PlannedCut, module: nn.Module, adapter: Adapter[
     try:
         with torch.no_grad():
             writing = cut.following(module, adapter)
+    except UnstableSystemError as error:
+        raise CompressionError(
+            f"{name}: with the states that the model keeps it would be unstable ({error}): its weights are too far from"
+            " the model's to be cut with it; give it the model's weights again before the cut, or leave it out of"
+            " follow and make it anew afterwards"
+        ) from error
     except (ControlError, AdapterError) as error:
         raise CompressionError(f"{name}: {error}") from error
     return _for_streams(PreparedCut(name, module, writing.values, writing=writing), cut, adapter)

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import Tensor, nn
 
-from compressm.compression.several import holds, kind_of, parts_of, require_no_other_inside
+from compressm.compression.several import holds, kind_of, parts_of, require_no_moments_beside, require_no_other_inside
 from compressm.compression.trial import are_weights, state_after_a_step
 from compressm.control.validation import are_finite, is_finite
 from compressm.errors import CompressionError
@@ -248,6 +248,7 @@ def require_supported(optimizer: Any, parameters: Mapping[str, nn.Parameter]) ->
         held = {id(parameter) for group in groups for parameter in group["params"]}
         if len(parts) == 1 or any(id(parameter) in held for parameter in parameters.values()):
             _require_kind(part)
+            require_no_moments_beside(part, parameters)
     require_held(optimizer, parameters)
     for name, parameter in parameters.items():
         for part in parts:
@@ -304,7 +305,9 @@ def require_followable(optimizer: Any, parameters: Mapping[str, nn.Parameter], m
         own = {name: p for name, p in parameters.items() if p.requires_grad and holds(part, p)}
         states = {name: state for name, p in own.items() if (state := part.state.get(p))}
         if own and not states:
-            own, states = state_after_a_step(part, own)
+            own, states, twin = state_after_a_step(part, own)
+            if twin is not None:
+                require_no_moments_beside(twin, own)
             for name, key, value in _pairs(states):
                 _require_plain(type(part).__name__, name, own[name], key, value)
                 if role_of(key, states[name]) is None and are_weights(value, own[name]):

@@ -232,6 +232,48 @@ def kept_groups(optimizer: Any | None) -> list[Callable[[], list[str]]]:
     return [] if optimizer is None else [_KeptGroups(part).restore_ for part in parts_of(optimizer)]
 
 
+def require_no_moments_beside(optimizer: Any, parameters: Mapping[str, Tensor]) -> None:
+    """Refuse an optimizer that keeps tensors of the shapes of these parameters elsewhere than in its state."""
+    groups = [group["params"] for group in optimizer.param_groups]
+    own = {id(one) for members in groups for member in members for one in (member, member.grad)}
+    shapes = {parameter.shape: name for name, parameter in parameters.items() if parameter.numel() > 1}
+    # Some keep the moments of all parameters in one long vector.
+    flat = [sum(member.numel() for member in members) for members in groups]
+    lengths = {*flat, sum(flat)} if any(holds(optimizer, one) for one in parameters.values()) else set()
+    for place, value in _beside(optimizer):
+        is_flat = value.ndim == 1 and len(value) > 1 and len(value) in lengths
+        if id(value) in own or not (is_flat or value.shape in shapes):
+            continue
+        kind, of = type(optimizer).__name__, "all parameters" if is_flat else shapes[value.shape]
+        raise CompressionError(
+            f"{kind} keeps a tensor of the shape {tuple(value.shape)}, that of {of}, in {place}, not in its state: a"
+            " cut would leave it as it is, and the next step would fail; expected an optimizer that keeps moments in"
+            " state[parameter], such as AdamW, or a cut before it is made: compress_(model, ...), then a new optimizer"
+        )
+
+
+def _beside(optimizer: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in the optimizer's attributes, in its groups, and in its state under other keys than parameters."""
+    for name, value in getattr(optimizer, "__dict__", {}).items():
+        if name not in ("state", "param_groups", "defaults"):
+            yield from ((f"its attribute {name!r}", one) for one in _tensors(value))
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            if name != "params":
+                yield from ((f"the entry {name!r} of a group", one) for one in _tensors(value))
+    for key, value in optimizer.state.items():
+        if not isinstance(key, Tensor):
+            yield from ((f"state[{key!r:.40}]", one) for one in _tensors(value))
+
+
+def _tensors(value: object, depth: int = 3) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and isinstance(value, Mapping | list | tuple):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(one, depth - 1)
+
+
 _NAMES = "param_names"  # in optimizers built from named_parameters()
 
 

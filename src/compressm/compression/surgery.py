@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any, final
 
 import torch
@@ -13,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from compressm.adapters import Adapter, adapter_for, find
 from compressm.adapters.base import Growth, encode_present, parameter_of, present_attributes, require_differentiable
-from compressm.adapters.writing import prepared
+from compressm.adapters.writing import prepared, require_nothing_beside
 from compressm.compression.optimizer import (
     Moments,
     Role,
@@ -374,10 +375,17 @@ def _require_finite_states(cuts: Sequence[PreparedCut]) -> None:
 def require_suitable(model: nn.Module, layers: Mapping[str, Layer], optimizer: Any | None, moments: Moments) -> None:
     """Refuse by name parameters that other modules share, that are computed, or that the optimizer does not support."""
     _require_no_average_beside(model, layers)
+    if optimizer is not None:
+        _require_no_copy_beside(layers)
     owners = _owners(model)
     cut: dict[str, nn.Parameter] = {}
     for name, layer in layers.items():
-        for entry in _cut_parameters(layer, carried=optimizer is not None and moments.needs_roles):
+        written = list(_cut_parameters(layer, carried=optimizer is not None and moments.needs_roles))
+        try:
+            require_nothing_beside(name, layer.module, layer.adapter, written)
+        except AdapterError as error:
+            raise CompressionError(str(error)) from error
+        for entry in written:
             cut[f"{name}.{entry}" if name else entry] = layer.module.get_parameter(entry)
             others = owners[id(layer.module.get_parameter(entry))] - {f"{name}.{entry}" if name else entry}
             if others:
@@ -424,8 +432,46 @@ def _require_no_average_beside(model: nn.Module, layers: Mapping[str, Layer]) ->
             raise CompressionError(
                 f"{name} is an {type(module).__name__} inside the model, and was to be cut apart from the layers beside"
                 " it: the average of the cut model would make no sense; pass the trained part as the model and"
-                f" follow=[model.{name}]"
+                f" follow=[model.{name}]; to callbacks of trainers, part='...', follow=['{name}']"
             )
+
+
+def _require_no_copy_beside(layers: Mapping[str, Layer]) -> None:
+    """Refuse a frozen layer whose weights are about those of a trained one: each would get coordinates of its own."""
+    trained = {name: layer for name, layer in layers.items() if _is_trained(layer)}
+    for name, layer in layers.items():
+        alike = [n for n, other in trained.items() if type(other.module) is type(layer.module)] * (name not in trained)
+        if alike:
+            other = max(alike, key=lambda one: _common_end(one, name))
+            if _is_near(layer.module, trained[other].module):
+                parts = name.split(".")
+                path = ".".join(parts[: len(parts) - _common_end(other, name)]) or name
+                raise CompressionError(
+                    f"{name} is frozen, and about a copy of {other}, such as an average or a teacher: cut apart, the"
+                    " states of one would not be those of the other; pass the trained part as the model and"
+                    f" follow=[model.{path}] (to callbacks of trainers, part='...', follow=['{path}']), or leave it as"
+                    " it is by filter_fn"
+                )
+
+
+def _is_trained(layer: Layer) -> bool:
+    return any(parameter.requires_grad for parameter in layer.module.parameters())
+
+
+def _common_end(first: str, second: str) -> int:
+    """The number of parts at the end that two names share."""
+    pairs = zip(reversed(first.split(".")), reversed(second.split(".")), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _is_near(first: nn.Module, second: nn.Module) -> bool:
+    """True if all parameters differ by less than half of their size; unrelated ones differ by √2 times it."""
+    pairs = zip(first.parameters(), second.parameters(), strict=False)
+    with torch.no_grad():
+        return all(
+            a.shape == b.shape and bool((a - b.to(a)).norm() <= b.to(a).norm() / 2)
+            for a, b in sorted(pairs, key=lambda pair: -pair[0].numel())
+        )
 
 
 def _owners(model: nn.Module) -> dict[int, set[str]]:

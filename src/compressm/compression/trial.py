@@ -35,8 +35,9 @@ def _weights_like(parameter: Tensor) -> Tensor:
 
 def state_after_a_step(
     optimizer: Any, parameters: Mapping[str, nn.Parameter]
-) -> tuple[dict[str, nn.Parameter], dict[str, dict[str, Any]]]:
-    """Stand-ins for some of the parameters, and the states that a copy of the optimizer gives them in its first step.
+) -> tuple[dict[str, nn.Parameter], dict[str, dict[str, Any]], Any]:
+    """Stand-ins for some of the parameters, the states that a copy of the optimizer gives them in its first step, and
+    the copy, or None.
 
     Nothing is found for optimizers of torch, whose states are known, and for those that cannot step alone, because they
     need a closure, other processes or a prepared state: the first cut judges the states that they have then.
@@ -44,7 +45,7 @@ def state_after_a_step(
     inner = _inside(optimizer)
     alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
     if inner is None or type(inner) in _known() or not alone or _has_global_hooks():
-        return {}, {}
+        return {}, {}, None
     try:
         with _undisturbed(parameters):
             chosen = _one_of_each_shape(inner, parameters)
@@ -55,9 +56,9 @@ def state_after_a_step(
             # Not an instance's own `step`, which a scheduler may have bound to the user's optimizer.
             step = type(inner).step
             (step.__wrapped__ if getattr(step, "hooked", False) else step)(twin)  # type: ignore[attr-defined]
-            return stand_ins, {name: dict(twin.state[p]) for name, p in stand_ins.items() if p in twin.state}
+            return stand_ins, {name: dict(twin.state[p]) for name, p in stand_ins.items() if p in twin.state}, twin
     except Exception:  # any error of somebody's code: the first cut will judge
-        return {}, {}
+        return {}, {}, None
 
 
 def _known() -> set[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from compressm.errors import CompressionError
-from compressm.integrations.training import CallbackOfTrainer, When, metrics, plain_optimizer, require_package
+from compressm.integrations.training import CallbackOfTrainer, When, plain_optimizer, require_package
 from compressm.layers.parameters import hold_
 from compressm.saving.orders import accept_orders_
 
@@ -26,10 +26,13 @@ class CompressionCallback(CallbackOfTrainer, Callback):
     of all of them; further options are those of `Compressor`. Checkpoints hold its state, and `ckpt_path` resumes any
     of them, whatever its orders are. Averages of `WeightAveraging` and `StochasticWeightAveraging` follow the cuts. If
     a trainer has several callbacks, such as for other layers at other steps, all but one need a `name` of their own.
+
+    A module that holds its own average is cut by `part="model", follow=["average"]`, paths in the module: functions
+    such as `calibrate` then get the part.
     """
 
-    def __init__(self, *, when: When, keep: Any, name: str = "", **options: Any) -> None:
-        super().__init__(when=when, keep=keep, name=name, **options)
+    def __init__(self, *, when: When, keep: Any, name: str = "", part: str = "", **options: Any) -> None:
+        super().__init__(when=when, keep=keep, name=name, part=part, **options)
         self._saved: Any = None
         self._ready: list[Any] = []
         self._states = 0
@@ -71,16 +74,14 @@ class CompressionCallback(CallbackOfTrainer, Callback):
         averages = _averages(trainer)
         self._begin_(schedulers, total=total, step=trainer.global_step, saved=self._saved, averages=averages)
         self._saved = None
-        self._states = metrics([], self._model)["states"]
+        self._states = self._metrics([])["states"]
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Cut if that is due; the progress bar and the loggers say so."""
-        assert self._compressor is not None
-        assert self._model is not None
-        if events := self._compressor.step(trainer.global_step):
-            found = metrics(events, self._model)
+        if events := self._step_(trainer.global_step):
+            found = self._metrics(events)
             self._states = found["states"]
             for logger in trainer.loggers:
                 logger.log_metrics({name: float(value) for name, value in found.items()}, step=trainer.global_step)

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
-from compressm.compression import Compressor, Schedule
+from compressm.compression import Compressor, Schedule, rewrap_
 from compressm.compression.cutting import followers
-from compressm.compression.distributed import unwrapped
+from compressm.compression.distributed import require_rewrappable, unwrapped, wrappers_in
 from compressm.compression.record import Event, orders_after
 from compressm.errors import CompressionError, warn_caller
 from compressm.saving.orders import group_names, sort_groups_, take_orders_of_
@@ -21,15 +22,19 @@ When = Iterable[int] | Schedule | Callable[[int], Iterable[int] | Schedule]
 
 
 class CallbackOfTrainer:
-    """A callback's options, and the compressor of the training that it is in."""
+    """A callback's options, and the compressor of the training that it is in.
 
-    def __init__(self, *, when: When, keep: Any, name: str = "", **options: Any) -> None:
+    It cuts the trainer's model, or the `part` at this path in it, with the models in `follow`, which may be paths too.
+    """
+
+    def __init__(self, *, when: When, keep: Any, name: str = "", part: str = "", **options: Any) -> None:
         super().__init__()
-        if not isinstance(name, str):
-            raise CompressionError(f"name is {name!r:.80}, expected text")
+        for said, text in (("name", name), ("part", part)):
+            if not isinstance(text, str):
+                raise CompressionError(f"{said} is {text!r:.80}, expected text")
         if wrong := sorted({"model", "optimizer", "scheduler"} & options.keys()):
             raise CompressionError(f"{', '.join(wrong)}: the callback takes them from the trainer; leave them out")
-        self._when, self._options, self._name = when, {"keep": keep, **options}, name
+        self._when, self._options, self._name, self._path = when, {"keep": keep, **options}, name, part
         self._compressor: Compressor | None = None
         self._model: nn.Module | None = None
         self._optimizers: list[Any] = []
@@ -52,16 +57,18 @@ class CallbackOfTrainer:
         `averages` are those of the trainer, which saves and loads them itself.
         """
         assert self._model is not None
-        own = followers(self._options.get("follow", ()))
         if saved is not None:
             sort_saved_(self._model, self._optimizers, saved)
-            load_followers_(own, saved)
+            load_followers_(self._outside(), saved)
         guarded: dict[str, Any] = {}
         if self._options.get("guard") is not None and schedulers:
             guarded = {"scheduler": list(schedulers)}
         when = schedule_of(self._when, total)
-        options = self._options | guarded | {"follow": [*own, *averages]}
-        compressor = Compressor(self._model, self._optimizers or None, when=when, **options)
+        follow = [*self._followers(self._model), *(one for model in averages for one in self._inside(model))]
+        options = self._options | guarded | {"follow": follow}
+        for wrapper in wrappers_in(self._model):
+            require_rewrappable(wrapper)
+        compressor = Compressor(self._part(), self._optimizers or None, when=when, **options)
         if saved is not None:
             compressor.load_state_dict(saved["compressor"])
         elif step > 0:
@@ -72,8 +79,59 @@ class CallbackOfTrainer:
         """The state for a checkpoint."""
         assert self._compressor is not None
         assert self._model is not None
-        own = followers(self._options.get("follow", ()))
-        return saved_state(self._compressor, self._model, self._optimizers, own)
+        return saved_state(self._compressor, self._model, self._optimizers, self._outside())
+
+    def _step_(self, step: int) -> list[Event]:
+        """Call the compressor; wrappers around the part that it cuts are renewed."""
+        assert self._compressor is not None
+        events = self._compressor.step(step)
+        if events and self._path and self._model is not None and wrappers_in(self._model):
+            rewrap_(self._model)
+        return events
+
+    def _metrics(self, events: Sequence[Event]) -> dict[str, int]:
+        return metrics(events, self._part())
+
+    def _part(self) -> nn.Module:
+        """The model that is cut."""
+        assert self._model is not None
+        return _module_at("part", self._path, unwrapped(self._model)) if self._path else self._model
+
+    def _followers(self, model: nn.Module) -> tuple[nn.Module, ...]:
+        """The models in follow, those that are paths in this model."""
+        given = self._options.get("follow", ())
+        if isinstance(given, str | nn.Module) or not isinstance(given, Sequence):
+            raise CompressionError(
+                f"follow is {given!r:.80}, expected a list of models, or of their paths in the model"
+            )
+        inner = unwrapped(model)
+        found = (_module_at(f"follow[{k}]", one, inner) if isinstance(one, str) else one for k, one in enumerate(given))
+        return followers([*found])
+
+    def _outside(self) -> list[nn.Module]:
+        """Those of them that are no part of the model, whose weights checkpoints of the trainer do not hold."""
+        assert self._model is not None
+        inside = set(self._model.modules())
+        return [one for one in self._followers(self._model) if one not in inside]
+
+    def _inside(self, average: nn.Module) -> list[nn.Module]:
+        """The parts of an average of the whole model that follow a cut."""
+        if not self._path:
+            return [average]
+        own = [one for one in self._options.get("follow", ()) if isinstance(one, str)]
+        inner = average.module if isinstance(average, AveragedModel) else average
+        return [_module_at("part of the average", path, inner) for path in (self._path, *own)]
+
+
+def _module_at(said: str, path: str, model: nn.Module) -> nn.Module:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        held = ", ".join(name for name, _ in model.named_children())
+        raise CompressionError(
+            f"{said} is {path!r}, which {type(model).__name__} does not have; it has {held}: expected a path such as"
+            " 'model' or 'model.backbone'"
+        ) from None
 
 
 def require_package(name: str, extra: str) -> None:

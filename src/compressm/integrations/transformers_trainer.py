@@ -15,14 +15,7 @@ from torch import nn
 
 from compressm.compression.record import Event
 from compressm.errors import CompressionError, warn_caller
-from compressm.integrations.training import (
-    CallbackOfTrainer,
-    When,
-    metrics,
-    plain_optimizer,
-    require_package,
-    saved_state,
-)
+from compressm.integrations.training import CallbackOfTrainer, When, plain_optimizer, require_package, saved_state
 from compressm.layers import SSMLayer
 from compressm.saving.orders import accept_orders_
 from compressm.saving.rebuilding import ssm_layers
@@ -42,10 +35,11 @@ class CompressionCallback(CallbackOfTrainer, TrainerCallback):
     `when` are steps of the optimizer (`global_step`), or a function of their number; further options are those of
     `Compressor`. Checkpoints of the trainer hold its state, and any of them can be resumed, whatever its orders are. If
     a trainer has several callbacks, such as for other layers at other steps, all but one need a `name` of their own.
+    `part` is the path of the model in the trainer's to cut, if not all of it; `follow` may be paths too.
     """
 
-    def __init__(self, *, when: When, keep: Any, name: str = "", **options: Any) -> None:
-        super().__init__(when=when, keep=keep, name=name, **options)
+    def __init__(self, *, when: When, keep: Any, name: str = "", part: str = "", **options: Any) -> None:
+        super().__init__(when=when, keep=keep, name=name, part=part, **options)
         self._key = f"{_KEY} {name}".rstrip()
         self._trainer: Any = lambda: None
         self._ready: Any = lambda: None
@@ -100,9 +94,8 @@ class CompressionCallback(CallbackOfTrainer, TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Cut if that is due, and log it."""
         assert self._compressor is not None
-        assert self._model is not None
         due = self._compressor.due
-        events = self._compressor.step(state.global_step)
+        events = self._step_(state.global_step)
         # A schedule may decide something without an event.
         if (due is not None and due <= state.global_step) or self._key not in state.stateful_callbacks:
             state.stateful_callbacks[self._key] = self._state()
@@ -118,7 +111,7 @@ class CompressionCallback(CallbackOfTrainer, TrainerCallback):
                 "this checkpoint does not hold what the guard would restore: a training that resumes from it keeps the"
                 " cuts that the guard has not judged yet"
             )
-        if self._options.get("follow"):
+        if self._model is not None and self._outside():
             warn_caller(
                 "this checkpoint does not hold the models in follow: save the state of each yourself, and load it"
                 " before a training that resumes"
@@ -149,8 +142,7 @@ class CompressionCallback(CallbackOfTrainer, TrainerCallback):
         return _as_json(saved)
 
     def _log(self, events: list[Event], state: Any) -> None:
-        assert self._model is not None
-        found: dict[str, Any] = dict(metrics(events, self._model))
+        found: dict[str, Any] = dict(self._metrics(events))
         if (trainer := self._trainer()) is not None:
             trainer.log(found)  # to state.log_history, and to all that reports
         else:
