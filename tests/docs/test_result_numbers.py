@@ -187,6 +187,14 @@ def test_the_same_holds_for_a_gated_delta_net_whose_cuts_differ_little_at_the_en
     assert max(scratch) == scratch[1]  # 0.004
 
 
+def test_with_more_steps_the_small_gated_delta_net_learns_most_of_it():
+    found = [row for row in rows("recall-small-1500", rank=16) if row["rate"] == 0.002]
+    scratch = [row["accuracy"] for row in found if row["order"] == 16]
+    cut = [fmean(row["accuracy"] for row in found if row["arm"] == arm) for arm in ("random", "RRQR")]
+    assert says("docs/memory_results.md", *(f"{value:.3f}" for value in (fmean(scratch), *cut)), "1500")
+    assert says("docs/memory_results.md", f"{max(scratch):.2f}", f"{min(scratch):.2f}")
+
+
 def test_a_token_takes_the_share_of_time_and_memory_that_the_page_says():
     def of(column, family, rank, arm="rows", batch=256):
         (row,) = rows("language_decode-cpu", family=family, arm=arm, rank=rank, batch=batch)
