@@ -4,7 +4,7 @@ from statistics import fmean
 
 import pytest
 
-from compressm_lab.reports.automatic_tables import AUTOMATIC, below_the_front
+from compressm_lab.reports.automatic_tables import AUTOMATIC, below_the_front, best_other
 from compressm_lab.reports.study_tables import by_variant
 from tests.docs.measured import ROOT, result, says, tenths, whole
 
@@ -17,11 +17,32 @@ def mean(task, variant, column="best"):
     return fmean(float(row[column]) for row in by_variant(result(f"automatic-{task}"))[variant])
 
 
-def test_no_other_way_with_as_few_states_is_better_by_more_than_the_page_says():
+def groups_of(task):
+    return by_variant(result(f"automatic-{task}"))
+
+
+def test_no_other_small_model_is_better_by_more_than_the_page_says():
     assert len(MEASURED) == 8
-    worst = max(below_the_front(by_variant(result(name)))[OWN] for name in MEASURED)
-    assert worst < 0.35
+    tasks = [name.removeprefix("automatic-") for name in MEASURED]
+    worst = max(mean(task, best_other(groups_of(task))) - mean(task, OWN) for task in tasks)
     assert all(says(page, *tenths(worst)) for page in (PAGE, "README.md"))
+    below = {task: below_the_front(groups_of(task), OWN) for task in tasks}
+    assert says(PAGE, *tenths(max(below.values())))
+
+    def is_alone(task):
+        rivals = [name for name in groups_of(task) if not name.startswith("automatic")]
+        return all(mean(task, name, "order") > mean(task, OWN, "order") for name in rivals)
+
+    assert sum(map(is_alone, tasks)) == 4
+    assert all(map(is_alone, ("forda", "forda-s5", "forda-s4d", "fashion-s4d")))
+
+
+def test_when_to_cut_differs_between_tasks():
+    early, late = "in the warm-up to 8", "late to 8"
+    gaps = [mean(task, early) - mean(task, late) for task in ("forda-s5", "forda-s4d")]
+    assert says(PAGE, *tenths(*gaps))
+    assert gaps[0] > 0 > gaps[1]
+    assert says(PAGE, *(str(round(mean(task, OWN, "order"))) for task in ("forda-s4d", "fashion-s5")), "64")
 
 
 def test_every_arm_has_its_seeds():
@@ -77,3 +98,17 @@ def test_advice_beside_outcome():
     advised = [fmean(row["order"] for row in result(f"automatic-{task}-advice").rows) for task in tasks]
     kept = [100 * mean(task, OWN, "order") / order for task, order in zip(tasks, advised, strict=True)]
     assert says(PAGE, *whole(min(kept), max(kept)))
+
+
+def test_cuts_before_training_and_new_moments_differ_by_no_more_than_the_page_says():
+    neighbours = {"before training to 8": "8 states", "late, moments anew, to 8": "late to 8"}
+    gaps = [abs(mean(task, a) - mean(task, b)) for task in ("fashion-s4d", "forda-s4d") for a, b in neighbours.items()]
+    assert all(len(groups_of(task)[way]) == 2 for task in ("fashion-s4d", "forda-s4d") for way in neighbours)
+    assert says(PAGE, *tenths(max(gaps)))
+
+
+def test_the_advice_missed_that_small_models_do_on_fashion_mnist_with_s4d():
+    missed = [abs(row["cut"] - row["small"]) for row in result("automatic-fashion-s4d-advice").rows]
+    assert says(PAGE, *tenths(max(missed)))
+    others = [name for name in MEASURED if ("fa" in name or "fo" in name) and name != "automatic-fashion-s4d"]
+    assert all(row["cut"] > row["small"] + 0.5 for name in others for row in result(f"{name}-advice").rows)

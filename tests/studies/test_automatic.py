@@ -69,7 +69,7 @@ def test_a_small_run_writes_rows_and_the_advice(tmp_path):
 def test_below_the_front_is_the_distance_to_the_best_with_no_more_states():
     ways = {"a": (8, 90.0), "b": (8, 91.0), "c": (4, 90.5), "d": (64, 92.0), "e": (16, 90.0)}
     rows = {name: [{"order": order, "best": best}] for name, (order, best) in ways.items()}
-    assert below_the_front(rows) == {"a": 1.0, "b": 0.0, "c": 0.0, "d": 0.0, "e": 1.0}
+    assert {way: below_the_front(rows, way) for way in rows} == {"a": 1.0, "b": 0.0, "c": 0.0, "d": 0.0, "e": 1.0}
 
 
 def test_an_unknown_arm_is_refused(tmp_path, capsys):

@@ -17,20 +17,28 @@ _RECOMMENDED = "automatic, 1 %"
 ADVICE: Final = tuple(f"{name}-advice" for name in AUTOMATIC)
 
 
-def below_the_front(groups: dict[str, list[Row]]) -> dict[str, float]:
-    """By how much the best way with no more states at the end is better, in the mean over seeds; 0 on the front."""
-    orders, accuracies = ({name: mean_of(rows, word) for name, rows in groups.items()} for word in ("order", "best"))
-    found = {}
-    for name, order in orders.items():
-        rivals = [accuracies[other] for other, fewer in orders.items() if fewer <= order]
-        found[name] = max(rivals) - accuracies[name]
-    return found
+def best_with_no_more_states(groups: dict[str, list[Row]], way: str) -> str:
+    """The way with the best mean accuracy among those that end with no more states than `way`; itself on the front."""
+    orders = {name: mean_of(rows, "order") for name, rows in groups.items()}
+    rivals = [way, *(name for name, order in orders.items() if order <= orders[way])]
+    return max(rivals, key=lambda name: mean_of(groups[name], "best"))
+
+
+def below_the_front(groups: dict[str, list[Row]], way: str) -> float:
+    """The points of accuracy that the best way with no more states has more; 0 on the front."""
+    return mean_of(groups[best_with_no_more_states(groups, way)], "best") - mean_of(groups[way], "best")
+
+
+def best_other(groups: dict[str, list[Row]]) -> str:
+    """The most accurate of the ways to a small model that are not automatic; the first way of a result is uncut."""
+    others = [name for name in list(groups)[1:] if not name.startswith("automatic")]
+    return max(others, key=lambda name: mean_of(groups[name], "best"))
 
 
 def automatic_grids(measurement: Measurement) -> list[Grid]:
     """A row a way: its order at the end, its accuracy, and the way from there up to the front."""
     groups = by_variant(measurement)
-    below = below_the_front(groups)
+    below = {name: below_the_front(groups, name) for name in groups}
     columns: list[tuple[str, Callable[[str], str]]] = [
         ("training", lambda name: name),
         ("states at the end", lambda name: spread((float(row["order"]) for row in groups[name]), 1)),
@@ -63,23 +71,27 @@ def advice_grids(measurement: Measurement) -> list[Grid]:
 
 
 def summary_grid(results: Path) -> Grid:
-    """A row a task whose result is in the folder: uncut, automatic at 1 %, and the best with no more states."""
-    lines = []
-    for path in (results / f"{name}.json" for name in AUTOMATIC):
-        groups = by_variant(Measurement.read(path)) if path.exists() else {}
-        if _RECOMMENDED not in groups:
-            continue
-        whole, own = next(iter(groups)), groups[_RECOMMENDED]
-        below = below_the_front(groups)[_RECOMMENDED]
-        fewer = [name for name in groups if mean_of(groups[name], "order") <= mean_of(own, "order")]
-        best = max(fewer, key=lambda name: mean_of(groups[name], "best"))
-        accuracies = (spread((float(row["best"]) for row in groups[name]), 1) for name in (whole, _RECOMMENDED))
-        states = spread((float(row["order"]) for row in own), 1)
-        title = Measurement.read(path).title.partition(":")[0]
-        front = f"{below:.1f} ({best})" if below else "on it"
-        lines.append((title, str(len(own)), whole, *accuracies, states, front))
-    heads = ("task", "seeds", "uncut", "its test accuracy", "automatic, 1 %", "states at the end", "below the front")
+    """A row a task whose result is in the folder: uncut, automatic at 1 %, and what is best beside it."""
+    found = [Measurement.read(path) for name in AUTOMATIC if (path := results / f"{name}.json").exists()]
+    lines = [
+        (measurement.title.partition(":")[0], *_summed_up(groups))
+        for measurement in found
+        if _RECOMMENDED in (groups := by_variant(measurement))
+    ]
+    heads = ("task", "seeds", "uncut", "automatic, 1 %", "its states", "best other small model", "below the front")
     return Grid("Automatic cuts on all tasks", heads, tuple(lines), "test accuracy in percent")
+
+
+def _summed_up(groups: dict[str, list[Row]]) -> tuple[str, ...]:
+    whole, other, front = next(iter(groups)), best_other(groups), best_with_no_more_states(groups, _RECOMMENDED)
+
+    def of(name: str, word: str = "best") -> str:
+        return spread((float(row[word]) for row in groups[name]), 1)
+
+    below = "on it" if front == _RECOMMENDED else f"{below_the_front(groups, _RECOMMENDED):.1f} ({front})"
+    beside = f"{of(other)} ({other})"
+    seeds = str(len(groups[_RECOMMENDED]))
+    return seeds, f"{of(whole)} ({whole})", of(_RECOMMENDED), of(_RECOMMENDED, "order"), beside, below
 
 
 GRIDS = dict.fromkeys(AUTOMATIC, automatic_grids) | dict.fromkeys(ADVICE, advice_grids)

@@ -280,7 +280,7 @@ def loop_grids(measurement: Measurement) -> list[Grid]:
 
 
 def _full(row: Row) -> bool:
-    """Whether a way needed more memory than there is."""
+    """Tell if a way needed more memory than there is."""
     return str(row.get("note", "")).startswith("OutOfMemoryError")
 
 
