@@ -27,6 +27,7 @@ from compressm_lab.experiments.catalogue import Experiment, exhibit, experiment_
 from compressm_lab.experiments.engine import Campaign, Outcome, conduct, require_ready, require_same_recipes
 from compressm_lab.experiments.executors import Executor, LocalExecutor, SlurmExecutor, SlurmOptions, heard_as_ctrl_c
 from compressm_lab.experiments.kept import FILE, write
+from compressm_lab.experiments.rows import note_concurrency
 from compressm_lab.runs.measurement import Measurement, MeasurementError
 from compressm_lab.runs.paper import paper_labels, read_paper
 from compressm_lab.runs.records import RunError
@@ -122,6 +123,8 @@ def _train(name: str, plan: Campaign, executor: Executor, data: Path | None) -> 
     done = sum(training.state == "done" for training in trainings)
     say(f"{name}: {len(trainings)} training{'' if len(trainings) == 1 else 's'}, {done} done")
     require_ready(trainings, executor, data, say)
+    if isinstance(executor, LocalExecutor):
+        note_concurrency(trainings, executor.count)
     with heard_as_ctrl_c(), progress_bars(MofNCompleteColumn(), TimeElapsedColumn()) as bar:
         task = bar.add_task("trainings", total=len(trainings), completed=done)
 

@@ -62,6 +62,7 @@ class LocalExecutor(Executor):
     """Processes of this machine, `count` at a time; each gets one signal, as a second would keep it from saving."""
 
     def __init__(self, count: int, data: Path | None = None) -> None:
+        self.count = count
         self._pool = ThreadPoolExecutor(count)
         self._data = data
         self._lock, self._stopped = threading.Lock(), False

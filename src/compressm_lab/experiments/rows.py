@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections import Counter
@@ -14,7 +13,6 @@ from pathlib import Path
 from statistics import median
 
 from compressm.errors import SavingError
-from compressm.files import replacing
 from compressm_lab.experiments.engine import Campaign, conduct, require_ready, require_same_recipes
 from compressm_lab.experiments.executors import LocalExecutor, heard_as_ctrl_c
 from compressm_lab.experiments.recipes import Training
@@ -24,7 +22,6 @@ from compressm_lab.runs.records import RunError
 from compressm_lab.runs.run import Run, read_run
 from compressm_lab.training.config import ConfigError
 
-_CONCURRENCY = "together.json"  # the file of a run with the number of trainings at a time
 # The columns of every row of `outcome`, beside its variant.
 _COLUMNS = ("seed", "steps", "initial_order", "order", "best", "last", "steps_s", "seconds", "cuts_s", "step_s")
 
@@ -71,18 +68,12 @@ def note_concurrency(trainings: Iterable[Training], processes: int) -> None:
     """Write the number of trainings at a time into each run; a run that is resumed keeps the largest."""
     new = [training.run for training in trainings if not training.finished]
     for run in new:
-        before = concurrency(run).get("together", 1) if run.exists else 1
-        run.path.mkdir(parents=True, exist_ok=True)
-        with replacing(run.path / _CONCURRENCY) as scratch:
-            scratch.write_text(json.dumps({"together": max(int(before), min(processes, len(new)))}))
+        run.note_together(min(processes, len(new)))
 
 
 def concurrency(directory: RunDirectory) -> Row:
     """The number of trainings that ran at a time with this one, as a column; no column if it is not known."""
-    try:
-        return {"together": int(json.loads((directory.path / _CONCURRENCY).read_text())["together"])}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+    return {} if directory.together is None else {"together": directory.together}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ status.json        `Status`                                spectra.jsonl    `Spe
 task.json          sizes, classes, files, normalisation    timings.jsonl    `Timing`
 checkpoints/       what --resume goes on from              truncations.jsonl  `TruncationRecord`
 penalties.jsonl    `PenaltyRecord`                         decisions.jsonl  `DecisionRecord`, of automatic cuts
-lock/              the process that trains here
+lock/              the process that trains here      together.json    trainings at a time, where it is known
 model/             the final model, for `load_model`       tensorboard/     events, where asked for
 """
 
@@ -29,6 +29,7 @@ from compressm_lab.runs.measurement import Environment
 from compressm_lab.runs.records import Record, RestoredRecord, RunError, RunWriteError, require_kind, why_not_json
 
 RunState = Literal["running", "finished", "interrupted", "failed"]
+TOGETHER = "together.json"  # the number of trainings at a time
 _Kind = TypeVar("_Kind", bound=Record)
 _MOST_HEADER = 100_000_000  # bytes, as safetensors allows
 
@@ -85,7 +86,7 @@ class RunDirectory:
     def other_files(self) -> list[str]:
         """The names of files and folders that do not belong to a run that is about to begin here."""
         # Of a run that was killed before it had a config, or that a study is about to begin.
-        begun = {"lock", "environment.json", "task.json", "together.json"}
+        begun = {"lock", "environment.json", "task.json", TOGETHER}
         names = sorted(path.name for path in self.path.iterdir()) if self.path.is_dir() else []
         return [name for name in names if name not in begun and not name.startswith(".")]
 
@@ -115,6 +116,21 @@ class RunDirectory:
     def describe_here(self) -> None:
         """Write down the machine, the commit and the versions."""
         self._write("environment.json", asdict(Environment.here()))
+
+    @property
+    def together(self) -> int | None:
+        """The most trainings that ran at a time with this one; None if it is not known."""
+        try:
+            return int(json.loads((self.path / TOGETHER).read_text())["together"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def note_together(self, count: int) -> None:
+        """Write down that so many trainings run at a time; a run that is resumed keeps the largest number."""
+        most = max(count, self.together or 1) if self.exists else count
+        self.path.mkdir(parents=True, exist_ok=True)
+        with replacing(self.path / TOGETHER) as scratch:
+            scratch.write_text(json.dumps({"together": most}))
 
     def require_free(self, *, take_over: bool = False) -> str:
         """Refuse a folder in which another process trains; otherwise as `locked`, and nothing is taken."""

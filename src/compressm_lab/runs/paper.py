@@ -127,6 +127,12 @@ class Compared:
         return list(dict.fromkeys(every))
 
     @property
+    def together(self) -> int:
+        """The most trainings that ran at a time, those that had to be trained before among them; 1 if not known."""
+        known = [run.together for run in (*self.runs, *self.before)] + [row.get("together") for row in self.kept]
+        return max((int(count) for count in known if count is not None), default=1)
+
+    @property
     def title(self) -> str:
         """The name in a legend of one task."""
         return self.column if self.method == "CompreSSM" else f"{self.method}, {self.column}"
@@ -179,6 +185,8 @@ class Exhibit:
             if cell.group is None:
                 return self._kept_speed_up(cell)
             found, kind = speed_up(cell.group, self._groups), time_kind(cell.group, self._groups)
+            if kind != "CPU time" and max(one.together for one in (cell, *self._uncut(cell.task))) > 1:
+                return None
             own, before = cell.group.time(kind), [run.time(kind) for run in cell.before]
             if found is None or own is None or not before or None in before:
                 return found
@@ -186,9 +194,13 @@ class Exhibit:
             return _scaled(found, own.centre / (own.centre + fmean(filter(None, before))))
         return Statistic.of(cell.tests[: _TOP.get(quantity)])
 
+    def _uncut(self, task: str) -> list[Compared]:
+        """The cell that is never cut, if there is one."""
+        return [cell for cell in self.of_task(task) if (cell.method, cell.column) == (BASELINE, UNCUT)]
+
     def _kept_speed_up(self, cell: Compared) -> Statistic | None:
         """The same of kept rows, by the model that is never cut; None unless all were trained alone on one machine."""
-        uncut = [one for one in self.of_task(cell.task) if (one.method, one.column) == (BASELINE, UNCUT)]
+        uncut = self._uncut(cell.task)
         whole = uncut[0].kept if uncut else ()
         conditions = {(row.get("together"), row["machine"]) for row in (*cell.kept, *whole)}
         base, own = (Statistic.of(map(_seconds, rows)) for rows in (whole, cell.kept))

@@ -63,6 +63,7 @@ class Run:
     events: tuple[RunEvent, ...] = ()
     timings: tuple[Timing, ...] = ()
     up_to: int | None = None
+    together: int | None = None  # the most trainings at a time, this one among them
 
     @property
     def name(self) -> str:
@@ -299,6 +300,7 @@ def _read_records(directory: RunDirectory, config: dict[str, Any], status: Statu
         events=tuple(sorted(events, key=lambda event: event.step)),
         timings=tuple(directory.records(Timing, up_to=up_to)),
         up_to=up_to,
+        together=directory.together,
     )
     _require_once(directory, Evaluation.file, [(found.step, found.split) for found in run.evaluations])
     _require_once(directory, CutRecord.file, [(cut.step, cut.module) for cut in cuts])

@@ -7,6 +7,7 @@ import pytest
 
 from compressm_lab.runs.directory import RunDirectory, Status, find_runs
 from compressm_lab.runs.groups import Statistic, group_runs, reference, speed_up, speed_ups, time_kind
+from compressm_lab.runs.paper import UNCUT, Compared, Exhibit
 from compressm_lab.runs.records import CutRecord, Evaluation, RestoredRecord, RunError, SplitName, Timing
 from compressm_lab.runs.run import read_run
 
@@ -336,3 +337,21 @@ def test_the_load_of_a_run_is_the_mean_over_its_time_and_unknown_where_a_record_
     run = made(tmp_path / "a", timed(50, wall=10.0, load=4.0), later(2.0), *scores((1.0, 1.0)))
     assert run.load == 2.5
     assert made(tmp_path / "b", timed(50, wall=10.0, load=4.0), later(None), *scores((1.0, 1.0))).load is None
+
+
+@pytest.mark.parametrize(("clock", "shown"), [({"cpu": 40.0, "gpu": 9.0}, None), ({"cpu": 40.0}, 4.0)])
+def test_trainings_that_share_a_gpu_have_no_speed_up(tmp_path, clock, shown):
+    part = {name: seconds / 4 for name, seconds in clock.items()}
+    large = made(tmp_path / "large", timed(100, wall=60.0, **clock), *scores((1.0, 1.0)), **BASELINE)
+    fast = made(tmp_path / "fast", timed(100, wall=30.0, **part), *scores((1.0, 1.0)))
+
+    def speed(*runs):
+        cells = (Compared("digits", "CompreSSM", "cut", (runs[1],)), Compared("digits", "baseline", UNCUT, (runs[0],)))
+        return Exhibit("results", "made", "outcome", "accuracy", cells).ours(cells[0], "speed-up")
+
+    assert speed(large, fast).centre == 4
+    for folder, count in (("large", 16), ("large", 3)):
+        RunDirectory(tmp_path / folder).note_together(count)
+    assert read_run(RunDirectory(tmp_path / "large")).together == 16, "a run that is resumed keeps the largest"
+    found = speed(read_run(RunDirectory(tmp_path / "large")), fast)
+    assert (found and found.centre) == shown
