@@ -4,6 +4,8 @@ from statistics import fmean, stdev
 
 import pytest
 
+from compressm_lab.experiments.kept import Kept
+from compressm_lab.runs.paper import read_paper
 from tests.docs.measured import result, rows, says, tenths, whole
 
 
@@ -145,6 +147,36 @@ def test_the_readme_says_what_the_demo_reached():
     assert demo("white noise", "accuracy") < small
     bounds = [float(bound) for row in rows("demo", model="white noise") for bound in row["bounds"].split(", ")]
     assert min(bounds) > 100, "far above 1"
+
+
+def in_its_setting(folder, column="best"):
+    """The values of all seeds in the paper's own setting, the best first."""
+    found = [float(row[column]) for row in Kept.read().rows if row["variant"] == f"smnist-paper/{folder}"]
+    return sorted(found, reverse=True)
+
+
+def test_the_papers_setting_leads_to_its_orders_and_to_the_accuracies_that_the_page_says():
+    taus, stated = ("0.01", "0.02", "0.04"), read_paper("results")
+
+    def top(folder):
+        return fmean(in_its_setting(folder)[:3])
+
+    def paper(method, tau, quantity="accuracy"):
+        return stated.value("sMNIST", method, "τ = 0" if tau == "0" else f"τ = {tau}", quantity).centre
+
+    orders = [fmean(in_its_setting(f"tau-{tau}", "order")) for tau in taus]
+    assert says("docs/results.md", *taus, *tenths(*orders, *(paper("CompreSSM", tau, "order") for tau in taus)))
+    cut = [paper("CompreSSM", tau) - top(f"tau-{tau}") for tau in taus]
+    whole_one = paper("baseline", "0") - top("n-256")
+    small = [paper("baseline", tau) - top(f"n-{n}") for tau, n in (("0.02", 28), ("0.04", 13))]
+    spread = [in_its_setting(f"n-{n}")[0] - in_its_setting(f"n-{n}")[-1] for n in (28, 13)]
+    assert min(*cut, whole_one, *small) > 0
+    assert says("docs/results.md", *tenths(*cut, whole_one, *small, *spread))
+    ours = [top("ours-28"), top("ours-13")]
+    beside = [paper("CompreSSM", "0.02") - ours[0], ours[1] - paper("CompreSSM", "0.04")]
+    above = [ours[0] - top("tau-0.02"), ours[1] - top("tau-0.04")]
+    assert says("docs/results.md", *tenths(*ours, *beside, *above), "28", "13")
+    assert min(*beside, *above) > 0
 
 
 def small_recall(family, **wanted):

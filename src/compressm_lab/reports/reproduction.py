@@ -50,10 +50,10 @@ def _paper_form(exhibit: Exhibit, task: str) -> Grid:
         rows += [(f"{method}: {_NAMES[q]}", *(_both(exhibit, cell, q) for cell in own)) for q in _quantities(exhibit)]
         rows.append((f"{method}: time", *(clock(cell.seconds) if cell else NOTHING for cell in own)))
     caption = "Ours, and below it the paper's in brackets." if exhibit.paper and exhibit.paper.values else ""
-    if missing := [cell for cell in cells if cell.missing]:
-        caption += f" {len(missing)} of {len(cells)} cells are not trained: {command(exhibit, task)}"
     if (most := max(cell.together for cell in cells)) > 1:
         caption += f" Up to {most} trainings shared the machine: times are of that, and GPUs have no speed-up."
+    if missing := [cell for cell in cells if cell.missing]:
+        caption += f" {len(missing)} of {len(cells)} cells are not trained: {command(exhibit, task)}"
     known = tuple(row for row in rows if any(text != NOTHING for text in row[1:]))
     return Grid(exhibit.named(task), ("", *columns), known, caption)
 

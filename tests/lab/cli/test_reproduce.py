@@ -78,6 +78,7 @@ def test_it_trains_reports_and_finds_everything_done_the_next_time(monkeypatch):
 
 def test_the_table_of_the_paper_is_printed_with_ours_and_the_command_of_what_is_missing(monkeypatch, tmp_path):
     small(monkeypatch, Inline())
+    monkeypatch.setattr(kept, "FILE", tmp_path / "none.json")
     done = run("results", "--only", "CompreSSM", "--out", "out")
     assert done.exit_code == 0, done.output
     assert "2 of 2 trainings are done" in plain(done)

@@ -55,6 +55,13 @@ def test_fewer_steps_than_those_of_the_paper_are_said(tmp_path):
     assert lines(tmp_path, *rows)["sMNIST", "256 states"][2] == "97.0 (1 seed, 40\u202f000 steps)"
 
 
+def test_our_own_cuts_in_the_papers_setting_have_a_row_where_they_are_trained(tmp_path):
+    assert ("sMNIST", "our cuts to 13") not in lines(tmp_path)
+    found = lines(tmp_path, mine(0, 96.0, "smnist-paper/ours-13", order=13.0, steps=200_000))
+    assert found["sMNIST", "our cuts to 13"] == ("–", "–", "96.0 at 13 (1 seed)", "–")
+    assert ("sMNIST", "our cuts to 28") not in found
+
+
 def test_an_empty_result_file_is_a_dash(tmp_path):
     Measurement("results-scifar", "t", 1, [], HERE).write(tmp_path / "results-scifar.json")
     assert lines(tmp_path)["CIFAR10", "384 states"][3] == "–"
