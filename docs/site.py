@@ -71,6 +71,10 @@ _RESULT = re.compile(r"\]\(\.\./benchmarks/results/([^)#]+)\)")
 _PICTURE = re.compile(r"^(!\[[^\]]*\]\((images/[^)]+)\))$", re.MULTILINE)
 # Notebooks lead to pages and to each other as they lie in the repository.
 _OF_NOTEBOOKS = re.compile(r"\]\((?:\.\./(\.\./)docs/|())(\w+)\.(?:md|ipynb)")
+# Where a cell may not break: within a number with its error or its unit.
+_WITHIN_NUMBER = re.compile(
+    r"(?<=\w) (?=[=±→×%])|(?<=\d) (?=(?:ns|µs|ms|s|min|h|kB|MB|GB|states|seeds?)\b)|(?<=[=±→×]) (?=\d)"
+)
 _NOTEBOOK = re.compile(r"\]\(\.\./examples/notebooks/(\w+)\.ipynb\)")
 
 
@@ -229,6 +233,12 @@ def _said(output: Any) -> str:
     return "" if "image/png" in output.data else f"{output.data['text/plain']}\n"
 
 
+def with_whole_numbers(text: str) -> str:
+    """The tables of a page with numbers that no line break parts, so that their cells may wrap."""
+    lines = text.split("\n")
+    return "\n".join(_WITHIN_NUMBER.sub("\u00a0", line) if line.startswith("|") else line for line in lines)
+
+
 def write_pages(folder: Path) -> None:
     """Write all pages into a folder, anew."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -240,7 +250,7 @@ def write_pages(folder: Path) -> None:
         for name in set(_RESULT.findall(text)):
             shutil.copy(ROOT / "benchmarks" / "results" / name, folder / "results" / name)
         text = _NOTEBOOK.sub(r"](notebooks/\1.md)", _RESULT.sub(r"](results/\1)", text))
-        page.write_text(_PICTURE.sub(r"[\1](\2)", text))  # a phone shows the whole picture by a tap
+        page.write_text(_PICTURE.sub(r"[\1](\2)", with_whole_numbers(text)))  # a phone shows the whole picture by a tap
     for package, title in PACKAGES.items():
         (folder / "api" / f"{package}.md").write_text(api_page(package, title))
     (folder / "api" / "integrations.md").write_text(integrations_page())

@@ -140,6 +140,15 @@ def test_a_cell_of_a_table_shows_the_text_as_it_is(text, shown):
     assert load_site().cell(text) == shown
 
 
+def test_cells_break_between_numbers_and_not_within_them():
+    page = "It takes 3 ms.\n| 97.1 (97.0 ± 0.4 of 4 seeds) | 64 → 16 | 3.5 ms | a token of 32 | cut, τ = 0.02 |"
+    whole = load_site().with_whole_numbers(page)
+    assert whole.replace("\u00a0", "~").split("\n") == [
+        "It takes 3 ms.",
+        "| 97.1 (97.0~±~0.4 of 4~seeds) | 64~→~16 | 3.5~ms | a token of 32 | cut, τ~=~0.02 |",
+    ]
+
+
 def test_the_trainers_and_every_command_have_their_documentation(site):
     module = load_site()
     anchors = Links((site / "api" / "integrations.html").read_text()).anchors
