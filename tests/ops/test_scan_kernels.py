@@ -164,6 +164,20 @@ def test_a_layer_of_few_channels(form, sizes, given, nan_memory, short_spans):
     check_against(lambda *i: (Layer.apply(*i),), lambda *i: (lti_loop(*i)[0],), inputs, 5e-6)
 
 
+@pytest.mark.parametrize("given", GIVEN)
+def test_a_layer_carries_its_state_from_tile_to_tile_of_chunks(given, monkeypatch, nan_memory):
+    from compressm.ops.launching_triton import forget_plans
+    from compressm.ops.lti import layer_triton
+
+    monkeypatch.setattr(layer_triton, "_CHUNKS", 16)
+    forget_plans()
+    state = normal(1, 2, 2, seed=4) if given else None
+    slow = torch.tensor([[-1e-5, -0.3], [3.1, 0.5]], device=DEVICE)
+    inputs = (normal(1, 40 * 16 - 3, 2), slow, normal(2, 2, 2, seed=2), normal(2, 3, 2, seed=3), state)
+    check_against(lambda *i: (layer_triton.ChunkedLayer.apply(*i),), lambda *i: (lti_loop(*i)[0],), inputs, 1e-5)
+    forget_plans()
+
+
 def test_a_layer_of_few_channels_reads_half_precision():
     from compressm.ops.lti.layer_triton import NarrowLayer
 

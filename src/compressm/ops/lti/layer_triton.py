@@ -2,11 +2,17 @@
 
 `NarrowLayer` (few states): a thread owns a mode and holds its row of B, or column of C, in registers; all threads share
 the inputs and outputs of a step. The backward walk forms ∂L/∂h from ∂L/∂y and sums the gradients of B, C and log λ;
-matrix products give y from h and ∂L/∂u from g. `ChunkedLayer` (many states): matrix products over chunks of T steps.
+matrix products give y from h and ∂L/∂u from g.
+
+`ChunkedLayer` (many states): a state is written once a chunk of T steps. One kernel multiplies a chunk's inputs to what
+they add to the state, and scans over the chunks of a sequence; another reads the outputs from the state before the
+chunk and the inputs inside. The gradients of the tables λʲ B, C λʲ and K_j = Re(C λʲ B) are sums over all chunks,
+formed apart for `_PARTS` shares of them and added in a fixed order: the same input gives the same bits.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +23,8 @@ from torch.nn.functional import pad
 
 from compressm.ops.dispatch import once_differentiable
 from compressm.ops.launching_triton import Planned, kinds_of, launched, plan_of
-from compressm.ops.lti.scan_triton import Walk, _carried, _next_span, _poles, _power, _powers, _rows, _times
-from compressm.ops.memory import cdiv
+from compressm.ops.lti.scan_triton import _carried, _next_span, _poles, _power, _powers, _rows, _times
+from compressm.ops.memory import cdiv, next_power_of_2
 from compressm.ops.sums_triton import column_sums
 
 # Measured on an H200.
@@ -318,7 +324,15 @@ def _segments(batch: int, length: int, n: int) -> tuple[int, int]:
 
 
 STEPS = 16  # T, the steps of a chunk
-_TABLE_MODES, _BLOCK = 16, 128
+_CHUNKS = 64  # chunks of a tile: a scan finds the states between them
+_PARTS = 8  # shares of all chunks over which gradients of tables are summed apart
+_TABLE_MODES = 16
+_STATES: dict[str, Any] = {"DEPTH": 32, "num_warps": 4}
+# Of a thread, at most: four programs run at once on a multiprocessor. Exact products would take twice as many.
+_REGISTERS = {"tf32": 128}
+_JOINED: dict[str, Any] = {"ROWS": 64, "COLS": 64, "DEPTH": 64, "num_warps": 4, "num_stages": 3}
+# Tiles of 32 rows: their factors lie across the rows in memory, which the matrix units for 64 rows do not read.
+_OUTER: dict[str, Any] = {"ROWS": 32, "COLS": 64, "DEPTH": 32, "num_warps": 4}
 
 
 @triton.jit
@@ -367,22 +381,220 @@ def _tables(logs, B, C, collect, collect_t, emit, emit_t, n, T: tl.constexpr, P:
 
 
 @launched
-@triton.jit(do_not_specialize=["n"])
-def _tables_backward(logs, B, C, dcollect, demit, parts, dB, dC, n, T: tl.constexpr, P: tl.constexpr,
-                     Q: tl.constexpr, POWERS: tl.constexpr, MODES: tl.constexpr):  # fmt: skip
+@triton.jit
+def _toeplitz(emit, collect_t, own, own_t, double, T: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
+              CHANNELS: tl.constexpr, MODES: tl.constexpr):  # fmt: skip
+    """Program (j, q) forms K_j = Re(C λʲ B) for its row, and writes all own[t, q, t − j, p], and zeros for t < j.
+
+    `own_t` is the transpose, (T, p, T, q).
+    """
+    lag, q = tl.program_id(0), tl.program_id(1)
+    p, k, t = tl.arange(0, CHANNELS)[None, :], tl.arange(0, MODES), tl.arange(0, T)[:, None]
+    total = tl.zeros((MODES, CHANNELS), tl.float32)
+    for start in range(0, double, MODES):
+        mode = start + k
+        c = tl.load(emit + q * double + mode, mask=mode < double, other=0.0)
+        at = collect_t + ((T - 1 - lag) * P + p) * double + mode[:, None]
+        total += c[:, None] * tl.load(at, mask=(mode < double)[:, None] & (p < P), other=0.0)
+    value = tl.where(t >= lag, tl.sum(total, 0)[None, :], 0.0)
+    s = (t - lag + T) % T
+    tl.store(own + ((t * Q + q) * T + s) * P + p, value, mask=p < P)
+    tl.store(own_t + ((s * P + p) * T + t) * Q + q, value, mask=p < P)
+
+
+@triton.jit
+def _joined(a_re, a_im, x_re, x_im, b_re, b_im, y_re, y_im):
+    """Two steps h → a h + x and h → b h + y as one."""
+    re, im = b_re * a_re - b_im * a_im, b_re * a_im + b_im * a_re
+    return re, im, b_re * x_re - b_im * x_im + y_re, b_re * x_im + b_im * x_re + y_im
+
+
+@launched
+@triton.jit(do_not_specialize=["chunks"])
+def _states(source, matrix, logs, begin, before, out, end, sums, chunks, double, T: tl.constexpr, WIDTH: tl.constexpr,
+            SIGN: tl.constexpr, ONE: tl.constexpr, ROWS: tl.constexpr, MODES: tl.constexpr, DEPTH: tl.constexpr,
+            PRECISION: tl.constexpr):  # fmt: skip
+    """Write the state before every chunk; a chunk brings its `source` (WIDTH) times `matrix` (2, n, WIDTH).
+
+    SIGN −1 walks from the end with conjugates, as gradients do: `out` gets ∂L/∂x, `end` ∂L/∂state, and a row of `sums`
+    ∂L/∂log λ, from the states `before` the chunks.
+    """
+    batch, n = tl.program_id(1).to(tl.int64), double // 2
+    row, k = tl.arange(0, ROWS), tl.arange(0, DEPTH)
+    mode = tl.program_id(0) * MODES + tl.arange(0, MODES)
+    inside = mode < n
+    log_modulus, phase = _poles(logs, mode, n)
+    phase *= SIGN
+    w_re, w_im = _short_power(log_modulus, phase, T)
+    zero = tl.zeros((ROWS, MODES), tl.float32)
+    a_re, a_im = zero + w_re[None, :], zero + w_im[None, :]
+    c_re, c_im = tl.zeros((MODES,), tl.float32), tl.zeros((MODES,), tl.float32)
+    if begin is not None:
+        c_re = tl.load(begin + batch * double + mode, mask=inside, other=0.0).to(tl.float32)
+        c_im = tl.load(begin + batch * double + n + mode, mask=inside, other=0.0).to(tl.float32)
+    sum_re, sum_im = tl.zeros((MODES,), tl.float32), tl.zeros((MODES,), tl.float32)
+    base = batch * chunks + (0 if SIGN == 1 else chunks - 1)
+    tl.store(out + base * double + mode, c_re, mask=inside)
+    tl.store(out + base * double + n + mode, c_im, mask=inside)
+    for first in range(0, chunks, ROWS):
+        line, here = base + SIGN * (first + row), (first + row < chunks)[:, None]
+        x_re, x_im = zero, zero
+        for start in range(0, WIDTH, DEPTH):
+            deep = start + k < WIDTH
+            at, live = matrix + mode[None, :] * WIDTH + (start + k)[:, None], deep[:, None] & inside[None, :]
+            value = tl.load(source + line[:, None] * WIDTH + (start + k)[None, :], mask=here & deep[None, :], other=0.0)
+            x_re = tl.dot(value, tl.load(at, mask=live, other=0.0), x_re, input_precision=PRECISION)
+            x_im = tl.dot(value, tl.load(at + n * WIDTH, mask=live, other=0.0), x_im, input_precision=PRECISION)
+        p_re, p_im, l_re, l_im = tl.associative_scan((a_re, a_im, x_re, x_im), 0, _joined)
+        if begin is not None or not ONE:
+            f_re, f_im = _times(p_re, p_im, c_re[None, :], c_im[None, :])
+            l_re, l_im = l_re + f_re, l_im + f_im
+        to, live = (
+            (line + SIGN)[:, None] * double + mode[None, :],
+            (first + row + 1 < chunks)[:, None] & inside[None, :],
+        )
+        tl.store(out + to, l_re, mask=live)
+        tl.store(out + to + n, l_im, mask=live)
+        if before is not None:
+            b_re = tl.load(before + to, mask=live, other=0.0)
+            b_im = tl.load(before + to + n, mask=live, other=0.0)
+            sum_re += tl.sum(l_re * b_re + l_im * b_im, 0)
+            sum_im += tl.sum(l_re * b_im - l_im * b_re, 0)
+        if end is not None:
+            last, to = (first + row == chunks - 1)[:, None] & inside[None, :], batch * double + mode[None, :]
+            tl.store(end + to + row[:, None] * 0, l_re, mask=last)
+            tl.store(end + to + n + row[:, None] * 0, l_im, mask=last)
+        if not ONE:
+            last = (row == ROWS - 1)[:, None]
+            c_re, c_im = tl.sum(tl.where(last, l_re, 0.0), 0), tl.sum(tl.where(last, l_im, 0.0), 0)
+    if sums is not None:
+        # ∂L/∂log|λ| = Re, ∂L/∂arg λ = −Im of the sum times λ^T, T times each.
+        to = sums + batch * double + mode
+        tl.store(to, T * (w_re * sum_re + w_im * sum_im), mask=inside)
+        tl.store(to + n, T * (w_im * sum_re - w_re * sum_im), mask=inside)
+
+
+@triton.jit
+def _add_product(total, a, b, row, column, rows, columns, depth, DEPTH: tl.constexpr, PRECISION: tl.constexpr):
+    """Add a bᵀ; both are read along rows."""
+    k = tl.arange(0, DEPTH)
+    for start in range(0, depth, DEPTH):
+        here = start + k < depth
+        at = a + row.to(tl.int64)[:, None] * depth + (start + k)[None, :]
+        left = tl.load(at, mask=(row < rows)[:, None] & here[None, :], other=0.0)
+        at = b + column[None, :] * depth + (start + k)[:, None]
+        right = tl.load(at, mask=here[:, None] & (column < columns)[None, :], other=0.0)
+        total = tl.dot(left, right, total, input_precision=PRECISION)
+    return total
+
+
+@launched
+@triton.jit(do_not_specialize=["rows"])
+def _joined_products(a, b, c, d, out, rows, double, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+                     COLS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Compute out = a bᵀ + c dᵀ for a of WIDTH columns and c of 2n."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    total = tl.zeros((ROWS, COLS), tl.float32)
+    total = _add_product(total, c, d, row, column, rows, COLUMNS, double, DEPTH, PRECISION)
+    total = _add_product(total, a, b, row, column, rows, COLUMNS, WIDTH, DEPTH, PRECISION)
+    to = out + row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
+    tl.store(to, total, mask=(row < rows)[:, None] & (column < COLUMNS)[None, :])
+
+
+@triton.jit
+def _outer_tile(left, right, to, tile, first, stop, height, width, ROWS: tl.constexpr, COLS: tl.constexpr,
+                DEPTH: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """One tile of leftᵀ right, over rows from `first` to `stop`."""
+    across = tl.cdiv(width, COLS)
+    row = tile // across * ROWS + tl.arange(0, ROWS)
+    column, k = tile % across * COLS + tl.arange(0, COLS), tl.arange(0, DEPTH)
+    total = tl.zeros((ROWS, COLS), tl.float32)
+    for start in range(first, stop, DEPTH):
+        line = (start + k).to(tl.int64)
+        at, here = left + line[None, :] * height + row[:, None], start + k < stop
+        a = tl.load(at, mask=here[None, :] & (row < height)[:, None], other=0.0)
+        at = right + line[:, None] * width + column[None, :]
+        b = tl.load(at, mask=here[:, None] & (column < width)[None, :], other=0.0)
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+    live = (row < height)[:, None] & (column < width)[None, :]
+    tl.store(to + row[:, None] * width + column[None, :], total, mask=live)
+
+
+@launched
+@triton.jit(do_not_specialize=["rows", "share"])
+def _outer(blocks, dy, before, dends, parts, rows, share, double, P: tl.constexpr, Q: tl.constexpr,
+           ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Write blocksᵀ dends (P, 2n), dyᵀ before (Q, 2n) and dyᵀ blocks (Q, P) over a share of rows; P = T p, Q = T q.
+
+    Each share has its row of `parts`, of (P + Q) 2n + Q P numbers.
+    """
+    first, tile = tl.program_id(1) * share, tl.program_id(0)
+    stop, across = tl.minimum(first + share, rows), tl.cdiv(double, COLS)
+    collected, emitted = tl.cdiv(P, ROWS) * across, tl.cdiv(Q, ROWS) * across
+    to = parts + tl.program_id(1).to(tl.int64) * ((P + Q) * double + Q * P)
+    if tile < collected:
+        _outer_tile(blocks, dends, to, tile, first, stop, P, double, ROWS, COLS, DEPTH, PRECISION)
+    elif tile < collected + emitted:
+        to, tile = to + P * double, tile - collected
+        _outer_tile(dy, before, to, tile, first, stop, Q, double, ROWS, COLS, DEPTH, PRECISION)
+    else:
+        to, tile = to + (P + Q) * double, tile - collected - emitted
+        _outer_tile(dy, blocks, to, tile, first, stop, Q, P, ROWS, COLS, DEPTH, PRECISION)
+
+
+@launched
+@triton.jit
+def _lags(parts, dkernel, double, T: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, PARTS: tl.constexpr,
+          BLOCK: tl.constexpr):  # fmt: skip
+    """Write the gradient of every K_j as (q, T, p), lag j at T−1−j: the sum of its blocks in all parts."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    p, lag, q = at % P, T - 1 - at // P % T, at // (P * T)
+    term = tl.arange(0, PARTS * T)[:, None]
+    t, whole = term % T, (P + Q) * T * double
+    down = parts + term // T * (whole + Q * T * P * T) + whole
+    value = tl.load(down + ((t * Q + q) * T + t - lag) * P + p, mask=(lag <= t) & (q < Q), other=0.0)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(dkernel + at, tl.sum(value, 0), mask=at < Q * T * P)
+
+
+@launched
+@triton.jit
+def _tables_backward(logs, B, C, emit, collect_t, dkernel, parts, sums, dB, dC, double, T: tl.constexpr,
+                     P: tl.constexpr, Q: tl.constexpr, POWERS: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr,
+                     MODES: tl.constexpr):  # fmt: skip
     """Program (block, channel of B or C) turns the gradients of the tables into those of its channel and of log λ.
 
-    dB is (2, n, p), dC is (q, 2, n), and ∂L/∂log λ is one of the `parts` (p + q, 2, n).
+    Those are the sum of all `parts`, and what arrives from the kernel K. dB is (2, n, p), dC is (q, 2, n), and
+    ∂L/∂log λ is one of the `sums` (p + q, 2, n).
     """
-    channel = tl.program_id(1)
+    channel, n = tl.program_id(1), double // 2
     mode = tl.program_id(0) * MODES + tl.arange(0, MODES)
     row = tl.arange(0, POWERS)[:, None]
     inside, here = mode < n, (mode < n)[None, :]
     log_modulus, phase = _poles(logs, mode, n)
     w_re, w_im = _short_power(log_modulus[None, :], phase[None, :], row.to(tl.float64))
+    g_re, g_im = tl.zeros((POWERS, MODES), tl.float32), tl.zeros((POWERS, MODES), tl.float32)
     if channel < P:
-        at, live = dcollect + (mode[None, :] * T + T - 1 - row) * P + channel, here & (row < T)
-        g_re, g_im = tl.load(at, mask=live, other=0.0), tl.load(at + n * T * P, mask=live, other=0.0)
+        line = (T - 1 - row) * P + channel
+        at, live = parts + line * double + mode[None, :], here & (row < T)
+        for q in tl.static_range(Q):
+            slope = tl.load(dkernel + q * T * P + line, mask=row < T, other=0.0)
+            g_re += slope * tl.load(emit + q * double + mode, mask=inside, other=0.0)[None, :]
+            g_im += slope * tl.load(emit + q * double + n + mode, mask=inside, other=0.0)[None, :]
+    else:
+        q, k = channel - P, tl.arange(0, WIDE)[:, None]
+        at, live = parts + (P * T + (row - 1) * Q + q) * double + mode[None, :], here & (row >= 1) & (row <= T)
+        slopes = tl.load(dkernel + q * T * P + k, mask=k < T * P, other=0.0)
+        table, whole = collect_t + k * double + mode[None, :], here & (k < T * P)
+        first_re = tl.sum(slopes * tl.load(table, mask=whole, other=0.0), 0)[None, :]
+        first_im = tl.sum(slopes * tl.load(table + n, mask=whole, other=0.0), 0)[None, :]
+        g_re, g_im = tl.where(row == 0, first_re, g_re), tl.where(row == 0, first_im, g_im)
+    for part in tl.static_range(PARTS):
+        share = at + part * ((P + Q) * T * double + Q * T * P * T)
+        g_re += tl.load(share, mask=live, other=0.0)
+        g_im += tl.load(share + n, mask=live, other=0.0)
+    if channel < P:
         m_re = tl.load(B + mode * P + channel, mask=inside, other=0.0)
         m_im = tl.load(B + (n + mode) * P + channel, mask=inside, other=0.0)
         d_re, d_im = w_re * g_re + w_im * g_im, w_re * g_im - w_im * g_re
@@ -390,38 +602,15 @@ def _tables_backward(logs, B, C, dcollect, demit, parts, dB, dC, n, T: tl.conste
         tl.store(dB + (n + mode) * P + channel, tl.sum(d_im, 0), mask=inside)
     else:
         q = channel - P
-        at, live = demit + (row * Q + q) * 2 * n + mode[None, :], here & (row <= T)
-        g_re, g_im = tl.load(at, mask=live, other=0.0), -tl.load(at + n, mask=live, other=0.0)
-        m_re = tl.load(C + q * 2 * n + mode, mask=inside, other=0.0)
-        m_im = tl.load(C + q * 2 * n + n + mode, mask=inside, other=0.0)
-        d_re, d_im = w_re * g_re + w_im * g_im, w_re * g_im - w_im * g_re
-        tl.store(dC + q * 2 * n + mode, tl.sum(d_re, 0), mask=inside)
-        tl.store(dC + q * 2 * n + n + mode, tl.sum(d_im, 0), mask=inside)
-    j, to = row.to(tl.float32), parts + channel * 2 * n + mode
+        m_re = tl.load(C + q * double + mode, mask=inside, other=0.0)
+        m_im = tl.load(C + q * double + n + mode, mask=inside, other=0.0)
+        # The table holds conjugates.
+        d_re, d_im = w_re * g_re - w_im * g_im, -w_re * g_im - w_im * g_re
+        tl.store(dC + q * double + mode, tl.sum(d_re, 0), mask=inside)
+        tl.store(dC + q * double + n + mode, tl.sum(d_im, 0), mask=inside)
+    j, to = row.to(tl.float32), sums + channel * double + mode
     tl.store(to, tl.sum(j * (d_re * m_re[None, :] + d_im * m_im[None, :]), 0), mask=inside)
     tl.store(to + n, tl.sum(j * (d_im * m_re[None, :] - d_re * m_im[None, :]), 0), mask=inside)
-
-
-@launched
-@triton.jit
-def _toeplitz(kernel, own, T: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, BLOCK: tl.constexpr):
-    """Write own[t, q, s, p] = K_{t−s}[q, p] from `kernel` (q, T, p), where lag j stands at T−1−j."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    p, s, q, t = at % P, at // P % T, at // (P * T) % Q, at // (P * T * Q)
-    value = tl.load(kernel + (q * T + T - 1 - t + s) * P + p, mask=(t >= s) & (t < T), other=0.0)
-    tl.store(own + at, value, mask=t < T)
-
-
-@launched
-@triton.jit
-def _lags(down, dkernel, T: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, BLOCK: tl.constexpr):
-    """Write the gradient of every K_j: the sum along its diagonal of blocks."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    p, lag, q = at % P, T - 1 - at // P % T, at // (P * T)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for t in tl.static_range(T):
-        total += tl.load(down + ((t * Q + q) * T + t - lag) * P + p, mask=(lag <= t) & (q < Q), other=0.0)
-    tl.store(dkernel + at, total, mask=q < Q)
 
 
 class ChunkedLayer(torch.autograd.Function):
@@ -431,65 +620,91 @@ class ChunkedLayer(torch.autograd.Function):
     def forward(ctx: Any, u: Tensor, logs: Tensor, B: Tensor, C: Tensor, state: Tensor | None) -> Tensor:
         logs, B, C = logs.float().contiguous(), B.contiguous(), C.transpose(0, 1).contiguous()
         (batch, length, p), (q, _, n), T, device = u.shape, C.shape, STEPS, u.device
-        plan = _chunked_plan(n, p, q, device)
-        # Both tables, each also transposed.
-        shapes = ((2 * n, T * p), (T * p, 2 * n), ((T + 1) * q, 2 * n), (2 * n, T * q), (T * q, T * p))
-        *tables, own = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
-        collect, collect_t, emit, _ = tables
-        plan.tables(logs, B, C, *tables)
-        plan.toeplitz(emit[:q] @ collect_t.mT, own)
-        blocks = _in_chunks(u)
-        ends = (blocks @ collect.mT).view(batch, -1, 2, n)
-        walk = Walk(ends, logs, exclusive=True, stride=T)
-        state = None if state is None else state.contiguous()
-        before = walk.forward(ends, state, keep_last=False)[0]
-        y = (blocks @ own.mT).addmm_(before.view(-1, 2 * n), emit[q:].mT)
-        ctx.save_for_backward(blocks, logs, B, C, *tables, own, before, state)
-        ctx.walk, ctx.plan, ctx.length = walk, plan, length
-        y = y.view(batch, -1, q)
+        kind = None if state is None else state.dtype
+        plan = _chunked_plan(batch, cdiv(length, T), n, p, q, kind, _precision(), device)
+        # Both tables, each also transposed, and so are the responses inside of a chunk.
+        shapes = ((2 * n, T * p), (T * p, 2 * n), ((T + 1) * q, 2 * n), (2 * n, T * q), (T * q, T * p), (T * p, T * q))
+        tables = [torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes]
+        collect, collect_t, emit, emit_t, own, own_t = tables
+        plan.tables(logs, B, C, collect, collect_t, emit, emit_t)
+        plan.toeplitz(emit, collect_t, own, own_t)
+        blocks, state = _in_chunks(u), None if state is None else state.contiguous()
+        before = torch.empty(len(blocks), 2 * n, dtype=torch.float32, device=device)
+        plan.states(blocks, collect, logs, state, None, before, None, None)
+        y = torch.empty(batch, len(blocks) // batch * T, q, dtype=torch.float32, device=device)
+        plan.readout(blocks, own, before, emit[q:], y)
+        ctx.save_for_backward(blocks, logs, B, C, collect_t, emit, emit_t, own_t, before)
+        ctx.plan, ctx.length, ctx.state = plan, length, kind
         return y if y.shape[1] == length else y[:, :length]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        blocks, logs, B, C, collect, collect_t, emit, emit_t, own, before, state = ctx.saved_tensors
+        blocks, logs, B, C, collect_t, emit, emit_t, own_t, before = ctx.saved_tensors
         (_, n, p), q, plan, device = B.shape, C.shape[0], ctx.plan, B.device
-        dy = _in_chunks(grads[0])
-        dends, dcarry, dstate, _ = ctx.walk.backward((dy @ emit_t.mT).view_as(before), before, state, None)
-        dends = dends.view(-1, 2 * n)
-        du = (dy @ own).addmm_(dends, collect_t.mT)
+        dy, batch = _in_chunks(grads[0]), len(grads[0])
+        dstate = None if ctx.state is None else torch.empty(batch, 2, n, dtype=torch.float32, device=device)
+        dends, sums = torch.empty_like(before), torch.empty(p + q + batch, 2 * n, dtype=torch.float32, device=device)
+        plan.states_backward(dy, emit_t, logs, None, before, dends, dstate, sums[p + q :])
+        du = torch.empty(batch, len(blocks) // batch * STEPS, p, dtype=torch.float32, device=device)
+        plan.drive(dy, own_t, dends, collect_t, du)
+        parts = torch.empty(_PARTS, plan.width, dtype=torch.float32, device=device)
+        plan.outer(blocks, dy, before, dends, parts)
         dkernel = torch.empty(q, STEPS * p, dtype=torch.float32, device=device)
-        plan.lags(dy.mT @ blocks, dkernel)
-        dcollect, demit = (dends.mT @ blocks).addmm_(emit[:q].mT, dkernel), torch.empty_like(emit)
-        torch.mm(dkernel, collect.mT, out=demit[:q])
-        torch.mm(dy.mT, before.view(-1, 2 * n), out=demit[q:])
-        parts = torch.empty(p + q, 2 * n, dtype=torch.float32, device=device)
+        plan.lags(parts, dkernel)
         dB, dC = torch.empty_like(B), torch.empty_like(C)
-        plan.tables_backward(logs, B, C, dcollect, demit, parts, dB, dC)
-        dlogs = column_sums(parts).view(2, n).add_(dcarry, alpha=STEPS)
-        du = du.view(before.shape[0], -1, p)
+        plan.tables_backward(logs, B, C, emit, collect_t, dkernel, parts, sums, dB, dC)
+        dlogs = column_sums(sums).view(2, n)
         du = du if du.shape[1] == ctx.length else du[:, : ctx.length]
-        return du, dlogs, dB, dC.transpose(0, 1), None if state is None else dstate.to(state.dtype)
+        return du, dlogs, dB, dC.transpose(0, 1), None if dstate is None else dstate.to(ctx.state)
 
 
 class _ChunkedPlan(NamedTuple):
-    """The kernels around the products of both passes."""
+    """The kernels of both passes, and the numbers in a row of parts."""
 
     tables: Planned
     toeplitz: Planned
+    states: Planned
+    readout: Planned
+    states_backward: Planned
+    drive: Planned
+    outer: Planned
     lags: Planned
     tables_backward: Planned
+    width: int
 
 
 @plan_of
-def _chunked_plan(n: int, p: int, q: int, device: torch.device) -> _ChunkedPlan:
-    T = STEPS
-    sizes = {"T": T, "P": p, "Q": q}
+def _chunked_plan(
+    batch: int, chunks: int, n: int, p: int, q: int, state: torch.dtype | None, precision: str, device: torch.device
+) -> _ChunkedPlan:
+    T, rows, double = STEPS, batch * chunks, 2 * n
+    sizes, modes = {"T": T, "P": p, "Q": q}, 16 if n <= 16 else 32
+    lines = max(16, min(_CHUNKS, next_power_of_2(chunks)))
+    tile: dict[str, Any] = {"ONE": chunks <= lines, "ROWS": lines, "MODES": modes, "PRECISION": precision}
+    walk = (cdiv(n, modes), batch)
+    limit = _REGISTERS.get(precision)
+    states = partial(Planned, _states, walk, chunks, double, T=T, maxnreg=limit, **tile, **_STATES)
+
+    def joined(depth: int, columns: int) -> Planned:
+        grid = (cdiv(rows, _JOINED["ROWS"]), cdiv(columns, _JOINED["COLS"]))
+        options = {"WIDTH": depth, "COLUMNS": columns, "PRECISION": precision}
+        return Planned(_joined_products, grid, rows, double, **options, **_JOINED)
+
+    folded = {"POWERS": 2 * T, "WIDE": next_power_of_2(T * p), "PARTS": _PARTS, "MODES": _TABLE_MODES}
+    across, down = cdiv(double, _OUTER["COLS"]), [cdiv(T * count, _OUTER["ROWS"]) for count in (p, q)]
+    outer = (sum(down) * across + down[1] * cdiv(T * p, _OUTER["COLS"]), _PARTS)
     return _ChunkedPlan(
         Planned(_tables, (cdiv(n, 32), T + 1), n, MODES=32, num_warps=1, **sizes),
-        Planned(_toeplitz, (cdiv(T * q * T * p, _BLOCK),), BLOCK=_BLOCK, **sizes),
-        Planned(_lags, (cdiv(q * T * p, _BLOCK),), BLOCK=_BLOCK, **sizes),
-        Planned(_tables_backward, (cdiv(n, _TABLE_MODES), p + q), n, POWERS=2 * T, MODES=_TABLE_MODES, **sizes),
+        Planned(_toeplitz, (T, q), double, CHANNELS=next_power_of_2(p), MODES=256, **sizes),
+        states(WIDTH=T * p, SIGN=1),
+        joined(T * p, T * q),
+        states(WIDTH=T * q, SIGN=-1),
+        joined(T * q, T * p),
+        Planned(_outer, outer, rows, cdiv(rows, _PARTS), double, P=T * p, Q=T * q, PRECISION=precision, **_OUTER),
+        Planned(_lags, (cdiv(q * T * p, 32),), double, PARTS=_PARTS, BLOCK=32, **sizes),
+        Planned(_tables_backward, (cdiv(n, _TABLE_MODES), p + q), double, **folded, **sizes),
+        (p + q) * T * double + q * T * p * T,
     )
 
 
