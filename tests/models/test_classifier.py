@@ -110,7 +110,7 @@ def test_swapping_the_towers_swaps_their_features():
 def test_two_towers_read_both_sequences_with_the_same_weights(read):
     model = trained_a_little_pairwise(make(read, towers=2), read).eval()
     x, lengths = sequences(read, BATCH, 2, LENGTH), torch.stack([LENGTHS, LENGTHS.flip(0)], dim=1)
-    alone = [model._pooled(x[:, i], lengths[:, i]) for i in range(2)]
+    alone = [model.pooling(model._features(x[:, i], lengths[:, i]), lengths[:, i]) for i in range(2)]
     torch.testing.assert_close(model(padded(x, lengths), lengths), model.head(pair_features(*alone)))
 
 

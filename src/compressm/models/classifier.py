@@ -16,6 +16,7 @@ from compressm.models.checks import require_counts, require_lengths
 from compressm.models.encoder import EmbeddingEncoder, Encoder, LinearEncoder
 from compressm.models.normalisation import BatchNorm, Norm
 from compressm.models.pooling import EveryStep, MeanPooling, Pooling, require_pooling
+from compressm.ops.block.pooling import mapped_mean, maps_mean_by_kernel
 
 
 class ClassifierState(NamedTuple):
@@ -75,13 +76,17 @@ class SequenceClassifier(nn.Module):
         self.encoder.check(x, axes)
         require_lengths(lengths, x, axes)
         if self.towers == 1:
-            return self.head(self._pooled(x, lengths))
-        pooled = self._pooled(x.flatten(0, 1), None if lengths is None else lengths.flatten())
+            features, head = self._features(x, lengths), self.head
+            if lengths is None and isinstance(self.pooling, MeanPooling) and maps_mean_by_kernel(head, features):
+                return mapped_mean(features, head.weight, head.bias)
+            return head(self.pooling(features, lengths))
+        pair, ends = x.flatten(0, 1), None if lengths is None else lengths.flatten()
+        pooled = self.pooling(self._features(pair, ends), ends)
         return self.head(pair_features(*pooled.unflatten(0, (-1, 2)).unbind(1)))
 
-    def _pooled(self, x: Tensor, lengths: Int[Tensor, " batch"] | None) -> Float[Tensor, "batch *steps width"]:
+    def _features(self, x: Tensor, lengths: Int[Tensor, " batch"] | None) -> Float[Tensor, "batch length width"]:
         features, _ = self.blocks(self.encoder(x, lengths), lengths=lengths, keep_state=False)
-        return self.pooling(features, lengths)
+        return features
 
     def step(
         self, x: Float[Tensor, "batch inputs"] | Integer[Tensor, " batch"], state: ClassifierState

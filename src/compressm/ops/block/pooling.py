@@ -1,14 +1,14 @@
-"""The mean over time, and zeros after the end of each sequence."""
+"""The mean over time, a linear map of it, and zeros after the end of each sequence."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from jaxtyping import Float, Int, Shaped
-from torch import Tensor
+from torch import Tensor, nn
 
-from compressm.ops.dispatch import is_transformed, kernels_serve
+from compressm.ops.dispatch import is_transformed, is_watched, kernels_serve
 
 
 def time_mean(x: Float[Tensor, "batch length width"]) -> Float[Tensor, "batch width"]:
@@ -31,6 +31,30 @@ class TimeMean(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         return (grads[0] / ctx.shape[1]).unsqueeze(1).expand(ctx.shape)
+
+
+COLUMNS = 64  # of a mean that one GPU program forms
+_OUTPUTS, _BATCH = 64, 1024  # of a map of it that one program multiplies, in rounds of 64 sequences
+
+
+def maps_mean_by_kernel(linear: nn.Module, x: Float[Tensor, "batch length width"]) -> TypeGuard[nn.Linear]:
+    """True if `mapped_mean` may replace a linear layer behind the mean: a small one in float32, without hooks."""
+    if type(linear) is not nn.Linear or not kernels_serve(x) or is_watched(linear):
+        return False
+    weight, bias = linear.weight, linear.bias
+    if bias is None or {x.dtype, weight.dtype, bias.dtype} != {torch.float32} or torch.is_autocast_enabled("cuda"):
+        return False
+    small = x.shape[2] <= COLUMNS and len(weight) <= _OUTPUTS and len(x) <= _BATCH
+    return small and weight.device == bias.device == x.device and weight.shape[1] == x.shape[2]
+
+
+def mapped_mean(
+    x: Float[Tensor, "batch length width"], weight: Float[Tensor, "outputs width"], bias: Float[Tensor, " outputs"]
+) -> Float[Tensor, "batch outputs"]:
+    """Compute weight · mean + bias for the mean over time, by one kernel each way."""
+    from compressm.ops.block.pooling_triton import MappedMean
+
+    return MappedMean.apply(x, weight, bias)
 
 
 def valid_rows(
