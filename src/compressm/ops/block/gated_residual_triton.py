@@ -500,12 +500,9 @@ class NarrowGatedResidual(torch.autograd.Function):
 _ACTIVATE = Launch(ROWS=8, COLS=128, num_warps=2, programs=792)
 _GATE = Launch(ROWS=8, COLS=128, num_warps=2, programs=264)
 _BACKWARD = Launch(ROWS=8, COLS=128, num_warps=2, programs=1056)
-# Sixteen packed rows a warp: as many as the matrix units take at once.
-_NARROW = Launch(ROWS=16, COLS=16, num_warps=1, programs=528)
-# A tile is a long chain of steps that wait for each other: one a program, as many as run at once, five on each of 132
-# multiprocessors.
-_NARROW_BACKWARD = Launch(ROWS=32, COLS=16, num_warps=2, programs=660)
-_REGISTERS = 200  # of a thread, at most, which five programs leave; 16 columns would take 238
+# Sixteen packed rows a warp: as many as the matrix units take at once. Backward, five such programs run at once on each
+# of 132 multiprocessors.
+_NARROW = Launch(ROWS=16, COLS=16, num_warps=1, programs=660)
 
 
 class _WidePlan(NamedTuple):
@@ -568,17 +565,12 @@ def _narrow_plan(
     """Plan both passes; packed rows fit into 16 columns and divide the flags' period."""
     pack = next(count for count in range(max(16 // H, 1), 0, -1) if period % count == 0)
     rows, columns = tokens // pack, max(16, next_power_of_2(H))
-    sizes = (rows, period // pack, scale)
-    more = {"H": H, "PACK": pack, "VECTOR": 16 // kinds[0].itemsize, "PRECISION": "tf32x3", "TANH": tanh}
-
-    def launch_of(launch: Launch) -> Launch:
-        return launch._replace(COLS=columns, num_warps=launch.num_warps * columns // 16)
-
-    launch, back = launch_of(_NARROW), launch_of(_NARROW_BACKWARD)
-    workers, limit = back.workers(cdiv(rows, back.ROWS)), _REGISTERS if columns == 16 else None
-    forward = Planned(narrow, (cdiv(rows, launch.ROWS),), *sizes, **launch.options(**more))
-    options = back.options(**more, SHARED=steps > 0) | {"maxnreg": limit}
-    backward = Planned(narrow_backward, (workers,), steps, *sizes, **options)
+    launch = _NARROW._replace(COLS=columns, num_warps=columns // 16)
+    options = launch.options(H=H, PACK=pack, VECTOR=16 // kinds[0].itemsize, PRECISION="tf32x3", TANH=tanh)
+    tiles, sizes = cdiv(rows, launch.ROWS), (rows, period // pack, scale)
+    workers = launch.workers(tiles)
+    forward = Planned(narrow, (tiles,), *sizes, **options)
+    backward = Planned(narrow_backward, (workers,), steps, *sizes, SHARED=steps > 0, **options)
     return _NarrowPlan(forward, backward, workers * pack)
 
 
