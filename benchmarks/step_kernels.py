@@ -1,6 +1,6 @@
 """List the kernels of one training step in their order, and time the step as one CUDA graph; needs a GPU.
 
-python benchmarks/step_kernels.py [smnist-256 smnist-13 ...] [--precision high] [--few-states 64]
+python benchmarks/step_kernels.py [smnist-256 smnist-13 ...] [--precision high]
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import json
 import torch
 from host_time import NAMES, Step
 from torch.profiler import ProfilerActivity, profile
-
-from compressm.ops.block import lru_block_triton
 
 
 def recorded(step: Step) -> torch.cuda.CUDAGraph:
@@ -62,11 +60,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=NAMES[:2], help=", ".join(NAMES))
     parser.add_argument("--precision", default="high", help="of float32 products: highest, high (TF32) or medium")
-    parser.add_argument("--few-states", type=int, help="states up to which a narrow layer writes every state")
     given = parser.parse_args()
     torch.set_float32_matmul_precision(given.precision)
-    if given.few_states is not None:
-        lru_block_triton.FEW_STATES = given.few_states
     for name in given.models:
         graph = recorded(Step(name))
         row = {"model": name, "step": microseconds(graph)}

@@ -116,6 +116,12 @@ def test_it_learns_the_same_where_sums_come_along_with_gradients(norm, layer, sc
     assert len(scanned) == 1
 
 
+def test_a_narrow_block_scans_a_long_sequence_of_few_states(scanned, monkeypatch):
+    monkeypatch.setattr("compressm.ops.lti.cost._LONG", 8)
+    monkeypatch.setattr("compressm.ops.block.lru_block_triton.train_lru_block", None)
+    check_against_the_plain_block(make(6), normal(3, 12, 6, seed=1))
+
+
 @pytest.mark.parametrize("change", [lambda u: 2 * u, lambda u: u.view_as(u)], ids=["twice", "the same"])
 def test_a_hook_may_change_what_the_layer_is_given(change, scanned):
     def hooked(block):

@@ -30,6 +30,19 @@ def test_a_gpu_takes_chunks_for_few_channels_and_scans_for_many():
     assert cheapest_path(50, 784, 256, 8, 8, gpu=True) is Path.CHUNKED
 
 
+@pytest.mark.parametrize(
+    ("batch", "length", "n", "path"),
+    [
+        (1, 784, 1, Path.CHUNKED),
+        (1, 2**20, 13, Path.SCAN),
+        (1, 2**20, 256, Path.CHUNKED),
+        (50, 2**20, 13, Path.CHUNKED),
+    ],
+)
+def test_a_gpu_scans_a_single_long_sequence_of_few_states(batch, length, n, path):
+    assert cheapest_path(batch, length, n, 8, 8, gpu=True) is path
+
+
 @pytest.mark.parametrize("length", [1, 2, 7, 63, 784, 16384])
 def test_a_chunk_is_never_longer_than_the_sequence(length):
     assert 1 <= best_chunk(length) <= min(length, 64)

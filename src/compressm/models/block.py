@@ -36,6 +36,7 @@ from compressm.ops.dispatch import (
     kernels_serve,
     wants_trained_kernels,
 )
+from compressm.ops.lti.cost import walks_chunks
 
 
 @dataclass(frozen=True)
@@ -270,6 +271,8 @@ class Block(ResidualBlock):
             return None
         parameters = layer.kernel_parameters()
         if parameters is None:
+            return None
+        if width <= 16 and not compiled and not walks_chunks(len(x), x.shape[1], len(parameters[0])):
             return None
         gate = self.gate
         vectors = (norm.weight, norm.bias, layer.D, gate.weight, gate.bias)

@@ -1,7 +1,8 @@
 """The training step of a block around a linear recurrent unit as ops of torch.compile, for wide and narrow blocks.
 
 Inside they are the functions of `lru_block_triton`. An op keeps what its gradient needs in shapes that follow from
-those of its arguments. Of a narrow block the recurrence is computed again instead: its path depends on the order.
+those of its arguments. Of a narrow block the recurrence is computed again instead: it keeps views of its input, which
+an op may not return.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def _narrow(*given: Any) -> tuple[Tensor, ...]:
 
     x, vectors, keep, parameters, rest = _split(given)
     options, running = _options(rest)
-    out, statistics, _, after, _ = narrow_forward(x, vectors, keep, running, options, parameters)
+    out, statistics, _, after = narrow_forward(x, vectors, keep, running, options, parameters)
     y, u, *_, vg = after.saved_tensors
     return out, statistics, u, y, vg
 
@@ -110,9 +111,9 @@ def _pull_narrow(grads: Sequence[Tensor], saved: Sequence[Tensor], *given: Any) 
     statistics, u, y, vg = saved
     layer, after = layer_stage(), gate_stage()
     with full_precision(x):
-        _, few = mixed(layer, u, parameters)
+        mixed(layer, u, parameters)
     after.saved_tensors, after.rate, after.tanh = (y, u, *vectors[2:], keep, vg), rate, False
-    found = narrow_backward(grads[0], x, vectors, statistics, layer, few, after, parameters[:5])
+    found = narrow_backward(grads[0], x, vectors, statistics, layer, after, parameters[:5])
     return *found[:6], None, *found[6:]
 
 

@@ -16,8 +16,8 @@ from compressm.ops.block.gated_residual_triton import NarrowGatedResidual, flags
 from compressm.ops.block.norm import RunningStatistics, leave_moments, moments_of
 from compressm.ops.block.norm_triton import norm_gradient, normalise
 from compressm.ops.dispatch import full_precision, once_differentiable
-from compressm.ops.lti.cost import FEW_STATES, NARROW
-from compressm.ops.lti.layer_triton import ChunkedLayer, NarrowLayer
+from compressm.ops.lti.cost import NARROW
+from compressm.ops.lti.layer_triton import ChunkedLayer
 from compressm.ops.lti.lru_system_triton import system_gradient, system_of
 from compressm.ops.lti.scan_triton import Walk, compile_walks, drive_gradient
 from compressm.ops.memory import product_in
@@ -191,8 +191,7 @@ class WideBlock(torch.autograd.Function):
 
 
 # The functions inside, whose contexts are stages here.
-_FEW: Any = NarrowLayer
-_MANY: Any = ChunkedLayer
+_LAYER: Any = ChunkedLayer
 _GATE: Any = NarrowGatedResidual
 
 
@@ -224,12 +223,12 @@ def gate_stage() -> Any:
     return Stage(*[True] * 4, False, *[True] * 3)
 
 
-def mixed(layer: Stage, u: Tensor, parameters: tuple[Tensor, ...]) -> tuple[Tensor, bool]:
-    """The output of the recurrence for few channels, and whether its states are few."""
+def mixed(layer: Stage, u: Tensor, parameters: tuple[Tensor, ...]) -> Tensor:
+    """The output of the recurrence for few channels."""
     logs, B, C = system_of(list(parameters), torch.float32)
-    few = logs.shape[1] <= FEW_STATES
     B, C = B.view(2, -1, B.shape[1]), C.view(len(C), 2, -1).transpose(0, 1)
-    return (_FEW if few else _MANY).forward(layer, u if few else u.float(), logs, B, C, None).to(u.dtype), few
+    y: Tensor = _LAYER.forward(layer, u, logs, B, C, None)
+    return y
 
 
 def narrow_forward(
@@ -239,18 +238,18 @@ def narrow_forward(
     running: tuple[Tensor, Tensor, Tensor],
     options: BlockOptions,
     parameters: tuple[Tensor, ...],
-) -> tuple[Tensor, Tensor, Any, Any, bool]:
-    """The output of a narrow block, its statistics, the stages of layer and gate, and whether states are few."""
+) -> tuple[Tensor, Tensor, Any, Any]:
+    """The output of a narrow block, its statistics, and the stages of layer and gate."""
     weight, bias, D, gate, gate_bias = vectors
     layer, after = layer_stage(), gate_stage()
     with full_precision(x):
         u, statistics = normalise(
             x, weight, bias, running, options.momentum, options.eps, None, through=options.through
         )
-        y, few = mixed(layer, u, parameters)
+        y = mixed(layer, u, parameters)
         ends = (None, None, keep, options.rate, options.dtype, options.tanh)
         out = _GATE.forward(after, y, x, gate, gate_bias, u, D, *ends)
-    return out, statistics, layer, after, few
+    return out, statistics, layer, after
 
 
 def narrow_backward(
@@ -259,7 +258,6 @@ def narrow_backward(
     vectors: tuple[Any, ...],
     statistics: Tensor,
     layer: Any,
-    few: bool,
     after: Any,
     parameters: tuple[Tensor, ...],
 ) -> tuple[Tensor | None, ...]:
@@ -267,8 +265,8 @@ def narrow_backward(
     weight, bias, D, *_ = vectors
     with full_precision(dout):
         dy, _, dgate, dgate_bias, _, dD, *_ = _GATE.backward(after, dout)
-        du, dlogs, dB, dC, _ = (_FEW if few else _MANY).backward(layer, dy if few else dy.float())
-        dx, sums = norm_gradient(du.to(dy.dtype), dy, dout, None, x, weight, bias, D, statistics)
+        du, dlogs, dB, dC, _ = _LAYER.backward(layer, dy)
+        dx, sums = norm_gradient(du, dy, dout, None, x, weight, bias, D, statistics)
         pulled = system_gradient(parameters, x.shape[-1], dlogs, dB, dC.transpose(0, 1))
     dbias, dweight = sums.unbind(0)
     return (
@@ -296,9 +294,9 @@ class NarrowBlock(torch.autograd.Function):
     ) -> Tensor:
         x, weight, bias, D, gate, gate_bias, *own = _dense((x, weight, bias, D, gate, gate_bias, *parameters))
         vectors = (weight, bias, D, gate, gate_bias)
-        out, statistics, layer, after, few = narrow_forward(x, vectors, keep, running, options, tuple(own))
+        out, statistics, layer, after = narrow_forward(x, vectors, keep, running, options, tuple(own))
         ctx.save_for_backward(x, weight, bias, D, statistics, *own[:5], *layer.saved_tensors, *after.saved_tensors)
-        ctx.layer, ctx.after, ctx.split, ctx.few = layer, after, 10 + len(layer.saved_tensors), few
+        ctx.layer, ctx.after, ctx.split = layer, after, 10 + len(layer.saved_tensors)
         # The function around holds them.
         layer.saved_tensors = after.saved_tensors = ()
         ctx.set_materialize_grads(False)
@@ -313,6 +311,6 @@ class NarrowBlock(torch.autograd.Function):
         x, weight, bias, D, statistics, *own = saved[:10]
         layer, after = ctx.layer, ctx.after
         layer.saved_tensors, after.saved_tensors = saved[10 : ctx.split], saved[ctx.split :]
-        found = narrow_backward(dout, x, (weight, bias, D), statistics, layer, ctx.few, after, tuple(own))
+        found = narrow_backward(dout, x, (weight, bias, D), statistics, layer, after, tuple(own))
         layer.saved_tensors = after.saved_tensors = ()
         return *found[:6], None, None, None, *found[6:]

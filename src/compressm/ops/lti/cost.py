@@ -15,7 +15,9 @@ _COLUMNS = 16  # columns that a product computes at a time: fewer take as long
 WIDE = 6144  # states in a step from which the CPU walks step by step; with fewer, it walks spans side by side
 _LONG_ROW = 64  # states side by side from which loops over pairs waste no more than loops over complex numbers
 NARROW = 16  # channels up to which GPU kernels form B u and C h themselves
-FEW_STATES = 64  # states up to which those kernels write every state; beyond, they write one a chunk
+# Those walk from tile to tile of chunks: up to so many steps always, and through longer sequences if there are so many
+# states, of all sequences, side by side.
+_LONG, _BESIDE = 8192, 128
 
 
 class Path(Enum):
@@ -30,12 +32,18 @@ class Path(Enum):
 def cheapest_path(batch: int, length: int, n: int, p: int, q: int, *, gpu: bool = False) -> Path:
     """The path with the smallest predicted cost.
 
-    On a GPU, few channels take CHUNKED, whose kernels never store B u; everything else takes SCAN.
+    On a GPU, few channels take CHUNKED, whose kernels store neither B u nor h; many channels take SCAN, and so do few
+    states of a single long sequence.
     """
     if gpu:
-        return Path.CHUNKED if max(p, q) <= NARROW else Path.SCAN
+        return Path.CHUNKED if max(p, q) <= NARROW and walks_chunks(batch, length, n) else Path.SCAN
     costs = path_costs(batch, length, n, p, q)
     return min(costs, key=lambda path: costs[path])
+
+
+def walks_chunks(batch: int, length: int, n: int) -> bool:
+    """True if GPU kernels for few channels should walk over chunks; a scan splits long sequences, but writes all h."""
+    return length <= _LONG or batch * n >= _BESIDE
 
 
 def walks_pairs(batch: int, length: int, n: int, *, driven: bool) -> bool:

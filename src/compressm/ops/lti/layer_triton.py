@@ -1,13 +1,9 @@
-"""y = Re(C h) for few channels on the GPU, without storing the drive B u.
+"""y = Re(C h) for few channels on the GPU, without storing the drive B u or the states h.
 
-`NarrowLayer` (few states): a thread owns a mode and holds its row of B, or column of C, in registers; all threads share
-the inputs and outputs of a step. The backward walk forms ∂L/∂h from ∂L/∂y and sums the gradients of B, C and log λ;
-matrix products give y from h and ∂L/∂u from g.
-
-`ChunkedLayer` (many states): a state is written once a chunk of T steps. One kernel multiplies a chunk's inputs to what
-they add to the state, and scans over the chunks of a sequence; another reads the outputs from the state before the
-chunk and the inputs inside. The gradients of the tables λʲ B, C λʲ and K_j = Re(C λʲ B) are sums over all chunks,
-formed apart for `_PARTS` shares of them and added in a fixed order: the same input gives the same bits.
+A state is written once a chunk of T steps. One kernel multiplies a chunk's inputs to what they add to the state, and
+scans over the chunks of a sequence; another reads the outputs from the state before the chunk and the inputs inside.
+The gradients of the tables λʲ B, C λʲ and K_j = Re(C λʲ B) are sums over all chunks, formed apart for `_PARTS` shares
+of them and added in a fixed order: the same input gives the same bits.
 """
 
 from __future__ import annotations
@@ -23,306 +19,11 @@ from torch.nn.functional import pad
 
 from compressm.ops.dispatch import once_differentiable
 from compressm.ops.launching_triton import Planned, kinds_of, launched, plan_of
-from compressm.ops.lti.scan_triton import _carried, _next_span, _poles, _power, _powers, _rows, _times
+from compressm.ops.lti.scan_triton import _next_span, _poles, _times
 from compressm.ops.memory import cdiv, next_power_of_2
 from compressm.ops.sums_triton import column_sums
 
 # Measured on an H200.
-_NARROW_MODES = 32  # modes of a program, one a thread
-_ROWS = 2  # steps that are loaded before the first is used
-_SPAN = 32  # steps between two states in float64
-_THREADS = 40_000  # threads that a launch should have if the sequence is long enough
-
-
-@triton.jit
-def _weights(matrix, mode, n, by_pair, by_mode, by_channel, SIGN: tl.constexpr, CHANNELS: tl.constexpr):
-    """Load a mode's complex weight for every channel; SIGN −1 conjugates it."""
-    re, im = (), ()
-    for k in tl.static_range(CHANNELS):
-        at = matrix + mode * by_mode + k * by_channel
-        re += (tl.load(at, mask=mode < n, other=0.0).to(tl.float32),)
-        im += (SIGN * tl.load(at + by_pair, mask=mode < n, other=0.0).to(tl.float32),)
-    return re, im
-
-
-@triton.jit
-def _channels(source, at, stride, start, stop, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
-    """Load the next ROWS steps of all channels, ROWS · CHANNELS numbers; 0 from `stop` on."""
-    values = ()
-    for k in tl.static_range(ROWS):
-        for channel in tl.static_range(CHANNELS):
-            value = tl.load(source + at + k * stride + channel, mask=start + k < stop, other=0.0)
-            values += (value.to(tl.float32),)
-    return values
-
-
-@triton.jit
-def _driven(values, w_re, w_im, l_re, l_im, k: tl.constexpr, CHANNELS: tl.constexpr):
-    """Add the step's channels times their weights to l."""
-    for channel in tl.static_range(CHANNELS):
-        l_re += values[k * CHANNELS + channel] * w_re[channel]
-        l_im += values[k * CHANNELS + channel] * w_im[channel]
-    return l_re, l_im
-
-
-@launched
-@triton.jit(do_not_specialize=["by_pair", "by_mode", "by_channel", "length", "n", "segment"])
-def _ends(source, matrix, table, ends, by_pair, by_mode, by_channel, length, n, segment, SIGN: tl.constexpr,
-          CHANNELS: tl.constexpr, MODES: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr):  # fmt: skip
-    """The state at the end of each whole segment, started from zero. SIGN −1 walks from the end, with conjugates."""
-    batch, batches = tl.program_id(2).to(tl.int64), tl.num_programs(2)
-    mode = tl.program_id(0) * MODES + tl.arange(0, MODES)
-    q_re, q_im = _power(table, 0, mode, n, SIGN)
-    s_re, s_im = _power(table, 1, mode, n, SIGN)
-    o_re, o_im = q_re.to(tl.float32), q_im.to(tl.float32)
-    w_re, w_im = _weights(matrix, mode, n, by_pair, by_mode, by_channel, SIGN, CHANNELS)
-    c_re, c_im = tl.zeros((MODES,), tl.float64), tl.zeros((MODES,), tl.float64)
-    first = tl.program_id(1) * segment
-    stop = first + segment
-    at = (batch * length + (first if SIGN == 1 else length - 1 - first)) * CHANNELS
-    for span in range(first, stop, SPAN):
-        l_re, l_im = tl.zeros((MODES,), tl.float32), tl.zeros((MODES,), tl.float32)
-        for start in range(span, span + SPAN, ROWS):
-            values = _channels(source, at, SIGN * CHANNELS, start, stop, ROWS, CHANNELS)
-            for k in tl.static_range(ROWS):
-                l_re, l_im = _times(o_re, o_im, l_re, l_im)
-                l_re, l_im = _driven(values, w_re, w_im, l_re, l_im, k, CHANNELS)
-            at += SIGN * ROWS * CHANNELS
-        c_re, c_im = _next_span(c_re, c_im, l_re, l_im, s_re, s_im)
-    to = ends + (tl.program_id(1).to(tl.int64) * batches + batch) * 2 * n + mode
-    tl.store(to, c_re.to(tl.float32), mask=mode < n)
-    tl.store(to + n, c_im.to(tl.float32), mask=mode < n)
-
-
-@launched
-@triton.jit(do_not_specialize=["length", "n", "segment"])
-def _forward(u, B, table, state, ends, h, length, n, segment, HAS_STATE: tl.constexpr, P: tl.constexpr,
-             MODES: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr):  # fmt: skip
-    """Write the conjugates of all h."""
-    batch = tl.program_id(2).to(tl.int64)
-    mode = tl.program_id(0) * MODES + tl.arange(0, MODES)
-    inside = mode < n
-    q_re, q_im = _power(table, 0, mode, n, 1)
-    s_re, s_im = _power(table, 1, mode, n, 1)
-    o_re, o_im = q_re.to(tl.float32), q_im.to(tl.float32)
-    w_re, w_im = _weights(B, mode, n, n * P, P, 1, 1, P)
-    c_re, c_im = tl.zeros((MODES,), tl.float64), tl.zeros((MODES,), tl.float64)
-    if HAS_STATE:
-        c_re = tl.load(state + batch * 2 * n + mode, mask=inside, other=0.0).to(tl.float64)
-        c_im = tl.load(state + batch * 2 * n + n + mode, mask=inside, other=0.0).to(tl.float64)
-    c_re, c_im = _carried(c_re, c_im, ends, table, tl.program_id(1), batch, mode, n, 1)
-    first = tl.program_id(1) * segment
-    stop = tl.minimum(first + segment, length)
-    at = batch * length + first
-    for span in range(first, stop, SPAN):
-        l_re, l_im = tl.zeros((MODES,), tl.float32), tl.zeros((MODES,), tl.float32)
-        f_re, f_im = c_re.to(tl.float32), c_im.to(tl.float32)
-        for start in range(span, tl.minimum(span + SPAN, stop), ROWS):
-            values = _channels(u, at * P, P, start, stop, ROWS, P)
-            for k in tl.static_range(ROWS):
-                l_re, l_im = _times(o_re, o_im, l_re, l_im)
-                l_re, l_im = _driven(values, w_re, w_im, l_re, l_im, k, P)
-                f_re, f_im = _times(o_re, o_im, f_re, f_im)
-                to, live = h + (at + k) * 2 * n + mode, inside & (start + k < stop)
-                tl.store(to, l_re + f_re, mask=live)
-                tl.store(to + n, -(l_im + f_im), mask=live)
-            at += ROWS
-        c_re, c_im = _next_span(c_re, c_im, l_re, l_im, s_re, s_im)
-
-
-@launched
-@triton.jit(do_not_specialize=["length", "n", "segment"])
-def _backward(u, dy, C, h, table, state, ends, g, parts, dstate, length, n, segment, HAS_STATE: tl.constexpr,
-              P: tl.constexpr, Q: tl.constexpr, MODES: tl.constexpr, ROWS: tl.constexpr,
-              SPAN: tl.constexpr):  # fmt: skip
-    """g[t] = ∂L/∂h[t] + λ̄ g[t+1] from the end, and the sums for log λ, B and C, one row of `parts` a segment."""
-    batch, batches = tl.program_id(2).to(tl.int64), tl.num_programs(2)
-    mode = tl.program_id(0) * MODES + tl.arange(0, MODES)
-    inside = mode < n
-    q_re, q_im = _power(table, 0, mode, n, -1)
-    s_re, s_im = _power(table, 1, mode, n, -1)
-    o_re, o_im = q_re.to(tl.float32), q_im.to(tl.float32)
-    w_re, w_im = _weights(C, mode, n, n, 1, 2 * n, -1, Q)
-    c_re, c_im = tl.zeros((MODES,), tl.float64), tl.zeros((MODES,), tl.float64)
-    c_re, c_im = _carried(c_re, c_im, ends, table, tl.program_id(1), batch, mode, n, -1)
-    zero = tl.zeros((MODES,), tl.float32)
-    sum_re, sum_im, r_re, r_im = zero, zero, zero, zero
-    db_re, db_im, dc_re, dc_im = (zero,) * P, (zero,) * P, (zero,) * Q, (zero,) * Q
-    first = tl.program_id(1) * segment
-    stop = tl.minimum(first + segment, length)
-    at = batch * length + length - 1 - first
-    # The state of a step is loaded one iteration earlier, where log λ needs it as the previous state.
-    b_re = tl.load(h + at * 2 * n + mode, mask=inside, other=0.0)
-    b_im = -tl.load(h + at * 2 * n + n + mode, mask=inside, other=0.0)
-    for span in range(first, stop, SPAN):
-        l_re, l_im = zero, zero
-        f_re, f_im = c_re.to(tl.float32), c_im.to(tl.float32)
-        for start in range(span, tl.minimum(span + SPAN, stop), ROWS):
-            given = _channels(dy, at * Q, -Q, start, stop, ROWS, Q)
-            driving = _channels(u, at * P, -P, start, stop, ROWS, P)
-            e_re, e_im = _rows(h, (at - 1) * 2 * n + mode, -2 * n, n, start, length - 1, inside, -1, ROWS)
-            for k in tl.static_range(ROWS):
-                l_re, l_im = _times(o_re, o_im, l_re, l_im)
-                l_re, l_im = _driven(given, w_re, w_im, l_re, l_im, k, Q)
-                f_re, f_im = _times(o_re, o_im, f_re, f_im)
-                g_re, g_im = l_re + f_re, l_im + f_im
-                to, live = g + (at - k) * 2 * n + mode, inside & (start + k < stop)
-                tl.store(to, g_re, mask=live)
-                tl.store(to + n, g_im, mask=live)
-                new_re, new_im = (), ()
-                for channel in tl.static_range(P):
-                    new_re += (db_re[channel] + g_re * driving[k * P + channel],)
-                    new_im += (db_im[channel] + g_im * driving[k * P + channel],)
-                db_re, db_im = new_re, new_im
-                new_re, new_im = (), ()
-                for channel in tl.static_range(Q):
-                    new_re += (dc_re[channel] + b_re * given[k * Q + channel],)
-                    new_im += (dc_im[channel] - b_im * given[k * Q + channel],)
-                dc_re, dc_im = new_re, new_im
-                end = start + k == length - 1
-                r_re, r_im = tl.where(end, g_re, r_re), tl.where(end, g_im, r_im)
-                # Beyond the segment g only decays: it must not count.
-                b_re, b_im = tl.where(start + k < stop, e_re[k], 0.0), tl.where(start + k < stop, e_im[k], 0.0)
-                sum_re += g_re * b_re + g_im * b_im
-                sum_im += g_re * b_im - g_im * b_re
-            at -= ROWS
-        c_re, c_im = _next_span(c_re, c_im, l_re, l_im, s_re, s_im)
-    if HAS_STATE:
-        if stop == length:
-            at_state = batch * 2 * n + mode
-            z_re = tl.load(state + at_state, mask=inside, other=0.0).to(tl.float32)
-            z_im = tl.load(state + at_state + n, mask=inside, other=0.0).to(tl.float32)
-            sum_re += r_re * z_re + r_im * z_im
-            sum_im += r_re * z_im - r_im * z_re
-            r_re, r_im = _times(o_re, o_im, r_re, r_im)
-            tl.store(dstate + at_state, r_re, mask=inside)
-            tl.store(dstate + at_state + n, r_im, mask=inside)
-    # log λ as (2, n), B as (2, n, p), C as (q, 2, n), one after the other.
-    to = parts + (tl.program_id(1).to(tl.int64) * batches + batch) * (2 * n * (1 + P + Q))
-    tl.store(to + mode, o_re * sum_re + o_im * sum_im, mask=inside)
-    tl.store(to + n + mode, o_im * sum_re - o_re * sum_im, mask=inside)
-    for channel in tl.static_range(P):
-        tl.store(to + 2 * n + mode * P + channel, db_re[channel], mask=inside)
-        tl.store(to + 2 * n + (n + mode) * P + channel, db_im[channel], mask=inside)
-    for channel in tl.static_range(Q):
-        tl.store(to + 2 * n * (1 + P + channel) + mode, dc_re[channel], mask=inside)
-        tl.store(to + 2 * n * (1 + P + channel) + n + mode, dc_im[channel], mask=inside)
-
-
-@launched
-@triton.jit(do_not_specialize=["rows", "depth", "by_depth", "by_column"])
-def _product(a, b, out, rows, depth, by_depth, by_column, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
-             ROWS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Compute out = a b for a tall `a` and few columns of `b`, where cuBLAS takes twice as long."""
-    row, column, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDE), tl.arange(0, DEPTH)
-    total = tl.zeros((ROWS, WIDE), tl.float32)
-    for first in range(0, depth, DEPTH):
-        here = first + k < depth
-        at = a + row.to(tl.int64)[:, None] * depth + (first + k)[None, :]
-        left = tl.load(at, mask=(row < rows)[:, None] & here[None, :], other=0.0)
-        at = b + (first + k)[:, None] * by_depth + column[None, :] * by_column
-        right = tl.load(at, mask=here[:, None] & (column < COLUMNS)[None, :], other=0.0)
-        total = tl.dot(left, right, total, input_precision=PRECISION)
-    to = out + row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
-    tl.store(to, total.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (column < COLUMNS)[None, :])
-
-
-class NarrowLayer(torch.autograd.Function):
-    """y by a walk that writes every state, from u of any float dtype, log λ, float32 B and C, and a state or None."""
-
-    @staticmethod
-    def forward(ctx: Any, u: Tensor, logs: Tensor, B: Tensor, C: Tensor, state: Tensor | None) -> Tensor:
-        u, B, C = u.contiguous(), B.contiguous(), C.transpose(0, 1).contiguous()
-        (batch, length, _), n, q, device = u.shape, B.shape[1], len(C), u.device
-        plan = _narrow_plan(u.shape, n, q, kinds_of(u, logs, state), _precision(), device)
-        table = torch.empty(3, 2, n, dtype=torch.float64, device=device)
-        plan.powers(logs.contiguous(), table)
-        ends = torch.empty(plan.ends, dtype=torch.float32, device=device)
-        h = torch.empty(batch * length, 2 * n, dtype=torch.float32, device=device)
-        if plan.segments > 1:
-            plan.ends_forward(u, B, table, ends)
-        state = None if state is None else state.contiguous()
-        plan.forward(u, B, table, h if state is None else state, ends, h)
-        ctx.save_for_backward(u, B, C, h, table, state)
-        ctx.plan, ctx.log_dtype = plan, logs.dtype
-        y = torch.empty(batch, length, q, dtype=u.dtype, device=device)
-        plan.readout(h, C, y)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        u, B, C, h, table, state = ctx.saved_tensors
-        dy, plan, device = grads[0].contiguous(), ctx.plan, u.device
-        p, (q, _, n) = u.shape[2], C.shape
-        ends, g = torch.empty(plan.ends, dtype=torch.float32, device=device), torch.empty_like(h)
-        parts = torch.empty(plan.rows, 2 * n * (1 + p + q), dtype=torch.float32, device=device)
-        dstate = None if state is None else torch.empty_like(state, dtype=torch.float32)
-        if plan.segments > 1:
-            plan.ends_backward(dy, C, table, ends)
-        plan.backward(u, dy, C, h, table, ends if state is None else state, ends, g, parts, dstate)
-        du = torch.empty_like(u)
-        plan.drive(g, B, du)
-        dlogs, dB, dC = column_sums(parts).split_with_sizes([2 * n, 2 * n * p, 2 * n * q])
-        dlogs, dB, dC = dlogs.view(2, n).to(ctx.log_dtype), dB.view(2, n, p), dC.view(q, 2, n).transpose(0, 1)
-        return du, dlogs, dB, dC, None if state is None or dstate is None else dstate.to(state.dtype)
-
-
-class _NarrowPlan(NamedTuple):
-    """The segments of a walk and the kernels of both passes."""
-
-    segments: int
-    rows: int
-    ends: tuple[int, ...]
-    powers: Planned
-    ends_forward: Planned
-    forward: Planned
-    readout: Planned
-    ends_backward: Planned
-    backward: Planned
-    drive: Planned
-
-
-@plan_of
-def _narrow_plan(
-    shape: tuple[int, ...], n: int, q: int, kinds: tuple[Any, ...], precision: str, device: torch.device
-) -> _NarrowPlan:
-    """Plan both passes; `kinds` are the dtypes of u, log λ and state."""
-    batch, length, p = shape
-    segments, segment = _segments(batch, length, n)
-    sizes, blocks, has_state = (length, n, segment), cdiv(n, _NARROW_MODES), kinds[2] is not None
-    powers = Planned(_powers, (cdiv(n, 32), 3), n, segment, STRIDE=1, SPAN=_SPAN, MODES=32, num_warps=1)
-    ends = (blocks, segments - 1, batch)
-    walk = (blocks, segments, batch)
-    forward = Planned(_ends, ends, n * p, p, 1, *sizes, SIGN=1, CHANNELS=p, **_SIZES)
-    back = Planned(_ends, ends, n, 1, 2 * n, *sizes, SIGN=-1, CHANNELS=q, **_SIZES)
-    product = {"WIDE": 16, "ROWS": 64, "DEPTH": 32, "PRECISION": precision}
-    rows = batch * length
-    # y = h Cᵀ for C as (q, 2n), ∂L/∂u = g B for B as (2n, p).
-    readout = Planned(_product, (cdiv(rows, 64),), rows, 2 * n, 1, 2 * n, COLUMNS=q, **product)
-    drive = Planned(_product, (cdiv(rows, 64),), rows, 2 * n, p, 1, COLUMNS=p, **product)
-    return _NarrowPlan(
-        *(segments, segments * batch, (max(1, segments - 1), batch, 2, n), powers),
-        *(forward, Planned(_forward, walk, *sizes, HAS_STATE=has_state, P=p, **_SIZES), readout),
-        *(back, Planned(_backward, walk, *sizes, HAS_STATE=has_state, P=p, Q=q, **_SIZES), drive),
-    )
-
-
-def _precision() -> str:
-    """Products are as exact as torch's matmul precision asks."""
-    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-
-
-_SIZES: dict[str, Any] = {"MODES": _NARROW_MODES, "ROWS": _ROWS, "SPAN": _SPAN, "num_warps": _NARROW_MODES // 32}
-
-
-def _segments(batch: int, length: int, n: int) -> tuple[int, int]:
-    """The number of segments, and the steps in each: whole spans."""
-    wanted = max(1, _THREADS // (batch * n))
-    segment = cdiv(cdiv(length, _SPAN), wanted) * _SPAN
-    return cdiv(length, segment), segment
-
-
 STEPS = 16  # T, the steps of a chunk
 _CHUNKS = 64  # chunks of a tile: a scan finds the states between them
 _PARTS = 8  # shares of all chunks over which gradients of tables are summed apart
@@ -342,6 +43,13 @@ def _short_power(log_modulus, phase, exponent):
     angle = ((turns - tl.floor(turns + 0.5)) * 6.283185307179586).to(tl.float32)
     modulus = tl.exp((log_modulus * exponent).to(tl.float32))
     return modulus * tl.cos(angle), modulus * tl.sin(angle)
+
+
+@triton.jit
+def _exact_power(log_modulus, phase, exponent):
+    """λ^exponent as a float64 pair."""
+    modulus = tl.exp(log_modulus * exponent)
+    return modulus * tl.cos(phase * exponent), modulus * tl.sin(phase * exponent)
 
 
 @launched
@@ -417,7 +125,7 @@ def _states(source, matrix, logs, begin, before, out, end, sums, chunks, double,
     """Write the state before every chunk; a chunk brings its `source` (WIDTH) times `matrix` (2, n, WIDTH).
 
     SIGN −1 walks from the end with conjugates, as gradients do: `out` gets ∂L/∂x, `end` ∂L/∂state, and a row of `sums`
-    ∂L/∂log λ, from the states `before` the chunks.
+    ∂L/∂log λ, from the states `before` the chunks. From one tile of chunks to the next the state is carried in float64.
     """
     batch, n = tl.program_id(1).to(tl.int64), double // 2
     row, k = tl.arange(0, ROWS), tl.arange(0, DEPTH)
@@ -428,14 +136,17 @@ def _states(source, matrix, logs, begin, before, out, end, sums, chunks, double,
     w_re, w_im = _short_power(log_modulus, phase, T)
     zero = tl.zeros((ROWS, MODES), tl.float32)
     a_re, a_im = zero + w_re[None, :], zero + w_im[None, :]
-    c_re, c_im = tl.zeros((MODES,), tl.float32), tl.zeros((MODES,), tl.float32)
+    s_re, s_im = tl.zeros((MODES,), tl.float64), tl.zeros((MODES,), tl.float64)
+    if not ONE:
+        s_re, s_im = _exact_power(log_modulus, phase, T * ROWS)
+    c_re, c_im = tl.zeros((MODES,), tl.float64), tl.zeros((MODES,), tl.float64)
     if begin is not None:
-        c_re = tl.load(begin + batch * double + mode, mask=inside, other=0.0).to(tl.float32)
-        c_im = tl.load(begin + batch * double + n + mode, mask=inside, other=0.0).to(tl.float32)
+        c_re = tl.load(begin + batch * double + mode, mask=inside, other=0.0).to(tl.float64)
+        c_im = tl.load(begin + batch * double + n + mode, mask=inside, other=0.0).to(tl.float64)
     sum_re, sum_im = tl.zeros((MODES,), tl.float32), tl.zeros((MODES,), tl.float32)
     base = batch * chunks + (0 if SIGN == 1 else chunks - 1)
-    tl.store(out + base * double + mode, c_re, mask=inside)
-    tl.store(out + base * double + n + mode, c_im, mask=inside)
+    tl.store(out + base * double + mode, c_re.to(tl.float32), mask=inside)
+    tl.store(out + base * double + n + mode, c_im.to(tl.float32), mask=inside)
     for first in range(0, chunks, ROWS):
         line, here = base + SIGN * (first + row), (first + row < chunks)[:, None]
         x_re, x_im = zero, zero
@@ -443,12 +154,14 @@ def _states(source, matrix, logs, begin, before, out, end, sums, chunks, double,
             deep = start + k < WIDTH
             at, live = matrix + mode[None, :] * WIDTH + (start + k)[:, None], deep[:, None] & inside[None, :]
             value = tl.load(source + line[:, None] * WIDTH + (start + k)[None, :], mask=here & deep[None, :], other=0.0)
+            value = value.to(tl.float32)
             x_re = tl.dot(value, tl.load(at, mask=live, other=0.0), x_re, input_precision=PRECISION)
             x_im = tl.dot(value, tl.load(at + n * WIDTH, mask=live, other=0.0), x_im, input_precision=PRECISION)
-        p_re, p_im, l_re, l_im = tl.associative_scan((a_re, a_im, x_re, x_im), 0, _joined)
+        p_re, p_im, x_re, x_im = tl.associative_scan((a_re, a_im, x_re, x_im), 0, _joined)
+        l_re, l_im = x_re, x_im
         if begin is not None or not ONE:
-            f_re, f_im = _times(p_re, p_im, c_re[None, :], c_im[None, :])
-            l_re, l_im = l_re + f_re, l_im + f_im
+            f_re, f_im = _times(p_re, p_im, c_re.to(tl.float32)[None, :], c_im.to(tl.float32)[None, :])
+            l_re, l_im = x_re + f_re, x_im + f_im
         to, live = (
             (line + SIGN)[:, None] * double + mode[None, :],
             (first + row + 1 < chunks)[:, None] & inside[None, :],
@@ -466,7 +179,8 @@ def _states(source, matrix, logs, begin, before, out, end, sums, chunks, double,
             tl.store(end + to + n + row[:, None] * 0, l_im, mask=last)
         if not ONE:
             last = (row == ROWS - 1)[:, None]
-            c_re, c_im = tl.sum(tl.where(last, l_re, 0.0), 0), tl.sum(tl.where(last, l_im, 0.0), 0)
+            x_re, x_im = tl.sum(tl.where(last, x_re, 0.0), 0), tl.sum(tl.where(last, x_im, 0.0), 0)
+            c_re, c_im = _next_span(c_re, c_im, x_re, x_im, s_re, s_im)
     if sums is not None:
         # ∂L/∂log|λ| = Re, ∂L/∂arg λ = −Im of the sum times λ^T, T times each.
         to = sums + batch * double + mode
@@ -481,7 +195,7 @@ def _add_product(total, a, b, row, column, rows, columns, depth, DEPTH: tl.const
     for start in range(0, depth, DEPTH):
         here = start + k < depth
         at = a + row.to(tl.int64)[:, None] * depth + (start + k)[None, :]
-        left = tl.load(at, mask=(row < rows)[:, None] & here[None, :], other=0.0)
+        left = tl.load(at, mask=(row < rows)[:, None] & here[None, :], other=0.0).to(tl.float32)
         at = b + column[None, :] * depth + (start + k)[:, None]
         right = tl.load(at, mask=here[:, None] & (column < columns)[None, :], other=0.0)
         total = tl.dot(left, right, total, input_precision=PRECISION)
@@ -499,7 +213,7 @@ def _joined_products(a, b, c, d, out, rows, double, WIDTH: tl.constexpr, COLUMNS
     total = _add_product(total, c, d, row, column, rows, COLUMNS, double, DEPTH, PRECISION)
     total = _add_product(total, a, b, row, column, rows, COLUMNS, WIDTH, DEPTH, PRECISION)
     to = out + row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
-    tl.store(to, total, mask=(row < rows)[:, None] & (column < COLUMNS)[None, :])
+    tl.store(to, total.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (column < COLUMNS)[None, :])
 
 
 @triton.jit
@@ -513,9 +227,9 @@ def _outer_tile(left, right, to, tile, first, stop, height, width, ROWS: tl.cons
     for start in range(first, stop, DEPTH):
         line = (start + k).to(tl.int64)
         at, here = left + line[None, :] * height + row[:, None], start + k < stop
-        a = tl.load(at, mask=here[None, :] & (row < height)[:, None], other=0.0)
+        a = tl.load(at, mask=here[None, :] & (row < height)[:, None], other=0.0).to(tl.float32)
         at = right + line[:, None] * width + column[None, :]
-        b = tl.load(at, mask=here[:, None] & (column < width)[None, :], other=0.0)
+        b = tl.load(at, mask=here[:, None] & (column < width)[None, :], other=0.0).to(tl.float32)
         total = tl.dot(a, b, total, input_precision=PRECISION)
     live = (row < height)[:, None] & (column < width)[None, :]
     tl.store(to + row[:, None] * width + column[None, :], total, mask=live)
@@ -614,14 +328,14 @@ def _tables_backward(logs, B, C, emit, collect_t, dkernel, parts, sums, dB, dC, 
 
 
 class ChunkedLayer(torch.autograd.Function):
-    """y by matrix products over chunks of T steps, from u, log λ, B, C and a state or None; all are float32."""
+    """y by products over chunks of T steps, from u of any float dtype, log λ, float32 B and C, and a state or None."""
 
     @staticmethod
     def forward(ctx: Any, u: Tensor, logs: Tensor, B: Tensor, C: Tensor, state: Tensor | None) -> Tensor:
-        logs, B, C = logs.float().contiguous(), B.contiguous(), C.transpose(0, 1).contiguous()
+        logs, B, C = logs.contiguous(), B.contiguous(), C.transpose(0, 1).contiguous()
         (batch, length, p), (q, _, n), T, device = u.shape, C.shape, STEPS, u.device
-        kind = None if state is None else state.dtype
-        plan = _chunked_plan(batch, cdiv(length, T), n, p, q, kind, _precision(), device)
+        kinds = kinds_of(u, logs, state)
+        plan = _chunked_plan(batch, cdiv(length, T), n, p, q, kinds, _precision(), device)
         # Both tables, each also transposed, and so are the responses inside of a chunk.
         shapes = ((2 * n, T * p), (T * p, 2 * n), ((T + 1) * q, 2 * n), (2 * n, T * q), (T * q, T * p), (T * p, T * q))
         tables = [torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes]
@@ -631,11 +345,11 @@ class ChunkedLayer(torch.autograd.Function):
         blocks, state = _in_chunks(u), None if state is None else state.contiguous()
         before = torch.empty(len(blocks), 2 * n, dtype=torch.float32, device=device)
         plan.states(blocks, collect, logs, state, None, before, None, None)
-        y = torch.empty(batch, len(blocks) // batch * T, q, dtype=torch.float32, device=device)
+        y = torch.empty(batch, len(blocks) // batch * T, q, dtype=u.dtype, device=device)
         plan.readout(blocks, own, before, emit[q:], y)
         ctx.save_for_backward(blocks, logs, B, C, collect_t, emit, emit_t, own_t, before)
-        ctx.plan, ctx.length, ctx.state = plan, length, kind
-        return y if y.shape[1] == length else y[:, :length]
+        ctx.plan, ctx.length, ctx.state = plan, length, kinds[2]
+        return y if y.shape[1] == length else y[:, :length].contiguous()
 
     @staticmethod
     @once_differentiable
@@ -646,7 +360,7 @@ class ChunkedLayer(torch.autograd.Function):
         dstate = None if ctx.state is None else torch.empty(batch, 2, n, dtype=torch.float32, device=device)
         dends, sums = torch.empty_like(before), torch.empty(p + q + batch, 2 * n, dtype=torch.float32, device=device)
         plan.states_backward(dy, emit_t, logs, None, before, dends, dstate, sums[p + q :])
-        du = torch.empty(batch, len(blocks) // batch * STEPS, p, dtype=torch.float32, device=device)
+        du = torch.empty(batch, len(blocks) // batch * STEPS, p, dtype=blocks.dtype, device=device)
         plan.drive(dy, own_t, dends, collect_t, du)
         parts = torch.empty(_PARTS, plan.width, dtype=torch.float32, device=device)
         plan.outer(blocks, dy, before, dends, parts)
@@ -654,8 +368,8 @@ class ChunkedLayer(torch.autograd.Function):
         plan.lags(parts, dkernel)
         dB, dC = torch.empty_like(B), torch.empty_like(C)
         plan.tables_backward(logs, B, C, emit, collect_t, dkernel, parts, sums, dB, dC)
-        dlogs = column_sums(sums).view(2, n)
-        du = du if du.shape[1] == ctx.length else du[:, : ctx.length]
+        dlogs = column_sums(sums).view(2, n).to(logs.dtype)
+        du = du if du.shape[1] == ctx.length else du[:, : ctx.length].contiguous()
         return du, dlogs, dB, dC.transpose(0, 1), None if dstate is None else dstate.to(ctx.state)
 
 
@@ -676,8 +390,9 @@ class _ChunkedPlan(NamedTuple):
 
 @plan_of
 def _chunked_plan(
-    batch: int, chunks: int, n: int, p: int, q: int, state: torch.dtype | None, precision: str, device: torch.device
+    batch: int, chunks: int, n: int, p: int, q: int, kinds: tuple[Any, ...], precision: str, device: torch.device
 ) -> _ChunkedPlan:
+    """Plan both passes; `kinds` are the dtypes of u, log λ and state."""
     T, rows, double = STEPS, batch * chunks, 2 * n
     sizes, modes = {"T": T, "P": p, "Q": q}, 16 if n <= 16 else 32
     lines = max(16, min(_CHUNKS, next_power_of_2(chunks)))
@@ -706,6 +421,11 @@ def _chunked_plan(
         Planned(_tables_backward, (cdiv(n, _TABLE_MODES), p + q), double, **folded, **sizes),
         (p + q) * T * double + q * T * p * T,
     )
+
+
+def _precision() -> str:
+    """Products are as exact as torch's matmul precision asks."""
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def _in_chunks(sequence: Tensor) -> Tensor:

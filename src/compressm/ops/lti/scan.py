@@ -22,7 +22,7 @@ from compressm.ops.dispatch import (
 from compressm.ops.lti import forms as bank_forms
 from compressm.ops.lti import forms as layer_forms
 from compressm.ops.lti.chunked import chunked
-from compressm.ops.lti.cost import FEW_STATES, NARROW, Path, cheapest_path, layer_chunk
+from compressm.ops.lti.cost import NARROW, Path, cheapest_path, layer_chunk
 from compressm.ops.lti.recurrence import by_doublings, complex_dtype, to_complex, to_pair
 from compressm.ops.lti.states import every_state, raised, runs_kernels, scan
 from compressm.ops.memory import keep_freed_memory
@@ -267,18 +267,9 @@ def _without_skip(
         return lti_loop(u, log_poles, B, C, state)
     if path is Path.SCAN:
         return layer_forms.through_states(u, log_poles, B, C, state)
-    return _narrow_on_gpu(u, log_poles, B, C, state), None
-
-
-def _narrow_on_gpu(u: Tensor, log_poles: Tensor, B: Tensor, C: Tensor, state: Tensor | None) -> Tensor:
-    """Compute a layer of few channels: few states are written to memory; of many, only one a chunk is formed."""
-    if B.shape[1] <= FEW_STATES:
-        from compressm.ops.lti.layer_triton import NarrowLayer
-
-        return NarrowLayer.apply(u, log_poles, B, C, state)
     from compressm.ops.lti.layer_triton import ChunkedLayer
 
-    return ChunkedLayer.apply(u.float(), log_poles, B, C, state).to(u.dtype)
+    return ChunkedLayer.apply(u, log_poles, B, C, state), None
 
 
 def _scan_on_gpu(
