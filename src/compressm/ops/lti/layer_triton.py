@@ -27,13 +27,17 @@ from compressm.ops.sums_triton import column_sums
 STEPS = 16  # T, the steps of a chunk
 _CHUNKS = 64  # chunks of a tile: a scan finds the states between them
 _PARTS = 8  # shares of all chunks over which gradients of tables are summed apart
-_TABLE_MODES = 16
+_TABLE_MODES, _LAGS = 16, 16
 _STATES: dict[str, Any] = {"DEPTH": 32, "num_warps": 4}
 # Of a thread, at most: four programs run at once on a multiprocessor. Exact products would take twice as many.
 _REGISTERS = {"tf32": 128}
-_JOINED: dict[str, Any] = {"ROWS": 64, "COLS": 64, "DEPTH": 64, "num_warps": 4, "num_stages": 3}
-# Tiles of 32 rows: their factors lie across the rows in memory, which the matrix units for 64 rows do not read.
-_OUTER: dict[str, Any] = {"ROWS": 32, "COLS": 64, "DEPTH": 32, "num_warps": 4}
+_JOINED: dict[str, Any] = {"ROWS": 64, "COLS": 64, "DEPTH": 32, "num_warps": 4, "num_stages": 4}
+# Tiles of 32 rows: their factors lie across the rows in memory, which the matrix units for 64 rows do not read. Up to 32
+# states (True) take narrow ones, so that all multiprocessors get some; more take wide ones, which read less.
+_OUTER: dict[bool, dict[str, Any]] = {
+    True: {"ROWS": 32, "COLS": 32, "DEPTH": 32, "num_warps": 2, "num_stages": 4},
+    False: {"ROWS": 32, "COLS": 128, "DEPTH": 32, "num_warps": 4, "num_stages": 3},
+}
 
 
 @triton.jit
@@ -396,10 +400,10 @@ def _chunked_plan(
     T, rows, double = STEPS, batch * chunks, 2 * n
     sizes, modes = {"T": T, "P": p, "Q": q}, 16 if n <= 16 else 32
     lines = max(16, min(_CHUNKS, next_power_of_2(chunks)))
-    tile: dict[str, Any] = {"ONE": chunks <= lines, "ROWS": lines, "MODES": modes, "PRECISION": precision}
+    scanned: dict[str, Any] = {"ONE": chunks <= lines, "ROWS": lines, "MODES": modes, "PRECISION": precision}
     walk = (cdiv(n, modes), batch)
     limit = _REGISTERS.get(precision)
-    states = partial(Planned, _states, walk, chunks, double, T=T, maxnreg=limit, **tile, **_STATES)
+    states = partial(Planned, _states, walk, chunks, double, T=T, maxnreg=limit, **scanned, **_STATES)
 
     def joined(depth: int, columns: int) -> Planned:
         grid = (cdiv(rows, _JOINED["ROWS"]), cdiv(columns, _JOINED["COLS"]))
@@ -407,17 +411,20 @@ def _chunked_plan(
         return Planned(_joined_products, grid, rows, double, **options, **_JOINED)
 
     folded = {"POWERS": 2 * T, "WIDE": next_power_of_2(T * p), "PARTS": _PARTS, "MODES": _TABLE_MODES}
-    across, down = cdiv(double, _OUTER["COLS"]), [cdiv(T * count, _OUTER["ROWS"]) for count in (p, q)]
-    outer = (sum(down) * across + down[1] * cdiv(T * p, _OUTER["COLS"]), _PARTS)
+    # Both parts of 256 states in one round.
+    rounds = min(512, max(128, next_power_of_2(double)))
+    tile = _OUTER[n <= 32]
+    across, down = cdiv(double, tile["COLS"]), [cdiv(T * count, tile["ROWS"]) for count in (p, q)]
+    outer = (sum(down) * across + down[1] * cdiv(T * p, tile["COLS"]), _PARTS)
     return _ChunkedPlan(
-        Planned(_tables, (cdiv(n, 32), T + 1), n, MODES=32, num_warps=1, **sizes),
-        Planned(_toeplitz, (T, q), double, CHANNELS=next_power_of_2(p), MODES=256, **sizes),
+        Planned(_tables, (cdiv(n, _TABLE_MODES), T + 1), n, MODES=_TABLE_MODES, num_warps=1, **sizes),
+        Planned(_toeplitz, (T, q), double, CHANNELS=next_power_of_2(p), MODES=rounds, **sizes),
         states(WIDTH=T * p, SIGN=1),
         joined(T * p, T * q),
         states(WIDTH=T * q, SIGN=-1),
         joined(T * q, T * p),
-        Planned(_outer, outer, rows, cdiv(rows, _PARTS), double, P=T * p, Q=T * q, PRECISION=precision, **_OUTER),
-        Planned(_lags, (cdiv(q * T * p, 32),), double, PARTS=_PARTS, BLOCK=32, **sizes),
+        Planned(_outer, outer, rows, cdiv(rows, _PARTS), double, P=T * p, Q=T * q, PRECISION=precision, **tile),
+        Planned(_lags, (cdiv(q * T * p, _LAGS),), double, PARTS=_PARTS, BLOCK=_LAGS, **sizes),
         Planned(_tables_backward, (cdiv(n, _TABLE_MODES), p + q), double, **folded, **sizes),
         (p + q) * T * double + q * T * p * T,
     )
