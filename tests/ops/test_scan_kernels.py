@@ -227,6 +227,16 @@ def test_the_system_of_a_linear_recurrent_unit(n, p, q, nan_memory):
     check_against(kept, plain_system, inputs, 1e-6)
 
 
+def test_the_system_sums_the_parts_of_the_gradient_of_its_poles(nan_memory):
+    from compressm.ops.lti.lru_system_triton import system_gradient
+
+    parameters = tuple(normal(*shape, seed=k) for k, shape in enumerate(((5,), (5,), (5,), (5, 3), (5, 3))))
+    parts, dB, dC = normal(70, 16, seed=6), normal(16, 3, seed=7), normal(2, 16, seed=8)
+    whole = system_gradient(parameters, 2, parts.double().sum(0).float().view(2, 8), dB, dC)
+    for one, other in zip(system_gradient(parameters, 2, parts, dB, dC), whole, strict=True):
+        assert relative(one, other) < 1e-6
+
+
 def test_the_system_comes_in_the_precision_asked_for():
     from compressm.ops.lti.lru_system_triton import LRUSystem
 

@@ -265,9 +265,9 @@ def narrow_backward(
     weight, bias, D, *_ = vectors
     with full_precision(dout):
         dy, _, dgate, dgate_bias, _, dD, *_ = _GATE.backward(after, dout)
-        du, dlogs, dB, dC, _ = _LAYER.backward(layer, dy)
+        du, dlogs, dB, dC, _ = _LAYER.gradients(layer, dy)
         dx, sums = norm_gradient(du, dy, dout, None, x, weight, bias, D, statistics)
-        pulled = system_gradient(parameters, x.shape[-1], dlogs, dB, dC.transpose(0, 1))
+        pulled = system_gradient(parameters, x.shape[-1], dlogs, dB, dC)
     dbias, dweight = sums.unbind(0)
     return (
         *(dx, None if weight is None else dweight.to(weight.dtype), None if bias is None else dbias.to(bias.dtype)),

@@ -9,6 +9,7 @@ of them and added in a fixed order: the same input gives the same bits.
 from __future__ import annotations
 
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -32,8 +33,8 @@ _STATES: dict[str, Any] = {"DEPTH": 32, "num_warps": 4}
 # Of a thread, at most: four programs run at once on a multiprocessor. Exact products would take twice as many.
 _REGISTERS = {"tf32": 128}
 _JOINED: dict[str, Any] = {"ROWS": 64, "COLS": 64, "DEPTH": 32, "num_warps": 4, "num_stages": 4}
-# Tiles of 32 rows: their factors lie across the rows in memory, which the matrix units for 64 rows do not read. Up to 32
-# states (True) take narrow ones, so that all multiprocessors get some; more take wide ones, which read less.
+# Tiles of 32 rows: their factors lie across the rows in memory, which the matrix units for 64 rows do not read. Up to
+# 32 states (True) take narrow ones, so that all multiprocessors get some; more take wide ones, which read less.
 _OUTER: dict[bool, dict[str, Any]] = {
     True: {"ROWS": 32, "COLS": 32, "DEPTH": 32, "num_warps": 2, "num_stages": 4},
     False: {"ROWS": 32, "COLS": 128, "DEPTH": 32, "num_warps": 4, "num_stages": 3},
@@ -58,14 +59,18 @@ def _exact_power(log_modulus, phase, exponent):
 
 @launched
 @triton.jit(do_not_specialize=["n"])
-def _tables(logs, B, C, collect, collect_t, emit, emit_t, n, T: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
+def _tables(logs, B, C, tables, n, T: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
             MODES: tl.constexpr):  # fmt: skip
     """Write λʲ B to column T−1−j of `collect` (2, n, T, p), C λʲ to row j of `emit` (T + 1, q, 2, n); one j a program.
 
     Both are also written transposed, as (T, p, 2, n) and (2, n, T, q) without row 0: products are fastest when both
-    factors are read along rows.
+    factors are read along rows. `_places` says where they lie in `tables`.
     """
     j = tl.program_id(1)
+    collect = tables + 2 * T * T * P * Q
+    collect_t = collect + 2 * n * T * P
+    emit_t = collect_t + 2 * n * T * P
+    emit = emit_t + 2 * n * T * Q
     mode = tl.program_id(0) * MODES + tl.arange(0, MODES)
     inside = mode < n
     log_modulus, phase = _poles(logs, mode, n)
@@ -94,13 +99,15 @@ def _tables(logs, B, C, collect, collect_t, emit, emit_t, n, T: tl.constexpr, P:
 
 @launched
 @triton.jit
-def _toeplitz(emit, collect_t, own, own_t, double, T: tl.constexpr, P: tl.constexpr, Q: tl.constexpr,
-              CHANNELS: tl.constexpr, MODES: tl.constexpr):  # fmt: skip
+def _toeplitz(tables, double, T: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, CHANNELS: tl.constexpr,
+              MODES: tl.constexpr):  # fmt: skip
     """Program (j, q) forms K_j = Re(C λʲ B) for its row, and writes all own[t, q, t − j, p], and zeros for t < j.
 
     `own_t` is the transpose, (T, p, T, q).
     """
     lag, q = tl.program_id(0), tl.program_id(1)
+    own, own_t, collect_t = tables, tables + T * T * P * Q, tables + 2 * T * T * P * Q + double * T * P
+    emit = collect_t + double * T * (P + Q)
     p, k, t = tl.arange(0, CHANNELS)[None, :], tl.arange(0, MODES), tl.arange(0, T)[:, None]
     total = tl.zeros((MODES, CHANNELS), tl.float32)
     for start in range(0, double, MODES):
@@ -123,10 +130,10 @@ def _joined(a_re, a_im, x_re, x_im, b_re, b_im, y_re, y_im):
 
 @launched
 @triton.jit(do_not_specialize=["chunks"])
-def _states(source, matrix, logs, begin, before, out, end, sums, chunks, double, T: tl.constexpr, WIDTH: tl.constexpr,
-            SIGN: tl.constexpr, ONE: tl.constexpr, ROWS: tl.constexpr, MODES: tl.constexpr, DEPTH: tl.constexpr,
-            PRECISION: tl.constexpr):  # fmt: skip
-    """Write the state before every chunk; a chunk brings its `source` (WIDTH) times `matrix` (2, n, WIDTH).
+def _states(source, tables, logs, begin, before, out, end, sums, chunks, double, place, T: tl.constexpr,
+            WIDTH: tl.constexpr, SIGN: tl.constexpr, ONE: tl.constexpr, ROWS: tl.constexpr, MODES: tl.constexpr,
+            DEPTH: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Write the state before every chunk; a chunk brings its `source` (WIDTH) times the table (2, n, WIDTH) at `place`.
 
     SIGN −1 walks from the end with conjugates, as gradients do: `out` gets ∂L/∂x, `end` ∂L/∂state, and a row of `sums`
     ∂L/∂log λ, from the states `before` the chunks. From one tile of chunks to the next the state is carried in float64.
@@ -156,7 +163,7 @@ def _states(source, matrix, logs, begin, before, out, end, sums, chunks, double,
         x_re, x_im = zero, zero
         for start in range(0, WIDTH, DEPTH):
             deep = start + k < WIDTH
-            at, live = matrix + mode[None, :] * WIDTH + (start + k)[:, None], deep[:, None] & inside[None, :]
+            at, live = tables + place + mode[None, :] * WIDTH + (start + k)[:, None], deep[:, None] & inside[None, :]
             value = tl.load(source + line[:, None] * WIDTH + (start + k)[None, :], mask=here & deep[None, :], other=0.0)
             value = value.to(tl.float32)
             x_re = tl.dot(value, tl.load(at, mask=live, other=0.0), x_re, input_precision=PRECISION)
@@ -183,8 +190,8 @@ def _states(source, matrix, logs, begin, before, out, end, sums, chunks, double,
             tl.store(end + to + n + row[:, None] * 0, l_im, mask=last)
         if not ONE:
             last = (row == ROWS - 1)[:, None]
-            x_re, x_im = tl.sum(tl.where(last, x_re, 0.0), 0), tl.sum(tl.where(last, x_im, 0.0), 0)
-            c_re, c_im = _next_span(c_re, c_im, x_re, x_im, s_re, s_im)
+            e_re, e_im = tl.sum(tl.where(last, x_re, 0.0), 0), tl.sum(tl.where(last, x_im, 0.0), 0)
+            c_re, c_im = _next_span(c_re, c_im, e_re, e_im, s_re, s_im)
     if sums is not None:
         # ∂L/∂log|λ| = Re, ∂L/∂arg λ = −Im of the sum times λ^T, T times each.
         to = sums + batch * double + mode
@@ -208,14 +215,15 @@ def _add_product(total, a, b, row, column, rows, columns, depth, DEPTH: tl.const
 
 @launched
 @triton.jit(do_not_specialize=["rows"])
-def _joined_products(a, b, c, d, out, rows, double, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
-                     COLS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Compute out = a bᵀ + c dᵀ for a of WIDTH columns and c of 2n."""
+def _joined_products(a, c, tables, out, rows, double, first, second, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+                     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
+                     PRECISION: tl.constexpr):  # fmt: skip
+    """Compute out = a bᵀ + c dᵀ for a of WIDTH columns and c of 2n, b at place `first` of the tables, d at `second`."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLS + tl.arange(0, COLS)
     total = tl.zeros((ROWS, COLS), tl.float32)
-    total = _add_product(total, c, d, row, column, rows, COLUMNS, double, DEPTH, PRECISION)
-    total = _add_product(total, a, b, row, column, rows, COLUMNS, WIDTH, DEPTH, PRECISION)
+    total = _add_product(total, c, tables + second, row, column, rows, COLUMNS, double, DEPTH, PRECISION)
+    total = _add_product(total, a, tables + first, row, column, rows, COLUMNS, WIDTH, DEPTH, PRECISION)
     to = out + row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
     tl.store(to, total.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (column < COLUMNS)[None, :])
 
@@ -263,9 +271,9 @@ def _outer(blocks, dy, before, dends, parts, rows, share, double, P: tl.constexp
 
 @launched
 @triton.jit
-def _lags(parts, dkernel, double, T: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, PARTS: tl.constexpr,
+def _lags(parts, double, T: tl.constexpr, P: tl.constexpr, Q: tl.constexpr, PARTS: tl.constexpr,
           BLOCK: tl.constexpr):  # fmt: skip
-    """Write the gradient of every K_j as (q, T, p), lag j at T−1−j: the sum of its blocks in all parts."""
+    """Write the gradient of every K_j as (q, T, p) behind all parts, lag j at T−1−j: the sum of its blocks in them."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     p, lag, q = at % P, T - 1 - at // P % T, at // (P * T)
     term = tl.arange(0, PARTS * T)[:, None]
@@ -273,20 +281,24 @@ def _lags(parts, dkernel, double, T: tl.constexpr, P: tl.constexpr, Q: tl.conste
     down = parts + term // T * (whole + Q * T * P * T) + whole
     value = tl.load(down + ((t * Q + q) * T + t - lag) * P + p, mask=(lag <= t) & (q < Q), other=0.0)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(dkernel + at, tl.sum(value, 0), mask=at < Q * T * P)
+    to = parts + PARTS * (whole + Q * T * P * T) + at
+    tl.store(to, tl.sum(value, 0), mask=at < Q * T * P)
 
 
 @launched
-@triton.jit
-def _tables_backward(logs, B, C, emit, collect_t, dkernel, parts, sums, dB, dC, double, T: tl.constexpr,
-                     P: tl.constexpr, Q: tl.constexpr, POWERS: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr,
+@triton.jit(do_not_specialize=["others"])
+def _tables_backward(logs, B, C, tables, parts, sums, dB, dC, double, others, T: tl.constexpr, P: tl.constexpr,
+                     Q: tl.constexpr, POWERS: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr,
                      MODES: tl.constexpr):  # fmt: skip
     """Program (block, channel of B or C) turns the gradients of the tables into those of its channel and of log λ.
 
     Those are the sum of all `parts`, and what arrives from the kernel K. dB is (2, n, p), dC is (q, 2, n), and
-    ∂L/∂log λ is one of the `sums` (p + q, 2, n).
+    ∂L/∂log λ is one of the `sums`, rows of (2, n) behind `others`.
     """
     channel, n = tl.program_id(1), double // 2
+    collect_t = tables + 2 * T * T * P * Q + double * T * P
+    emit = collect_t + double * T * (P + Q)
+    dkernel = parts + PARTS * ((P + Q) * T * double + Q * T * P * T)
     mode = tl.program_id(0) * MODES + tl.arange(0, MODES)
     row = tl.arange(0, POWERS)[:, None]
     inside, here = mode < n, (mode < n)[None, :]
@@ -326,7 +338,7 @@ def _tables_backward(logs, B, C, emit, collect_t, dkernel, parts, sums, dB, dC, 
         d_re, d_im = w_re * g_re - w_im * g_im, -w_re * g_im - w_im * g_re
         tl.store(dC + q * double + mode, tl.sum(d_re, 0), mask=inside)
         tl.store(dC + q * double + n + mode, tl.sum(d_im, 0), mask=inside)
-    j, to = row.to(tl.float32), sums + channel * double + mode
+    j, to = row.to(tl.float32), sums + (others + channel) * double + mode
     tl.store(to, tl.sum(j * (d_re * m_re[None, :] + d_im * m_im[None, :]), 0), mask=inside)
     tl.store(to + n, tl.sum(j * (d_im * m_re[None, :] - d_re * m_im[None, :]), 0), mask=inside)
 
@@ -340,45 +352,46 @@ class ChunkedLayer(torch.autograd.Function):
         (batch, length, p), (q, _, n), T, device = u.shape, C.shape, STEPS, u.device
         kinds = kinds_of(u, logs, state)
         plan = _chunked_plan(batch, cdiv(length, T), n, p, q, kinds, _precision(), device)
-        # Both tables, each also transposed, and so are the responses inside of a chunk.
-        shapes = ((2 * n, T * p), (T * p, 2 * n), ((T + 1) * q, 2 * n), (2 * n, T * q), (T * q, T * p), (T * p, T * q))
-        tables = [torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes]
-        collect, collect_t, emit, emit_t, own, own_t = tables
-        plan.tables(logs, B, C, collect, collect_t, emit, emit_t)
-        plan.toeplitz(emit, collect_t, own, own_t)
+        tables = torch.empty(plan.tables_size, dtype=torch.float32, device=device)
+        plan.tables(logs, B, C, tables)
+        plan.toeplitz(tables)
         blocks, state = _in_chunks(u), None if state is None else state.contiguous()
         before = torch.empty(len(blocks), 2 * n, dtype=torch.float32, device=device)
-        plan.states(blocks, collect, logs, state, None, before, None, None)
+        plan.states(blocks, tables, logs, state, None, before, None, None)
         y = torch.empty(batch, len(blocks) // batch * T, q, dtype=u.dtype, device=device)
-        plan.readout(blocks, own, before, emit[q:], y)
-        ctx.save_for_backward(blocks, logs, B, C, collect_t, emit, emit_t, own_t, before)
-        ctx.plan, ctx.length, ctx.state = plan, length, kinds[2]
+        plan.readout(blocks, before, tables, y)
+        ctx.save_for_backward(blocks, logs, B, C, tables, before)
+        ctx.plan, ctx.state = plan, kinds[2]
         return y if y.shape[1] == length else y[:, :length].contiguous()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        blocks, logs, B, C, collect_t, emit, emit_t, own_t, before = ctx.saved_tensors
-        (_, n, p), q, plan, device = B.shape, C.shape[0], ctx.plan, B.device
-        dy, batch = _in_chunks(grads[0]), len(grads[0])
-        dstate = None if ctx.state is None else torch.empty(batch, 2, n, dtype=torch.float32, device=device)
-        dends, sums = torch.empty_like(before), torch.empty(p + q + batch, 2 * n, dtype=torch.float32, device=device)
-        plan.states_backward(dy, emit_t, logs, None, before, dends, dstate, sums[p + q :])
-        du = torch.empty(batch, len(blocks) // batch * STEPS, p, dtype=blocks.dtype, device=device)
-        plan.drive(dy, own_t, dends, collect_t, du)
-        parts = torch.empty(_PARTS, plan.width, dtype=torch.float32, device=device)
-        plan.outer(blocks, dy, before, dends, parts)
-        dkernel = torch.empty(q, STEPS * p, dtype=torch.float32, device=device)
-        plan.lags(parts, dkernel)
-        dB, dC = torch.empty_like(B), torch.empty_like(C)
-        plan.tables_backward(logs, B, C, emit, collect_t, dkernel, parts, sums, dB, dC)
-        dlogs = column_sums(sums).view(2, n).to(logs.dtype)
-        du = du if du.shape[1] == ctx.length else du[:, : ctx.length].contiguous()
+        du, sums, dB, dC, dstate = ChunkedLayer.gradients(ctx, grads[0])
+        dlogs = column_sums(sums).view(2, -1).to(ctx.saved_tensors[1].dtype)
         return du, dlogs, dB, dC.transpose(0, 1), None if dstate is None else dstate.to(ctx.state)
+
+    @staticmethod
+    def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """The gradients, but of log λ rows of (2, n) to be summed; that of C is (q, 2, n)."""
+        blocks, logs, B, C, tables, before = ctx.saved_tensors
+        (_, n, p), q, plan, device, length = B.shape, C.shape[0], ctx.plan, B.device, dy.shape[1]
+        dy, batch = _in_chunks(dy), len(dy)
+        dstate = None if ctx.state is None else torch.empty(batch, 2, n, dtype=torch.float32, device=device)
+        dends, sums = torch.empty_like(before), torch.empty(batch + p + q, 2 * n, dtype=torch.float32, device=device)
+        plan.states_backward(dy, tables, logs, None, before, dends, dstate, sums)
+        du = torch.empty(batch, len(blocks) // batch * STEPS, p, dtype=blocks.dtype, device=device)
+        plan.drive(dy, dends, tables, du)
+        parts = torch.empty(plan.parts_size, dtype=torch.float32, device=device)
+        plan.outer(blocks, dy, before, dends, parts)
+        plan.lags(parts)
+        dB, dC = torch.empty_like(B), torch.empty_like(C)
+        plan.tables_backward(logs, B, C, tables, parts, sums, dB, dC)
+        return du if du.shape[1] == length else du[:, :length].contiguous(), sums, dB, dC, dstate
 
 
 class _ChunkedPlan(NamedTuple):
-    """The kernels of both passes, and the numbers in a row of parts."""
+    """The kernels of both passes, and the numbers in all tables and in all parts with what is behind them."""
 
     tables: Planned
     toeplitz: Planned
@@ -389,7 +402,25 @@ class _ChunkedPlan(NamedTuple):
     outer: Planned
     lags: Planned
     tables_backward: Planned
-    width: int
+    tables_size: int
+    parts_size: int
+
+
+class _Places(NamedTuple):
+    """Where tables begin in the memory of all: the responses inside of a chunk, λʲ B and C λʲ, each also transposed."""
+
+    own: int
+    own_t: int
+    collect: int
+    collect_t: int
+    emit_t: int
+    emit: int
+    end: int
+
+
+def _places(n: int, p: int, q: int) -> _Places:
+    own, collect, emit = STEPS * STEPS * p * q, 2 * n * STEPS * p, 2 * n * STEPS * q
+    return _Places(*accumulate((own, own, collect, collect, emit, emit + 2 * n * q), initial=0))
 
 
 @plan_of
@@ -397,7 +428,7 @@ def _chunked_plan(
     batch: int, chunks: int, n: int, p: int, q: int, kinds: tuple[Any, ...], precision: str, device: torch.device
 ) -> _ChunkedPlan:
     """Plan both passes; `kinds` are the dtypes of u, log λ and state."""
-    T, rows, double = STEPS, batch * chunks, 2 * n
+    T, rows, double, places = STEPS, batch * chunks, 2 * n, _places(n, p, q)
     sizes, modes = {"T": T, "P": p, "Q": q}, 16 if n <= 16 else 32
     lines = max(16, min(_CHUNKS, next_power_of_2(chunks)))
     scanned: dict[str, Any] = {"ONE": chunks <= lines, "ROWS": lines, "MODES": modes, "PRECISION": precision}
@@ -405,10 +436,10 @@ def _chunked_plan(
     limit = _REGISTERS.get(precision)
     states = partial(Planned, _states, walk, chunks, double, T=T, maxnreg=limit, **scanned, **_STATES)
 
-    def joined(depth: int, columns: int) -> Planned:
+    def joined(first: int, second: int, depth: int, columns: int) -> Planned:
         grid = (cdiv(rows, _JOINED["ROWS"]), cdiv(columns, _JOINED["COLS"]))
         options = {"WIDTH": depth, "COLUMNS": columns, "PRECISION": precision}
-        return Planned(_joined_products, grid, rows, double, **options, **_JOINED)
+        return Planned(_joined_products, grid, rows, double, first, second, **options, **_JOINED)
 
     folded = {"POWERS": 2 * T, "WIDE": next_power_of_2(T * p), "PARTS": _PARTS, "MODES": _TABLE_MODES}
     # Both parts of 256 states in one round.
@@ -419,14 +450,15 @@ def _chunked_plan(
     return _ChunkedPlan(
         Planned(_tables, (cdiv(n, _TABLE_MODES), T + 1), n, MODES=_TABLE_MODES, num_warps=1, **sizes),
         Planned(_toeplitz, (T, q), double, CHANNELS=next_power_of_2(p), MODES=rounds, **sizes),
-        states(WIDTH=T * p, SIGN=1),
-        joined(T * p, T * q),
-        states(WIDTH=T * q, SIGN=-1),
-        joined(T * q, T * p),
+        states(places.collect, WIDTH=T * p, SIGN=1),
+        joined(places.own, places.emit + q * double, T * p, T * q),
+        states(places.emit_t, WIDTH=T * q, SIGN=-1),
+        joined(places.own_t, places.collect_t, T * q, T * p),
         Planned(_outer, outer, rows, cdiv(rows, _PARTS), double, P=T * p, Q=T * q, PRECISION=precision, **tile),
         Planned(_lags, (cdiv(q * T * p, _LAGS),), double, PARTS=_PARTS, BLOCK=_LAGS, **sizes),
-        Planned(_tables_backward, (cdiv(n, _TABLE_MODES), p + q), double, **folded, **sizes),
-        (p + q) * T * double + q * T * p * T,
+        Planned(_tables_backward, (cdiv(n, _TABLE_MODES), p + q), double, batch, **folded, **sizes),
+        places.end,
+        _PARTS * ((p + q) * T * double + q * T * p * T) + q * T * p,
     )
 
 

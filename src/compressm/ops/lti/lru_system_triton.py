@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compressm.ops.dispatch import once_differentiable
 from compressm.ops.launching_triton import Planned, kinds_of, launched, plan_of
-from compressm.ops.memory import cdiv
+from compressm.ops.memory import cdiv, next_power_of_2
 
 _MODES, _CHANNELS = 16, 64
 
@@ -52,18 +52,24 @@ def _forward(nu, theta, gamma, b_re, b_im, c_re, c_im, logs, B, C, n, m, p, q, r
 
 
 @launched
-@triton.jit(do_not_specialize=["n", "m", "p", "q", "readers"])
+@triton.jit(do_not_specialize=["n", "m", "p", "q", "readers", "sums"])
 def _backward(nu, theta, gamma, b_re, b_im, dlogs, dB, dC, dnu, dtheta, dgamma, db_re, db_im, dc_re, dc_im,
-              n, m, p, q, readers, MODES: tl.constexpr, CHANNELS: tl.constexpr):  # fmt: skip
+              n, m, p, q, readers, sums, MODES: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     program = tl.program_id(0)
     drivers = tl.num_programs(0) - readers
     if program < drivers:
         mode = program * MODES + tl.arange(0, MODES)
         real = mode < n
-        nu_grad = -tl.load(dlogs + mode, mask=real, other=0.0) * tl.exp(tl.load(nu + mode, mask=real, other=0.0))
+        of_modulus, of_phase = tl.zeros((ROWS, MODES), tl.float32), tl.zeros((ROWS, MODES), tl.float32)
+        for start in range(0, sums, ROWS):
+            row = start + tl.arange(0, ROWS)[:, None]
+            at, live = dlogs + row * (2 * m) + mode[None, :], (row < sums) & real[None, :]
+            of_modulus += tl.load(at, mask=live, other=0.0)
+            of_phase += tl.load(at + m, mask=live, other=0.0)
+        decay = tl.exp(tl.load(nu + mode, mask=real, other=0.0))
         phase = tl.exp(tl.load(theta + mode, mask=real, other=0.0))
-        tl.store(dnu + mode, nu_grad, mask=real)
-        tl.store(dtheta + mode, tl.load(dlogs + m + mode, mask=real, other=0.0) * phase, mask=real)
+        tl.store(dnu + mode, -tl.sum(of_modulus, 0) * decay, mask=real)
+        tl.store(dtheta + mode, tl.sum(of_phase, 0) * phase, mask=real)
         scale = tl.exp(tl.load(gamma + mode, mask=real, other=0.0))[:, None]
         total = tl.zeros((MODES,), tl.float32)
         for start in range(0, p, CHANNELS):
@@ -105,10 +111,10 @@ def system_gradient(
 ) -> tuple[Tensor, ...]:
     """The gradients of all seven parameters, in one piece of memory; the first five are given.
 
-    Those that arrive are dense, in the shapes that `system_of` gives.
+    Those that arrive are dense, in the shapes that `system_of` gives; that of the poles may be in parts, to be summed.
     """
     (n, p), device = parameters[3].shape, dlogs.device
-    plan = _plan(n, p, q, torch.float32, kinds_of(dlogs, dB, dC), device)
+    plan = _plan(n, p, q, torch.float32, kinds_of(dlogs, dB, dC), device, dlogs.numel() // (2 * _padded(n)))
     # Every part begins at a multiple of 16 bytes.
     parts = torch.empty(plan.size, dtype=torch.float32, device=device).split_with_sizes(plan.parts)
     found = [part[:n] if plan.padded[0] else part for part in parts[:3]]
@@ -131,11 +137,19 @@ class _Plan(NamedTuple):
     padded: list[bool]
 
 
+def _padded(n: int) -> int:
+    return -(-n // 8) * 8
+
+
 @plan_of
-def _plan(n: int, p: int, q: int, dtype: torch.dtype, kinds: tuple[Any, ...], device: torch.device) -> _Plan:
-    m, readers = -(-n // 8) * 8, cdiv(q, _MODES)
+def _plan(
+    n: int, p: int, q: int, dtype: torch.dtype, kinds: tuple[Any, ...], device: torch.device, sums: int = 1
+) -> _Plan:
+    m, readers = _padded(n), cdiv(q, _MODES)
     given = ((cdiv(m, _MODES) + readers,), n, m, p, q, readers)
-    forward, backward = (Planned(kernel, *given, MODES=_MODES, CHANNELS=_CHANNELS) for kernel in (_forward, _backward))
+    forward = Planned(_forward, *given, MODES=_MODES, CHANNELS=_CHANNELS)
+    rows = min(64, next_power_of_2(sums))
+    backward = Planned(_backward, *given, sums, MODES=_MODES, CHANNELS=_CHANNELS, ROWS=rows)
     sizes = (n, n * p, n * q)
     vector, drive, readout = (-(-size // 4) * 4 for size in sizes)
     parts = [vector] * 3 + [drive] * 2 + [readout] * 2
