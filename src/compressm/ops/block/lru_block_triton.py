@@ -190,8 +190,7 @@ class WideBlock(torch.autograd.Function):
         return *found[:6], None, None, None, None, *found[6:]
 
 
-# The functions inside, whose contexts are stages here.
-_LAYER: Any = ChunkedLayer
+# The function inside, whose context is a stage here.
 _GATE: Any = NarrowGatedResidual
 
 
@@ -225,10 +224,7 @@ def gate_stage() -> Any:
 
 def mixed(layer: Stage, u: Tensor, parameters: tuple[Tensor, ...]) -> Tensor:
     """The output of the recurrence for few channels."""
-    logs, B, C = system_of(list(parameters), torch.float32)
-    B, C = B.view(2, -1, B.shape[1]), C.view(len(C), 2, -1).transpose(0, 1)
-    y: Tensor = _LAYER.forward(layer, u, logs, B, C, None)
-    return y
+    return ChunkedLayer.outputs(layer, u, *system_of(list(parameters), torch.float32), None)
 
 
 def narrow_forward(
@@ -265,7 +261,7 @@ def narrow_backward(
     weight, bias, D, *_ = vectors
     with full_precision(dout):
         dy, _, dgate, dgate_bias, _, dD, *_ = _GATE.backward(after, dout)
-        du, dlogs, dB, dC, _ = _LAYER.gradients(layer, dy)
+        du, dlogs, dB, dC, _ = ChunkedLayer.gradients(layer, dy)
         dx, sums = norm_gradient(du, dy, dout, None, x, weight, bias, D, statistics)
         pulled = system_gradient(parameters, x.shape[-1], dlogs, dB, dC)
     dbias, dweight = sums.unbind(0)

@@ -348,14 +348,19 @@ class ChunkedLayer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, u: Tensor, logs: Tensor, B: Tensor, C: Tensor, state: Tensor | None) -> Tensor:
-        logs, B, C = logs.contiguous(), B.contiguous(), C.transpose(0, 1).contiguous()
-        (batch, length, p), (q, _, n), T, device = u.shape, C.shape, STEPS, u.device
+        state = None if state is None else state.contiguous()
+        return ChunkedLayer.outputs(ctx, u, logs.contiguous(), B.contiguous(), C.transpose(0, 1).contiguous(), state)
+
+    @staticmethod
+    def outputs(ctx: Any, u: Tensor, logs: Tensor, B: Tensor, C: Tensor, state: Tensor | None) -> Tensor:
+        """The outputs, for dense tensors: B as (2, n, p) and C as (q, 2, n), or flat as `system_of` gives them."""
+        (batch, length, p), q, n, T, device = u.shape, C.shape[0], logs.shape[1], STEPS, u.device
         kinds = kinds_of(u, logs, state)
         plan = _chunked_plan(batch, cdiv(length, T), n, p, q, kinds, _precision(), device)
         tables = torch.empty(plan.tables_size, dtype=torch.float32, device=device)
         plan.tables(logs, B, C, tables)
         plan.toeplitz(tables)
-        blocks, state = _in_chunks(u), None if state is None else state.contiguous()
+        blocks = _in_chunks(u)
         before = torch.empty(len(blocks), 2 * n, dtype=torch.float32, device=device)
         plan.states(blocks, tables, logs, state, None, before, None, None)
         y = torch.empty(batch, len(blocks) // batch * T, q, dtype=u.dtype, device=device)
@@ -373,9 +378,9 @@ class ChunkedLayer(torch.autograd.Function):
 
     @staticmethod
     def gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """The gradients, but of log λ rows of (2, n) to be summed; that of C is (q, 2, n)."""
+        """The gradients in the shapes that `outputs` was given, but of log λ rows of (2, n) to be summed."""
         blocks, logs, B, C, tables, before = ctx.saved_tensors
-        (_, n, p), q, plan, device, length = B.shape, C.shape[0], ctx.plan, B.device, dy.shape[1]
+        p, q, n, plan, device, length = B.shape[-1], C.shape[0], logs.shape[1], ctx.plan, B.device, dy.shape[1]
         dy, batch = _in_chunks(dy), len(dy)
         dstate = None if ctx.state is None else torch.empty(batch, 2, n, dtype=torch.float32, device=device)
         dends, sums = torch.empty_like(before), torch.empty(batch + p + q, 2 * n, dtype=torch.float32, device=device)
