@@ -116,6 +116,11 @@ def test_it_learns_the_same_where_sums_come_along_with_gradients(norm, layer, sc
     assert len(scanned) == 1
 
 
+@pytest.mark.parametrize("length", [16, 17])
+def test_gradients_of_a_narrow_block_need_no_whole_chunks(length):
+    check_against_the_plain_block(make(6), normal(2, length, 6, seed=1))
+
+
 def test_a_narrow_block_scans_a_long_sequence_of_few_states(scanned, monkeypatch):
     monkeypatch.setattr("compressm.ops.lti.cost._LONG", 8)
     monkeypatch.setattr("compressm.ops.block.lru_block_triton.train_lru_block", None)
