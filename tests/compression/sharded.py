@@ -5,6 +5,7 @@ import sys
 import traceback
 import warnings
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -158,6 +159,28 @@ def a_cut_that_fails(rank, path):
     same = furthest(run.whole(), before) == 0 and [id(p) for p in run.model.parameters()] == objects
     run.step = 1
     return {"error": error, "same": same, "orders": [run.orders(), run.train(3).orders()]}
+
+
+@case
+def a_cut_before_the_backward_pass(rank, path):
+    def refusals(first_alone=False, compiled=""):
+        run = Training(rank, build(), when=(2,)).train(1)
+        for block in run.model.blocks if compiled == "blocks" else ():
+            block.compile(backend="aot_eager")
+        model = torch.compile(run.model, backend="aot_eager") if compiled == "model" else run.model
+        before, (x, target) = run.whole(), run.batch(2)
+        losses = [cross_entropy(model(x), target) for _ in range(2)]
+        losses[0].backward()
+        if first_alone and rank:
+            del losses
+        once = partial(cs.compress_, run.model, keep=cs.TargetOrder(4), optimizer=run.optimizer)
+        errors = [refused(cut) for cut in (partial(run.compressor.step, 2), once)]
+        same = furthest(run.whole(), before) == 0 and run.compressor.history == []
+        losses = []
+        return errors, same, run.train(3).orders()
+
+    said = {"eager": refusals(), "in one process": refusals(first_alone=True)}
+    return said | {f"compiled {what}": refusals(compiled=what) for what in ("model", "blocks")}
 
 
 @case

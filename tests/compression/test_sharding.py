@@ -62,6 +62,17 @@ def test_a_cut_that_fails_leaves_a_sharded_model_as_it_was(found):
         assert one["orders"] == [[12, 12], [7, 7]]
 
 
+def test_a_cut_between_forward_and_backward_is_refused_in_all_processes(found):
+    for rank, one in enumerate(found[1]["a_cut_before_the_backward_pass"]):
+        for how, (errors, same, orders) in one.items():
+            for kind, said in errors:
+                assert kind == "CompressionError"
+                assert "a forward pass of it waits for its backward pass" in said
+                assert ("process 0 failed" in said) == (how == "in one process" and rank > 0)
+            assert same
+            assert orders == [7, 7]
+
+
 def test_what_a_sharded_model_cannot_do_is_refused_by_name(found):
     for one in found[1]["what_is_refused"]:
         assert {kind for kind, _ in one.values()} == {"CompressionError"}

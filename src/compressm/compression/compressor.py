@@ -34,7 +34,15 @@ from compressm.compression.schedule import (
     require_same_past,
 )
 from compressm.compression.several import as_optimizer, as_scheduler, parts_of, require_own
-from compressm.compression.sharding import gathered, is_gathered, is_sharded, orders_by_shapes, require_whole
+from compressm.compression.sharding import (
+    gathered,
+    is_gathered,
+    is_sharded,
+    note_passes_,
+    orders_by_shapes,
+    require_no_open_pass,
+    require_whole,
+)
 from compressm.compression.surgery import require_suitable
 from compressm.compression.trying import TryingPolicy
 from compressm.control.validation import values_unread
@@ -116,6 +124,7 @@ class Compressor:
         self._first_orders: dict[str, int] | None = {name: layer.order for name, layer in layers.items()}
         if optimizer is not None:
             hold_(self._cutter.inner, self, parts_of(trainer))
+        note_passes_(self._cutter.inner, self)
         self._begin_()
 
     def _begin_(self) -> None:
@@ -185,7 +194,10 @@ class Compressor:
 
     def _whole_if_due(self, now: int) -> AbstractContextManager[None]:
         """Plain parameters for a cut of a sharded model."""
-        return gathered(self._cutter.inner, self._cutter.optimizer) if self._is_due(now) else nullcontext()
+        if not self._is_due(now) or not is_sharded(self._cutter.inner):
+            return nullcontext()
+        self._meet(f"Compressor.step({now})")
+        return _whole(self._cutter)
 
     def _step_(self, now: int) -> list[Event]:
         undo = ExitStack()
@@ -431,8 +443,16 @@ def compress_(
     cutter = Cutter(model, as_optimizer(optimizer), options, moments, followers(follow))
     if not is_sharded(cutter.inner):
         return _compress_(cutter)  # an interruption at the end of a context would lose the records of a cut
-    with gathered(cutter.inner, cutter.optimizer):
+    cutter.meet("compress_(...)")
+    with _whole(cutter):
         return _compress_(cutter)
+
+
+def _whole(cutter: Cutter) -> AbstractContextManager[None]:
+    """Plain parameters for a cut of a sharded model; refused in all processes if one is before its backward pass."""
+    with cutter.processes.together("looking for forward passes that wait for a backward pass"):
+        require_no_open_pass(cutter.inner)
+    return gathered(cutter.inner, cutter.optimizer)
 
 
 def _compress_(cutter: Cutter) -> list[Cut]:

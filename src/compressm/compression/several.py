@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any, final
 
 import torch
@@ -256,22 +257,26 @@ def _beside(optimizer: Any) -> Iterator[tuple[str, Tensor]]:
     """The tensors in the optimizer's attributes, in its groups, and in its state under other keys than parameters."""
     for name, value in getattr(optimizer, "__dict__", {}).items():
         if name not in ("state", "param_groups", "defaults"):
-            yield from ((f"its attribute {name!r}", one) for one in _tensors(value))
+            yield from ((f"its attribute {name!r}", one) for one in tensors_in(value))
     for group in optimizer.param_groups:
         for name, value in group.items():
             if name != "params":
-                yield from ((f"the entry {name!r} of a group", one) for one in _tensors(value))
+                yield from ((f"the entry {name!r} of a group", one) for one in tensors_in(value))
     for key, value in optimizer.state.items():
         if not isinstance(key, Tensor):
-            yield from ((f"state[{key!r:.40}]", one) for one in _tensors(value))
+            yield from ((f"state[{key!r:.40}]", one) for one in tensors_in(value))
 
 
-def _tensors(value: object, depth: int = 3) -> Iterator[Tensor]:
+def tensors_in(value: object, depth: int = 3) -> Iterator[Tensor]:
+    """The tensors in nested containers."""
     if isinstance(value, Tensor):
         yield value
     elif depth and isinstance(value, Mapping | list | tuple):
         for one in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(one, depth - 1)
+            yield from tensors_in(one, depth - 1)
+    elif depth and is_dataclass(value) and not isinstance(value, type):
+        for entry in fields(value):
+            yield from tensors_in(getattr(value, entry.name, None), depth - 1)
 
 
 _NAMES = "param_names"  # in optimizers built from named_parameters()

@@ -10,19 +10,21 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, finalize, ref
 
 import torch
 from torch import Tensor, nn
 
 from compressm.adapters import find
 from compressm.adapters.base import read_with
-from compressm.compression.several import parts_of
+from compressm.compression.several import parts_of, tensors_in
 from compressm.control.validation import values_unread
 from compressm.errors import CompressionError
 
 # Models whose parameters are gathered at present.
 _GATHERED: WeakSet[nn.Module] = WeakSet()
+# The forward passes of sharded modules; only their graphs hold them.
+_PASSES: WeakSet[_Pass] = WeakSet()
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -43,6 +45,53 @@ def require_whole(said: str, model: nn.Module) -> None:
 def is_gathered(model: nn.Module) -> bool:
     """True inside `gathered` of this model, if it is sharded."""
     return model in _GATHERED
+
+
+class _Pass:
+    """A forward pass of a module, called by torch before the backward pass goes through the module's outputs."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = ref(module)
+        self.is_open = True
+
+    def __call__(self, _: Any) -> None:
+        self.is_open = False
+
+
+def note_passes_(model: nn.Module, owner: object) -> None:
+    """Note the forward passes of sharded modules with SSM layers, as long as the owner lives.
+
+    torch keeps the same of a forward pass whether a backward pass follows or not.
+    """
+    if not is_sharded(model):
+        return
+    inside = {id(p) for module, _ in find(model).values() for p in module.parameters()}
+    begun: Any = torch.compiler.disable(_begun)  # type: ignore[no-untyped-call]
+    for module, state in _states(model):
+        if any(id(part.sharded_param) in inside for part in _parts(state)):
+            finalize(owner, module.register_forward_hook(begun).remove).atexit = False
+
+
+def _begun(module: nn.Module, _: Any, output: Any) -> None:
+    nodes = {tensor.grad_fn for tensor in tensors_in(output, depth=8) if tensor.grad_fn is not None}
+    # Calibration runs the model without FSDP.
+    if nodes and getattr(module, "_is_fsdp_managed_module", False):
+        one = _Pass(module)
+        _PASSES.add(one)
+        for node in nodes:
+            node.register_prehook(one)
+
+
+def require_no_open_pass(model: nn.Module) -> None:
+    """Refuse a cut of a sharded model between a forward pass and its backward pass, in which torch would crash."""
+    waiting = {one.module() for one in list(_PASSES) if one.is_open}
+    for name, module in model.named_modules():
+        if module in waiting:
+            raise CompressionError(
+                f"{name or 'the model'} is sharded by fully_shard, and a forward pass of it waits for its backward"
+                " pass, in which torch would crash after a cut: expected a cut after backward() and the optimizer's"
+                " step; run passes without a backward pass in torch.no_grad(), or delete what they gave"
+            )
 
 
 def orders_by_shapes(model: nn.Module) -> dict[str, int]:
@@ -157,11 +206,16 @@ def _shards_of(model: nn.Module) -> list[_Shard]:
     shards = []
     for module, state in _states(model):
         module.reshard()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        groups = [state._fsdp_param_group] if groups is None else groups  # torch before 2.13
-        parts = [inside for group in groups if group is not None for inside in group.fsdp_params]
+        parts = _parts(state)
         shards += [_Shard(names.get(id(one.sharded_param), one._module_info.param_name), one) for one in parts]
     return shards
+
+
+def _parts(state: Any) -> list[Any]:
+    """What torch keeps of each parameter."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    groups = [state._fsdp_param_group] if groups is None else groups  # torch before 2.13
+    return [inside for group in groups if group is not None for inside in group.fsdp_params]
 
 
 def _states(model: nn.Module) -> list[tuple[Any, Any]]:
