@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, final
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import elu, logsigmoid, relu, silu, softplus
 
@@ -38,9 +38,6 @@ class FlaAdapter(MemoryAdapter[nn.Module]):
     """
 
     SHARED = frozenset({"config"})
-    # The projection of the gates of key dimensions, and parameters that are added to it.
-    GATE: ClassVar[str] = ""
-    ADDED: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def sizes(self, module: Any, order: int) -> dict[str, Any]:
@@ -59,15 +56,12 @@ class FlaAdapter(MemoryAdapter[nn.Module]):
         return x
 
     def rows(self, module: nn.Module) -> dict[str, Rows]:
-        heads, order = _heads_and_order(module)
-        places = torch.arange(heads * order, device=parameter_of(module, "q_proj.weight").device).view(heads, order)
+        places = _places(module)
         names = {name for name, _ in module.named_parameters()}
         found: dict[str, Rows] = {}
         for part, own in (("q", Rows(queries=places)), ("k", Rows(keys=places))):
             of_part = (f"{part}_proj.weight", f"{part}_conv1d.weight", f"{part}_conv1d.bias")
             found |= {name: own for name in of_part if name in names}
-        if self.GATED:
-            found |= dict.fromkeys((f"{self.GATE}.1.weight", *self.ADDED), Rows(gates=places))
         return found
 
     def read(self, module: nn.Module) -> Memory:
@@ -96,7 +90,7 @@ class FlaAdapter(MemoryAdapter[nn.Module]):
             if f"{part}_conv1d.weight" in self.rows(module):
                 sizes = ("in_channels", "out_channels", "groups", "hidden_size")
                 found |= {f"{part}_conv1d.{size}": heads * order for size in sizes}
-        return found | ({f"{self.GATE}.1.out_features": heads * order} if self.GATED else {})
+        return found
 
     def steps(
         self, module: nn.Module, x: Float[Tensor, "batch length width"], memory: Memory, counted: Tensor | None = None
@@ -130,17 +124,8 @@ class FlaAdapter(MemoryAdapter[nn.Module]):
     def log_gates(
         self, module: nn.Module, x: Float[Tensor, "batch length width"], memory: Memory, counted: Tensor | None = None
     ) -> Tensor | None:
-        if not self.GATED:
-            return None
-        given = x if counted is None else torch.where(counted[..., None], x, 0)
-        code = given @ parameter_of(module, f"{self.GATE}.0.weight").detach().to(x).mT
-        weight, *added = (memory.gates[name].to(x) for name in (f"{self.GATE}.1.weight", *self.ADDED))
-        logits = code[:, None] @ weight.mT
-        return self.gate_of(module, sum((one[:, None] for one in added), logits))
-
-    def gate_of(self, module: Any, logits: Float[Tensor, "batch bank length n"]) -> Tensor:
-        """The logarithms of gates from what their projection gives."""
-        raise NotImplementedError
+        """The logarithms of the gates of key dimensions, if the layer has them."""
+        return None
 
     def norm_eps(self, module: Any) -> float | None:
         if self.query_gain(module, 1) != 1:  # rows of queries make up for it
@@ -237,6 +222,12 @@ def _applied(part: Any, x: Tensor) -> Tensor:
     return found if part.bias is None else found + part.bias.to(x)
 
 
+def _places(module: nn.Module) -> Int[Tensor, "heads n"]:
+    """The rows of every head in projections of queries, keys and gates."""
+    heads, order = _heads_and_order(module)
+    return torch.arange(heads * order, device=parameter_of(module, "q_proj.weight").device).view(heads, order)
+
+
 def _plain(x: Tensor) -> Tensor:
     return x
 
@@ -269,6 +260,36 @@ class LinearAttentionAdapter(FlaAdapter):
         return silu if module.use_short_conv else _plain
 
 
+class KeyGatedAdapter(FlaAdapter):
+    """An adapter of layers with a gate for every key dimension."""
+
+    GATED: ClassVar[bool] = True
+    # The projection of the gates, and parameters that are added to it.
+    GATE: ClassVar[str]
+    ADDED: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def gate_of(self, module: Any, logits: Float[Tensor, "batch bank length n"]) -> Tensor:
+        """The logarithms of gates from what their projection gives."""
+
+    def rows(self, module: nn.Module) -> dict[str, Rows]:
+        places = Rows(gates=_places(module))
+        return super().rows(module) | dict.fromkeys((f"{self.GATE}.1.weight", *self.ADDED), places)
+
+    def _counts(self, module: nn.Module, order: int) -> dict[str, int]:
+        found = super()._counts(module, order)
+        return found | {f"{self.GATE}.1.out_features": found["key_dim"]}
+
+    def log_gates(
+        self, module: nn.Module, x: Float[Tensor, "batch length width"], memory: Memory, counted: Tensor | None = None
+    ) -> Tensor | None:
+        given = x if counted is None else torch.where(counted[..., None], x, 0)
+        code = given @ parameter_of(module, f"{self.GATE}.0.weight").detach().to(x).mT
+        weight, *added = (memory.gates[name].to(x) for name in (f"{self.GATE}.1.weight", *self.ADDED))
+        logits = code[:, None] @ weight.mT
+        return self.gate_of(module, sum((one[:, None] for one in added), logits))
+
+
 @adapts_named(f"{PACKAGE}.layers.simple_gla.SimpleGatedLinearAttention")
 @final
 class SimpleGLAAdapter(LinearAttentionAdapter):
@@ -280,10 +301,9 @@ class SimpleGLAAdapter(LinearAttentionAdapter):
 
 @adapts_named(f"{PACKAGE}.layers.gla.GatedLinearAttention")
 @final
-class GLAAdapter(LinearAttentionAdapter):
+class GLAAdapter(KeyGatedAdapter, LinearAttentionAdapter):
     """The adapter of GatedLinearAttention: a gate for every key dimension."""
 
-    GATED: ClassVar[bool] = True
     GATE = "gk_proj"
     ADDED = ("gk_proj.1.bias",)
 
@@ -360,10 +380,9 @@ class FlaGatedDeltaNetAdapter(HeadSizedAdapter):
 
 @adapts_named(f"{PACKAGE}.layers.kda.KimiDeltaAttention")
 @final
-class KDAAdapter(HeadSizedAdapter):
+class KDAAdapter(KeyGatedAdapter, HeadSizedAdapter):
     """The adapter of KimiDeltaAttention: a gate for every key dimension, and as many heads of values as of keys."""
 
-    GATED: ClassVar[bool] = True
     GATE = "f_proj"
     ADDED = ("dt_bias",)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cache
 from typing import Any, ClassVar
@@ -16,7 +17,7 @@ from compressm.adapters.memory import KEY_MAP, QUERY_MAP, MemoryAdapter
 from compressm.adapters.transformers.config import PACKAGE
 
 
-class MappedForward(nn.Module):
+class MappedForward(nn.Module, ABC):
     """A mixer with a forward pass of its own while it has maps of keys and queries; the state then has fewer rows.
 
     The convolution keeps all its channels, and so does its cache.
@@ -30,9 +31,9 @@ class MappedForward(nn.Module):
             return own
         return self.mapped_forward(hidden_states, cache_params, attention_mask)
 
+    @abstractmethod
     def mapped_forward(self, x: Tensor, cache: Any, mask: Tensor | None) -> Tensor:
         """The forward pass with maps."""
-        raise NotImplementedError
 
 
 class MappedMamba2(MappedForward):
@@ -208,7 +209,9 @@ def mapped_kind(kind: type[nn.Module]) -> type[nn.Module]:
     """The subclass of a kind of mixers that can keep maps."""
     adapter = adapter_of(kind)
     assert isinstance(adapter, MappedAdapter)
-    return type(f"Mapped{kind.__name__}", (adapter.FORWARD, kind), {"__doc__": f"A {kind.__name__} that keeps maps."})
+    # For pickles: the metaclass of abstract classes would take its own module.
+    own = {"__doc__": f"A {kind.__name__} that keeps maps.", "__module__": __name__}
+    return type(f"Mapped{kind.__name__}", (adapter.FORWARD, kind), own)
 
 
 def __getattr__(name: str) -> Any:
