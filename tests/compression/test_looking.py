@@ -1,5 +1,7 @@
 """Spectra without cutting: an inspection, and a tracker during training."""
 
+import copy
+
 import pytest
 import torch
 
@@ -61,3 +63,40 @@ def test_a_tracker_refuses_what_it_cannot_do():
         HankelTracker(make(), every=0)
     with pytest.raises(CompressionError, match="nothing yet"):
         HankelTracker(make(), every=1).trajectories("blocks.0.ssm")
+
+
+NAME = "blocks.0.ssm"
+DAMAGED = {
+    "a negative step": (lambda state: state["steps"].__setitem__(0, -2), "a step is -2, expected"),
+    "a step as text": (lambda state: state["steps"].__setitem__(1, "4"), "a step is '4', expected"),
+    "a spectrum as a list": (lambda state: state["spectra"][1].update({NAME: [1.0]}), r"is \[1.0\], expected a real"),
+    "whole numbers": (lambda state: state["spectra"][0].update({NAME: torch.arange(6)}), "expected a real tensor"),
+    "a spectrum with NaN": (lambda state: state["spectra"][1][NAME].__setitem__(0, torch.nan), "not finite"),
+    "a negative value": (lambda state: state["spectra"][1][NAME].neg_(), "negative"),
+    "no spectra of a step": (lambda state: state["spectra"].__setitem__(0, None), "spectra are None"),
+    "a layer without bounds": (lambda state: state["bounds"][0].pop(NAME), "step 2: bounds are .* for every layer"),
+    "an infinite bound": (lambda state: state["bounds"][1].update({NAME: torch.inf}), "the bound .* is inf"),
+    "a system without B": (lambda state: state["before"][NAME].pop("B"), r"before\['blocks.0.ssm'\] has .* B missing"),
+    "a system with NaN": (lambda state: state["before"][NAME]["B"].fill_(torch.nan), r"before\['blocks.0.ssm'\].* B"),
+    "an unstable system": (
+        lambda state: state["before"][NAME]["log_poles"].neg_(),
+        "before.*largest pole modulus is 1.09",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_damaged_state_of_a_tracker_is_refused_and_changes_nothing(case):
+    model, (damage, said) = make(), DAMAGED[case]
+    tracker, other = (HankelTracker(model, every=2, changes=True) for _ in range(2))
+    for step in (2, 4):
+        tracker.step(step)
+    other.step(2)
+    before = copy.deepcopy(other.state_dict())
+    state = copy.deepcopy(tracker.state_dict())
+    damage(state)
+    with pytest.raises(CompressionError, match=said):
+        other.load_state_dict(state)
+    assert str(other.state_dict()) == str(before)
+    other.load_state_dict(tracker.state_dict())
+    assert str(other.state_dict()) == str(tracker.state_dict())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -20,7 +21,8 @@ from compressm.compression.policies import EnergyTolerance, KeepFraction
 from compressm.compression.pricing import PRICES
 from compressm.compression.record import require_entries
 from compressm.compression.trying import GivenOrders, Loss, LossTolerance, Orders, Trials, TryingPolicy
-from compressm.control import DiagonalSystem, Trajectories, hankel_change, trajectories
+from compressm.control import ControlError, DiagonalSystem, Trajectories, hankel_change, trajectories
+from compressm.control.validation import is_finite, is_number
 from compressm.errors import AdapterError, CompressionError
 from compressm.families import Layer, family_of
 from compressm.families.base import ComparedForm
@@ -433,6 +435,9 @@ def compare_forms(
     return FormComparison(n, found)
 
 
+_STATE = "the state of a HankelTracker"
+
+
 class HankelTracker:
     """Record the spectra of all SSM layers at every `every`-th step, without cutting (the paper's sec:why).
 
@@ -510,17 +515,19 @@ class HankelTracker:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore everything that was recorded."""
-        require_entries("the state of a HankelTracker", state, steps=list, spectra=list, bounds=list, before=Mapping)
-        steps, spectra, bounds = (len(state[name]) for name in ("steps", "spectra", "bounds"))
-        if not steps == spectra == bounds:
+        """Restore everything that was recorded; a state that is refused changes nothing."""
+        require_entries(_STATE, state, steps=list, spectra=list, bounds=list, before=Mapping)
+        counts = [len(state[name]) for name in ("steps", "spectra", "bounds")]
+        if len({*counts}) > 1:
             raise CompressionError(
-                f"the state of a HankelTracker has {steps} steps, {spectra} spectra and {bounds} bounds, expected as"
-                " many of each"
+                "{} has {} steps, {} spectra and {} bounds, expected as many of each".format(_STATE, *counts)
             )
-        self.steps, self.spectra = list(state["steps"]), [dict(record) for record in state["spectra"]]
-        self.bounds = [dict(record) for record in state["bounds"]]
-        self._before = {name: _system(parts) for name, parts in state["before"].items()}
+        steps = [require_count(f"{_STATE}: a step", step, low=0) for step in state["steps"]]
+        records = zip(steps, state["spectra"], state["bounds"], strict=True)
+        read = [_read_record(f"{_STATE}: step {step}", spectrum, bounds) for step, spectrum, bounds in records]
+        before = {name: _system(f"{_STATE}: before[{name!r:.80}]", parts) for name, parts in state["before"].items()}
+        self.steps, self.spectra, self.bounds = steps, [one[0] for one in read], [one[1] for one in read]
+        self._before = before
 
 
 def _parts(system: DiagonalSystem) -> dict[str, Tensor]:
@@ -528,7 +535,31 @@ def _parts(system: DiagonalSystem) -> dict[str, Tensor]:
     return {**poles, "B": system.B, "C": system.C}
 
 
-def _system(parts: Mapping[str, Tensor]) -> DiagonalSystem:
-    if "poles" in parts:
-        return DiagonalSystem(parts["poles"], parts["B"], parts["C"])
-    return DiagonalSystem.from_log_poles(parts["log_poles"], parts["B"], parts["C"])
+def _system(what: str, parts: Any) -> DiagonalSystem:
+    poles = "poles" if isinstance(parts, Mapping) and "poles" in parts else "log_poles"
+    require_entries(what, parts, **{poles: Tensor}, B=Tensor, C=Tensor)
+    make = DiagonalSystem if poles == "poles" else DiagonalSystem.from_log_poles
+    try:
+        return make(parts[poles], parts["B"], parts["C"])
+    except ControlError as error:
+        raise CompressionError(f"{what}: {error}") from error
+
+
+def _read_record(what: str, spectrum: Any, bounds: Any) -> tuple[dict[str, Tensor], dict[str, float | None]]:
+    """The singular values and the bounds of all layers at one step."""
+    for said, record in (("spectra", spectrum), ("bounds", bounds)):
+        if not isinstance(record, Mapping) or record.keys() != spectrum.keys():
+            raise CompressionError(f"{what}: {said} are {record!r:.100}, expected {{layer: value}} for every layer")
+    for name, sigma in spectrum.items():
+        if not (isinstance(sigma, Tensor) and sigma.is_floating_point() and sigma.numel() and sigma.ndim):
+            raise CompressionError(
+                f"{what}: the spectrum of {name!r:.80} is {sigma!r:.100}, expected a real tensor (..., n)"
+            )
+        if not (is_finite(sigma) and bool((sigma >= 0).all())):
+            raise CompressionError(f"{what}: the spectrum of {name!r:.80} has values that are negative or not finite")
+    for name, bound in bounds.items():
+        if bound is not None and not (is_number(bound) and 0 <= bound < math.inf):
+            raise CompressionError(
+                f"{what}: the bound of {name!r:.80} is {bound!r:.100}, expected a number from 0 on, or None"
+            )
+    return dict(spectrum), dict(bounds)
