@@ -19,8 +19,11 @@ from compressm.compression import (
     inspect,
     load_checkpoint,
     save_checkpoint,
+    save_model,
 )
 from compressm.compression.distributed import Processes
+from compressm.errors import ExportError
+from compressm.exporting import export
 from compressm.layers import LRU
 from compressm.models import SequenceClassifier
 from tests import unhooked
@@ -280,6 +283,16 @@ def test_sharding_after_the_compressor_was_made_is_noticed_at_the_cut(how, group
         compressor.step(1)
     assert compressor.history == []
     assert wrapped is not None
+
+
+@pytest.mark.parametrize(
+    "write",
+    [save_model, lambda model, path: save_checkpoint(path, model=model), lambda model, path: export(model, path)],
+)
+def test_a_sharded_model_is_not_written_and_the_error_says_what_is(write, group, tmp_path):
+    with pytest.raises((SavingError, ExportError), match="is sharded by fully_shard: expected a whole model, such as"):
+        write(fully_shard(make(), mesh=group), tmp_path / "model.onnx")
+    assert [*tmp_path.iterdir()] == [tmp_path / "store"]
 
 
 def test_an_optimizer_that_shards_its_state_is_refused(group):

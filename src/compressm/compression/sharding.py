@@ -33,10 +33,10 @@ def is_sharded(model: nn.Module) -> bool:
     return kind is not None and any(isinstance(module, kind) for module in model.modules())
 
 
-def require_whole(said: str, model: nn.Module) -> None:
+def require_whole(said: str, model: nn.Module, error: type[Exception] = CompressionError) -> None:
     """Refuse a sharded model where only a whole one can be used."""
     if is_sharded(model):
-        raise CompressionError(
+        raise error(
             f"{said} is sharded by fully_shard: expected a whole model, such as a copy that was made before sharding"
             " and has loaded the full state dict"
         )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, layer_norm, linear
 
 from compressm.compression.distributed import unwrapped
+from compressm.compression.sharding import require_whole
 from compressm.errors import ExportError
 from compressm.exporting.recurrences import Product, at_ends, pieces, recurrence_of, wide
 from compressm.layers import SSMLayer, check_finite
@@ -49,6 +50,7 @@ def require_exportable(model: object) -> Model:
     """The model inside its wrappers, if it can be exported."""
     inner = unwrapped(model) if isinstance(model, nn.Module) else model
     if isinstance(inner, Model):
+        require_whole("the model", inner, ExportError)
         return inner
     cure = ""
     if type(inner).__module__.partition(".")[0] == "transformers":

@@ -18,6 +18,7 @@ from compressm import models
 from compressm.adapters import AdapterError
 from compressm.adapters import transformers as foreign
 from compressm.adapters.base import COMPILED
+from compressm.compression.sharding import require_whole
 from compressm.errors import SavingError
 from compressm.layers import IM, LRU, S4, S4D, S5, ZOH, Bilinear, DampedIMEX, Inv, Legs, Lin, LinOSS, Mamba
 from compressm.layers.base import arguments_of, keeps_arguments
@@ -100,6 +101,7 @@ def require_model(model: object) -> None:
         raise SavingError(f"model is a {type(model).__name__}, expected an nn.Module")
     if isinstance(model, torch.jit.ScriptModule):
         raise SavingError(COMPILED.format(model.original_name))
+    require_whole("the model", model, SavingError)
 
 
 def savable(kind: Kind) -> Kind:
