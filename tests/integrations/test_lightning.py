@@ -3,6 +3,7 @@
 import copy
 import csv
 import json
+import re
 
 import pytest
 import torch
@@ -212,6 +213,20 @@ def test_a_schedule_may_be_a_function_of_the_number_of_steps(tmp_path):
     assert {event.step for event in callback.history} == {4}
     with pytest.raises(CompressionError, match="does not know"):
         trained(tmp_path, when=lambda total: [total // 3], steps=-1, max_epochs=-1)
+
+
+def test_a_longer_training_resumes_by_the_steps_that_the_error_names(tmp_path):
+    def thirds(total):
+        return [total // 3, 2 * total // 3]
+
+    trained(tmp_path, when=thirds, steps=9)
+    resumed = {"resume": tmp_path / "step=4.ckpt", "steps": 15}
+    with pytest.raises(CompressionError, match=r"expected the same steps up to step 4.*\(a function of") as refusal:
+        trained(tmp_path, when=thirds, **resumed)
+    when = re.search(r"pass when=(\[.*?\])", str(refusal.value))[1]
+    assert when == "[3, 5, 10]"
+    _, _, callback = trained(tmp_path, when=json.loads(when), **resumed)
+    assert sorted({event.step for event in callback.history}) == [3, 5, 10]
 
 
 def test_a_second_training_of_the_same_trainer_begins_anew(tmp_path):

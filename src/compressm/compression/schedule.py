@@ -435,10 +435,12 @@ def require_same_past(saved: Sequence[int], here: Sequence[int], until: int) -> 
     """Refuse two schedules that differ in past steps; future steps may differ."""
     then, now = ({step for step in steps if step <= until} for steps in (saved, here))
     if then != now:
+        allowed = sorted(then | {step for step in here if step > until}) or list(saved)
         raise CompressionError(
             f"the saved schedule is {list(saved)!r:.80}, this one's {list(here)!r:.80}: expected the same steps up to"
             f" step {until}, which was reached, but {sorted(then ^ now)!r:.80} are in one of them only;"
-            " later steps may differ"
+            f" later steps may differ: to go on, pass when={allowed!r:.400} (a function of the number of steps gives"
+            " other steps where a training is longer or shorter)"
         )
 
 
