@@ -1,5 +1,7 @@
 """Models that Accelerate prepared: cuts, accumulation, and states that are loaded at other orders."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -25,11 +27,15 @@ def one_accelerator_a_test():
         shared._reset_state()
 
 
+def build(layer=cs.layers.LRU):
+    torch.manual_seed(0)
+    return cs.models.SequenceClassifier(layer, depth=2, width=4, order=12, inputs=3, classes=5, dropout=0.0)
+
+
 class Training:
-    def __init__(self, layer=cs.layers.LRU, when=(4, 8), options=None, **arguments):
-        torch.manual_seed(0)
-        self.accelerator = Accelerator(cpu=True, **arguments)
-        model = cs.models.SequenceClassifier(layer, depth=2, width=4, order=12, inputs=3, classes=5, dropout=0.0)
+    def __init__(self, layer=cs.layers.LRU, when=(4, 8), options=None, accelerator=None, model=None, **arguments):
+        self.accelerator = accelerator or Accelerator(cpu=True, **arguments)
+        model = build(layer) if model is None else model
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         defaults = {"keep": cs.KeepFraction(0.6), "gate": 1.0}
@@ -160,6 +166,52 @@ def test_models_that_follow_are_in_the_state(tmp_path):
         Followed().accelerator.load_state(str(tmp_path / "plain" / "2"))
 
 
+class OwnAverage(nn.Module):
+    """A model with an average of its own weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = build()
+        self.average = torch.optim.swa_utils.AveragedModel(self.model).requires_grad_(False)
+
+    @property
+    def blocks(self):
+        return self.model.blocks
+
+    def forward(self, x):
+        self.average.update_parameters(self.model)
+        return self.model(x)
+
+
+PART = {"part": "model", "follow": ["average"], "calibrate": lambda model: model(X[:8])}
+
+
+def test_a_part_of_the_model_is_cut_with_its_average_and_resumes(tmp_path):
+    whole = Training(model=OwnAverage(), options=PART).train(8, tmp_path)
+    assert [event.module for event in whole.compressor.history] == ["blocks.0.ssm", "blocks.1.ssm"] * 2
+    assert [block.ssm.order for block in whole.model.average.module.blocks] == whole.orders() == [4, 4]
+    for step in (2, 6):
+        resumed = Training(model=OwnAverage(), options=PART)
+        resumed.accelerator.load_state(str(tmp_path / f"{step}"))
+        resumed.batch = step
+        assert same(resumed.train(8).state(), whole.state())
+    for wrong, said in (({"part": "net"}, "part is 'net', which"), ({"part": 3}, "part is 3, expected text")):
+        with pytest.raises(CompressionError, match=said):
+            Training(model=OwnAverage(), options=wrong)
+
+
+def test_an_accelerator_that_frees_its_memory_lets_go_of_the_compressor(tmp_path):
+    run = Training(when=[1]).train(2)
+    accelerator, model = run.accelerator, weakref.ref(run.model)
+    run.model, run.optimizer, run.compressor = accelerator.free_memory(run.model, run.optimizer, run.compressor)
+    assert model() is None
+    second = Training(accelerator=accelerator, when=[1]).train(2, tmp_path)
+    assert [path.name for path in (tmp_path / "2").glob("custom*")] == ["custom_checkpoint_0.pkl"]
+    third = Training(when=[1])
+    third.accelerator.load_state(str(tmp_path / "2"))
+    assert same(third.state(), second.state())
+
+
 def test_what_shards_is_refused_by_name(monkeypatch):
     run = Training()
     monkeypatch.setattr(
@@ -190,10 +242,13 @@ def an_earlier_state(rank, path):
     run.accelerator.load_state(f"{path}/1")
     found["larger"] = run.orders()
     train(6)
-    return found | {"same": same(run.state(), end), "orders": run.orders()}
+    found |= {"same": same(run.state(), end), "orders": run.orders()}
+    part = Training(accelerator=run.accelerator, model=OwnAverage(), when=[1], options=PART).train(3)
+    return found | {"part": part.orders(), "part in step": alike(dict(part.model.module.named_parameters()).values())}
 
 
 @pytest.mark.slow
 def test_two_processes_cut_alike_and_load_an_earlier_state(tmp_path):
     expected = {"in step": True, "wrapped": "DistributedDataParallel", "larger": [12, 12], "same": True}
-    assert found_by_two(an_earlier_state, tmp_path) == [expected | {"orders": [4, 4]}] * 2
+    expected |= {"orders": [4, 4], "part": [7, 7], "part in step": True}
+    assert found_by_two(an_earlier_state, tmp_path) == [expected] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from weakref import finalize, ref
 
 from torch import nn
 
@@ -13,6 +14,7 @@ from compressm.compression.record import Event
 from compressm.errors import CompressionError
 from compressm.families.choices import require_count
 from compressm.integrations.training import (
+    Place,
     load_followers_,
     metrics,
     plain_optimizer,
@@ -35,6 +37,7 @@ class AcceleratedCompressor:
     Make it on all processes, after `prepare`, and call `step()` after `optimizer.step()`: it counts the steps in which
     gradients were synchronised, so accumulation needs no arithmetic. Further options are those of `Compressor`.
     `load_state` takes checkpoints of any orders, before training and in its middle. Cuts are logged to the trackers.
+    `part` is the path of the model in the prepared one to cut, if not all of it; `follow` may be paths too.
     """
 
     def __init__(
@@ -45,6 +48,8 @@ class AcceleratedCompressor:
         *,
         when: Iterable[int] | Schedule,
         keep: Any,
+        part: str = "",
+        follow: Sequence[nn.Module | str] = (),
         **options: Any,
     ) -> None:
         kind = accelerator.distributed_type.name
@@ -55,11 +60,16 @@ class AcceleratedCompressor:
             )
         given = [] if optimizer is None else list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         self._accelerator, self._model = accelerator, model
-        self._optimizers = [plain_optimizer(one) for one in given]
-        self._compressor = Compressor(model, self._optimizers or None, when=when, keep=keep, **options)
+        self._optimizers = optimizers = [plain_optimizer(one) for one in given]
+        self._place = Place(part, follow)
+        options |= {"follow": self._place.followers(model)}
+        self._compressor = Compressor(self._place.part(model), optimizers or None, when=when, keep=keep, **options)
         self._count = 0
-        accept_orders_(unwrapped(model), lambda: self._optimizers)
-        accelerator.register_for_checkpointing(self)
+        accept_orders_(unwrapped(model), lambda: optimizers)
+        state = _StateOf(self)
+        accelerator.register_for_checkpointing(state)
+        # `free_memory` empties all lists of the accelerator but that of these states.
+        finalize(self, _forget_, accelerator, state).atexit = False
 
     @property
     def compressor(self) -> Compressor:
@@ -80,15 +90,15 @@ class AcceleratedCompressor:
         """Count a step of the optimizer, unless gradients are still accumulated, and cut if that is due."""
         if not self._accelerator.sync_gradients:
             return []
-        events = self._compressor.step(self._count + 1)
+        events = self._place.step_(self._compressor, self._count + 1, self._model)
         self._count += 1
         if events:
-            self._accelerator.log(metrics(events, self._model), step=self._count)
+            self._accelerator.log(metrics(events, self._place.part(self._model)), step=self._count)
         return events
 
     def state_dict(self) -> dict[str, Any]:
         """The state that `accelerator.save_state` writes."""
-        follow = self._compressor.followers
+        follow = self._place.outside(self._model)
         return saved_state(self._compressor, self._model, self._optimizers, follow) | {"count": self._count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -97,6 +107,28 @@ class AcceleratedCompressor:
         if wrappers_in(self._model):
             rewrap_(self._model)
         sort_saved_(self._model, self._optimizers, dict(state))
-        load_followers_(self._compressor.followers, state)
+        load_followers_(self._place.outside(self._model), state)
         self._compressor.load_state_dict(state["compressor"])
         self._count = count
+
+
+class _StateOf:
+    """The state of a compressor in an accelerator's list, which does not keep the compressor and its model alive."""
+
+    def __init__(self, compressor: AcceleratedCompressor) -> None:
+        self._compressor = ref(compressor)
+
+    def state_dict(self) -> dict[str, Any]:
+        compressor = self._compressor()
+        assert compressor is not None  # else it is in no list
+        return compressor.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        compressor = self._compressor()
+        assert compressor is not None
+        compressor.load_state_dict(state)
+
+
+def _forget_(accelerator: Accelerator, state: _StateOf) -> None:
+    if state in accelerator._custom_objects:
+        accelerator._custom_objects.remove(state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -21,6 +22,53 @@ from compressm.saving.rebuilding import orders_of
 When = Iterable[int] | Schedule | Callable[[int], Iterable[int] | Schedule]
 
 
+@dataclass(frozen=True)
+class Place:
+    """What is cut of a model in training: the part at a path in it, with models that follow, which may be paths too."""
+
+    path: str = ""
+    follow: Any = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, str):
+            raise CompressionError(f"part is {self.path!r:.80}, expected text")
+
+    def part(self, model: Any) -> nn.Module:
+        """The model that is cut; if it is no part, with its wrappers."""
+        found: nn.Module = _module_at("part", self.path, unwrapped(model)) if self.path else model
+        return found
+
+    def followers(self, model: nn.Module) -> tuple[nn.Module, ...]:
+        """The models in follow, those that are paths in this model."""
+        if isinstance(self.follow, str | nn.Module) or not isinstance(self.follow, Sequence):
+            raise CompressionError(
+                f"follow is {self.follow!r:.80}, expected a list of models, or of their paths in the model"
+            )
+        inner = unwrapped(model)
+        named = ((f"follow[{k}]", one) for k, one in enumerate(self.follow))
+        return followers([_module_at(said, one, inner) if isinstance(one, str) else one for said, one in named])
+
+    def outside(self, model: nn.Module) -> list[nn.Module]:
+        """Those of them that are no part of the model, whose weights checkpoints of the trainer do not hold."""
+        inside = set(model.modules())
+        return [one for one in self.followers(model) if one not in inside]
+
+    def inside(self, average: nn.Module) -> list[nn.Module]:
+        """The parts of an average of the whole model that follow a cut."""
+        if not self.path:
+            return [average]
+        own = [one for one in self.follow if isinstance(one, str)]
+        inner = average.module if isinstance(average, AveragedModel) else average
+        return [_module_at("part of the average", path, inner) for path in (self.path, *own)]
+
+    def step_(self, compressor: Compressor, step: int, model: Any) -> list[Event]:
+        """Call the compressor; wrappers around the part that it cuts are renewed."""
+        events = compressor.step(step)
+        if events and self.path and wrappers_in(model):
+            rewrap_(model)
+        return events
+
+
 class CallbackOfTrainer:
     """A callback's options, and the compressor of the training that it is in.
 
@@ -29,12 +77,12 @@ class CallbackOfTrainer:
 
     def __init__(self, *, when: When, keep: Any, name: str = "", part: str = "", **options: Any) -> None:
         super().__init__()
-        for said, text in (("name", name), ("part", part)):
-            if not isinstance(text, str):
-                raise CompressionError(f"{said} is {text!r:.80}, expected text")
+        if not isinstance(name, str):
+            raise CompressionError(f"name is {name!r:.80}, expected text")
         if wrong := sorted({"model", "optimizer", "scheduler"} & options.keys()):
             raise CompressionError(f"{', '.join(wrong)}: the callback takes them from the trainer; leave them out")
-        self._when, self._options, self._name, self._path = when, {"keep": keep, **options}, name, part
+        self._when, self._options, self._name = when, {"keep": keep, **options}, name
+        self._place = Place(part, options.get("follow", ()))
         self._compressor: Compressor | None = None
         self._model: nn.Module | None = None
         self._optimizers: list[Any] = []
@@ -59,16 +107,19 @@ class CallbackOfTrainer:
         assert self._model is not None
         if saved is not None:
             sort_saved_(self._model, self._optimizers, saved)
-            load_followers_(self._outside(), saved)
+            load_followers_(self._place.outside(self._model), saved)
         guarded: dict[str, Any] = {}
         if self._options.get("guard") is not None and schedulers:
             guarded = {"scheduler": list(schedulers)}
         when = schedule_of(self._when, total)
-        follow = [*self._followers(self._model), *(one for model in averages for one in self._inside(model))]
+        follow = [
+            *self._place.followers(self._model),
+            *(one for model in averages for one in self._place.inside(model)),
+        ]
         options = self._options | guarded | {"follow": follow}
         for wrapper in wrappers_in(self._model):
             require_rewrappable(wrapper)
-        compressor = Compressor(self._part(), self._optimizers or None, when=when, **options)
+        compressor = Compressor(self._place.part(self._model), self._optimizers or None, when=when, **options)
         if saved is not None:
             compressor.load_state_dict(saved["compressor"])
         elif step > 0:
@@ -79,48 +130,14 @@ class CallbackOfTrainer:
         """The state for a checkpoint."""
         assert self._compressor is not None
         assert self._model is not None
-        return saved_state(self._compressor, self._model, self._optimizers, self._outside())
+        return saved_state(self._compressor, self._model, self._optimizers, self._place.outside(self._model))
 
     def _step_(self, step: int) -> list[Event]:
-        """Call the compressor; wrappers around the part that it cuts are renewed."""
         assert self._compressor is not None
-        events = self._compressor.step(step)
-        if events and self._path and self._model is not None and wrappers_in(self._model):
-            rewrap_(self._model)
-        return events
+        return self._place.step_(self._compressor, step, self._model)
 
     def _metrics(self, events: Sequence[Event]) -> dict[str, int]:
-        return metrics(events, self._part())
-
-    def _part(self) -> nn.Module:
-        """The model that is cut."""
-        assert self._model is not None
-        return _module_at("part", self._path, unwrapped(self._model)) if self._path else self._model
-
-    def _followers(self, model: nn.Module) -> tuple[nn.Module, ...]:
-        """The models in follow, those that are paths in this model."""
-        given = self._options.get("follow", ())
-        if isinstance(given, str | nn.Module) or not isinstance(given, Sequence):
-            raise CompressionError(
-                f"follow is {given!r:.80}, expected a list of models, or of their paths in the model"
-            )
-        inner = unwrapped(model)
-        found = (_module_at(f"follow[{k}]", one, inner) if isinstance(one, str) else one for k, one in enumerate(given))
-        return followers([*found])
-
-    def _outside(self) -> list[nn.Module]:
-        """Those of them that are no part of the model, whose weights checkpoints of the trainer do not hold."""
-        assert self._model is not None
-        inside = set(self._model.modules())
-        return [one for one in self._followers(self._model) if one not in inside]
-
-    def _inside(self, average: nn.Module) -> list[nn.Module]:
-        """The parts of an average of the whole model that follow a cut."""
-        if not self._path:
-            return [average]
-        own = [one for one in self._options.get("follow", ()) if isinstance(one, str)]
-        inner = average.module if isinstance(average, AveragedModel) else average
-        return [_module_at("part of the average", path, inner) for path in (self._path, *own)]
+        return metrics(events, self._place.part(self._model))
 
 
 def _module_at(said: str, path: str, model: nn.Module) -> nn.Module:

@@ -111,7 +111,7 @@ class CompressionCallback(CallbackOfTrainer, TrainerCallback):
                 "this checkpoint does not hold what the guard would restore: a training that resumes from it keeps the"
                 " cuts that the guard has not judged yet"
             )
-        if self._model is not None and self._outside():
+        if self._model is not None and self._place.outside(self._model):
             warn_caller(
                 "this checkpoint does not hold the models in follow: save the state of each yourself, and load it"
                 " before a training that resumes"
