@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from compressm.layers import LRU, S4, S4D, S5, LinOSS, Mamba
+from tests import unhooked
 
 WIDTH, ORDER = 6, 5
 LAYERS = {"LRU": LRU, "S5": S5, "S4": S4, "S4D": S4D, "LinOSS": LinOSS, "Mamba": Mamba}
@@ -142,3 +143,29 @@ def test_a_checkpoint_whose_orders_disagree_is_refused_and_changes_nothing(make)
         layer.load_state_dict(mixed)
     assert layer.order == 5
     assert all(torch.equal(value, before[key]) for key, value in layer.state_dict().items())
+
+
+# The shape checks of tests cannot be traced.
+TRACED = """
+import warnings
+import torch
+from compressm.errors import ExportError
+from compressm.layers import LRU, S4, S4D, S5, LinOSS, Mamba
+
+warnings.simplefilter("ignore")
+x = torch.randn(2, 40, 6)
+for kind in (LRU, S5, S4, S4D, LinOSS, Mamba):
+    layer = kind(6, order=5).eval()
+    try:
+        with torch.no_grad():
+            traced = torch.jit.trace(layer, (x,))
+            print(kind.__name__, "works" if torch.equal(traced(x)[0], layer(x)[0]) else "differs")
+    except ExportError as error:
+        print(kind.__name__, "refused" if "expected torch.export.export" in str(error) else error)
+"""
+
+
+def test_a_layer_that_torch_jit_cannot_trace_names_torch_export():
+    found = dict(line.split() for line in unhooked.run(TRACED).splitlines())
+    refused = {"S4D": "refused", "Mamba": "refused"}
+    assert found == dict.fromkeys(LAYERS, "works") | refused

@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from compressm.errors import ExportError
 from compressm.layers.discretisation import exponential, times
 from compressm.layers.parameters import Kept, Remembered, refuse_to_train_, replace_data, require_free
 from compressm.layers.streaming import EagerStepper, Stepper, SystemStepper
@@ -105,6 +106,16 @@ class SSMLayer(Remembered, ABC):
     @abstractmethod
     def initial_state(self, batch: int) -> Tensor:
         """The state at the start of a stream of `batch` sequences: zeros."""
+
+    def _slow_forward(self, *args: Any, **options: Any) -> Any:
+        """Do what torch does in place of `forward` while torch.jit.trace records a module."""
+        try:
+            return super()._slow_forward(*args, **options)
+        except TypeError as error:  # lengths are tensors then
+            raise ExportError(
+                f"torch.jit.trace cannot record a {type(self).__name__}: {error}; expected torch.export.export, or"
+                " compressm.export for the formats of runtimes"
+            ) from error
 
     def stepper(self, dtype: torch.dtype, *, gain: float = 1.0, scaled: bool = False) -> Stepper:
         """The step with its constants computed now, in `dtype`; it gives gain · y.
