@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from compressm.adapters import find
+from compressm.compression import TargetOrder, compress_
 from compressm.compression.optimizer import Transport
 from compressm.compression.rollback import Rollback, Snapshot, Subject, Watch
 from compressm.compression.surgery import apply_cuts, prepare_cut
 from compressm.errors import CompressionError
-from compressm.layers import LRU, S4D
+from compressm.layers import LRU, S4, S4D, Mamba
 from compressm.models import SequenceClassifier
 from tests import unhooked
 from tests.compression.test_optimizer_state import OPTIMIZERS
@@ -215,9 +216,9 @@ def test_a_broken_file_is_named(tmp_path):
         snapshot.restore_(run.subject)
 
 
-def watched(values, **options):
+def watched(values, layer=LRU, **options):
     """A training whose evaluations give these values one after the other."""
-    run, left = Training().train(0, 2), list(values)
+    run, left = Training(layer).train(0, 2), list(values)
     return run, Watch(Rollback(lambda: left.pop(0), **options), run.model, run.optimizer, run.scheduler)
 
 
@@ -242,6 +243,21 @@ def test_a_cut_that_did_harm_is_undone(value):
     assert restored.orders == run.orders()
     assert set(restored.orders.values()) == {8}
     assert f"from 0.9 to {value} after the cut; 1 % is allowed" in restored.reason
+
+
+@pytest.mark.parametrize("layer", [LRU, S4D, S4, Mamba])
+def test_a_cut_after_which_weights_became_nan_is_undone(layer):
+    run, watch = watched([0.9, math.nan], drop=0.01, settle=2, layer=layer)
+    before = run.picture()
+    watch.begin(2, ExitStack())
+    x = torch.randn(2, 12, 3)
+    compress_(run.model, keep=TargetOrder(4), optimizer=run.optimizer, calibrate=lambda model: model(x))
+    watch.made()
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.fill_(math.nan)
+    assert set(watch.settle(4, ExitStack()).orders.values()) == {8}
+    assert same(run.picture(), before)
 
 
 def test_negative_values_are_judged_by_their_size():

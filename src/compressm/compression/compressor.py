@@ -45,7 +45,6 @@ from compressm.compression.sharding import (
 )
 from compressm.compression.surgery import require_suitable
 from compressm.compression.trying import TryingPolicy
-from compressm.control.validation import values_unread
 from compressm.errors import CompressionError, warn_caller
 from compressm.families import Layer, read_layer
 from compressm.families.choices import Gramian, Largest, RoundTo, Selection, WhiteNoise, orders_by_name, require_count
@@ -375,8 +374,7 @@ class Compressor:
     def _orders(self) -> dict[str, int]:
         if is_sharded(self.model) and not is_gathered(self.model):
             return orders_by_shapes(self.model)  # one process may ask alone
-        with values_unread():  # a layer that is unstable by now has an order too
-            return {name: adapter.order(layer) for name, (layer, adapter) in find(self.model).items()}
+        return {name: adapter.order(layer) for name, (layer, adapter) in find(self.model).items()}
 
     def require_loadable(self, state: Mapping[str, Any]) -> None:
         """Refuse a state that this compressor cannot continue from; nothing is changed."""
