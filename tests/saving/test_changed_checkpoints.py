@@ -1,8 +1,8 @@
 """A checkpoint is loaded as a whole or not at all: with any part changed, and with an error at any line."""
 
 import gc
+import re
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -39,8 +39,11 @@ def check_all_or_nothing(contents, chosen, path):
             continue
         loaded += 1
         # NaN in weights and moments is what a training that failed saves; the model says so.
-        with suppress(SequenceError):
+        try:
             assert goes_on(path)
+        except (SequenceError, SavingError) as error:
+            if not re.search("nan|not finite", str(error)):
+                raise
         run = Guarded(seed=1).train(1, 1)
         before = everything(run)
     return refused, loaded
