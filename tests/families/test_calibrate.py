@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from compressm.compression import CompressionError, Compressor, KeepFraction, Rollback, TargetOrder, compress_, inspect
-from compressm.layers import LRU, Mamba
+from compressm.layers import LRU, S4, S4D, Mamba
 from compressm.models import SequenceClassifier
 from tests import unhooked
 from tests.compression.faults import stopped
@@ -326,3 +326,24 @@ def test_gradients_that_evaluate_or_a_policy_switches_off_are_on_again():
         on = torch.is_grad_enabled()
         torch.set_grad_enabled(True)
         assert on
+
+
+@pytest.mark.parametrize("layer", [LRU, S4D, S4, Mamba])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_layer_that_continues_from_a_state_is_refused_because_the_error_would_be_that_of_other_sequences(
+    layer, by_name
+):
+    torch.manual_seed(0)
+    mixer, u = layer(3, order=8), torch.randn(2, 40, 3)
+
+    def in_parts(mixer, state):
+        for part in u.split(10, dim=1):
+            _, state = mixer(part, state=state) if by_name else mixer(part, state)
+
+    before = everything(mixer)
+    with pytest.raises(CompressionError, match=r"the model: calibrate continues from a state, .*: let it run .* whole"):
+        compress_(mixer, keep=TargetOrder(4), calibrate=lambda mixer: in_parts(mixer, None))
+    assert everything(mixer) == before
+    # Zeros are no state to continue from.
+    (cut,) = compress_(mixer, keep=TargetOrder(4), calibrate=lambda mixer: mixer(u, mixer.initial_state(2)))
+    assert cut.rank == 4

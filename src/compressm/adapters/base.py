@@ -351,6 +351,21 @@ def require_call(what: str, function: object, *arguments: str) -> None:
         raise AdapterError(f"{what} takes {signature}, {expected}: {error}") from None
 
 
+def counted_steps(module: nn.Module, x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """A mask of the steps of a call forward(x, state, lengths) that are not padding; None if no step is padding.
+
+    A call that continues from a state is refused.
+    """
+    given = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
+    if isinstance(state := given.get("state"), Tensor) and bool(state.any()):
+        raise AdapterError(
+            "calibrate continues from a state, which a cut does not know: let it run the model on whole sequences,"
+            " which begin without a state"
+        )
+    lengths = kwargs.get("lengths", args[2] if len(args) > 2 else None)
+    return None if lengths is None else torch.arange(x.shape[1], device=x.device) < lengths.to(x.device)[:, None]
+
+
 def _takes(filter_fn: Callable[[nn.Module, str], bool], module: nn.Module, name: str) -> bool:
     try:
         taken = filter_fn(module, name)

@@ -10,7 +10,17 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from compressm.adapters.base import Adapter, Basis, Growth, Module, adapter_for, adapts, finite_doubles, parameter_of
+from compressm.adapters.base import (
+    Adapter,
+    Basis,
+    Growth,
+    Module,
+    adapter_for,
+    adapts,
+    counted_steps,
+    finite_doubles,
+    parameter_of,
+)
 from compressm.control.selective import ChannelMaps, Norms, SelectiveSystem, require_negative_rates
 from compressm.errors import AdapterError, unmerged
 from compressm.layers import Mamba
@@ -190,11 +200,7 @@ class MambaAdapter(SelectiveAdapter[Mamba]):
     def counted(
         self, module: Mamba, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Bool[Tensor, "batch length"] | None:
-        x = args[0] if args else kwargs["x"]
-        lengths = kwargs.get("lengths", args[2] if len(args) > 2 else None)
-        if lengths is None:
-            return None
-        return torch.arange(x.shape[1], device=x.device) < lengths.to(x.device)[:, None]
+        return counted_steps(module, args[0] if args else kwargs["x"], args, kwargs)
 
 
 # Mixers of transformers that are refused, and why.

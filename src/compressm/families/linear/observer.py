@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from compressm.adapters import AdapterError
+from compressm.adapters.base import counted_steps
 from compressm.control import DiagonalSystem
 from compressm.control.linear_algebra import coarse_scale, largest_part
 from compressm.control.system import LinearSystem
@@ -39,15 +40,15 @@ class SequenceObserver(InputObserver):
         if self.passes >= self.choice.batches:
             return
         x = args[0] if args else next(iter(kwargs.values()))
-        lengths = kwargs.get("lengths", args[2] if len(args) > 2 else None)
         if not isinstance(x, Tensor) or x.ndim != 3:
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise CompressionError(
                 f"{self.observations.said} was called with {got}, expected (batch, length, channels)"
             )
-        inside = None
-        if lengths is not None:
-            inside = torch.arange(x.shape[1], device=x.device) < lengths.to(x.device)[:, None]
+        try:
+            inside = counted_steps(module, x, args, kwargs)
+        except AdapterError as error:
+            raise CompressionError(f"{self.name or 'the model'}: {error}") from error
         self.add(x.detach(), inside)
 
 
