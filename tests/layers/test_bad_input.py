@@ -30,6 +30,8 @@ CASES = {
     "integers": ("layer(x.long())", "torch.int64", "torch.float32"),
     "a state of another order": ("layer(x, layer.initial_state(3)[..., :3])", "state", "order 5"),
     "a state of another batch": ("layer(x, layer.initial_state(2))", "state", "batch 3"),
+    "a complex state": ("layer(x, layer.initial_state(3) * 1j)", "complex64", "real numbers"),
+    "a step from a complex state": ("layer.step(x[:, 0], layer.initial_state(3) * 1j)", "complex64", "real numbers"),
     "a length beyond the sequence": ("layer(x, lengths=tensor([41, 1, 1]))", "41", "1 to 40"),
     "a length of 0": ("layer(x, lengths=tensor([0, 1, 1]))", "0", "1 to 40"),
     "lengths that are not integers": ("layer(x, lengths=tensor([1.0, 1.0, 1.0]))", "float32", "(3,)"),

@@ -157,6 +157,17 @@ def test_bfloat16_autocast_trains_and_streams(read):
     torch.testing.assert_close(logits.float(), model(x), rtol=0.05, atol=0.05)
 
 
+def test_a_stream_in_bfloat16_pools_in_float32():
+    torch.manual_seed(0)
+    model = SequenceClassifier(LRU, depth=1, width=8, order=6, inputs=2, classes=3).bfloat16().eval()
+    x = torch.randn(2, 300, 2).bfloat16()
+    state = model.initial_state(2)
+    for t in range(300):
+        logits, state = model.step(x[:, t], state)
+    assert (logits.dtype, state.pooled.dtype) == (torch.bfloat16, torch.float32)
+    torch.testing.assert_close(logits.float(), model(x).float(), rtol=0.02, atol=0.01)
+
+
 def test_small_integers_are_tokens_too():
     model, x = make("tokens").eval(), sequences("tokens")
     assert torch.equal(model(x.to(torch.uint8)), model(x))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from compressm.layers import LRU
+from compressm.layers import LRU, S4, S4D, S5, LinOSS, Mamba
 from compressm.models import BatchNorm, LanguageModel, LayerNorm
 
 BATCH, LENGTH, WIDTH, VOCABULARY = 3, 12, 6, 11
@@ -141,6 +141,17 @@ def test_bfloat16_autocast_trains_and_streams():
     with torch.autocast("cpu", torch.bfloat16):
         stepped, _ = model.step(tokens[:, 0], model.initial_state(BATCH))
     torch.testing.assert_close(stepped.float(), model(tokens)[0][:, 0], rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("layer", [LRU, S4, S4D, S5, LinOSS, Mamba])
+def test_a_model_in_bfloat16_writes_and_continues_what_it_has_read(layer):
+    torch.manual_seed(0)
+    model = LanguageModel(layer, vocabulary=VOCABULARY, depth=2, width=8, order=6).bfloat16().eval()
+    assert model.generate(text(), count=3).shape == (BATCH, 3)
+    logits, _ = model(text())
+    _, state = model(text()[:, :-1])
+    continued, _ = model.step(text()[:, -1], state)
+    torch.testing.assert_close(continued.float(), logits[:, -1].float(), rtol=0.05, atol=0.05)
 
 
 def test_a_small_model_learns_to_count():

@@ -18,6 +18,7 @@ from torch.func import functional_call
 from compressm.control import DiagonalSystem
 from compressm.control.validation import require_all_finite, values_unread
 from compressm.errors import AdapterError
+from compressm.layers.base import wide
 from compressm.layers.parameters import plain_name
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -227,8 +228,8 @@ class SSMAdapter(Adapter[Module, DiagonalSystem]):
         return {name: Growth(axis, idle=value.narrow(axis, n, 1)) for name, value, axis in axes if axis is not None}
 
     def state_bytes(self, module: Module, order: int) -> int:
-        """Those of complex numbers in the dtype of the parameters."""
-        return 2 * order * read_with(self, module).bank.numel() * next(module.parameters()).element_size()
+        """Those of complex numbers in the dtype of the parameters, float32 or better."""
+        return 2 * order * read_with(self, module).bank.numel() * wide(next(module.parameters()).dtype).itemsize
 
     def order(self, module: Module) -> int:
         with values_unread():  # a layer that is unstable by now, or has NaN, has an order too
@@ -356,7 +357,7 @@ def counted_steps(module: nn.Module, x: Tensor, args: Sequence[Any], kwargs: Map
 
     A call that continues from a state is refused.
     """
-    given = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
+    given = {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
     if isinstance(state := given.get("state"), Tensor) and bool(state.any()):
         raise AdapterError(
             "calibrate continues from a state, which a cut does not know: let it run the model on whole sequences,"

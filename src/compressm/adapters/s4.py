@@ -14,6 +14,7 @@ from compressm.adapters.poles import continuous_poles, encodable
 from compressm.control import DenseSystem, DiagonalSystem
 from compressm.errors import AdapterError
 from compressm.layers import S4, Bilinear
+from compressm.layers.base import wide
 
 # The rest of A that its structure does not explain, as a share of its largest entry: rounding of 2n × 2n matrices.
 _ROUNDING = 1e-6
@@ -64,7 +65,7 @@ class S4Adapter(DenseAdapter[S4]):
         return {name: Growth(axis, idle=idle.get(name, 0.0)) for name, axis in S4.STATE_AXES.items()}
 
     def state_bytes(self, module: S4, order: int) -> int:
-        return 2 * order * module.width * module.D.element_size()
+        return 2 * order * module.width * wide(module.D.dtype).itemsize
 
 
 def _named(a: Tensor, *pairs: tuple[Tensor, Tensor]) -> dict[str, Tensor]:

@@ -164,6 +164,8 @@ class SSMLayer(Remembered, ABC):
         if not isinstance(state, Tensor) or tuple(state.shape) != expected:
             got = tuple(state.shape) if isinstance(state, Tensor) else type(state).__name__
             raise SequenceError(f"state is {got}, expected {expected} for order {self.order} and batch {batch}")
+        if not state.is_floating_point():
+            raise SequenceError(f"state has dtype {state.dtype}, expected real numbers such as {torch.float32}")
 
     def _check_step(self, x: Tensor, state: object) -> None:
         """Require a state, and an input on the device and in the dtype of the parameters."""
@@ -303,6 +305,11 @@ def require_batch(batch: object) -> None:
     require_at_most("batch", batch)
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of states, float32 or better: half precision would lose sums over time."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def require_numbers(**given: float) -> None:
     """Require real numbers; their range is checked where they are used."""
     for name, value in given.items():
@@ -419,6 +426,17 @@ class LTILayer(SSMLayer):
     ) -> tuple[Tensor, Tensor | None]:
         """The recurrence, plus the skip D·x if D is given."""
 
+    def _stepped(
+        self, x: Tensor, state: Tensor, advance: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """One step with the skip: `advance` gives Re(C h) and h in the dtype of states."""
+        self._check_step(x, state)
+        dtype = wide(self.D.dtype)
+        u = x.to(dtype)
+        y, h = advance(u, state.to(dtype))
+        # Under autocast the input may be in half precision, and the parameters are not.
+        return (y + self.D.to(dtype) * u).to(torch.promote_types(x.dtype, self.D.dtype)), h
+
 
 class SystemLayer(LTILayer):
     """A linear layer with one system for all channels, which `discrete` computes from the parameters."""
@@ -452,14 +470,17 @@ class SystemLayer(LTILayer):
     def step(
         self, x: Float[Tensor, "batch width"], state: Float[Tensor, "batch 2 n"]
     ) -> tuple[Float[Tensor, "batch width"], Float[Tensor, "batch 2 n"]]:
-        self._check_step(x, state)
+        return self._stepped(x, state, self._advance)
+
+    def _advance(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         log_poles, B, C = self.discrete()
-        h = times(exponential(log_poles).to(state.dtype), state.movedim(1, 0)) + x @ B.mT
-        return h[0] @ C[0].mT - h[1] @ C[1].mT + self.D * x, h.movedim(0, 1)
+        h = times(exponential(log_poles).to(x.dtype), state.movedim(1, 0)) + x @ B.to(x.dtype).mT
+        C = C.to(x.dtype)
+        return h[0] @ C[0].mT - h[1] @ C[1].mT, h.movedim(0, 1)
 
     def stepper(self, dtype: torch.dtype, *, gain: float = 1.0, scaled: bool = False) -> SystemStepper:
         return SystemStepper(*self.discrete(), self.D, dtype, gain=gain, scaled=scaled)
 
     def initial_state(self, batch: int) -> Float[Tensor, "batch 2 n"]:
         require_batch(batch)
-        return self.D.new_zeros(batch, 2, self.order)
+        return self.D.new_zeros(batch, 2, self.order, dtype=wide(self.D.dtype))

@@ -10,13 +10,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from compressm.layers.base import LTILayer, keeps_arguments, require_batch, require_numbers
+from compressm.layers.base import LTILayer, keeps_arguments, require_batch, require_numbers, wide
 from compressm.layers.streaming import SystemStepper
 from compressm.ops import Path, SequenceError, lti_layer
 from compressm.ops.block.norm import Link
 from compressm.ops.dispatch import require_path
 from compressm.ops.lti import layer_dtype
 from compressm.ops.lti.lru_system import lru_system, plain_system
+from compressm.ops.lti.states import raised
 
 
 @final
@@ -110,13 +111,15 @@ class LRU(LTILayer):
     def step(
         self, x: Float[Tensor, "batch width"], state: Float[Tensor, "batch 2 n"]
     ) -> tuple[Float[Tensor, "batch width"], Float[Tensor, "batch 2 n"]]:
-        self._check_step(x, state)
+        return self._stepped(x, state, self._advance)
+
+    def _advance(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         (B_re, B_im), (C_re, C_im) = self.matrices()
-        modulus, phase = torch.exp(-torch.exp(self.nu_log)), torch.exp(self.theta_log)
+        modulus, phase = torch.exp(-torch.exp(raised(self.nu_log))), torch.exp(raised(self.theta_log))
         a, b = modulus * torch.cos(phase), modulus * torch.sin(phase)
         h_re, h_im = state.unbind(1)
         h_re, h_im = a * h_re - b * h_im + x @ B_re.mT, b * h_re + a * h_im + x @ B_im.mT
-        return h_re @ C_re.mT - h_im @ C_im.mT + self.D * x, torch.stack([h_re, h_im], dim=1)
+        return h_re @ C_re.mT - h_im @ C_im.mT, torch.stack([h_re, h_im], dim=1)
 
     def stepper(self, dtype: torch.dtype, *, gain: float = 1.0, scaled: bool = False) -> SystemStepper:
         system = plain_system(*(parameter.double() for parameter in self.parameters_of_system()))
@@ -124,4 +127,4 @@ class LRU(LTILayer):
 
     def initial_state(self, batch: int) -> Float[Tensor, "batch 2 n"]:
         require_batch(batch)
-        return self.nu_log.new_zeros(batch, 2, self.order)
+        return self.nu_log.new_zeros(batch, 2, self.order, dtype=wide(self.nu_log.dtype))

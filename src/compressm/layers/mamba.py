@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
-from compressm.layers.base import SSMLayer, keeps_arguments, require_batch, require_sizes, require_switches
+from compressm.layers.base import SSMLayer, keeps_arguments, require_batch, require_sizes, require_switches, wide
 from compressm.layers.discretisation import random_log_steps
 from compressm.layers.parameters import Ordered, refuse_to_train_, replace_data
 from compressm.layers.streaming import EagerStepper, SelectiveStepper, Stepper
@@ -215,9 +215,9 @@ class Mamba(SSMLayer):
 
     def rates(self) -> Float[Tensor, "*pair inner n"]:
         """a = −exp(A_log) + i A_imag, in float32 or better; pairs (re, im) if there is an imaginary part."""
-        wide = _wide(self.A_log.dtype)
-        decay = -torch.exp(self.A_log.to(wide))
-        return decay if self.A_imag is None else torch.stack([decay, self.A_imag.to(wide)])
+        dtype = wide(self.A_log.dtype)
+        decay = -torch.exp(self.A_log.to(dtype))
+        return decay if self.A_imag is None else torch.stack([decay, self.A_imag.to(dtype)])
 
     def forward(
         self,
@@ -288,7 +288,7 @@ class Mamba(SSMLayer):
     def initial_state(self, batch: int) -> Float[Tensor, "batch inner kept"]:
         require_batch(batch)
         kept = self.conv_width - 1 + self.order * (1 if self.A_imag is None else 2)
-        return self.A_log.new_zeros(batch, self.inner, kept, dtype=_wide(self.A_log.dtype))
+        return self.A_log.new_zeros(batch, self.inner, kept, dtype=wide(self.A_log.dtype))
 
     def selected(self, u: Float[Tensor, "batch length inner"]) -> tuple[Tensor, Tensor, Tensor]:
         """Δ (before its bias and softplus), B and C that the input of the recurrence selects."""
@@ -358,8 +358,8 @@ class Mamba(SSMLayer):
         super()._apply(fn, recurse)
         for name, held in maps.items():
             now = getattr(self, name)
-            if now.dtype != _wide(now.dtype):
-                setattr(self, name, held.to(now.device, _wide(now.dtype)))
+            if now.dtype != wide(now.dtype):
+                setattr(self, name, held.to(now.device, wide(now.dtype)))
         return self
 
     def _shapes(self, form: MapForm, order: int) -> dict[str, tuple[int, ...]]:
@@ -382,7 +382,7 @@ class Mamba(SSMLayer):
     def _empty(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name == "A_imag":
             return _without_decay(nn.Parameter(self.A_log.new_empty(shape), requires_grad=self.A_log.requires_grad))
-        dtype = torch.int64 if name == "orders" else _wide(self.A_log.dtype)
+        dtype = torch.int64 if name == "orders" else wide(self.A_log.dtype)
         return self.A_log.new_empty(shape, dtype=dtype)
 
     def extra_repr(self) -> str:
@@ -421,7 +421,3 @@ def _without_decay(parameter: nn.Parameter) -> nn.Parameter:
     """Mark a parameter for optimizers, as the authors do, to exclude it from weight decay."""
     vars(parameter)["_no_weight_decay"] = True
     return parameter
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

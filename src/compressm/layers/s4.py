@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from compressm.layers.base import LTILayer, keeps_arguments, require_batch
+from compressm.layers.base import LTILayer, keeps_arguments, require_batch, wide
 from compressm.layers.discretisation import Bilinear, random_log_steps, times
 from compressm.layers.initialisation import legs_modes
 from compressm.layers.streaming import BankStepper, LowRankStepper, Stepper
@@ -120,13 +120,14 @@ class S4(LTILayer):
     def step(
         self, x: Float[Tensor, "batch width"], state: Float[Tensor, "batch 2 width n"]
     ) -> tuple[Float[Tensor, "batch width"], Float[Tensor, "batch 2 width n"]]:
-        self._check_step(x, state)
-        parts = self._moves()
+        return self._stepped(x, state, self._advance)
+
+    def _advance(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        decay, left, right, drive, own, C = (part.to(x.dtype) for part in self._moves())
         h = state.movedim(1, 0)
-        decay, left, right, drive, own, C = (part.to(state.dtype) for part in parts)
         read = (right[:, None] * h).sum((0, -1)) + own * x
         h = times(decay[:, None], h) + drive[:, None] * x[..., None] - left[:, None] * read[..., None]
-        return (C[:, None] * h).sum((0, -1)) + self.D * x, h.movedim(0, 1)
+        return (C[:, None] * h).sum((0, -1)), h.movedim(0, 1)
 
     def _moves(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """decay, left, right, drive, own and C of h ← decay h + drive x − left (Re(rightᴴ h) + own x), y = Re(C h).
@@ -152,4 +153,4 @@ class S4(LTILayer):
 
     def initial_state(self, batch: int) -> Float[Tensor, "batch 2 width n"]:
         require_batch(batch)
-        return self.log_A_real.new_zeros(batch, 2, self.width, self.order)
+        return self.log_A_real.new_zeros(batch, 2, self.width, self.order, dtype=wide(self.log_A_real.dtype))

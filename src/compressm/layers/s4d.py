@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from compressm.layers.base import LTILayer, keeps_arguments, require_batch
+from compressm.layers.base import LTILayer, keeps_arguments, require_batch, wide
 from compressm.layers.discretisation import (
     ZOH,
     Discretisation,
@@ -93,17 +93,19 @@ class S4D(LTILayer):
     def step(
         self, x: Float[Tensor, "batch width"], state: Float[Tensor, "batch 2 width n"]
     ) -> tuple[Float[Tensor, "batch width"], Float[Tensor, "batch 2 width n"]]:
-        self._check_step(x, state)
+        return self._stepped(x, state, self._advance)
+
+    def _advance(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         log_poles, scale, C = self.discrete()
-        h = times(exponential(log_poles).to(state.dtype), state.movedim(1, 0)) + scale[:, None] * x[..., None]
-        return (C[0] * h[0] - C[1] * h[1]).sum(-1) + self.D * x, h.movedim(0, 1)
+        h = times(exponential(log_poles).to(x.dtype), state.movedim(1, 0)) + scale[:, None] * x[..., None]
+        return (C[0] * h[0] - C[1] * h[1]).sum(-1), h.movedim(0, 1)
 
     def stepper(self, dtype: torch.dtype, *, gain: float = 1.0, scaled: bool = False) -> BankStepper:
         return BankStepper(*self.discrete(), self.D, dtype, gain=gain, scaled=scaled)
 
     def initial_state(self, batch: int) -> Float[Tensor, "batch 2 width n"]:
         require_batch(batch)
-        return self.log_A_real.new_zeros(batch, 2, self.width, self.order)
+        return self.log_A_real.new_zeros(batch, 2, self.width, self.order, dtype=wide(self.log_A_real.dtype))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, discretisation={self.discretisation}"

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int, Integer
 from torch import Tensor, nn
 
 from compressm.layers import SequenceError, SSMLayer
-from compressm.layers.base import keeps_arguments
+from compressm.layers.base import keeps_arguments, wide
 from compressm.models.block import Dropout, Gelu, PerElement, build_blocks
 from compressm.models.checks import require_counts, require_lengths
 from compressm.models.encoder import EmbeddingEncoder, Encoder, LinearEncoder
@@ -99,7 +99,7 @@ class SequenceClassifier(nn.Module):
         features, layers = self.blocks.step(self.encoder(x), state.layers)
         steps = state.steps + 1
         pooled = self.pooling.update(state.pooled, features, steps)
-        return self.head(pooled), ClassifierState(layers, pooled, steps)
+        return self.head(pooled.to(features.dtype)), ClassifierState(layers, pooled, steps)
 
     def initial_state(self, batch: int) -> ClassifierState:
         """The state at the start of a stream: zeros."""
@@ -107,7 +107,8 @@ class SequenceClassifier(nn.Module):
         require_counts(batch=batch)
         parameter = next(self.parameters())
         steps = torch.zeros(batch, dtype=torch.int64, device=parameter.device)
-        return ClassifierState(self.blocks.initial_state(batch), parameter.new_zeros(batch, self.width), steps)
+        pooled = parameter.new_zeros(batch, self.width, dtype=wide(parameter.dtype))
+        return ClassifierState(self.blocks.initial_state(batch), pooled, steps)
 
     def _require_one_tower(self) -> None:
         if self.towers != 1:

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from compressm.ops.dispatch import kernels_serve
+from compressm.ops.lti.states import raised
 
 
 def plain_system(
@@ -18,7 +19,10 @@ def plain_system(
     C_re: Float[Tensor, "q n"],
     C_im: Float[Tensor, "q n"],
 ) -> tuple[Float[Tensor, "2 n"], Float[Tensor, "2 n p"], Float[Tensor, "2 q n"]]:
-    """Return (log |λ|, arg λ), γ B and C as pairs."""
+    """Return (log |λ|, arg λ), γ B and C as pairs, in float32 or better."""
+    nu_log, theta_log, gamma_log, B_re, B_im, C_re, C_im = map(
+        raised, (nu_log, theta_log, gamma_log, B_re, B_im, C_re, C_im)
+    )
     gamma = torch.exp(gamma_log)[:, None]
     poles = torch.stack([-torch.exp(nu_log), torch.exp(theta_log)])
     return poles, torch.stack([gamma * B_re, gamma * B_im]), torch.stack([C_re, C_im])
