@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel
 
 from compressm.adapters import SSMAdapter, adapts, write
-from compressm.compression import Compressor, PerChannel, TargetOrder, load_checkpoint, save_checkpoint
+from compressm.compression import Compressor, KeepFraction, PerChannel, TargetOrder, load_checkpoint, save_checkpoint
 from compressm.control import DiagonalSystem
 from compressm.layers import LRU, S4, S4D, S5, LinOSS, Mamba
 from compressm.models import PerElement, SequenceClassifier
@@ -136,6 +136,57 @@ OPTIMIZERS = {
 def test_every_optimizer_goes_on_bit_for_bit(name, tmp_path):
     whole = Run(optimizer=OPTIMIZERS[name]).train(1, path=tmp_path)
     check_same(resumed(tmp_path / "5", optimizer=OPTIMIZERS[name]), whole)
+
+
+class WideMomentum(torch.optim.Optimizer):
+    """Momentum in float32 for weights in bfloat16."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                own = self.state[parameter]
+                own.setdefault("momentum_buffer", torch.zeros_like(parameter, dtype=torch.float32))
+                own["momentum_buffer"].mul_(0.9).add_(parameter.grad)
+                parameter.add_(own["momentum_buffer"].to(parameter.dtype), alpha=-group["lr"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", [WideMomentum, torch.optim.NAdam])
+def test_states_keep_the_precision_in_which_they_were_saved(kind, dtype, tmp_path):
+    # torch's own `load_state_dict` gives all of them that of the weights.
+    def begin():
+        torch.manual_seed(0)
+        model = SequenceClassifier(LRU, depth=1, width=4, order=6, inputs=2, classes=3).to(dtype)
+        optimizer = kind(model.parameters(), lr=0.01)
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "compressor": Compressor(model, optimizer, when=[2, 5], keep=KeepFraction(0.5)),
+        }
+
+    def train(parts, steps):
+        for step in steps:
+            parts["optimizer"].zero_grad()
+            parts["model"](torch.randn(3, 8, 2).to(dtype)).logsumexp(-1).sum().backward()
+            parts["optimizer"].step()
+            parts["compressor"].step(step)
+        return [value for own in parts["optimizer"].state.values() for value in own.values()]
+
+    whole, path = begin(), tmp_path / "3"
+    train(whole, range(1, 4))
+    save_checkpoint(path, **whole)
+    expected = train(whole, range(4, 8))
+    again = begin()
+    load_checkpoint(path, **again)
+    for mine, yours in zip(train(again, range(4, 8)), expected, strict=True):
+        assert mine.dtype == yours.dtype
+        assert torch.equal(mine, yours)
+    for mine, yours in zip(again["model"].parameters(), whole["model"].parameters(), strict=True):
+        assert torch.equal(mine, yours)
 
 
 SCHEDULERS = {

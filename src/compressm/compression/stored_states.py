@@ -53,6 +53,18 @@ def states_of(part: Any, state: Any) -> list[Any]:
     return state
 
 
+def restore_precision_(optimizer: Any, state: Mapping[str, Any]) -> None:
+    """Give the tensors of a loaded state the dtypes that they were saved in; torch casts them to their parameter's."""
+    members = (member for group in optimizer.param_groups for member in group["params"])
+    numbers = (number for group in state["param_groups"] for number in group["params"])
+    for member, number in zip(members, numbers, strict=True):
+        own = optimizer.state.get(member, {})
+        for key, value in state["state"].get(number, {}).items():
+            now = own.get(key)
+            if isinstance(now, Tensor) and isinstance(value, Tensor) and now.dtype != value.dtype:
+                own[key] = value.to(now.device, copy=True)
+
+
 def _require_one(
     optimizer: Any, state: Any, names: Sequence[Sequence[str | None]], shapes: Mapping[str, Sequence[int]]
 ) -> None:

@@ -25,7 +25,7 @@ from compressm.compression.cutting import ordinary_tensors
 from compressm.compression.distributed import renew_wrappers_, unwrapped
 from compressm.compression.rollback import archive_bytes
 from compressm.compression.several import as_optimizer, as_scheduler, join_, kind_of, leave_, parts_of
-from compressm.compression.stored_states import require_optimizer, require_scheduler, states_of
+from compressm.compression.stored_states import require_optimizer, require_scheduler, restore_precision_, states_of
 from compressm.compression.surgery import take_orders_
 from compressm.control.validation import as_integer
 from compressm.errors import CompressionError, NoSuchFileError, SavingError
@@ -349,6 +349,8 @@ class _Before:
             self._begun.append(part)
             try:
                 part.load_state_dict(state)
+                if _is_optimizer(part):
+                    restore_precision_(part, state)
             except Exception as error:
                 raise SavingError(f"a {type(part).__name__} does not load its state in the file: {error}") from error
 
