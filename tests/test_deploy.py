@@ -171,8 +171,11 @@ def test_step_times_are_those_of_models_of_each_order():
     def run(model):
         seen.append([block.ssm.order for block in model.blocks])
         model(TOKENS)
+        torch.rand(3)
 
+    random = torch.get_rng_state()
     times = deploy.step_times(model, run, (8, 2, 6), repeats=3)
+    assert torch.equal(torch.get_rng_state(), random)
     assert list(times) == [2, 6, 8]
     assert all(time > 0 for time in times.values())
     assert seen == [[order, order] for order in (2, 6, 8) for _ in range(5)]

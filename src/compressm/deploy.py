@@ -22,6 +22,7 @@ from compressm.compression.distributed import unwrapped
 from compressm.compression.surgery import write_cuts_
 from compressm.errors import AdapterError, CompressionError, did_you_mean
 from compressm.families.choices import AllowedOrders, Multiples, OneOf, PowersOfTwo, powers_of_two, require_count
+from compressm.families.observing import random_state, set_random_state
 from compressm.layers import SSMLayer
 
 __all__ = [
@@ -366,6 +367,7 @@ def step_times(
     """The milliseconds of `run(model)` by the order of all layers, measured here on copies; for `Budget(measure=)`.
 
     `run` makes one step, or whatever is to be fast. The time is the median of `repeats` calls, after two that warm up.
+    Random numbers are as before afterwards.
     """
     if not isinstance(orders, Iterable):
         raise CompressionError(f"orders are {orders!r:.100}, expected orders to measure, such as (16, 32, 64)")
@@ -377,7 +379,11 @@ def step_times(
         require_call("run", run, "model")
     except AdapterError as error:
         raise CompressionError(str(error)) from None
-    return {order: _milliseconds(_at_order(unwrapped(model), order), run, repeats) for order in sorted(set(sizes))}
+    random = random_state()
+    try:
+        return {order: _milliseconds(_at_order(unwrapped(model), order), run, repeats) for order in sorted(set(sizes))}
+    finally:
+        set_random_state(random)
 
 
 def _at_order(model: nn.Module, order: int) -> nn.Module:

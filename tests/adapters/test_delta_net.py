@@ -260,6 +260,23 @@ def test_a_mapped_delta_net_is_loaded_from_a_checkpoint(name, tmp_path):
     assert torch.equal(*written)
 
 
+def test_a_model_that_files_cannot_name_is_refused_with_what_works(tmp_path):
+    model = make()
+    with pytest.raises(cs.compression.SavingError, match=r"save_pretrained\(.*, or save_checkpoint\(path"):
+        cs.save_model(model, tmp_path / "model")
+
+    @cs.compression.savable
+    class Own(type(model)):
+        pass
+
+    with pytest.raises(cs.compression.SavingError, match=r"Config is no class .*: call .*save_pretrained"):
+        cs.save_model(Own(copy.deepcopy(model.config)), tmp_path / "own")
+    cut(model, form=cs.Selected())
+    model.save_pretrained(tmp_path / "theirs")
+    again = type(model).from_pretrained(tmp_path / "theirs")
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
 def test_a_mapped_delta_net_is_copied_pickled_and_trained_on():
     model = mapped()
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):

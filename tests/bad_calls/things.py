@@ -94,6 +94,20 @@ def asked(orders):
     return Asking()
 
 
+def beginning(step):
+    class Beginning(Schedule):
+        def first(self, after):
+            return step
+
+        def decide(self, look):
+            return look.attempt()
+
+        def plan(self):
+            return "one cut"
+
+    return Beginning()
+
+
 def cut(**changes):
     usual = dict(step=1, module="a", order=4, rank=2, error_bound=None, measured_error=None)
     return Cut(**{**usual, "energy_lost": 0.1, "seconds": 1.0, **changes})

@@ -305,7 +305,7 @@ class Compressor:
         if self._look_at is not None:
             return self._look_at
         found = self._when.first(step - 1 if self._seen is None else self._seen)
-        return math.inf if found is None else found
+        return math.inf if found is None else require_count(f"{self._when!r:.100}: the first step", found, low=0)
 
     def _next(self) -> float:
         """The first step at which something may be due."""

@@ -182,7 +182,7 @@ class Automatic(Schedule):
 
     def __post_init__(self) -> None:
         for name in ("total_steps", "every"):
-            if (value := getattr(self, name)) is not None:
+            if (value := getattr(self, name)) is not None or name == "total_steps":
                 object.__setattr__(self, name, require_count(f"Automatic: {name}", value))
         for name in ("settled", "begin_by", "recover", "share"):
             value = require_number(f"Automatic: {name}", getattr(self, name), 0, 1, below=True)

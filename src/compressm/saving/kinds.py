@@ -206,10 +206,18 @@ def _name_of(kind: type[Any], value: object, where: str) -> str:
     name = next((name for name, known in _KINDS.items() if known is kind), foreign.kind_name(kind))
     if name is None:
         shown = f"a {type(value).__name__}" if isinstance(value, nn.Module) else f"{value!r:.80}"
-        raise SavingError(
-            f"{where} is {shown}, and {kind.__module__}.{kind.__qualname__} is no class that files may name: "
+        cure = (
             "decorate it with @compressm.compression.savable (of a class that is not yours, a subclass), or save "
             "model.state_dict() with safetensors and build the model yourself"
+        )
+        if kind.__module__.partition(".")[0] == foreign.PACKAGE:
+            # A subclass does not help: its config is no class that files may name either.
+            cure = (
+                "call model.save_pretrained(...), if all layers have one order, or save_checkpoint(path, model=model);"
+                " load_checkpoint(path, model=...) reads that into a new model of the first config"
+            )
+        raise SavingError(
+            f"{where} is {shown}, and {kind.__module__}.{kind.__qualname__} is no class that files may name: {cure}"
         )
     return name
 

@@ -20,6 +20,7 @@ from compressm.compression.surgery import take_orders_
 from compressm.errors import AdapterError, CompressionError, NoSuchFileError, SavingError
 from compressm.layers.parameters import Kept, plain_name, replace_data, require_free
 from compressm.saving.fitting import require_same_groups
+from compressm.saving.kinds import as_path
 from compressm.saving.rebuilding import by_forms, expected_shapes, orders_of, plain_state, ssm_layers, take_forms_
 
 Optimizers: TypeAlias = Callable[[], Sequence[Any]]
@@ -76,7 +77,7 @@ def take_stored_orders_(model: nn.Module, folder: str | os.PathLike[str], prefix
 
     if is_sharded(model):
         raise SavingError(f"{type(model).__name__} is sharded already: call take_stored_orders_ before fully_shard")
-    if not Path(folder, ".metadata").is_file():
+    if not Path(as_path(folder), ".metadata").is_file():
         raise NoSuchFileError(f"{folder} has no .metadata: expected a folder that torch.distributed.checkpoint wrote")
     reader, layers = FileSystemReader(folder), list(ssm_layers(model))
     stored = reader.read_metadata().state_dict_metadata

@@ -6,8 +6,18 @@
 
 from compressm.adapters.transformers import delta_net
 from compressm.adapters.transformers.cache import HeldCache
+from compressm.adapters.transformers.config import PACKAGE
 from compressm.adapters.transformers.mamba import MambaMixerAdapter
 from compressm.adapters.transformers.mamba2 import Mamba2MixerAdapter
 from compressm.adapters.transformers.models import arguments_of, builder, kind_name
 
-__all__ = ["HeldCache", "Mamba2MixerAdapter", "MambaMixerAdapter", "arguments_of", "builder", "delta_net", "kind_name"]
+__all__ = [
+    "PACKAGE",
+    "HeldCache",
+    "Mamba2MixerAdapter",
+    "MambaMixerAdapter",
+    "arguments_of",
+    "builder",
+    "delta_net",
+    "kind_name",
+]
