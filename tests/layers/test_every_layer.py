@@ -68,7 +68,7 @@ def test_a_layer_in_half_precision_steps_with_states_in_float32_as_forward_does(
         stepped.append(y)
     assert (state.dtype, y.dtype) == (torch.float32, dtype)
     assert layer.initial_state(3).dtype == last.dtype == torch.float32
-    # Outputs differ by a rounding or two; with states in bfloat16 an LRU with slow poles was wrong by 17 %.
+    # Outputs differ by a rounding or two; states in half precision would lose much more.
     rounding = torch.finfo(dtype).eps * whole.float().abs().max().item()
     torch.testing.assert_close(torch.stack(stepped, 1).float(), whole.float(), rtol=0, atol=2 * rounding)
     torch.testing.assert_close(state, last, rtol=1e-2, atol=1e-3)
