@@ -204,6 +204,8 @@ class TextCells(Cells):
         for line, cells in self.rows():
             lines.append(line)
             try:
+                if "_" in "".join(cells):
+                    raise ValueError  # float reads 1_000
                 flat.extend([float(cells[k]) for k in places])
             except ValueError:
                 flat.extend([self._number(cells[k], line, k) for k in places])
@@ -220,7 +222,7 @@ class TextCells(Cells):
         if (plain := text.strip()).lower() in MISSING:
             return math.nan
         try:
-            return float(plain)
+            return as_number(plain)
         except ValueError:
             comma = "; write a point in decimal numbers" if re.fullmatch(r"[-+]?\d+,\d+", plain) else ""
             raise DataError(
@@ -264,10 +266,17 @@ def _is_header(cells: Sequence[str]) -> bool:
     return len(counted) > 2 and counted == list(range(len(counted)))
 
 
+def as_number(text: str) -> float:
+    """The number that a text is; 1_000, which `float` takes, is none."""
+    if "_" in text:
+        raise ValueError(f"{text!r} is not a number")
+    return float(text)
+
+
 def is_number(text: str) -> bool:
     """Tell if a text is a number; words for missing ones are not."""
     try:
-        return not math.isnan(float(text))
+        return not math.isnan(as_number(text))
     except ValueError:
         return False
 
@@ -284,6 +293,19 @@ def _opened(path: Path) -> Iterator[Iterable[str]]:
         raise DataError(f"{path} is not UTF-8 text, but {what}, or not text at all; write it as UTF-8") from None
     except (OSError, EOFError) as error:
         raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def class_name(value: object) -> str | None:
+    """The name of a class; numbers have one form, so that 1, 1.0 and 1.0000000e+00 are one class."""
+    text = str(value).strip()
+    if text.lower() in MISSING:
+        return None
+    if not is_number(text):
+        return text
+    if text.isdecimal():
+        return str(int(text))  # whose last digits float would lose
+    found = as_number(text)
+    return str(int(found)) if found.is_integer() else str(found)
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, str]]:

@@ -1,31 +1,32 @@
-"""Files of sequences with their answers: tables in three layouts, arrays (.npz), .ts and .arff of UCR and UEA."""
+"""Files of sequences with their answers: tables in three layouts and arrays (.npz); archives has .ts and .arff."""
 
 from __future__ import annotations
 
-import math
-import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime, time
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float64, Shaped
 
 from compressm.errors import did_you_mean
+from compressm_lab.data.archives import from_arff, from_ts
 from compressm_lab.data.cells import (
     MISSING,
     Cells,
     ColumnarCells,
     Rows,
     TextCells,
+    as_number,
     is_number,
-    lines_of,
     require_memory,
     shortly,
 )
+from compressm_lab.data.examples import Answer, Choices, Examples
 from compressm_lab.data.task import DataError
 
 TEXT = (".csv", ".tsv", ".txt", ".dat")
@@ -33,54 +34,6 @@ COLUMNS = (".parquet", ".pq", ".arrow", ".feather")
 ARRAYS = (".npz",)
 ARCHIVES = (".ts", ".arff")
 ENDINGS = (*TEXT, *COLUMNS, *ARRAYS, *ARCHIVES)
-
-Signal = Float64[np.ndarray, "length channels"]
-# The answers of a sequence: one text or number for each output, a row of them for each step.
-Answer = Shaped[np.ndarray, "*steps outputs"]
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Choices:
-    """The roles of the columns or arrays of a file, and how it is written: options of a table by their names."""
-
-    inputs: Any = None
-    leave_out: Any = None
-    target: Any = None
-    sequence: Any = None
-    step: Any = None
-    lengths: str | None = None
-    remaining: float | None = None
-    every_step: bool | None = None
-    delimiter: str | None = None
-    header: bool | None = None
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Examples:
-    """The sequences of a file: signals, in which NaN is missing, and answers as texts or as numbers.
-
-    `every_step`: a sequence has an answer at each step. `classes`: the file itself says that answers are classes, or
-    (False) that they are numbers. `where` names the place of a sequence, `place` that of a step and a channel;
-    `keys` are the names of sequences.
-    """
-
-    path: Path
-    said: str
-    layout: str
-    channels: tuple[str, ...]
-    signals: list[Signal]
-    answers: list[Answer]
-    outputs: tuple[str, ...]
-    every_step: bool
-    classes: bool | None
-    where: Callable[[int], str]
-    place: Callable[[int, int, int], str]
-    keys: tuple[str, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self.signals)
 
 
 def ending(path: Path) -> str:
@@ -95,7 +48,7 @@ def read_examples(path: Path, choices: Choices, split: str = "train", *, answers
     if kind in ARRAYS:
         return _from_arrays(path, choices, split)
     if kind in ARCHIVES:
-        return (_from_ts if kind == ".ts" else _from_arff)(path)
+        return (from_ts if kind == ".ts" else from_arff)(path)
     cells = open_cells(path, choices)
     return _by_steps(cells, choices, answers) if choices.sequence is not None else _by_rows(cells, choices, answers)
 
@@ -284,17 +237,9 @@ def _by_steps(cells: Cells, choices: Choices, answers: bool) -> Examples:
 
 
 def _in_order(cells: Cells, texts: list[str], rows: list[int], names: Sequence[str]) -> list[int]:
-    """The rows of a sequence by their step: by number, or else by text, as dates are written; each step once."""
+    """The rows of a sequence by their step, each step once."""
     sequence, step = names
-    for row in rows:
-        if texts[row].lower() in MISSING:
-            raise DataError(
-                f"{cells.where(row)}, column {step}: it is empty, expected the number or the time of a step"
-            )
-    if all(is_number(texts[row]) for row in rows):
-        keys: dict[int, Any] = {row: float(texts[row]) for row in rows}
-    else:
-        keys = {row: texts[row] for row in rows}
+    keys = _step_keys(cells, texts, rows, step)
     ordered = sorted(rows, key=keys.__getitem__)
     for one, other in pairwise(ordered):
         if keys[one] == keys[other]:
@@ -303,6 +248,41 @@ def _in_order(cells: Cells, texts: list[str], rows: list[int], names: Sequence[s
                 f" once; is {sequence} the column that tells sequences?"
             )
     return ordered
+
+
+def _step_keys(cells: Cells, texts: list[str], rows: list[int], step: str) -> dict[int, Any]:
+    """Numbers, dates or times that order rows; as texts, step 10 would come before step 2, and 10:00 before 9:00."""
+    for row in rows:
+        if texts[row].lower() in MISSING:
+            raise DataError(
+                f"{cells.where(row)}, column {step}: it is empty, expected the number or the time of a step"
+            )
+    for read in _STEPS:
+        keys: dict[int, Any] = {}
+        with suppress(ValueError):
+            keys = {row: read(texts[row]) for row in rows}
+        if keys:
+            return keys
+    other = next((row for row in rows if not is_number(texts[row])), rows[0])
+    raise DataError(
+        f"{cells.where(other)}, column {step}: {texts[other][:40]!r} gives no order; expected numbers in the whole"
+        " sequence, or dates or times as 2024-01-31, 2024-01-31 09:05 or 09:05; if rows are in order, leave step out"
+    )
+
+
+def _local_time(text: str) -> datetime:
+    if (found := datetime.fromisoformat(text)).tzinfo is not None:
+        raise ValueError("it has a time zone")
+    return found
+
+
+def _zoned_time(text: str) -> datetime:
+    if (found := datetime.fromisoformat(text)).tzinfo is None:
+        raise ValueError("it has no time zone")
+    return found
+
+
+_STEPS = (as_number, _local_time, _zoned_time, time.fromisoformat)
 
 
 def _same(
@@ -374,6 +354,18 @@ def _as_texts(values: Shaped[np.ndarray, "*shape"]) -> Shaped[np.ndarray, "*shap
     return values.astype(object) if values.dtype.kind == "f" else values.astype(str).astype(object)
 
 
+def require_no_other_split(path: Path, splits: Sequence[str]) -> None:
+    """Refuse an .npz file of training that has arrays of another split too, which no option asks for."""
+    names = _arrays(path) if ending(path) in ARRAYS else {}
+    for split in splits:
+        with_split = _often("inputs", split)[: -len(_ARRAYS["inputs"])]
+        if name := next((name for name in with_split if name in names), None):
+            raise DataError(
+                f"{path} has the array {name} too: set {split}: {path.name} to use it, or inputs and target to the"
+                " names of the arrays to train on"
+            )
+
+
 def _arrays(path: Path) -> dict[str, Any]:
     if not zipfile.is_zipfile(path):
         raise DataError(f"{path} cannot be read as .npz: it is not the archive that numpy.savez writes")
@@ -430,129 +422,3 @@ def _lengths(path: Path, choices: Choices, found: Mapping[str, Any], x: Any, spl
             " the inputs"
         )
     return [int(length) for length in lengths]
-
-
-class _Line(NamedTuple):
-    """A sequence of a .ts or .arff file: the line, a text of numbers for each channel, and the answer."""
-
-    number: int
-    parts: list[str]
-    answer: str
-
-
-def _from_ts(path: Path) -> Examples:
-    """The format of sktime and aeon: a header of @ lines, then channels divided by colons, with the answer last."""
-    classes: bool | None = None
-    found, begun = list[_Line](), False
-    for number, line in lines_of(path):
-        if not line or line.startswith(("#", "%")):
-            continue
-        word, _, rest = line.lower().partition(" ")
-        if begun:
-            *parts, answer = line.split(":")
-            if not parts:
-                raise DataError(f"{path}, line {number}: no colon, expected channels and an answer divided by colons")
-            found.append(_Line(number, parts, answer.strip()))
-        elif word == "@data":
-            begun = True
-        elif word == "@timestamps" and rest.strip() == "true":
-            raise DataError(f"{path}, line {number}: it has time stamps, expected @timeStamps false")
-        elif word in ("@classlabel", "@targetlabel") and rest.split()[:1] == ["true"]:
-            classes = word == "@classlabel"
-        elif word in ("@classlabel", "@targetlabel") and rest.split()[:1] == ["false"] and classes is None:
-            raise DataError(f"{path}, line {number}: it has no answers, expected @classLabel true or @targetLabel true")
-    if not begun:
-        raise DataError(f"{path} has no line @data, expected the header of a .ts file")
-    return _of_lines(path, found, True if classes is None else classes, "a .ts file")
-
-
-_ATTRIBUTE = re.compile(r"""@attribute\s+('[^']*'|"[^"]*"|\S+)\s+(.*)""", re.IGNORECASE)
-
-
-def _from_arff(path: Path) -> Examples:
-    """Weka's format as UCR and UEA use it: a number a step, or channels as quoted lines; the answer is the last one."""
-    kinds, found = list[str](), list[_Line]()
-    inside = begun = False
-    for number, line in lines_of(path):
-        lower = line.lower()
-        if not line or line.startswith("%"):
-            continue
-        if begun:
-            found.append(_arff_line(path, number, line, kinds))
-        elif lower.startswith("@end"):
-            inside = False
-        elif lower.startswith("@data"):
-            if not kinds:
-                raise DataError(f"{path} has no line @attribute, expected one for every step and one for the answer")
-            begun = True
-        elif (attribute := _ATTRIBUTE.match(line)) and not inside:
-            kinds.append(attribute[2].strip().lower())
-            inside = kinds[-1] == "relational"
-    if not begun:
-        raise DataError(f"{path} has no line @data, expected the header of an .arff file")
-    return _of_lines(path, found, kinds[-1].startswith("{") or kinds[-1] == "string", "an .arff file")
-
-
-def _arff_line(path: Path, number: int, line: str, kinds: Sequence[str]) -> _Line:
-    if line.startswith("{"):
-        raise DataError(f"{path}, line {number}: a sparse row, expected one with every value")
-    quoted = re.match(r"""(['"])(.*)\1\s*,\s*(.+)$""", line)
-    if quoted is not None and "relational" in kinds:
-        return _Line(number, quoted[2].split("\\n"), quoted[3].strip(" '\""))
-    *cells, answer = line.split(",")
-    if len(cells) + 1 != len(kinds):
-        raise DataError(f"{path}, line {number}: {len(cells) + 1} cells, expected {len(kinds)}, one an attribute")
-    return _Line(number, [",".join(cells)], answer.strip(" '\""))
-
-
-def _of_lines(path: Path, lines: list[_Line], classes: bool, said: str) -> Examples:
-    if not lines:
-        raise DataError(f"{path} has a header and no sequences after @data")
-    width = len(lines[0].parts)
-    signals = [_signal_of(path, line, width) for line in lines]
-    return Examples(
-        path=path,
-        said=said,
-        layout="one line a sequence",
-        channels=tuple(map(str, range(1, width + 1))),
-        signals=signals,
-        answers=[np.array([line.answer], dtype=object) for line in lines],
-        outputs=("class" if classes else "target",),
-        every_step=False,
-        classes=classes,
-        where=lambda example: f"{path}, line {lines[example].number}",
-        place=lambda example, step, channel: (
-            f"{path}, line {lines[example].number}, step {step + 1} of channel {channel + 1}"
-        ),
-    )
-
-
-def _signal_of(path: Path, line: _Line, width: int) -> Signal:
-    """The numbers of a line; channels may be filled up at their ends, as in UEA's .arff files."""
-    if len(line.parts) != width:
-        raise DataError(
-            f"{path}, line {line.number}: {len(line.parts)} channels, expected {width} as in the first line"
-        )
-    channels = [
-        np.array(list(_numbers_of(path, line.number, channel, part))) for channel, part in enumerate(line.parts, 1)
-    ]
-    if len(steps := {len(channel) for channel in channels}) > 1:
-        raise DataError(
-            f"{path}, line {line.number}: its channels have {' and '.join(map(str, sorted(steps)))} steps, expected as"
-            " many in each"
-        )
-    signal = np.stack(channels, axis=1)
-    there = (~np.isnan(signal)).any(axis=1).nonzero()[0]
-    return signal[: there[-1] + 1] if len(there) else signal[:0]
-
-
-def _numbers_of(path: Path, line: int, channel: int, text: str) -> Iterator[float]:
-    for step, cell in enumerate(text.split(","), 1):
-        plain = cell.strip()
-        try:
-            value = math.nan if plain.lower() in MISSING else float(plain)
-        except ValueError:
-            value = math.inf
-        if math.isinf(value):
-            raise DataError(f"{path}, line {line}, step {step} of channel {channel}: {plain[:40]!r} is not a number")
-        yield value

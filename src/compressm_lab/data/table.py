@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from jaxtyping import Float64, Shaped
 
-from compressm_lab.data.cells import MISSING, is_number, memory, shortly
+from compressm_lab.data.cells import MISSING, class_name, is_number, memory, shortly
 from compressm_lab.data.dataset import Source
+from compressm_lab.data.examples import Answer, Choices, Examples, Signal
 from compressm_lab.data.files import Store
-from compressm_lab.data.sequences import Answer, Choices, Examples, Signal, read_answers, read_examples
+from compressm_lab.data.sequences import read_answers, read_examples, require_no_other_split
 from compressm_lab.data.task import IGNORED, SHARE, DataError, Split, Splits, Task, TaskKind, hold_out
 
 _KINDS = {
@@ -166,6 +167,8 @@ class Table(Source):
                     raise DataError(f"{which}_targets is given without {which}, the file with their sequences")
                 continue
             examples = read_examples(path, choices, which, answers=targets is None)
+            if which == "train" and self.inputs is None:
+                require_no_other_split(path, [split for split in Splits._fields if getattr(self, split) is None])
             if targets is not None:
                 examples = _with_answers(examples, targets, choices)
             found[which] = examples
@@ -227,7 +230,7 @@ class Table(Source):
         """The classes of the training data, in the order of numbers or of the alphabet."""
         if len(examples.outputs) != 1:
             raise DataError(f"target has {shortly(examples.outputs)}, expected one column of classes")
-        found = {_label(value) for answer in examples.answers for value in answer.flat} - {None}
+        found = {class_name(value) for answer in examples.answers for value in answer.flat} - {None}
         labels = [label for label in found if label is not None]
         if len(labels) < 2:
             came = f"all are {labels[0]!r}" if labels else "there are none"
@@ -290,17 +293,6 @@ def _target_moments(examples: Sequence[_Example]) -> tuple[tuple[float, ...], tu
     return tuple(moments.mean.tolist()), tuple(moments.scale.tolist())
 
 
-def _label(value: object) -> str | None:
-    """The name of a class; numbers have one form, so that 1, 1.0 and 1.0000000e+00 are one class."""
-    text = str(value).strip()
-    if text.lower() in MISSING:
-        return None
-    if not is_number(text):
-        return text
-    number = float(text)
-    return str(int(number)) if number.is_integer() else str(number)
-
-
 def _with_answers(examples: Examples, path: Path, choices: Choices) -> Examples:
     """The sequences with the answers of another file: row by row, or by the column that tells sequences."""
     cells, rows = read_answers(path, choices)
@@ -346,7 +338,7 @@ def _answers(examples: Examples, kind: TaskKind, labels: Sequence[str]) -> list[
     def read(value: object, number: int) -> float | int:
         if value in seen:
             return seen[value]
-        label = _label(value)
+        label = class_name(value)
         if label is None:
             if not kind.asks_steps:
                 raise DataError(f"{examples.where(number)}: no answer, expected one for each sequence")
@@ -377,6 +369,8 @@ def _answers(examples: Examples, kind: TaskKind, labels: Sequence[str]) -> list[
 
 def _all_numbers(answer: Answer) -> Float64[np.ndarray, "*steps outputs"] | None:
     """The answers as numbers, if all are finite ones; others are looked at one by one."""
+    if any("_" in value for value in answer.flat if isinstance(value, str)):
+        return None  # float reads 1_000
     try:
         values = answer.astype(np.float64)
     except ValueError:

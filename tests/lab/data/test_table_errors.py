@@ -41,6 +41,8 @@ def changed(tmp_path, row, column, text):
         (4, 0, "", "line 4, column series: it is empty, expected the name of a sequence"),
         (4, 1, "", "line 4, column step: it is empty"),
         (4, 1, "0", "line 4, column step: step 0 is there twice in one sequence"),
+        (4, 1, "x", "line 4, column step: 'x' gives no order; expected numbers in the whole sequence, or dates"),
+        (4, 2, "1_000", "line 4, column a: '1_000' is not a number"),
         (4, 4, "other", "a.csv: the target label holds"),
         (4, 4, '"open', "is a quotation mark left open?"),
     ],
@@ -125,6 +127,8 @@ BAD_FILES = [
     ("a.arff", b"@relation x\n@data\n1,2\n", "a.arff has no line @attribute"),
     ("a.arff", b"@attribute a numeric\n@attribute c {a,b}\n@data\n1,2,a\n", "a.arff, line 4: 3 cells, expected 2"),
     ("a.arff", b"@attribute a numeric\n@attribute c {a,b}\n@data\n{0 1,1 a}\n", "a.arff, line 4: a sparse row"),
+    ("a.ts", b"@classLabel true yes no\n@data\n1,2:yes\n1,2:nos\n", "a.ts, line 4: class 'nos' is not in the header"),
+    ("a.arff", b"@attribute a numeric\n@attribute c {yes,no}\n@data\n1,nos\n", "which has yes, no; correct the line"),
 ]
 
 
@@ -182,6 +186,7 @@ BAD_ARRAYS = [
     ({"x": np.ones((2, 3)), "y": np.ones(2), "lengths": np.ones(3)}, "expected 2 integers"),
     ({"x": np.ones((2, 3, 1)), "y": np.ones((2, 3, 1, 1))}, "targets of shape (2, 3, 1, 1)"),
     ({"x": np.full((2, 3), np.inf), "y": np.ones(2)}, "example 1, step 1, channel 1: an infinite number"),
+    ({"x_train": np.ones((2, 3)), "y_train": [0, 1], "test_x": [1]}, "a.npz has the array test_x too: set test: a.npz"),
     ({"x": np.ones((0, 3)), "y": np.ones(0)}, "a.npz has no examples"),
     ({"x": [[1, np.nan, 2]] * 9, "y": [0.5, 1.5, 2] * 3}, "a.npz, example 1, step 2, channel 1: a value is missing"),
 ]

@@ -96,6 +96,36 @@ def test_rows_are_grouped_by_sequence_and_ordered_by_step(load, tmp_path):
         assert row[0, 1] == round(10 * float(row[0, 0]))  # a and b are of the same series
 
 
+@pytest.mark.parametrize(
+    "said", ["{0}", "{0}.0", "2024-01-31 {0:02d}:00", "2024-01-{1:02d}", "{0:02d}:30", "2024-01-31T{0:02d}:00+02:00"]
+)
+def test_steps_are_numbers_dates_or_times_and_not_texts_of_which_10_comes_before_2(load, tmp_path, said):
+    rows = [(f"s{one}", said.format(step, step + 1), step, one % 2) for one in range(8) for step in range(12)]
+    path = write_long(tmp_path / "a.csv", rows[::-1], "series,step,a,label")
+    task = load(path, sequence="series", step="step", target="label", kind="classification", normalise=False)
+    assert (task.train.inputs[..., 0].diff(dim=1) == 1).all()
+
+
+@pytest.mark.parametrize("said", ["t{0}", "{0}:00", "{1}/1/2024", "{0} h"])
+def test_steps_that_give_no_order_are_refused_and_the_cure_works(load, tmp_path, said):
+    rows = [
+        (f"s{one}", said.format(step, step + 1), step, ("no", "yes")[one % 2]) for one in range(8) for step in range(12)
+    ]
+    path = write_long(tmp_path / "a.csv", rows, "series,step,a,label")
+    with pytest.raises(ValueError, match=r"gives no order; .* if rows are in order, leave step out"):
+        load(path, sequence="series", step="step", target="label")
+    task = load(path, sequence="series", leave_out="step", target="label", normalise=False)
+    assert (task.train.inputs[..., 0].diff(dim=1) == 1).all()
+
+
+def test_classes_that_are_no_equal_numbers_stay_apart(load, tmp_path):
+    names = ["1_2", "12", "12.0", "90071992547409930", "90071992547409931"]
+    rows = [(f"s{one}", step, step, names[one % len(names)]) for one in range(20) for step in range(3)]
+    path = write_long(tmp_path / "a.csv", rows, "series,step,a,label")
+    task = load(path, sequence="series", step="step", target="label", kind="classification")
+    assert set(task.labels) == {"1_2", "12", "90071992547409930", "90071992547409931"}
+
+
 def test_answers_that_change_within_a_sequence_are_asked_at_every_step(load, tmp_path):
     rows = [(*row[:4], "up" if row[1] % 2 else "down") for row in steps(series=10)]
     task = load(write_long(tmp_path / "a.csv", rows), sequence="series", step="step", target="label")
