@@ -264,7 +264,9 @@ def _require_kind(optimizer: Any) -> None:
         )
     require_no_other_inside(optimizer)
     if mixes_parameters(optimizer):
-        raise CompressionError(f"{kind} mixes the entries of parameters in its state; expected Adam or another")
+        raise CompressionError(
+            f"{kind} mixes the entries of parameters in its state; expected Adam, SGD or another that keeps them apart"
+        )
     if any("prev_flat_grad" in state or "old_dirs" in state for state in optimizer.state.values()):
         raise CompressionError(f"{kind} holds the state of LBFGS, which mixes all parameters; expected Adam or another")
 

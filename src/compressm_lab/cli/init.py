@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -110,6 +111,9 @@ def command(
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
+        for name in texts:  # half of them would be in the way of a second try
+            with suppress(OSError):
+                (folder / name).unlink()
         raise typer.BadParameter(
             f"{folder}: {error.strerror}; expected a folder to write to", param_hint="DIR"
         ) from None

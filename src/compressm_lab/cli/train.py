@@ -118,12 +118,9 @@ def command(
     with _exit_codes():
         wanted = _recipe(recipe, settings or [], seed, order, baseline, resume, auto)
         folder = _folder(wanted, recipe, out, resume, take_over)
+    with _exit_codes(folder):
         if resume and is_finished(RunDirectory(folder), wanted):
-            _require_model(folder)
-            say(
-                f"{folder} is finished: all {wanted.training.steps} steps are trained, nothing is left to do",
-                f"model: {RunDirectory(folder).model}; `compressm report {shlex.quote(str(folder))}` shows the run",
-            )
+            _say_finished(folder, wanted)
             return
         require_writable(folder / "config.json")
         if resume and not checkpoints(RunDirectory(folder)):
@@ -134,15 +131,24 @@ def command(
             _train(_prepared(asked, wanted, folder, data, offline), folder, tensorboard)
 
 
+def _say_finished(folder: Path, recipe: Recipe) -> None:
+    _require_model(folder)
+    say(
+        f"{folder} is finished: all {recipe.training.steps} steps are trained, nothing is left to do",
+        f"model: {RunDirectory(folder).model}; `compressm report {shlex.quote(str(folder))}` shows the run",
+    )
+
+
 @contextmanager
-def _exit_codes() -> Iterator[None]:
+def _exit_codes(folder: Path | None = None) -> Iterator[None]:
     """Exit with 2 for what cannot be run, 130 for a run that was stopped, 1 for one that failed; each says why."""
     try:
         yield
     except (LockLostError, LostProcessError, RunWriteError, CutError, Diverged) as error:
         whole = "what was written before is whole: "
         if isinstance(error, RunWriteError):
-            whole += "make room, or the folder writable, and add --resume"
+            begun = folder is not None and RunDirectory(folder).exists
+            whole += f"make room, or the folder writable, and {'add --resume' if begun else 'train again'}"
         elif isinstance(error, LostProcessError):
             whole += "--resume goes on from the last checkpoint"
             console.quiet = False  # the first process may be the lost one

@@ -1,6 +1,8 @@
 """Own data from the command line: files without code, and code that a recipe names."""
 
+import errno
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -327,3 +329,19 @@ def test_init_writes_over_nothing(run_in, tmp_path):
     assert "new has mytask.py already; expected a new folder" in run_in("init", "new", code=2)
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["mytask.py"]
     assert "expected a folder to write to" in run_in("init", "new/mytask.py", code=2)
+
+
+def test_init_leaves_nothing_where_there_is_no_room_so_that_it_can_be_called_again(run_in, tmp_path, monkeypatch):
+    write = Path.write_text
+
+    def until_full(path, text, **options):
+        if path.name == "mytask.py":
+            path.touch()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return write(path, text, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", until_full)
+        assert "new: No space left on device; expected a folder to write to" in run_in("init", "new", code=2)
+    assert list((tmp_path / "new").iterdir()) == []
+    run_in("init", "new")

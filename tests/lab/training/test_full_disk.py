@@ -144,3 +144,19 @@ def test_the_command_says_what_could_not_be_written_and_exits_1(tmp_path, monkey
     assert RunDirectory("run").status().state == "failed"
     (tmp_path / "run" / "metrics.jsonl").unlink()
     assert CliRunner().invoke(app, [*arguments, "--resume"]).exit_code == 0
+
+
+def test_a_run_that_could_not_begin_is_begun_again_as_the_command_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(RECIPE)
+    arguments = ["train", "mine.yaml", "--out", "run", "--data", str(tmp_path / "data")]
+
+    def full(self, config):
+        raise RunWriteError("run/config.json cannot be written: No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RunDirectory, "begin", full)
+        done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 1
+    assert "make room, or the folder writable, and train again" in done.output
+    assert CliRunner().invoke(app, arguments).exit_code == 0
