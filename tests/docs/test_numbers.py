@@ -51,6 +51,20 @@ def test_a_cut_pays_in_loops_that_are_captured_or_compiled_with_graphs():
     assert says("docs/speed.md", *plain, *captured)
 
 
+def test_fewer_kernels_make_the_steps_of_smnist_as_short_as_the_page_says():
+    def short(order):
+        return milliseconds("step-smnist-cuda", "step_s", order=order)
+
+    found = [f"{short(order):.3f}" for order in (256, 13)]
+    assert says("docs/speed.md", *found, *(f"{step('smnist', order, 'tf32'):.3f}" for order in (256, 13)), "256", "13")
+    assert short(256) < 0.15
+    assert short(13) < 0.1
+    ways = [
+        milliseconds("loop-smnist-cuda", "step_s", order=n, way=way) for way in ("captured", "eager") for n in (13, 256)
+    ]
+    assert says("docs/speed.md", *(f"{found:.2f}" for found in ways[:2]), *tenths(*ways[2:]))
+
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
