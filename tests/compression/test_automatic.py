@@ -199,7 +199,7 @@ def parts():
     return model, optimizer, Compressor(model, optimizer, **options)
 
 
-STOPS = [10, 14, 24, 39]
+STOPS, END = [10, 14, 24, 39], 48
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +211,7 @@ def stopped(tmp_path_factory):
         model, optimizer, compressor = whole
         save_checkpoint(folder / f"{stop}.pt", model=model, optimizer=optimizer, compressor=compressor, step=stop)
         before = stop
-    train(*whole, before + 1, 60)
+    train(*whole, before + 1, END)
     return whole, folder
 
 
@@ -219,7 +219,7 @@ def stopped(tmp_path_factory):
 def test_a_training_that_is_resumed_has_the_same_bits(stop, stopped):
     (whole, folder), again = stopped, parts()
     load_checkpoint(folder / f"{stop}.pt", model=again[0], optimizer=again[1], compressor=again[2])
-    train(*again, stop + 1, 60)
+    train(*again, stop + 1, END)
     assert all(torch.equal(a, b) for a, b in zip(bits(*whole[:2]), bits(*again[:2]), strict=True))
     assert [e for e in again[2].history if not isinstance(e, Cut)] == [
         e for e in whole[2].history if not isinstance(e, Cut)

@@ -308,14 +308,16 @@ def test_a_new_folder_trains_at_once_from_files_and_from_code(run_in, tmp_path, 
     assert "cd new compressm train recipe.yaml compressm report out/runs/waves" in said
     monkeypatch.chdir(tmp_path / "new")
     monkeypatch.syspath_prepend(str(tmp_path / "new"))
-    fewer = ("--set", "training.steps=100", "--set", "training.schedule=constant", "--device", "cpu")
-    run_in("train", "recipe.yaml", *fewer)
+    fewer = ("--set", "training.schedule=constant", "--device", "cpu")
+    run_in("train", "recipe.yaml", *fewer, "--set", "training.steps=100")
     run = RunDirectory("out/runs/waves/compressed-n32/seed-0")
     assert [cut.rank for cut in run.records(CutRecord)] == [16, 16, 8, 8, 4, 4]
     last = json.loads((run.path / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["split"] == "test"
     assert last["accuracy"] > 0.8
-    said = run_in("train", "recipe.yaml", *fewer, "--set", "task={name: mytask:waves, noise: 0.1}", "--out", "code")
+    mine = ("task={name: mytask:waves, noise: 0.1}", "training.steps=20", "compression.when={steps: [10]}")
+    changed = (part for setting in mine for part in ("--set", setting))
+    said = run_in("train", "recipe.yaml", *fewer, *changed, "--out", "code")
     assert "imports mytask" in said
     sys.modules.pop("mytask")
     run_in("report", "out/runs/waves", "code", "--out", "page", "--formats", "svg")

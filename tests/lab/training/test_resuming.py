@@ -34,6 +34,18 @@ def stopped(folder, at, *signals, found=FULL, resume=False):
     return end.value
 
 
+@pytest.fixture(scope="module")
+def halted(tmp_path_factory):
+    """A run that was stopped at step 13; tests change copies of it."""
+    stopped(folder := tmp_path_factory.mktemp("runs") / "halted", 13)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def other_seed(tmp_path_factory):
+    return train(recipe(CUTS, SPECTRA, "seed=1"), tokens(), tmp_path_factory.mktemp("runs") / "other").path
+
+
 class Ear(Silent):
     def __init__(self):
         self.heard = []
@@ -261,14 +273,13 @@ def test_two_signals_at_once_end_the_process_without_an_error_of_python(numbers,
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "timings.jsonl", "spectra.jsonl"])
-def test_records_of_another_seed_are_noticed(name, whole, tmp_path):
-    other = train(recipe(CUTS, SPECTRA, "seed=1"), tokens(), tmp_path / "other").path
+def test_records_of_another_seed_are_noticed(name, whole, halted, other_seed, tmp_path):
     shutil.copytree(whole, tmp_path / "run")
-    shutil.copy(other / name, tmp_path / "run" / name)
+    shutil.copy(other_seed / name, tmp_path / "run" / name)
     with pytest.raises(RunError, match=f"{name} is not the file that the run ended with: .* is of another run; put it"):
         _ = read_run(RunDirectory(tmp_path / "run")).spectra
-    stopped(tmp_path / "stopped", 13)
-    shutil.copy(other / name, tmp_path / "stopped" / name)
+    shutil.copytree(halted, tmp_path / "stopped")
+    shutil.copy(other_seed / name, tmp_path / "stopped" / name)
     before = contents(tmp_path / "stopped")
     with pytest.raises(RunError, match=f"{name} does not begin with the lines .* checkpoint of step 13 .* put it back"):
         train(FULL, tokens(), tmp_path / "stopped", resume=True)
@@ -364,9 +375,8 @@ def lines_gone(first, last=None):
         ("cuts", lines_gone(1, 2), "lacks 1 of 2 changes of order, the first of step 11"),
     ],
 )
-def test_a_run_whose_records_were_lost_does_not_go_on_with_holes(file, spoil, said, whole, tmp_path):
-    folder = tmp_path / "run"
-    stopped(folder, 13)
+def test_a_run_whose_records_were_lost_does_not_go_on_with_holes(file, spoil, said, whole, halted, tmp_path):
+    folder = shutil.copytree(halted, tmp_path / "run")
     spoil(folder / f"{file}.jsonl")
     with pytest.raises(RunError, match=rf"{file}\.jsonl {said}.*, which the checkpoint of step 13 counts on") as lost:
         train(FULL, tokens(), folder, resume=True)
@@ -421,7 +431,7 @@ def test_a_file_in_the_place_of_the_checkpoints_is_named(tmp_path):
 
 
 def test_another_number_of_threads_is_named(tmp_path):
-    stopped(tmp_path / "run", 2)
+    stopped(tmp_path / "run", 14)  # threads that wait for each other take long where others train too
     torch.set_num_threads(2)
     try:
         with pytest.warns(UserWarning, match="goes on with 2 instead of 1 thread: sums are rounded otherwise"):
