@@ -58,7 +58,7 @@ _ATTRIBUTE = re.compile(r"""@attribute\s+('[^']*'|"[^"]*"|\S+)\s+(.*)""", re.IGN
 
 def from_arff(path: Path) -> Examples:
     """Weka's format as UCR and UEA use it: a number a step, or channels as quoted lines; the answer is the last one."""
-    kinds, named, found = list[str](), list[str](), list[_Line]()
+    kinds, names, named, found = list[str](), list[str](), list[str](), list[_Line]()
     inside = begun = False
     for number, line in lines_of(path):
         lower = line.lower()
@@ -74,10 +74,17 @@ def from_arff(path: Path) -> Examples:
             begun = True
         elif (attribute := _ATTRIBUTE.match(line)) and not inside:
             kinds.append(attribute[2].strip().lower())
+            names.append(attribute[1])
             named = _in_braces(attribute[2].strip())
             inside = kinds[-1] == "relational"
     if not begun:
         raise DataError(f"{path} has no line @data, expected the header of an .arff file")
+    for name, kind in zip(names[:-1], kinds, strict=False):
+        if kind.split()[0] not in ("numeric", "real", "integer", "relational"):
+            raise DataError(
+                f"{path}: attribute {name} is {kind[:40]}, expected numeric ones and the answer as the last attribute:"
+                " move or remove it"
+            )
     _require_named(path, found, named)
     return _of_lines(path, found, kinds[-1].startswith("{") or kinds[-1] == "string", "an .arff file")
 

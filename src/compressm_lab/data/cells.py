@@ -9,6 +9,7 @@ import math
 import os
 import re
 import sys
+import zlib
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,6 +23,7 @@ from jaxtyping import Float64
 from compressm.errors import did_you_mean
 from compressm_lab.data.task import DataError
 
+DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+")
 MISSING = frozenset({"", "?", "na", "n/a", "nan", "-nan", "null", "none"})
 _DELIMITERS = {"tab": "\t", "comma": ",", "semicolon": ";", "bar": "|", "space": None}
 _SAID = {mark: word for word, mark in _DELIMITERS.items()}
@@ -106,7 +108,8 @@ def shortly(names: Sequence[str], most: int = 12) -> str:
 class TextCells(Cells):
     """A text file with one row a line: comma, tab, semicolon, bar or spaces between cells, a header or none.
 
-    A header is a first row without numbers, or one whose numbers are 0, 1, 2, …, as pandas writes it.
+    A header is a first row without numbers, or one whose numbers are 0, 1, 2, …, as pandas writes it, or, beside
+    a name, 1, 2, 3, …
     """
 
     def __init__(self, path: Path, delimiter: str | None = None, header: bool | None = None) -> None:
@@ -224,7 +227,7 @@ class TextCells(Cells):
         try:
             return as_number(plain)
         except ValueError:
-            comma = "; write a point in decimal numbers" if re.fullmatch(r"[-+]?\d+,\d+", plain) else ""
+            comma = "; write a point in decimal numbers" if DECIMAL_COMMA.fullmatch(plain) else ""
             raise DataError(
                 f"{self.path}, line {line}, column {self.names[k]}: {plain[:40]!r} is not a number{comma};"
                 " a column of text can be target or sequence, or be left out"
@@ -253,7 +256,7 @@ def _require_finite(cells: Cells, block: Float64[np.ndarray, "rows columns"], na
 
 
 def _is_header(cells: Sequence[str]) -> bool:
-    """Tell if cells of a first row are names: none is a number, or the numbers are 0, 1, 2, …"""
+    """Tell if cells of a first row are names: none is a number, or the numbers count the columns from 0 or from 1."""
     numbers = [cell for cell in cells if is_number(cell)]
     names = [cell for k, cell in enumerate(cells) if not is_number(cell) and (k or cell)]
     if any(cell.lower() in MISSING for cell in names) and numbers:
@@ -263,7 +266,8 @@ def _is_header(cells: Sequence[str]) -> bool:
     if not all(cell.isdecimal() for cell in numbers):
         return False
     counted = [int(cell) for cell in numbers]
-    return len(counted) > 2 and counted == list(range(len(counted)))
+    begins = (0, 1) if len(numbers) < len(cells) else (0,)
+    return len(counted) > 2 and counted[0] in begins and counted == list(range(counted[0], counted[-1] + 1))
 
 
 def as_number(text: str) -> float:
@@ -291,7 +295,7 @@ def _opened(path: Path) -> Iterator[Iterable[str]]:
     except UnicodeDecodeError as error:
         what = "UTF-16" if error.object[:2] in (b"\xff\xfe", b"\xfe\xff") else "of another encoding"
         raise DataError(f"{path} is not UTF-8 text, but {what}, or not text at all; write it as UTF-8") from None
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 

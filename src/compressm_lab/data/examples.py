@@ -39,7 +39,7 @@ class Examples:
 
     `every_step`: a sequence has an answer at each step. `classes`: the file itself says that answers are classes, or
     (False) that they are numbers. `where` names the place of a sequence, `place` that of a step and a channel;
-    `keys` are the names of sequences.
+    `keys` are the names of sequences; `steps` are those of the columns that are steps, if a header has them.
     """
 
     path: Path
@@ -54,6 +54,7 @@ class Examples:
     where: Callable[[int], str]
     place: Callable[[int, int, int], str]
     keys: tuple[str, ...] = ()
+    steps: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.signals)

@@ -45,12 +45,32 @@ def read_examples(path: Path, choices: Choices, split: str = "train", *, answers
     """Read the sequences of a file, whatever its kind; without `answers` they are in another file."""
     require_file(path)
     kind = ending(path)
+    _require_taken(path, choices)
     if kind in ARRAYS:
         return _from_arrays(path, choices, split)
     if kind in ARCHIVES:
         return (from_ts if kind == ".ts" else from_arff)(path)
     cells = open_cells(path, choices)
     return _by_steps(cells, choices, answers) if choices.sequence is not None else _by_rows(cells, choices, answers)
+
+
+_TEXT_ONLY, _TABLES_ONLY = ("delimiter", "header"), ("sequence", "step", "leave_out", "remaining")
+# The options of which a file would take no notice, by its ending.
+_WITHOUT = (
+    dict.fromkeys(TEXT, ("lengths",))
+    | dict.fromkeys(COLUMNS, ("lengths", *_TEXT_ONLY))
+    | dict.fromkeys(ARRAYS, (*_TABLES_ONLY, *_TEXT_ONLY))
+    | dict.fromkeys(ARCHIVES, ("inputs", "target", "lengths", *_TABLES_ONLY, *_TEXT_ONLY))
+)
+
+
+def _require_taken(path: Path, choices: Choices) -> None:
+    """Refuse options that say nothing of a file of this kind, such as columns that an .npz file has not."""
+    for option in _WITHOUT[ending(path)]:
+        if (given := getattr(choices, option)) is not None:
+            raise DataError(
+                f"{path}: {option} is {given!r:.60}, which says nothing of a file {ending(path)}: leave it out"
+            )
 
 
 def require_file(path: Path) -> None:
@@ -122,6 +142,8 @@ def _by_rows(cells: Cells, choices: Choices, answers: bool) -> Examples:
     if nested:
         return _by_lists(cells, inputs, target)
     rows = cells.read(inputs, target)
+    if choices.header is None and not cells.has_header and len(target) == 1:
+        _require_no_names(cells, rows.texts[0])
     signals = [_without_end(row)[:, None] for row in rows.numbers]
     return Examples(
         path=cells.path,
@@ -135,7 +157,18 @@ def _by_rows(cells: Cells, choices: Choices, answers: bool) -> Examples:
         classes=None,
         where=cells.where,
         place=lambda example, step, channel: f"{cells.where(example)}, column {inputs[step]}",
+        steps=inputs if cells.has_header else (),
     )
+
+
+def _require_no_names(cells: Cells, answers: Sequence[str]) -> None:
+    """Refuse a first row that may be a header: its answer is a text that no other row has, and others are repeated."""
+    first, others = answers[0], set(answers[1:])
+    if first not in others and not is_number(first) and len(others) < len(answers) - 1:
+        raise DataError(
+            f"{cells.where(0)}: {first[:40]!r} is the answer of this row alone: set header: true if the row has the"
+            " names of columns, or header: false if it is a sequence"
+        )
 
 
 def _from_to(names: Sequence[str]) -> str:
@@ -262,12 +295,25 @@ def _step_keys(cells: Cells, texts: list[str], rows: list[int], step: str) -> di
         with suppress(ValueError):
             keys = {row: read(texts[row]) for row in rows}
         if keys:
+            if read is _time:
+                _require_rising(cells, keys, texts, step)
             return keys
     other = next((row for row in rows if not is_number(texts[row])), rows[0])
     raise DataError(
         f"{cells.where(other)}, column {step}: {texts[other][:40]!r} gives no order; expected numbers in the whole"
         " sequence, or dates or times as 2024-01-31, 2024-01-31 09:05 or 09:05; if rows are in order, leave step out"
     )
+
+
+def _require_rising(cells: Cells, times: dict[int, Any], texts: list[str], step: str) -> None:
+    """Refuse times of a day that fall: 23:59 may be the minute before 00:00."""
+    for one, other in pairwise(times):
+        if times[other] < times[one]:
+            raise DataError(
+                f"{cells.where(other)}, column {step}: {texts[other]} comes after {texts[one]}, which without dates may"
+                " be a new day; write dates too, as 2024-01-31 09:05, or, if rows are in order, leave step out and"
+                f" set leave_out: {step}"
+            )
 
 
 def _local_time(text: str) -> datetime:
@@ -282,7 +328,13 @@ def _zoned_time(text: str) -> datetime:
     return found
 
 
-_STEPS = (as_number, _local_time, _zoned_time, time.fromisoformat)
+def _time(text: str) -> time:
+    if (found := time.fromisoformat(text)).tzinfo is not None:
+        raise ValueError("it has a time zone, and no date")
+    return found
+
+
+_STEPS = (as_number, _local_time, _zoned_time, _time)
 
 
 def _same(
@@ -311,8 +363,9 @@ _ARRAYS = {
 def _from_arrays(path: Path, choices: Choices, split: str) -> Examples:
     """Arrays of inputs (examples, length, channels) or (examples, length), of targets, and perhaps of lengths."""
     found = _arrays(path)
-    x = found[_array("inputs", choices.inputs, found, path, split)]
-    y = found[_array("target", choices.target, found, path, split)]
+    names = {role: _array(role, getattr(choices, role), found, path, split) for role in ("inputs", "target")}
+    _require_same_split(path, names, choices, split)
+    x, y = found[names["inputs"]], found[names["target"]]
     if x.ndim not in (2, 3) or x.dtype.kind not in "fiub":
         raise DataError(
             f"{path}: the inputs are {x.dtype} of shape {x.shape}, expected numbers as (examples, length, channels) or"
@@ -320,13 +373,13 @@ def _from_arrays(path: Path, choices: Choices, split: str) -> Examples:
         )
     if len(x) != len(y) or y.ndim == 0:
         raise DataError(f"{path}: {len(x)} inputs and targets of shape {y.shape}, expected one target an example")
-    if not len(x):
+    if not x.size:
         raise DataError(f"{path} has no examples: the inputs have the shape {x.shape}")
     x = x[..., None] if x.ndim == 2 else x
     if infinite := np.argwhere(np.isinf(x)).tolist() if x.dtype.kind == "f" else []:
         example, step, channel = infinite[0]
         raise DataError(f"{path}, example {example + 1}, step {step + 1}, channel {channel + 1}: an infinite number")
-    lengths = _lengths(path, choices, found, x, split)
+    lengths = _lengths(path, choices, found, names["inputs"], split)
     steps = y.ndim > 1 and y.shape[1] == x.shape[1] if choices.every_step is None else choices.every_step
     if y.ndim > (3 if steps else 2) or (steps and (y.ndim < 2 or y.shape[1] != x.shape[1])):
         raise DataError(
@@ -337,16 +390,35 @@ def _from_arrays(path: Path, choices: Choices, split: str) -> Examples:
     return Examples(
         path=path,
         said="arrays",
-        layout=f"inputs {x.shape}, targets {found[_array('target', choices.target, found, path, split)].shape}",
+        layout=f"inputs {x.shape}, targets {found[names['target']].shape}",
         channels=tuple(map(str, range(1, x.shape[2] + 1))),
         signals=[one[:length].astype(np.float64) for one, length in zip(x, lengths, strict=True)],
         answers=[_as_texts(one[:length] if steps else one) for one, length in zip(y, lengths, strict=True)],
         outputs=tuple(map(str, range(1, y.shape[-1] + 1))),
         every_step=steps,
-        classes=y.dtype.kind != "f",
+        classes=_says_classes(y),
         where=lambda example: f"{path}, example {example + 1}",
         place=lambda example, step, channel: f"{path}, example {example + 1}, step {step + 1}, channel {channel + 1}",
     )
+
+
+def _says_classes(y: Shaped[np.ndarray, "*shape"]) -> bool | None:
+    """Tell what the type of targets says: classes, amounts (False) or nothing (None), as of whole numbers in floats."""
+    if y.dtype.kind != "f":
+        return True
+    given = y[np.isfinite(y)]
+    return None if given.size and (given == np.floor(given)).all() else False
+
+
+def _require_same_split(path: Path, names: Mapping[str, str], choices: Choices, split: str) -> None:
+    """Refuse arrays of which some have the name of the split and others have not: those may be of another split."""
+    for role, name in names.items():
+        alone = names["inputs"] not in _ARRAYS["inputs"] and name in _ARRAYS[role]
+        if choices.inputs is None and getattr(choices, role) is None and alone:
+            raise DataError(
+                f"{path} has {names['inputs']}, but {name} without the name of a split: name it {name}_{split}, or set"
+                f" {role}: {name}"
+            )
 
 
 def _as_texts(values: Shaped[np.ndarray, "*shape"]) -> Shaped[np.ndarray, "*shape"]:
@@ -384,9 +456,9 @@ def _arrays(path: Path) -> dict[str, Any]:
 def _array(role: str, given: Any, found: Mapping[str, Any], path: Path, split: str) -> str:
     """The name of the array that is inputs or target: as given, or one that it often has, with the split or without."""
     if given is not None:
-        if given not in found:
+        if not isinstance(given, str) or given not in found:
             raise DataError(
-                f"{path} has no array {given!r}; its arrays: {shortly([*found])}{did_you_mean(given, found)}"
+                f"{path} has no array {given!r}; its arrays: {shortly([*found])}{did_you_mean(str(given), found)}"
             )
         return str(given)
     several = [name for name in _often(role, split) if name in found]
@@ -404,14 +476,15 @@ def _often(role: str, split: str) -> list[str]:
     return [*(f"{name}_{split}" for name in usual), *(f"{split}_{name}" for name in usual), *usual]
 
 
-def _lengths(path: Path, choices: Choices, found: Mapping[str, Any], x: Any, split: str) -> list[int]:
-    name = choices.lengths
+def _lengths(path: Path, choices: Choices, found: Mapping[str, Any], inputs: str, split: str) -> list[int]:
+    name, x = choices.lengths, found[inputs]
     if name is not None:
         _array("lengths", name, found, path, split)
     else:
         name = next((one for one in _often("lengths", split) if one in found), None)
     if name is None:
         return [x.shape[1]] * len(x)
+    _require_same_split(path, {"inputs": inputs, "lengths": name}, choices, split)
     lengths = found[name]
     if lengths.shape != (len(x),) or lengths.dtype.kind not in "iu":
         raise DataError(f"{path}: {name} is {lengths.dtype} of shape {lengths.shape}, expected {len(x)} integers")

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from jaxtyping import Float64, Shaped
 
-from compressm_lab.data.cells import MISSING, class_name, is_number, memory, shortly
+from compressm_lab.data.cells import DECIMAL_COMMA, MISSING, class_name, is_number, memory, shortly
 from compressm_lab.data.dataset import Source
 from compressm_lab.data.examples import Answer, Choices, Examples, Signal
 from compressm_lab.data.files import Store
-from compressm_lab.data.sequences import read_answers, read_examples, require_no_other_split
+from compressm_lab.data.sequences import TEXT, ending, read_answers, read_examples, require_no_other_split
 from compressm_lab.data.task import IGNORED, SHARE, DataError, Split, Splits, Task, TaskKind, hold_out
 
 _KINDS = {
@@ -28,6 +28,8 @@ _KINDS = {
     ("regression", True): TaskKind.REGRESS,
 }
 _MISSING = ("refuse", "last", "mean")
+_UNCLEAR = ("none", "null")
+_LARGEST = float(np.finfo(np.float32).max)
 FILES = tuple(f"{split}{part}" for split in Splits._fields for part in ("", "_targets"))  # options that are paths
 
 
@@ -122,6 +124,9 @@ class Table(Source):
     def load(self, store: Store) -> Task:
         read = self._read(store)
         kind = _KINDS[self._wanted_kind(read["train"]), read["train"].every_step]
+        if not kind.is_regression:
+            for examples in read.values():
+                _require_clear(examples)
         labels = () if kind.is_regression else self._labels(read["train"])
         answers = {which: _answers(found, kind, labels) for which, found in read.items()}
         examples, held_out = _in_three(read, answers, kind)
@@ -182,7 +187,14 @@ class Table(Source):
                     f"{path} has the channels {shortly(examples.channels)}, and {self.train}"
                     f" {shortly(found['train'].channels)}: expected the same"
                 )
+            if which != "train":
+                _require_other(examples, found["train"], which)
             for number, signal in enumerate(examples.signals):
+                if (far := np.argwhere(np.abs(signal) > _LARGEST)).size:
+                    raise DataError(
+                        f"{examples.place(number, *map(int, far[0]))}: {signal[tuple(far[0])]:g} is larger than numbers"
+                        " of float32 are: scale the channel, or leave it out"
+                    )
                 if not len(signal):
                     raise DataError(f"{examples.where(number)}: a sequence without a value, expected at least one step")
                 if self.missing == "refuse" and (gaps := np.argwhere(np.isnan(signal))).size:
@@ -202,6 +214,11 @@ class Table(Source):
         texts = [value for value in values if value.lower() not in MISSING and not is_number(value)]
         numbers = [value for value in values if is_number(value)]
         said = f"{examples.path}: the target {shortly(examples.outputs)}"
+        if texts and all(map(DECIMAL_COMMA.fullmatch, texts)):
+            raise DataError(
+                f"{said} holds {texts[0]!r}: write a point in decimal numbers, or set kind: classification if it is a"
+                " class"
+            )
         if texts and numbers:
             raise DataError(
                 f"{said} holds texts, such as {texts[0][:40]!r}, and numbers, such as {numbers[0]}: set kind:"
@@ -209,7 +226,8 @@ class Table(Source):
             )
         if texts:
             return "classification"
-        first = self.target is None and self.sequence is None and not self.train_targets  # as in the UCR archive
+        # As in the UCR archive.
+        first = ending(examples.path) in TEXT and self.target is self.sequence is self.train_targets is None
         if any(not float(value).is_integer() for value in numbers):
             if first:
                 raise DataError(
@@ -242,7 +260,7 @@ class Table(Source):
                 " column? set kind: classification if it is"
             )
         numbers = all(map(is_number, labels))
-        return tuple(sorted(labels, key=float) if numbers else sorted(labels))
+        return tuple(sorted(sorted(labels), key=float) if numbers else sorted(labels))  # float rounds long ones
 
     def _filled(self, examples: list[_Example], moments: _Moments) -> list[_Example]:
         """The examples without missing values and, if asked for, with channels of mean 0 and variance 1."""
@@ -257,6 +275,33 @@ class Table(Source):
                 signal = np.where(np.isnan(signal), moments.mean, signal)
             found.append(one._replace(signal=(signal - moments.mean) * moments.scale if self.normalise else signal))
         return found
+
+
+def _require_clear(examples: Examples) -> None:
+    """Refuse the words none and null among classes: they may be the name of a class, or say that there is no answer."""
+    for number, answer in enumerate(examples.answers):
+        if unclear := next((text for text in answer.flat if str(text).lower() in _UNCLEAR), None):
+            raise DataError(
+                f"{examples.where(number)}: the answer {unclear!r} may be a class, or say that there is none: write"
+                " another name of the class, or leave the cell empty"
+            )
+
+
+def _require_other(examples: Examples, train: Examples, which: str) -> None:
+    """Refuse the training data as a test, and steps in columns of another order."""
+    pairs = zip(examples.signals, train.signals, strict=False)
+    same = len(examples) == len(train) and examples.path.samefile(train.path)
+    if same and all(np.array_equal(one, two, equal_nan=True) for one, two in pairs):
+        raise DataError(
+            f"{which}: {examples.path} holds the training data: leave {which} out, and a tenth of them is kept for it,"
+            " or give another file"
+        )
+    ours = [name for name in examples.steps if name in set(train.steps)]
+    if ours != [name for name in train.steps if name in set(examples.steps)]:
+        raise DataError(
+            f"{examples.path} has the steps {shortly(examples.steps)}, and {train.path} {shortly(train.steps)}:"
+            " expected columns in the same order"
+        )
 
 
 class _Example(NamedTuple):
@@ -308,6 +353,11 @@ def _with_answers(examples: Examples, path: Path, choices: Choices) -> Examples:
         if lost := [key for key in examples.keys if key not in by_key]:
             raise DataError(f"{path} has no row for sequence {lost[0]} of {examples.path}")
         order = [by_key[key] for key in examples.keys]
+    elif len(names) > 1 and (keyed := _with_keys(names, rows, examples)) is not None:
+        raise DataError(
+            f"{path}, column {keyed}: it has the names of the sequences: give the file a header in which this column is"
+            f" called {sequence}"
+        )
     elif len(rows) != len(examples):
         raise DataError(
             f"{path} has {len(rows)} rows, expected {len(examples)}, one for each sequence of {examples.path}"
@@ -321,6 +371,14 @@ def _with_answers(examples: Examples, path: Path, choices: Choices) -> Examples:
     if examples.every_step:  # asked at the last step
         found = [_at_the_end(answer, len(signal)) for answer, signal in zip(found, examples.signals, strict=True)]
     return replace(examples, answers=found, outputs=tuple(target))
+
+
+def _with_keys(names: Sequence[str], rows: Sequence[Sequence[str]], examples: Examples) -> str | None:
+    """The column of answers that has the name of every sequence, if one has."""
+    keys = set(examples.keys)
+    return next(
+        (name for name, cells in zip(names, zip(*rows, strict=True), strict=True) if keys and keys <= set(cells)), None
+    )
 
 
 def _at_the_end(answer: Shaped[np.ndarray, " outputs"], length: int) -> Shaped[np.ndarray, "{length} outputs"]:

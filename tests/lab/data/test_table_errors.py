@@ -1,5 +1,6 @@
 """Files that cannot be read say which, where in them, and what to do."""
 
+import gzip
 import os
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from compressm_lab.data import DataError, Store, cells, make, table
 from tests.lab.data.tables import steps, write_ford, write_long, write_turbofan
 
+SIGNALS = np.arange(60.0).reshape(20, 3, 1)
 LONG = {"sequence": "series", "step": "step", "target": "label"}
 
 
@@ -220,3 +222,133 @@ def test_parquet_without_its_package_says_how_to_install_it(tmp_path, monkeypatc
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     assert "a.parquet is read by the package pyarrow: pip install 'compressm[data]'" in refused("a.parquet")
     assert cells.is_number("1e-3")
+
+
+def timed(tmp_path, times):
+    """A table of eight sequences with these times of day as steps."""
+    rows = [
+        (f"s{one}", when, k + one / 8, one, ("no", "yes")[one % 2]) for one in range(8) for k, when in enumerate(times)
+    ]
+    return write_long(tmp_path / "a.csv", rows)
+
+
+def test_times_of_day_that_fall_are_refused_since_midnight_may_be_between_them(tmp_path):
+    timed(tmp_path, ("23:58", "23:59", "00:00"))
+    message = refused("a.csv", **LONG)
+    assert "line 4, column step: 00:00 comes after 23:59, which without dates may be a new day; write dates" in message
+    timed(tmp_path, ("09:05", "10:05", "23:05"))
+    make("table", train="a.csv", **LONG).load(Store(offline=True))
+    for zoned in (("09:05", "10:05Z", "23:05"), ("2023-12", "2024-01", "2024-02")):  # 20:23 in the zone -12
+        timed(tmp_path, zoned)
+        assert "gives no order" in refused("a.csv", **LONG)
+
+
+@pytest.mark.parametrize("head", ["label,0.0,0.1,0.2", "label,10,20,30", "label,2020,2021,2022"])
+def test_a_first_row_that_may_be_a_header_is_no_sequence(tmp_path, head):
+    rows = "".join(f"{'ab'[k % 2]},{k}.5,1,2\n" for k in range(20))
+    (tmp_path / "a.csv").write_text(f"{head}\n{rows}")
+    assert "a.csv, line 1: 'label' is the answer of this row alone: set header: true" in refused("a.csv")
+    table = make("table", train="a.csv", header=True, target="label").load(Store(offline=True))
+    assert table.labels == ("a", "b")
+
+
+def test_columns_that_are_counted_from_one_are_a_header(tmp_path):
+    (tmp_path / "a.csv").write_text("label,1,2,3\n" + "".join(f"{'ab'[k % 2]},{k}.5,1,2\n" for k in range(20)))
+    assert make("table", train="a.csv", target="label").load(Store(offline=True)).labels == ("a", "b")
+
+
+@pytest.mark.parametrize("word", ["none", "None", "null"])
+def test_a_class_called_none_is_not_taken_for_a_step_without_an_answer(tmp_path, word):
+    rows = [(f"s{one}", k, k, one, (word, "walk", "run")[k]) for one in range(8) for k in range(3)]
+    write_long(tmp_path / "a.csv", rows)
+    assert f"sequence s0: the answer {word!r} may be a class, or say that there is none" in refused("a.csv", **LONG)
+
+
+def test_decimal_commas_in_answers_are_not_classes(tmp_path):
+    write_long(tmp_path / "a.csv", steps(labels=("0,5", "1,5")), delimiter=";")
+    assert "the target label holds '0,5': write a point in decimal numbers" in refused("a.csv", **LONG)
+
+
+def test_a_damaged_gz_file_is_named(tmp_path):
+    packed = bytearray(gzip.compress(write_long(tmp_path / "a.csv", steps()).read_bytes()))
+    packed[len(packed) // 2] ^= 0xFF
+    (tmp_path / "a.csv.gz").write_bytes(packed)
+    assert "a.csv.gz" in refused("a.csv.gz", **LONG)
+    packed[12] ^= 0xFF
+    (tmp_path / "a.csv.gz").write_bytes(packed)
+    assert "a.csv.gz cannot be read: Error -3 while decompressing" in refused("a.csv.gz", **LONG)
+
+
+@pytest.mark.parametrize("head", ["machine,life\n", ""])
+def test_names_of_sequences_are_not_answers(tmp_path, head):
+    names = "" if not head else "id,value\n"
+    (tmp_path / "a.txt").write_text(
+        names + "".join(f"{one},{k}.5\n" for one in (3, 1, 2, *range(4, 13)) for k in (0, 1))
+    )
+    (tmp_path / "t.txt").write_text(head + "".join(f"{one},{one}.25\n" for one in range(1, 13)))
+    sequence = "id" if head else 1
+    message = refused("a.txt", sequence=sequence, train_targets="t.txt")
+    assert (
+        f"it has the names of the sequences: give the file a header in which this column is called {sequence}"
+        in message
+    )
+
+
+def test_training_data_are_no_test(tmp_path):
+    write_long(tmp_path / "a.csv", steps())
+    assert "test: a.csv holds the training data: leave test out" in refused("a.csv", test="a.csv", **LONG)
+    np.savez(tmp_path / "a.npz", x=SIGNALS, y=np.arange(20) % 2)
+    assert "validation: a.npz holds the training data" in refused("a.npz", validation="a.npz")
+
+
+def test_steps_in_columns_of_another_order_are_refused(tmp_path):
+    for name, head in (("a.csv", "y,t1,t2,t3"), ("b.csv", "y,t2,t1,t3")):
+        (tmp_path / name).write_text(f"{head}\n" + "".join(f"{'ab'[k % 2]},{k}.5,1,2\n" for k in range(20)))
+    assert "b.csv has the steps t2, t1, t3, and a.csv t1, t2, t3: expected columns in the same order" in refused(
+        "a.csv", target="y", test="b.csv"
+    )
+
+
+def test_an_answer_that_is_not_the_last_attribute_of_an_arff_file_is_no_step(tmp_path):
+    head = "@relation x\n@attribute class {1,2}\n@attribute a real\n@attribute b real\n@data\n"
+    (tmp_path / "a.arff").write_text(head + "".join(f"{1 + k % 2},{k}.5,{k}.25\n" for k in range(20)))
+    assert "attribute class is {1,2}, expected numeric ones and the answer as the last attribute" in refused("a.arff")
+
+
+@pytest.mark.parametrize(
+    ("arrays", "options", "said"),
+    [
+        ({"y": np.arange(20) % 2.0}, {}, "holds 2 different whole numbers: set kind: classification"),
+        ({"y": np.arange(20) % 2}, {"inputs": ["x"]}, "has no array ['x']; its arrays: x, y"),
+        (
+            {"y": np.arange(20) % 2},
+            {"leave_out": "2"},
+            "leave_out is '2', which says nothing of a file .npz: leave it out",
+        ),
+        ({"y": np.arange(20) % 2}, {"sequence": "id"}, "sequence is 'id', which says nothing of a file .npz"),
+        (
+            {"y": np.arange(20) % 2, "x": np.full((20, 3, 1), 1e39)},
+            {},
+            "step 1, channel 1: 1e+39 is larger than numbers",
+        ),
+        ({"y": np.arange(20) % 2, "x": np.ones((20, 3, 0))}, {}, "a.npz has no examples: the inputs have the shape"),
+    ],
+)
+def test_arrays_that_may_mean_something_else_are_refused(tmp_path, arrays, options, said):
+    np.savez(tmp_path / "a.npz", **{"x": SIGNALS, **arrays})
+    assert said in refused("a.npz", **options)
+
+
+@pytest.mark.parametrize("other", ["y", "lengths"])
+def test_arrays_of_another_split_are_not_taken(tmp_path, other):
+    arrays = {"x": SIGNALS, "y": np.arange(20) % 2, "lengths": np.full(20, 2)}
+    names = {f"{name}_{split}": array for split in ("train", "test") for name, array in arrays.items()}
+    del names[f"{other}_test"]
+    names["x_test"] = SIGNALS + 1
+    np.savez(tmp_path / "a.npz", **names, **{other: arrays[other]})
+    assert f"a.npz has x_test, but {other} without the name of a split" in refused("a.npz", test="a.npz")
+
+
+def test_columns_of_another_kind_of_file_are_refused(tmp_path):
+    (tmp_path / "a.ts").write_text("@problemName x\n@classLabel true a b\n@data\n" + "1,2:a\n2,3:b\n" * 9)
+    assert "a.ts: target is 'label', which says nothing of a file .ts" in refused("a.ts", target="label")
