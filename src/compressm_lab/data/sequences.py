@@ -16,6 +16,7 @@ from jaxtyping import Float64, Shaped
 from compressm.errors import did_you_mean
 from compressm_lab.data.archives import from_arff, from_ts
 from compressm_lab.data.cells import (
+    DECIMAL_COMMA,
     MISSING,
     Cells,
     ColumnarCells,
@@ -99,7 +100,13 @@ def read_answers(path: Path, choices: Choices) -> tuple[Cells, list[list[str]]]:
         raise DataError(f"{path} ends in {path.suffix!r}, expected a table of answers: {', '.join((*TEXT, *COLUMNS))}")
     # The header of the file with the sequences says nothing of this one.
     cells = open_cells(path, Choices(header=False if choices.header is False else None))
-    return cells, [list(row) for row in zip(*cells.read([], cells.names).texts, strict=True)]
+    rows = [list(row) for row in zip(*cells.read([], cells.names).texts, strict=True)]
+    if not cells.has_header and len(cells.names) == 2 and all(DECIMAL_COMMA.fullmatch(",".join(row)) for row in rows):
+        raise DataError(
+            f"{path}: every row has two whole numbers, as {','.join(rows[0])}: write a point if it is one decimal"
+            " number, or give the file a header if there are two answers"
+        )
+    return cells, rows
 
 
 def _roles(cells: Cells, choices: Choices, answers: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:

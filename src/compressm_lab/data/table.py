@@ -125,8 +125,8 @@ class Table(Source):
         read = self._read(store)
         kind = _KINDS[self._wanted_kind(read["train"]), read["train"].every_step]
         if not kind.is_regression:
-            for examples in read.values():
-                _require_clear(examples)
+            for found in read.values():
+                _require_clear(found)
         labels = () if kind.is_regression else self._labels(read["train"])
         answers = {which: _answers(found, kind, labels) for which, found in read.items()}
         examples, held_out = _in_three(read, answers, kind)
@@ -135,7 +135,7 @@ class Table(Source):
             raise DataError(
                 f"{self.train}: channel {read['train'].channels[empty[0]]} has no value in the training data"
             )
-        scaled = {which: self._filled(found, moments) for which, found in examples.items()}
+        scaled = {which: self._filled(some, moments) for which, some in examples.items()}
         uneven = _uneven([one for found in examples.values() for one in found], kind)
         shift, scale = _target_moments(examples["train"]) if kind.is_regression and self.normalise else ((0.0,), (1.0,))
         notes = {

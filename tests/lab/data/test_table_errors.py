@@ -352,3 +352,10 @@ def test_arrays_of_another_split_are_not_taken(tmp_path, other):
 def test_columns_of_another_kind_of_file_are_refused(tmp_path):
     (tmp_path / "a.ts").write_text("@problemName x\n@classLabel true a b\n@data\n" + "1,2:a\n2,3:b\n" * 9)
     assert "a.ts: target is 'label', which says nothing of a file .ts" in refused("a.ts", target="label")
+
+
+def test_decimal_commas_in_a_file_of_answers_are_not_two_answers(tmp_path):
+    (tmp_path / "a.csv").write_text("0.5,1.5,2.5\n" * 12)
+    (tmp_path / "t.csv").write_text("112,5\n98,0\n" * 6)
+    message = refused("a.csv", train_targets="t.csv", kind="regression")
+    assert "t.csv: every row has two whole numbers, as 112,5: write a point if it is one decimal number" in message
