@@ -140,7 +140,8 @@ class _Kept(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         results, count, moved = ctx.counts
-        given, saved = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        kept = ctx.saved_tensors
+        given, saved = kept[:count], kept[count:]
         back = getattr(torch.ops.compressm, f"{ctx.name}_back")
         found = back(list(grads[:results]), list(saved), *given, *ctx.flags)
         pulled = [one if _is_real(value) else None for one, value in zip(found, given, strict=True)]

@@ -184,8 +184,8 @@ class WideBlock(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, *rest: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None:
             return (None,) * len(ctx.needs_input_grad)
-        x, *vectors, keep = ctx.saved_tensors[:7]
-        own, kept = ctx.saved_tensors[7:12], WideKept(*ctx.saved_tensors[12:])
+        saved = ctx.saved_tensors
+        (x, *vectors, keep), own, kept = saved[:7], saved[7:12], WideKept(*saved[12:])
         found = wide_backward(dout, x, tuple(vectors), keep, ctx.rate, kept, ctx.walk, own, tanh=ctx.tanh)
         return *found[:6], None, None, None, None, *found[6:]
 

@@ -366,14 +366,14 @@ class ChunkedLayer(torch.autograd.Function):
         y = torch.empty(batch, len(blocks) // batch * T, q, dtype=u.dtype, device=device)
         plan.readout(blocks, before, tables, y)
         ctx.save_for_backward(blocks, logs, B, C, tables, before)
-        ctx.plan, ctx.state = plan, kinds[2]
+        ctx.plan, ctx.state, ctx.log_dtype = plan, kinds[2], logs.dtype
         return y if y.shape[1] == length else y[:, :length].contiguous()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         du, sums, dB, dC, dstate = ChunkedLayer.gradients(ctx, grads[0])
-        dlogs = column_sums(sums).view(2, -1).to(ctx.saved_tensors[1].dtype)
+        dlogs = column_sums(sums).view(2, -1).to(ctx.log_dtype)
         return du, dlogs, dB, dC.transpose(0, 1), None if dstate is None else dstate.to(ctx.state)
 
     @staticmethod

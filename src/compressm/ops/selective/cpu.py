@@ -497,8 +497,8 @@ class BlockedScan(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
-        *given, present = ctx.saved_tensors[:6]
-        inputs, marks = Inputs.of(*given), iter(ctx.saved_tensors[6:])
+        *given, present = islice(saved := iter(ctx.saved_tensors), 6)
+        inputs = Inputs.of(*given)
         gradients = [_fresh(x) for x in given]
         # Sums begin with 0; the other gradients are overwritten.
         for sums in gradients[2:3] if inputs.own else gradients[2:]:
@@ -506,7 +506,7 @@ class BlockedScan(torch.autograd.Function):
         dstate = _fresh(dlast)
         end, begin = (of_pairs(x, 1 if len(inputs.A) == 2 else None) for x in (dlast, dstate))
         for group in _groups(inputs, present):
-            group.backward(tuple(islice(marks, len(end))), dy, end, Inputs.of(*gradients), begin)
+            group.backward(tuple(islice(saved, len(end))), dy, end, Inputs.of(*gradients), begin)
         return *gradients, dstate if ctx.has_state else None, None, None
 
 
