@@ -256,6 +256,21 @@ def test_a_classifier_resets_what_it_has_pooled():
     check_close(stream(numbers()[:, 0])[1], first[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_the_state_of_a_classifier_keeps_its_mean_in_float32_or_better(dtype):
+    torch.manual_seed(0)
+    model = SequenceClassifier(LRU, depth=1, width=WIDTH, order=3, classes=3, inputs=2, norm=LayerNorm())
+    model = model.to(dtype).eval()
+    x = numbers(600, 2, dtype)
+    x[:, 300:] += 3
+    stream, held = Stream(model, BATCH), Stream(model, BATCH)
+    for t in range(x.shape[1]):
+        stream.load_state(stream.state)
+        y, kept = stream(x[:, t]), held(x[:, t])
+    assert stream.state.pooled.dtype == model.initial_state(BATCH).pooled.dtype
+    assert torch.equal(y, kept)
+
+
 class Calls(TorchDispatchMode):
     count = 0
 

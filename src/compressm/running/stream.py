@@ -15,7 +15,7 @@ from compressm.compression.distributed import unwrapped
 from compressm.compression.sharding import require_whole
 from compressm.errors import warn_caller
 from compressm.layers import SequenceError, SSMLayer, check_finite
-from compressm.layers.base import StateHolder, StateMap, hold_states_, require_batch, require_switches
+from compressm.layers.base import StateHolder, StateMap, hold_states_, require_batch, require_switches, wide
 from compressm.layers.parameters import form_changes
 from compressm.layers.streaming import Stepper
 from compressm.models import Block, Blocks, ClassifierState, LanguageModel, MixerBlock, SequenceClassifier
@@ -88,7 +88,7 @@ class Stream(StateHolder):
         program = self._followed()
         states = tuple(state.to(dtype) for state, (_, dtype) in zip(program.states(), program.kinds, strict=True))
         if program.pooled is not None and program.steps is not None:
-            return ClassifierState(states, program.pooled.to(program.dtype, copy=True), program.steps.clone())
+            return ClassifierState(states, program.pooled.to(wide(program.dtype), copy=True), program.steps.clone())
         return states[0] if isinstance(self.model, _ONE_STATE) else states
 
     def load_state(self, state: Any) -> None:
