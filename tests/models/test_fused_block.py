@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from compressm.layers import LRU, S5
 from compressm.models import BatchNorm, Block, Blocks, LayerNorm, NoNorm, OneMask, PerElement, RunningNorm
@@ -55,6 +56,19 @@ RUNNING = [RunningNorm(through=True), RunningNorm(affine=True)]
 @pytest.mark.parametrize("width", [6, 40])
 def test_it_learns_what_the_plain_block_does(norm, width):
     check_against_the_plain_block(make(width, norm), normal(3, 12, width, seed=1))
+
+
+@pytest.mark.parametrize("width", [6, 40])
+def test_it_learns_the_same_where_checkpoints_save_memory(width):
+    block, x = make(width), normal(3, 12, width, seed=1)
+    wanted = trained(copy.deepcopy(block), x)
+    x = x.clone().requires_grad_()
+    torch.manual_seed(1)
+    out, _ = checkpoint(block, x, keep_state=False, use_reentrant=False)
+    (out * normal(*x.shape, seed=2)).sum().backward()
+    for name, parameter in block.named_parameters():
+        assert torch.equal(parameter.grad, wanted[name]), name
+    assert torch.equal(x.grad, wanted["x"])
 
 
 @pytest.mark.parametrize("dropout", [PerElement(0.3), PerElement(0.0)], ids=repr)

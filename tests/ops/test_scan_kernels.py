@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from compressm.ops.block.norm import Link
 from compressm.ops.lti.lru_system import plain_system
@@ -156,6 +157,17 @@ def test_a_layer_of_few_channels(sizes, given, nan_memory):
     matrices = normal(2, n, p, seed=2), normal(2, q, n, seed=3)
     inputs = (normal(batch, length, p), poles(n), *matrices, state)
     check_against(lambda *i: (ChunkedLayer.apply(*i),), lambda *i: (lti_loop(*i)[0],), inputs, 5e-6)
+
+
+def test_a_layer_of_few_channels_gives_gradients_where_checkpoints_save_memory():
+    from compressm.ops.lti.layer_triton import ChunkedLayer
+
+    inputs = [
+        x.requires_grad_() for x in (normal(2, 20, 3), poles(4), normal(2, 4, 3, seed=2), normal(2, 2, 4, seed=3))
+    ]
+    wanted = torch.autograd.grad(ChunkedLayer.apply(*inputs, None).sum(), inputs)
+    got = torch.autograd.grad(checkpoint(ChunkedLayer.apply, *inputs, None, use_reentrant=False).sum(), inputs)
+    assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
 
 
 @pytest.fixture
