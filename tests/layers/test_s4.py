@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import compressm as cs
 from compressm.layers import S4, S4D, Bilinear
 from compressm.layers.initialisation import legs_matrix
 
@@ -101,3 +102,19 @@ def test_the_gradient_of_p_is_zero_where_p_is():
     for name, parameter in layer.named_parameters():
         if not name.startswith("p_"):
             torch.testing.assert_close(parameter.grad, found[name], rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("moments", [cs.Transport(), cs.Restart(), cs.Slice()], ids=repr)
+def test_a_cut_layer_gives_every_parameter_a_gradient_and_keeps_p_zero(moments):
+    """DistributedDataParallel stops a training in which a parameter has no gradient."""
+    layer, x = make(order=8), torch.randn(2, 30, 3, dtype=torch.float64)
+    optimizer = torch.optim.AdamW(layer.parameters(), 1e-2)
+    compressor = cs.Compressor(layer, optimizer, when=[2], keep=cs.TargetOrder(4), moments=moments)
+    for step in range(1, 6):
+        optimizer.zero_grad()
+        layer(x)[0].square().sum().backward()
+        assert all(parameter.grad is not None for parameter in layer.parameters())
+        optimizer.step()
+        compressor.step(step)
+    assert layer.order == 4
+    assert layer.is_diagonal()

@@ -84,7 +84,9 @@ class DenseChange(Change):
 
     def first(self, name: str, moment: Tensor) -> Tensor:
         axis = self.axes[name]
-        return moment.narrow(axis, 0, self.values[name].shape[axis]).clone()
+        kept = moment.narrow(axis, 0, self.values[name].shape[axis])
+        # With the momentum of matrices, those that rest would move again.
+        return torch.zeros_like(kept) if name in self.adapter.RESTING else kept.clone()
 
     def gradient(self, moments: Values) -> dict[str, Tensor]:
         found = self.encoding.pullback(moments)

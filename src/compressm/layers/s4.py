@@ -109,7 +109,10 @@ class S4(LTILayer):
         self._check(x, state, axes="batch length")
         # A GPU would have to wait for the value.
         if x.device.type == "cpu" and can_read(self.p_re) and self.is_diagonal():
-            return lti_bank(x, *self.diagonal(), state, lengths, D=D, keep_state=keep_state)
+            log_poles, B, C = self.diagonal()
+            # The gradient of p is zero there, but DistributedDataParallel waits for one.
+            C = C + 0 * torch.stack([self.p_re, self.p_im]).to(C.dtype)
+            return lti_bank(x, log_poles, B, C, state, lengths, D=D, keep_state=keep_state)
         A, B, C = self.discrete()
         z = None if state is None else state.movedim(1, -2).flatten(-2)
         y, last = dense_bank(x, A, B, C[:, None], z, lengths, keep_state=keep_state)
