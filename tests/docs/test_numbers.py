@@ -65,6 +65,21 @@ def test_fewer_kernels_make_the_steps_of_smnist_as_short_as_the_page_says():
     assert says("docs/speed.md", *(f"{found:.2f}" for found in ways[:2]), *tenths(*ways[2:]))
 
 
+def test_on_a_cpu_an_eager_loop_is_faster_than_plain_pytorch_and_faster_after_a_cut():
+    def on_cpu(model, order, way="eager"):
+        return milliseconds("loop-cpu", "step_s", model=model, order=order, way=way)
+
+    sizes = {"smnist": (256, 13), "mamba": (64, 16)}
+    shares = [on_cpu(model, few) / on_cpu(model, many) for model, (many, few) in sizes.items()]
+    plain = {m: [on_cpu(m, n, "plain") / on_cpu(m, n) for n in sizes[m]] for m in sizes}
+    module = [on_cpu("mamba", n, "transformers") / on_cpu("mamba", n) for n in sizes["mamba"]]
+    many = f"{plain['smnist'][0]:.0f}"
+    numbers = (*tenths(*plain["mamba"], plain["smnist"][1], *module), many)
+    assert says("docs/speed.md", *(f"{share:.2f}" for share in shares), *numbers)
+    for model, orders in sizes.items():
+        assert all(on_cpu(model, order, "compiled") > 0.95 * on_cpu(model, order) for order in orders)
+
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
